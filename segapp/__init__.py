@@ -19,10 +19,11 @@ _OF_API = (
     "evaluate",
     "load",
     "predict",
+    "train",
 )
-_PACKAGES = ("errors", "losses", "parallel", "train")  # `train` is a package that can be called
+_PACKAGES = ("errors", "losses", "parallel")
 
-__all__ = [*_OF_API, "train"]
+__all__ = [*_OF_API]
 
 
 def __getattr__(name: str) -> _Any:

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
+from segapp.custom.trust import trust_parts
 from segapp.errors import SegappError
-from segapp.parts.trust import trust_parts
 from segapp.run.starting import announce_torch
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}

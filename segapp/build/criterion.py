@@ -10,9 +10,9 @@ from torch import Tensor
 
 from segapp.build.own_parts import own_criterion
 from segapp.config import LossConfig, LossTerm
+from segapp.custom import is_part
 from segapp.errors import ConfigError
 from segapp.losses import LOSSES, AdditiveCriterion, CriterionMaskClassification, CriterionSum, MaskLossFactors
-from segapp.parts import is_part
 
 OPTIONS: dict[str, Callable[[LossTerm, Tensor | None], dict[str, Any]]] = {
     "ce": lambda term, weight: {

@@ -14,6 +14,7 @@ import torch
 from segapp.build.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
 from segapp.build.sampling import build_mix
 from segapp.config import DataConfig
+from segapp.custom import is_part
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
 from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.cache.pixel_cache import PixelCache
@@ -28,7 +29,6 @@ from segapp.datasets.targets import Targets, read_targets
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from segapp.errors import ConfigError
 from segapp.parallel.ranks import Ranks
-from segapp.parts import is_part
 
 Item = TypeVar("Item")
 

@@ -9,6 +9,7 @@ import torch
 
 from segapp.build.own_parts import own_optimizer
 from segapp.config import OptimConfig, ScheduleConfig
+from segapp.custom import is_part
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
 from segapp.models.depth import layer_depths
@@ -23,7 +24,6 @@ from segapp.optim import (
     parameter_groups,
     sgd,
 )
-from segapp.parts import is_part
 from segapp.precision import Precision
 from segapp.run.events import ParamGroup
 

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
 from segapp.config.parts import part_sections
+from segapp.custom import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
+from segapp.custom.contracts import Loss, Schedule, given_arguments
+from segapp.custom.loading import takes
 from segapp.errors import ConfigError
 from segapp.losses import AdditiveCriterion, PlainCriterion
-from segapp.parts import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
-from segapp.parts.contracts import Loss, Schedule, given_arguments
-from segapp.parts.loading import takes
 
 
 def check_parts(config: RunConfig) -> None:

@@ -6,14 +6,14 @@ import re
 from collections.abc import Mapping, Sequence
 
 from segapp.config import DataConfig
+from segapp.custom import build_part, is_part
+from segapp.custom.contracts import DataSource
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
 from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError, DataError, accepted_words
-from segapp.parts import build_part, is_part
-from segapp.parts.contracts import DataSource
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:

@@ -17,12 +17,12 @@ from segapp.build.own_parts import changed_parts
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.build.run_weights import find_checkpoint, network_state
 from segapp.config import RunConfig, load_config, part_names, validate_config
+from segapp.custom.trust import check_trusted
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
 from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
-from segapp.parts.trust import check_trusted
 from segapp.precision import Precision
 from segapp.run.text import printable
 

@@ -59,8 +59,8 @@ def init(
     force: init_options.Force = False,
 ) -> None:
     """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
-    from segapp.commands.init import InitRequest
-    from segapp.commands.init.dialog import init_folder
+    from segapp.onboarding.init import InitRequest
+    from segapp.onboarding.init.dialog import init_folder
 
     init_folder(
         InitRequest(

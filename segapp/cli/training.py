@@ -74,7 +74,7 @@ def train(
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
     with _no_collection():
         from segapp.config import explain_config
-        from segapp.train.request import plan_request
+        from segapp.training.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
     if print_config:
@@ -98,7 +98,7 @@ def train(
     outlast_readers()
     if not sys.stderr.isatty():
         announce("importing torch")  # on a terminal, every command says it
-    from segapp.train.session import run_session
+    from segapp.training.session import run_session
 
     sys.exit(run_session(request, with_resume_value(sys.argv[1:])))
 

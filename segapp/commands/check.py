@@ -26,7 +26,7 @@ from segapp.build.pairs import (
 )
 from segapp.commands.check_findings import Group, comparison_lines, grouped
 from segapp.config import DataConfig, RunConfig
-from segapp.datasets.division.groups import find_shared_groups
+from segapp.custom import is_part
 from segapp.datasets.doctor import Finding, SplitReport, examine
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
@@ -35,10 +35,10 @@ from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order
 from segapp.datasets.sums import check_sums, write_sums
-from segapp.datasets.survey.accounting import Account, Uses, account_for
-from segapp.datasets.survey.tree import survey_tree
 from segapp.errors import ConfigError, DataError, storage_errors
-from segapp.parts import is_part
+from segapp.onboarding.division.groups import find_shared_groups
+from segapp.onboarding.survey.accounting import Account, Uses, account_for
+from segapp.onboarding.survey.tree import survey_tree
 from segapp.run.text import printable
 
 if TYPE_CHECKING:

@@ -20,6 +20,7 @@ from segapp.build.network import num_queries
 from segapp.build.pairs import build_groups, build_pairs, split_names
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
+from segapp.custom import is_part
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors
@@ -31,12 +32,11 @@ from segapp.inference.progress_bar import progress_bar
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
-from segapp.parts import is_part
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
 from segapp.run.scores import count_scored, loss_text, of_classes
 from segapp.run.text import printable
-from segapp.train.telemetry.console import iou_table, worst_first
+from segapp.training.telemetry.console import iou_table, worst_first
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 
 from segapp.config import RunConfig, load_config, named_config, part_names
+from segapp.custom.trust import check_trusted
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
 from segapp.memory.gpu_specs import GpuSpec, parse_gpus
@@ -13,10 +14,9 @@ from segapp.memory.planner import (
     plan_as_json,
 )
 from segapp.memory.report import error_lines, plan_lines
-from segapp.parts.trust import check_trusted
 from segapp.run.folder import find_run
 from segapp.run.starting import announce_on_terminal
-from segapp.train.planning.plan import plan_memory
+from segapp.training.planning.plan import plan_memory
 
 
 def print_plan(

@@ -24,8 +24,9 @@ from torch.utils.hooks import RemovableHandle
 from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import plan_devices
-from segapp.build.formats import auto_precision
+from segapp.build.numerics import auto_precision
 from segapp.build.pairs import build_pixels, build_scheme, split_names
+from segapp.build.trainer import seed_everything
 from segapp.config import RunConfig, load_config, named_config
 from segapp.datasets.loader import Batch, TrainLoader
 from segapp.datasets.resources import cores_of_rank
@@ -35,14 +36,13 @@ from segapp.memory.report import aligned
 from segapp.memory.simulation.jobs import PHASES, PhasePeak
 from segapp.memory.simulation.recorder import PhaseMarks, Recorder
 from segapp.parallel.ranks import Ranks
-from segapp.train.build import seed_everything
-from segapp.train.planning.auto_settings import with_train
-from segapp.train.planning.blank_data import blank_batch
-from segapp.train.planning.simulate import phase_peaks, watch_modules
-from segapp.train.planning.trial_step import build_trial_engine
-from segapp.train.process.numerics import numerics
-from segapp.train.step.engine import StepEngine
-from segapp.train.step.layout import build_layout
+from segapp.training.planning.auto_settings import with_train
+from segapp.training.planning.blank_data import blank_batch
+from segapp.training.planning.simulate import phase_peaks, watch_modules
+from segapp.training.planning.trial_step import build_trial_engine
+from segapp.training.process.numerics import numerics
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.layout import build_layout
 
 WAIT = "data"
 BAR_CELLS = 40

@@ -28,10 +28,10 @@ from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.text import printable
-from segapp.train.request import ImageLimit, TrainRequest
-from segapp.train.session import run_session
-from segapp.train.start_checks import run_length, schedule_notes
-from segapp.train.telemetry.console import format_duration
+from segapp.training.request import ImageLimit, TrainRequest
+from segapp.training.session import run_session
+from segapp.training.start_checks import run_length, schedule_notes
+from segapp.training.telemetry.console import format_duration
 
 NUM_STEPS = 4
 """Steps of the first training, and of each epoch of the second."""

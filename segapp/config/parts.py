@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from segapp.config.sections import RunConfig
-from segapp.parts import is_part
-from segapp.parts.names import beside
+from segapp.custom import is_part
+from segapp.custom.names import beside
 
 
 def part_sections(config: RunConfig) -> dict[str, Mapping[str, Any]]:

@@ -20,7 +20,7 @@ from segapp.config.sections import (
 )
 from segapp.config.sections.data import MAX_LABELS
 from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
-from segapp.parts import PART_PATTERN, is_part
+from segapp.custom import PART_PATTERN, is_part
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig, section_of
+from segapp.custom import PART_PATTERN
 from segapp.errors import closest_words, did_you_mean
-from segapp.parts import PART_PATTERN
 
 LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
 """Fields that hold a list of sections, and the class of an entry."""

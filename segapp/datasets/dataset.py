@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segapp.custom.loading import shown_error
 from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.distances import with_distances
@@ -30,7 +31,6 @@ from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_mask
 from segapp.errors import DataError
-from segapp.parts.loading import shown_error
 
 Pixels = NDArray[Any]
 

@@ -17,12 +17,12 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.division.lookalikes import Look, find_copies, find_lookalikes, look_of
 from segapp.datasets.files import ImagePair, check_same_size, jpeg_damage, read_bytes, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import ImageWindows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.lookalikes import Look, find_copies, find_lookalikes, look_of
 from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import ThreadPool

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from segapp.custom.contracts import DataSource
+from segapp.custom.loading import shown_error
 from segapp.datasets.files import ImagePair
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import train_ids
 from segapp.errors import ConfigError, DataError
-from segapp.parts.contracts import DataSource
-from segapp.parts.loading import shown_error
 
 Pixels = NDArray[Any]
 

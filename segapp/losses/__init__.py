@@ -6,11 +6,7 @@ Needs torch and the standard library, nothing else of segapp.
 from segapp.losses.additive import AdditiveCriterion, CriterionSum, Outputs, Statistics, labels_of, surrogate
 from segapp.losses.binary import CriterionBCE
 from segapp.losses.boundary import CriterionBoundary
-from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
-from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
-from segapp.losses.focal import CriterionFocal
-from segapp.losses.fused.views import Tile, View
-from segapp.losses.inference import (
+from segapp.losses.confusion import (
     Scores,
     upsample_argmax,
     upsample_confusion,
@@ -19,6 +15,10 @@ from segapp.losses.inference import (
     upsample_probabilities,
     upsample_sets,
 )
+from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
+from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
+from segapp.losses.focal import CriterionFocal
+from segapp.losses.fused.views import Tile, View
 from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification, MaskLossFactors
 from segapp.losses.ohem import CriterionOHEM

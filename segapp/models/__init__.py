@@ -4,7 +4,7 @@ Every network returns a tuple: the lowest-resolution logits its head computes, t
 its auxiliary head. Nothing is upsampled to the input size here; the criterion and the evaluator own that.
 """
 
-from segapp.models.build import build_model
+from segapp.models.by_name import build_model
 from segapp.models.critic import Critic, critic_input, critic_size
 from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
 from segapp.models.weights import LoadReport

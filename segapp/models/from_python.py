@@ -5,10 +5,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from segapp.custom import build_part
 from segapp.errors import ConfigError
 from segapp.losses.additive import heads_of
 from segapp.models.network import FamilyNote, SegmentationModel
-from segapp.parts import build_part
 
 _BACKBONES = ("backbone", "encoder")
 """Names of the submodule that counts as the backbone; the first that the network has."""

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from segapp.custom.loading import shown_error
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
-from segapp.parts.loading import shown_error
 
 ONE_VALUE = "Expected more than 1 value per channel"
 """torch's error for a BatchNorm over a single value."""

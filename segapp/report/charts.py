@@ -11,8 +11,8 @@ from markupsafe import Markup
 from numpy.typing import ArrayLike
 
 from segapp.run.text import printable
-from segapp.tui.panes.plot import Columns, Floats, Scale, choose_scale, reduce_columns
-from segapp.tui.state.wording import learning_rate, number
+from segapp.view.plot import Columns, Floats, Scale, choose_scale, reduce_columns
+from segapp.view.wording import learning_rate, number
 
 WIDTH_PX, HALF_PX, HEIGHT_PX = 1040, 510, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34

@@ -19,8 +19,8 @@ from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.scores import best_shown, count_scored, loss_text, with_count
 from segapp.run.text import printable
-from segapp.train.telemetry.trackers import flat_settings
-from segapp.tui.state import wording
+from segapp.training.telemetry.trackers import flat_settings
+from segapp.view import wording
 
 UNIMPORTANT_KEYS = frozenset({"name"})
 

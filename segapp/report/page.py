@@ -24,8 +24,8 @@ from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.text import printable
-from segapp.tui.state import wording
-from segapp.tui.state.history import SMOOTHINGS
+from segapp.view import wording
+from segapp.view.history import SMOOTHINGS
 
 MAX_PICTURED_CLASSES = 60
 

@@ -17,7 +17,7 @@ from segapp.errors import storage_errors
 from segapp.run.files import write_atomic
 from segapp.run.scores import NOT_FINITE, count_scored, of_classes, with_count
 from segapp.run.text import printable
-from segapp.tui.state import wording
+from segapp.view import wording
 
 
 def render(template: str, values: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ from segapp.errors import ConfigError, RunError
 from segapp.run.events import Alert, EventReader, Gpu0Bsz, parse_event
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
-from segapp.tui.state.view import View, fold_events
+from segapp.view.view import View, fold_events
 
 _BLOCK_BYTES = 8 << 20
 _MAX_POINTS = 2000

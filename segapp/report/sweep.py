@@ -16,8 +16,8 @@ from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.report.sweep_results import SweepResults, read_results, shown_settings, shown_value
 from segapp.run.sweep import SweepFolder
-from segapp.tui.panes.plot import Floats
-from segapp.tui.state.history import SMOOTHINGS
+from segapp.view.history import SMOOTHINGS
+from segapp.view.plot import Floats
 
 _NUM_POINTS = 1000
 """Points of a mean curve; about one for each pixel of its width."""

@@ -17,7 +17,7 @@ from segapp.errors import ConfigError
 from segapp.run.scores import with_count
 from segapp.run.state import summarize
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, SweepRunState
-from segapp.train.telemetry.trackers import flat_settings
+from segapp.training.telemetry.trackers import flat_settings
 
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
 """Keys that divide the data; configs that differ in nothing else but the name are folds."""

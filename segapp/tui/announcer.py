@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 from segapp.run.text import printable
 from segapp.tui.panes.header import state_label
-from segapp.tui.state.source import Status
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import miou
+from segapp.view.source import Status
+from segapp.view.view import View
+from segapp.view.wording import miou
 
 SAVE_TITLE, RESTORE_TITLE = "\x1b[22;2t", "\x1b[23;2t"
 _ENDS = ("finished", "stopped", "failed", "crashed")

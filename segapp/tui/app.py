@@ -38,11 +38,11 @@ from segapp.tui.panes.devices import begin_draft, edit_draft, evaluate_split
 from segapp.tui.run_screen import UserFiles
 from segapp.tui.seen import seen_path
 from segapp.tui.settings import load_settings, settings_path
-from segapp.tui.state.replay import ReplaySource
-from segapp.tui.state.source import LiveSource, RunSource
-from segapp.tui.state.wording import dots, learning_rate
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
 from segapp.tui.widgets import Gpu0Pane
+from segapp.view.replay import ReplaySource
+from segapp.view.source import LiveSource, RunSource
+from segapp.view.wording import dots, learning_rate
 
 
 def run_ui(

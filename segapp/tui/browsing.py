@@ -25,12 +25,12 @@ from segapp.tui.panes.viewport import Viewport
 from segapp.tui.run_screen import Monitor
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.seen import save_seen
-from segapp.tui.state.details import Detail, details_text, event_details
-from segapp.tui.state.history import SMOOTHINGS
-from segapp.tui.state.metrics import CLASS, metric_names, metric_title
-from segapp.tui.state.replay import ReplaySource
-from segapp.tui.state.wording import LogLine
 from segapp.tui.widgets import ClassesPane
+from segapp.view.details import Detail, details_text, event_details
+from segapp.view.history import SMOOTHINGS
+from segapp.view.metrics import CLASS, metric_names, metric_title
+from segapp.view.replay import ReplaySource
+from segapp.view.wording import LogLine
 
 Choice = TypeVar("Choice")
 _SMOOTHING_CYCLE = (AUTO, *reversed(SMOOTHINGS), 0.0)

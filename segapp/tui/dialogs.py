@@ -14,9 +14,9 @@ from textual.screen import ModalScreen
 from textual.widgets import Input, Log, Static
 
 from segapp.run.text import printable
-from segapp.tui.state.details import Detail, details_text
-from segapp.tui.state.tail import LogTail
 from segapp.tui.widgets import drawable
+from segapp.view.details import Detail, details_text
+from segapp.view.tail import LogTail
 
 StopChoice = Literal["epoch", "now"]
 

@@ -10,9 +10,9 @@ from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import Input, OptionList
 
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import LogLine
 from segapp.tui.widgets import drawable
+from segapp.view.view import View
+from segapp.view.wording import LogLine
 
 KIND_STYLES = {
     "val": "$text-success",

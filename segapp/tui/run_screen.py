@@ -39,14 +39,14 @@ from segapp.tui.panes.viewport import Viewport
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.seen import load_seen
 from segapp.tui.settings import UiSettings, save_settings
-from segapp.tui.state.metrics import chart_title, step_field
-from segapp.tui.state.replay import ReplaySource
-from segapp.tui.state.runs import RunList
-from segapp.tui.state.source import LiveSource, RunSource, Status, newest_pictures
-from segapp.tui.state.tail import LogTail
-from segapp.tui.state.view import View
 from segapp.tui.terminal import end_with_terminal, is_hung_up
 from segapp.tui.widgets import ClassesPane, Gpu0Pane, LiteralText, Pane, set_title
+from segapp.view.metrics import chart_title, step_field
+from segapp.view.replay import ReplaySource
+from segapp.view.runs import RunList
+from segapp.view.source import LiveSource, RunSource, Status, newest_pictures
+from segapp.view.tail import LogTail
+from segapp.view.view import View
 
 TICK_S = 0.5
 PANES_EVERY, IDLE_EVERY = 2, 4

@@ -21,10 +21,10 @@ from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
 from segapp.tui.panes.glyphs import Glyphs, spark
 from segapp.tui.panes.header import STATE_STYLES, Part, fit_parts
-from segapp.tui.state.details import Detail
-from segapp.tui.state.runs import SORTS, FollowedRun, RunList, sorted_runs
-from segapp.tui.state.wording import age, clip, fit_cells, number, plural
 from segapp.tui.widgets import LiteralText, drawable
+from segapp.view.details import Detail
+from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
+from segapp.view.wording import age, clip, fit_cells, number, plural
 
 _SPARK = 14
 _SCORE = 13

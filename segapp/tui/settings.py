@@ -13,7 +13,7 @@ from typing import Any
 from segapp.run.files import write_atomic
 from segapp.tui.panes.chart import AUTO, X_AXES
 from segapp.tui.panes.classes import SORTS
-from segapp.tui.state.history import SMOOTHINGS
+from segapp.view.history import SMOOTHINGS
 
 NOTIFICATIONS = ("off", "bell", "osc9", "osc777")
 

@@ -16,8 +16,8 @@ from textual.widgets import Input
 from segapp.run.events import RunStart, Val
 from segapp.tui.panes.classes import TableOptions, class_rows, classes_content
 from segapp.tui.panes.glyphs import Glyphs, ascii_text
-from segapp.tui.state.evaluations import PastVal
-from segapp.tui.state.view import View
+from segapp.view.evaluations import PastVal
+from segapp.view.view import View
 
 
 class LiteralText(Widget):

@@ -18,18 +18,18 @@ from segapp.config import LiveSettings
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter, Step
 from segapp.run.folder import RunFolder
-from segapp.train.control.batch_split import BatchSplitController
-from segapp.train.control.commands import CommandController
-from segapp.train.control.progress import TrainingProgress
-from segapp.train.control.safe_point import SafePoint
-from segapp.train.process.context import RunContext
-from segapp.train.process.inbox import Inbox
-from segapp.train.process.signals import StopSignals
-from segapp.train.saving.position import Position
-from segapp.train.saving.saver import Captured, CheckpointSaver, SaveRules
-from segapp.train.telemetry.device_memory import DeviceMemoryTracker, device_info_of
-from segapp.train.telemetry.event_log import EventLog
-from segapp.train.telemetry.sampler import HEARTBEAT_S, MEMORY_S, MemorySampler
+from segapp.training.control.batch_split import BatchSplitController
+from segapp.training.control.commands import CommandController
+from segapp.training.control.progress import TrainingProgress
+from segapp.training.control.safe_point import SafePoint
+from segapp.training.process.context import RunContext
+from segapp.training.process.inbox import Inbox
+from segapp.training.process.signals import StopSignals
+from segapp.training.saving.position import Position
+from segapp.training.saving.saver import Captured, CheckpointSaver, SaveRules
+from segapp.training.telemetry.device_memory import DeviceMemoryTracker, device_info_of
+from segapp.training.telemetry.event_log import EventLog
+from segapp.training.telemetry.sampler import HEARTBEAT_S, MEMORY_S, MemorySampler
 from tests.support.runs import events, merged, train
 
 REPEATS = 400

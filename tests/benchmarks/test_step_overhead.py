@@ -15,18 +15,18 @@ import torch
 
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
+from segapp.build.trainer import build_trainer, seed_everything
 from segapp.losses import CriterionCE
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.train.build import build_trainer, seed_everything
-from segapp.train.process.context import RunContext
-from segapp.train.process.inbox import Inbox
-from segapp.train.process.signals import StopSignals
-from segapp.train.saving.position import Best, Position
-from segapp.train.telemetry.device_memory import DeviceMemoryTracker
-from segapp.train.telemetry.event_log import EventLog
-from segapp.train.trainer import Trainer
+from segapp.training.process.context import RunContext
+from segapp.training.process.inbox import Inbox
+from segapp.training.process.signals import StopSignals
+from segapp.training.saving.position import Best, Position
+from segapp.training.telemetry.device_memory import DeviceMemoryTracker
+from segapp.training.telemetry.event_log import EventLog
+from segapp.training.trainer import Trainer
 from tests.support.runs import merged
 
 ROUNDS = 12

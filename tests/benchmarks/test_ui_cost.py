@@ -16,8 +16,8 @@ from textual.app import App, ComposeResult
 
 from segapp.tui.app import MonitorApp, collect_rarely
 from segapp.tui.panes.chart import LossChart
-from segapp.tui.state.source import LiveSource
-from segapp.tui.state.view import View
+from segapp.view.source import LiveSource
+from segapp.view.view import View
 from tests.support.recorded_runs import RecordedRun
 
 pytestmark = pytest.mark.benchmark

@@ -10,7 +10,7 @@ import torch
 from segapp.build import devices as module
 from segapp.build.devices import plan_devices
 from segapp.config import ParallelConfig, RunConfig
-from segapp.train.planning.plan import choose_mode
+from segapp.training.planning.plan import choose_mode
 
 
 @pytest.fixture(autouse=True)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from segapp.commands.check import check_data
-from segapp.commands.init import InitRequest, propose_config
 from segapp.errors import DataError
+from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.runs import events, merged, train
 
 

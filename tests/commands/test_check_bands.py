@@ -14,9 +14,9 @@ import yaml
 from segapp.build.data import build_dataset
 from segapp.build.pairs import build_scheme
 from segapp.commands.check import check_data
-from segapp.commands.init import InitRequest, propose_config
 from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, DataError
+from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.band_data import write_band_data
 
 pytest.importorskip("rasterio", reason="the extra geo is not installed")

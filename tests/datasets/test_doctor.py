@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.datasets.dataset import OwnDataset
-from segapp.datasets.division.lookalikes import difference_hash, find_copies
 from segapp.datasets.doctor import (
     _of_targets,
     examine,
 )
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
+from segapp.datasets.lookalikes import difference_hash, find_copies
 from segapp.datasets.masks import read_masks, summary_of_ids
 from segapp.datasets.own_data import OwnData
 from segapp.datasets.sums import check_sums, write_sums

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from segapp.datasets.division.lookalikes import Look, find_lookalikes, look_of
+from segapp.datasets.lookalikes import Look, find_lookalikes, look_of
 
 Grey = NDArray[np.uint8]
 CAMVID = Path(__file__).parents[2].parent / "shared" / "camvid"

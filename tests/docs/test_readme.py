@@ -8,11 +8,11 @@ from tests.support import ROOT
 
 TESTS = {
     "loss of ranks with unequal ignored pixels": "tests/parallel/test_exactness.py",
-    "another share for each GPU": "tests/train/test_rank_splits.py",
+    "another share for each GPU": "tests/training/test_rank_splits.py",
     "gradient penalties through synchronised BatchNorm": "tests/parallel/test_penalties.py",
     "memory of each GPU before the training": "tests/memory/test_simulation_against_torch.py",
-    "out of memory during a training": "tests/train/recovery/test_out_of_memory.py",
-    "resume within an epoch": "tests/train/test_resume.py",
+    "out of memory during a training": "tests/training/recovery/test_out_of_memory.py",
+    "resume within an epoch": "tests/training/test_resume.py",
     "data checked before the training": "tests/datasets/test_doctor.py",
     "screen in the terminal, from any shell": "tests/tui/test_terminal.py",
 }

@@ -26,9 +26,9 @@ from segapp.errors import DataError
 from segapp.export.runner import ExportedModel
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
-from segapp.train.process import signals
-from segapp.train.request import TrainRequest
-from segapp.train.session import run_session
+from segapp.training.process import signals
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
 from tests.support.band_data import write_band_data
 from tests.support.runs import differing, events, merged, train
 
@@ -134,7 +134,7 @@ def test_planned_batch_has_the_bands_and_type_of_the_files(data: dict[str, Any])
     # In a process of its own: a simulation registers devices that other tests must not see.
     code = (
         "import json, sys; from segapp.config import validate_config; "
-        "from segapp.train.planning.simulate import build_simulator; "
+        "from segapp.training.planning.simulate import build_simulator; "
         "images = build_simulator(validate_config(json.load(sys.stdin))).batch(3).images; "
         "print(*images.shape, images.dtype)"
     )

@@ -15,9 +15,9 @@ from segapp import failpoints
 from segapp.config import RunConfig
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.train.request import TrainRequest
-from segapp.train.session import run_session
-from segapp.train.trainer import Trainer
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from segapp.training.trainer import Trainer
 from tests.support.fault_runs import case, tiny_config
 from tests.support.runs import differing, events, train
 

@@ -38,7 +38,7 @@ from segapp.models.weights import read_weights_file
 from segapp.run.commands import drain_commands, format_command, parse_command
 from segapp.run.events import EventReader, StepRun
 from segapp.run.text import printable
-from segapp.tui.state.view import View, fold_events
+from segapp.view.view import View, fold_events
 from tests.support import ROOT
 
 

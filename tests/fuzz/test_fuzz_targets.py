@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.run.events import EventReader
-from segapp.tui.state.view import View, fold_events
+from segapp.view.view import View, fold_events
 from tests.fuzz.targets import TARGETS, mutate, with_checksums
 
 FINDINGS = {

@@ -18,11 +18,11 @@ from segapp.build.pairs import build_scheme
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.loader import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.train.planning.blank_data import blank_batch
-from segapp.train.planning.trial_step import build_trial_engine
-from segapp.train.process.numerics import numerics
-from segapp.train.step.engine import StepEngine
-from segapp.train.step.layout import StepLayout
+from segapp.training.planning.blank_data import blank_batch
+from segapp.training.planning.trial_step import build_trial_engine
+from segapp.training.process.numerics import numerics
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.layout import StepLayout
 from tests.support import ROOT
 
 Mode = Literal["single", "dp", "ddp"]
@@ -138,11 +138,11 @@ def _timed(engine: StepEngine, batch: Batch, place: torch.device, num_steps: int
 
 
 def _planned_mib(config: RunConfig) -> float:
-    """Return the planned peak of the tensors, from `segapp.train.planning.simulate` in a process of its own."""
+    """Return the planned peak of the tensors, from `segapp.training.planning.simulate` in a process of its own."""
     code = (
         "import sys, json; from segapp.config import validate_config; "
         "from segapp.memory.simulation.jobs import SimulationJob; "
-        "from segapp.train.planning.simulate import build_simulator; "
+        "from segapp.training.planning.simulate import build_simulator; "
         "config = validate_config(json.load(sys.stdin)); "
         "job = SimulationJob('single', (config.train.batch_size,)); "
         "print(build_simulator(config).run(job).peak_mib()[0])"

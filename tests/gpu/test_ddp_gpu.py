@@ -1,6 +1,7 @@
 """Ranks on GPUs (NCCL): steps against one device, stops, out-of-memory errors and lost ranks.
 
-The bodies run on the CPU (gloo) as well: `tests/train/step/test_rank_steps.py`, `tests/train/test_rank_splits.py`.
+The bodies run on the CPU (gloo) as well: `tests/training/step/test_rank_steps.py` and
+`tests/training/test_rank_splits.py`.
 """
 
 from __future__ import annotations

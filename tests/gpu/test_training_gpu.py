@@ -19,10 +19,10 @@ import torch
 
 from segapp.build.pairs import build_scheme
 from segapp.memory.oom_errors import is_out_of_memory
-from segapp.train.planning.blank_data import blank_batch
-from segapp.train.planning.trial_step import build_trial_engine
-from segapp.train.process.numerics import numerics
-from segapp.train.step.layout import StepLayout
+from segapp.training.planning.blank_data import blank_batch
+from segapp.training.planning.trial_step import build_trial_engine
+from segapp.training.process.numerics import numerics
+from segapp.training.step.layout import StepLayout
 from tests.gpu.figures_training import figures_config, plan_figures
 from tests.support import ROOT
 from tests.support.runs import differing, events, merged, train

@@ -14,7 +14,7 @@ from segapp.losses import (
     upsample_probabilities,
     upsample_sets,
 )
-from segapp.losses.inference import class_of_largest
+from segapp.losses.confusion import class_of_largest
 from tests.support.loss_cases import class_weight, draw, relative_error
 
 

@@ -10,7 +10,7 @@ import torch
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel, build_model
 from segapp.models.patterns import modules_matching
-from segapp.train.step.precise_bn import recompute_batchnorm
+from segapp.training.step.precise_bn import recompute_batchnorm
 
 
 @pytest.fixture(scope="module")

@@ -202,7 +202,7 @@ def test_initialisation_depends_only_on_the_global_generator(monkeypatch):
     other, _ = build(1)
     assert first.equal(again)
     assert not first.equal(other)
-    monkeypatch.setattr("segapp.models.build.inspect_model", lambda model: None)
+    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model: None)
     without, state_without = build(0)
     assert first.equal(without)
     assert state.equal(state_without), "looking at the network drew random numbers"

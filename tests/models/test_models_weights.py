@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from segapp.errors import CheckpointError, ConfigError
 from segapp.models import build_model
-from segapp.models.build import weights_in_cache
+from segapp.models.by_name import weights_in_cache
 from segapp.models.keys import KeyMap
 from segapp.models.weights import LoadReport, check_reachable, fetch_hub_file, fetch_url, read_weights_file
 
@@ -21,7 +21,7 @@ BACKBONE = "mobilenet_v3_small"
 @pytest.fixture(autouse=True)
 def no_look_at_the_network(monkeypatch):
     """Skip the inspection; these networks have no unused parts."""
-    monkeypatch.setattr("segapp.models.build.inspect_model", lambda model: None)
+    monkeypatch.setattr("segapp.models.by_name.inspect_model", lambda model: None)
 
 
 def build(num_classes=3, name="lraspp", **kwargs):

@@ -23,7 +23,7 @@ from segapp.report.sweep import write_sweep_page
 from segapp.report.sweep_results import read_results
 from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
 from segapp.run.sweep import SweepFolder, SweepRun, new_info
-from segapp.tui.state.view import View, fold_events
+from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
 
 LOSSES = ((3.0, 2.5, 2.0), (1.5, None, 1.0))

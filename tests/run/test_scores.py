@@ -15,7 +15,7 @@ from segapp.run.folder import RunFolder
 from segapp.run.scores import EpochLoss, best_shown, count_scored
 from segapp.run.state import summarize
 from segapp.run.sweep import SweepRun
-from segapp.tui.state.view import View, fold_events
+from segapp.view.view import View, fold_events
 
 SHARES = st.none() | st.floats(0, 1) | st.sampled_from([math.nan, math.inf, 0.0, 0.5, 0.5004])
 LOSSES = st.none() | st.floats(1e-3, 1e3)

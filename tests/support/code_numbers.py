@@ -1,4 +1,4 @@
-"""Sizes of the package's code: lines, function lengths, file lengths, parameters.
+"""Sizes of the package's code: lines, modules, function lengths, parameters, fullest folders. Figures, no limits.
 
     python -m tests.support.code_numbers [ROOT]
 
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support import ROOT
-from tests.support.import_graph import module_paths
+from tests.support.import_graph import module_paths, modules_per_folder
 
 
 def num_parameters(function: ast.FunctionDef) -> int:
@@ -43,6 +43,7 @@ def main(root: Path) -> None:
     print(f"{len(paths)} modules, {sum(files)} lines, {len(functions)} functions")
     print(line("lines per function", [(f.end_lineno or f.lineno) - f.lineno + 1 for f in functions]))
     print(line("lines per file", files))
+    print(line("modules per folder", list(modules_per_folder(root).values())))
     print(line("parameters", [num_parameters(function) for function in functions]))
 
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from segapp.build import step as assemble
 from segapp.config import validate_config
 from segapp.memory.simulation.backend import CHANGE_IN_PLACE
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.memory.simulation.recorder import Recorder
 from segapp.precision import Precision
-from segapp.train.planning.blank_data import evaluate_blank
-from segapp.train.planning.simulate import Simulator, build_simulator, run_step
-from segapp.train.step import assemble
+from segapp.training.planning.blank_data import evaluate_blank
+from segapp.training.planning.simulate import Simulator, build_simulator, run_step
 
 SAME_DTYPE = {"native_layer_norm", "native_group_norm", "native_layer_norm_backward", "native_group_norm_backward"}
 """Operators whose CUDA kernels refuse a weight of another dtype than the input (pytorch/pytorch#135969)."""

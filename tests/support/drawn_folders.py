@@ -13,8 +13,8 @@ from PIL import Image
 
 from segapp.build.data import build_dataset
 from segapp.build.pairs import build_scheme, split_names
-from segapp.commands.init import InitRequest, InitResult, propose_config
 from segapp.config import RunConfig, load_config
+from segapp.onboarding.init import InitRequest, InitResult, propose_config
 
 SIZE = (48, 64)
 IDS = np.array([0, 1, 2], np.uint8)

@@ -19,8 +19,8 @@ from torch import nn
 from segapp.config import validate_config
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.memory.simulation.recorder import Recorder
-from segapp.train.planning.simulate import build_simulator
-from segapp.train.step.engine import StepEngine
+from segapp.training.planning.simulate import build_simulator
+from segapp.training.step.engine import StepEngine
 
 
 def description(engine: StepEngine) -> dict[str, Any]:

@@ -51,12 +51,12 @@ def run(command: dict[str, Any]) -> int:
         segapp.commands.spawn.subprocess = forking  # type: ignore[attr-defined]
         segapp.commands.sweep.warm.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedServer})
     if "SEGAPP_TEST_GPUS" in os.environ:
-        import segapp.train.session
+        import segapp.training.session
         from segapp.memory.gpus import GpuPoller
 
-        sampler = segapp.train.session.MemorySampler
+        sampler = segapp.training.session.MemorySampler
         polling = functools.partial(sampler, gpus=GpuPoller())
-        segapp.train.session.MemorySampler = polling  # type: ignore[misc, assignment]
+        segapp.training.session.MemorySampler = polling  # type: ignore[misc, assignment]
     if ":clock:" in os.environ.get(failpoints.VARIABLE, ""):
         make_clock_jump()
     failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
@@ -206,7 +206,7 @@ def serve() -> None:
     import segapp.cli
     import segapp.commands.check
     import segapp.commands.predict
-    import segapp.train.session  # noqa: F401
+    import segapp.training.session  # noqa: F401
 
     news, wakeup = os.pipe()
     os.set_blocking(wakeup, False)

@@ -10,7 +10,7 @@ import warnings
 from segapp.config import validate_config
 from segapp.memory.affine import fit_model, splits_to_simulate
 from segapp.memory.simulation.jobs import SimulationJob
-from segapp.train.planning.simulate import build_simulator
+from segapp.training.planning.simulate import build_simulator
 
 PUBLISHED = {"model": {"name": "deeplabv3_resnet101"}, "crop_px": (945, 945), "num_classes": 21}
 """Model and crop are unknown; this choice makes GPU 0 just hold 9 = 3 + 3 + 3 with the loss on GPU 0."""

@@ -40,9 +40,9 @@ from segapp.models import build_model
 from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
-from segapp.train.step.engine import StepEngine
-from segapp.train.step.modules import StepModules
-from segapp.train.step.update_count import UpdateCount
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.modules import StepModules
+from segapp.training.step.update_count import UpdateCount
 
 FULL_BATCH = 8
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)

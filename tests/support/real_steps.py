@@ -13,13 +13,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from segapp.build.pairs import build_scheme
+from segapp.build.step import StepAssembler, StepParts
 from segapp.config import validate_config
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.memory.simulation.recorder import Recorder
 from segapp.parallel import data_parallel
-from segapp.train.planning.simulate import Simulator, build_simulator, run_step
-from segapp.train.step.assemble import StepAssembler, StepParts
-from segapp.train.step.layout import StepLayout
+from segapp.training.planning.simulate import Simulator, build_simulator, run_step
+from segapp.training.step.layout import StepLayout
 
 MODELS = {
     "lraspp": {"library": "torchvision", "name": "lraspp_mobilenet_v3_large"},

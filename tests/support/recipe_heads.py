@@ -12,7 +12,7 @@ import warnings
 from segapp.config import load_config
 from segapp.losses import cross_entropy
 from segapp.memory.simulation.jobs import SimulationJob
-from segapp.train.planning.simulate import build_simulator
+from segapp.training.planning.simulate import build_simulator
 from tests.support import ROOT
 
 

@@ -1,8 +1,9 @@
 """Records what real trainings tell the estimate of their remaining time: `python -m tests.support.recorded_times`.
 
-Each file in `tests/train/telemetry/recorded_times` is one training of drawn images on this machine: its schedule, what
-was observed at every `step` event, and when it ended. `test_remaining_time.py` replays them. Each step, and each batch
-of an evaluation, waits for a fixed time too, as for a device: the speed of a shared processor cannot be foreseen.
+Each file in `tests/training/telemetry/recorded_times` is one training of drawn images on this machine: its schedule,
+what was observed at every `step` event, and when it ended. `test_remaining_time.py` replays them. Each step, and each
+batch of an evaluation, waits for a fixed time too, as for a device: the speed of a shared processor cannot be
+foreseen.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import numpy as np
 from segapp.failpoints import arm
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import RunEnd
-from segapp.train.telemetry import event_log
-from segapp.train.telemetry.clock import Clock
-from segapp.train.telemetry.remaining_time import Observed, RemainingTime
+from segapp.training.telemetry import event_log
+from segapp.training.telemetry.clock import Clock
+from segapp.training.telemetry.remaining_time import Observed, RemainingTime
 from tests.support.live_runs import seen, wait_for
 from tests.support.runs import draw_scene, merged, train
 

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 from segapp.config import RunConfig, validate_config
-from segapp.train.request import TrainRequest
-from segapp.train.session import run_session
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
 from tests.support.programs import segapp as segapp  # the program beside `train`
 
 

@@ -16,9 +16,9 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.event_log import EventsPane
 from segapp.tui.run_screen import UserFiles
 from segapp.tui.seen import load_seen, save_seen
-from segapp.tui.state.source import LiveSource
-from segapp.tui.state.tail import LogTail
-from segapp.tui.state.view import NUM_WHOLE_EVENTS, View, fold_events
+from segapp.view.source import LiveSource
+from segapp.view.tail import LogTail
+from segapp.view.view import NUM_WHOLE_EVENTS, View, fold_events
 from tests.support.recorded_runs import RecordedRun
 from tests.tui.test_screen import press, run_screen, screen_text, settled, source_of
 

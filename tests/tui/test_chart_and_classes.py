@@ -21,15 +21,15 @@ from segapp.tui.panes.chart import LossChart, Other
 from segapp.tui.panes.classes import TableOptions, classes_content
 from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
-from segapp.tui.panes.plot import choose_scale, reduce_columns, usual_range
 from segapp.tui.panes.readout import cursor_readout
 from segapp.tui.panes.viewport import Viewport
-from segapp.tui.state.history import History
-from segapp.tui.state.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
-from segapp.tui.state.replay import ReplaySource
-from segapp.tui.state.series import SeriesReader
-from segapp.tui.state.view import View, fold_events
-from segapp.tui.state.wording import number
+from segapp.view.history import History
+from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
+from segapp.view.plot import choose_scale, reduce_columns, usual_range
+from segapp.view.replay import ReplaySource
+from segapp.view.series import SeriesReader
+from segapp.view.view import View, fold_events
+from segapp.view.wording import number
 from tests.support.recorded_runs import CAMVID, RecordedRun
 from tests.tui.test_screen import press, run_screen, screen_text, sent, settled
 

@@ -16,7 +16,7 @@ from segapp.tui.layout import plan_layout
 from segapp.tui.panes.glyphs import ASCII, UNICODE, ascii_text, progress, spark
 from segapp.tui.panes.header import Part, fit_parts
 from segapp.tui.settings import UiSettings, load_settings, save_settings
-from segapp.tui.state.wording import age, clip, duration, fit_cells, gib, learning_rate, memory_text, number, percent
+from segapp.view.wording import age, clip, duration, fit_cells, gib, learning_rate, memory_text, number, percent
 
 
 @pytest.mark.parametrize(

@@ -31,8 +31,8 @@ from segapp.run.folder import RunFolder
 from segapp.run.process import ProcessId
 from segapp.tui.app import MonitorApp
 from segapp.tui.settings import UiSettings
-from segapp.tui.state.runs import RunList
-from segapp.tui.state.source import LiveSource
+from segapp.view.runs import RunList
+from segapp.view.source import LiveSource
 from tests.support.recorded_runs import Clock, RecordedRun
 from tests.tui.test_screen import press, settled, source_of
 

@@ -18,9 +18,9 @@ from segapp.tui.panes import header
 from segapp.tui.panes.chart import LossChart
 from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.panes.viewport import Viewport
-from segapp.tui.state.replay import ReplaySource
-from segapp.tui.state.source import LiveSource, Status
-from segapp.tui.state.view import View, fold_events
+from segapp.view.replay import ReplaySource
+from segapp.view.source import LiveSource, Status
+from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
 from tests.tui.test_screen import press, run_screen, screen_text, settled, toasts
 

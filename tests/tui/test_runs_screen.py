@@ -19,8 +19,8 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.panes.chart import LossChart
 from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.runs_screen import Columns, run_header, run_row
-from segapp.tui.state.runs import RunList, sorted_runs
-from segapp.tui.state.source import LiveSource
+from segapp.view.runs import RunList, sorted_runs
+from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
 from tests.tui.test_screen import press, run_screen, screen_text, settled, toasts
 

@@ -21,8 +21,8 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
 from segapp.tui.run_screen import UserFiles
 from segapp.tui.settings import UiSettings, load_settings
-from segapp.tui.state.replay import ReplaySource
-from segapp.tui.state.source import LiveSource
+from segapp.view.replay import ReplaySource
+from segapp.view.source import LiveSource
 from tests.support.recorded_runs import CAMVID, RecordedRun, live_run
 
 SIZES = [(120, 36), (100, 30), (80, 24), (60, 15), (40, 10)]

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 from segapp.commands.check_part.checks import IGNORED, NUM_CLASSES, Check, tried
 from segapp.config import LossTerm, RunConfig, part_names
 from segapp.config.parts import part_sections
+from segapp.custom import is_part
+from segapp.custom.trust import remember_parts
 from segapp.errors import ConfigError, accepted_words
-from segapp.parts import is_part
-from segapp.parts.trust import remember_parts
 from segapp.run.text import printable
 
 Kind = Literal["model", "loss", "data", "optim", "schedule", "transform"]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from segapp.custom.loading import shown_error
 from segapp.errors import SegappError
-from segapp.parts.loading import shown_error
 
 NUM_CLASSES, IGNORED = 3, 255
 """What parts are tried with where no config says it."""

@@ -12,10 +12,10 @@ import numpy as np
 from segapp.build.pairs import build_pixels, build_scheme, own_data, split_names
 from segapp.commands.check_part.checks import Check, tried
 from segapp.config import DataConfig, RunConfig
+from segapp.custom.contracts import DataSource
 from segapp.datasets.masks import train_ids
 from segapp.datasets.own_data import OwnData, Pixels
 from segapp.errors import ConfigError
-from segapp.parts.contracts import DataSource
 
 
 def data_section(name: str, options: Mapping[str, Any], config: RunConfig | None) -> DataConfig:

@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from segapp.commands.check_part.checks import NotTriedError
+from segapp.custom.loading import shown_error
 from segapp.errors import SegappError
-from segapp.parts.loading import shown_error
 
 AnyModule = TypeVar("AnyModule", bound=nn.Module)
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from segapp.commands.check_part.checks import Check, tried
 from segapp.commands.check_part.elsewhere import follows
+from segapp.custom.loading import shown_error
 from segapp.models import SegmentationModel
 from segapp.models.inspection import probabilities_problem
-from segapp.parts.loading import shown_error
 
 
 def checks_of_model(

@@ -12,7 +12,7 @@ from torch import nn
 from segapp.build.own_parts import own_optimizer, own_schedule
 from segapp.commands.check_part.checks import Check, tried
 from segapp.config import OptimConfig, ScheduleConfig
-from segapp.parts.contracts import Schedule
+from segapp.custom.contracts import Schedule
 
 _STEPS = 100
 

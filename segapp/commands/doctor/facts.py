@@ -186,7 +186,7 @@ def _triton() -> Facts:
 
 
 def _trainer() -> Facts:
-    import segapp.train.session  # noqa: F401
+    import segapp.training.session  # noqa: F401
 
     return {}
 

@@ -14,7 +14,7 @@ from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError, SegappError
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.models import SegmentationModel, build_model
-from segapp.models.build import weights_in_cache
+from segapp.models.by_name import weights_in_cache
 
 NUM_CLASSES = 19
 """Classes of the measured networks, those of Cityscapes."""
@@ -83,8 +83,8 @@ def _num_flops(model: SegmentationModel, size_px: tuple[int, int]) -> int:
 
 def _image_mib(name: ModelName, size_px: tuple[int, int]) -> float:
     """Return the difference of the peaks of two batches, per image."""
-    from segapp.train.planning.simulate import Simulator
-    from segapp.train.step.assemble import StepAssembler
+    from segapp.build.step import StepAssembler
+    from segapp.training.planning.simulate import Simulator
 
     simulator = Simulator(StepAssembler(_config(name, size_px), build_scheme(_config(name, size_px).data)))
     peaks = [simulator.run(SimulationJob("single", (num_images,))).peak_mib()[0] for num_images in (2, 6)]

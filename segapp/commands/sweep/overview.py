@@ -8,8 +8,8 @@ from typing import Any, TextIO
 from segapp.run.scores import EpochLoss, count_scored, loss_text, of_classes
 from segapp.run.sweep import SweepRun
 from segapp.run.text import printable
-from segapp.train.process.signals import EXIT_STOPPED_AND_SAVED
-from segapp.train.telemetry.console import format_duration
+from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
+from segapp.training.telemetry.console import format_duration
 
 INTERVAL_S = 10.0
 """Time between two lines of one training."""

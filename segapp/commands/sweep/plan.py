@@ -17,8 +17,8 @@ from typing import Any
 from segapp.commands.sweep.grid import combinations, parse_axes
 from segapp.config import RunConfig, dump_config, find_config, load_config
 from segapp.config.parts import part_names
+from segapp.custom.trust import check_trusted, remember_parts
 from segapp.errors import ConfigError, did_you_mean, storage_errors
-from segapp.parts.trust import check_trusted, remember_parts
 from segapp.run.files import write_atomic
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info, sweep_folders
 from segapp.run.text import printable

@@ -172,7 +172,7 @@ def serve(modules: Sequence[str]) -> None:
     answers = os.dup(1)
     os.dup2(2, 1)  # what an import prints is no answer
     gc.disable()
-    for name in ("segapp.cli", "segapp.train.session", *modules):
+    for name in ("segapp.cli", "segapp.training.session", *modules):
         with contextlib.suppress(ImportError):  # the trainings report it
             importlib.import_module(name)
     gc.freeze()

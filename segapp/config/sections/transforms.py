@@ -10,8 +10,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from segapp.config.yaml_reader import parse_yaml
+from segapp.custom import is_part
 from segapp.errors import ConfigError
-from segapp.parts import is_part
 
 MAX_FILE_BYTES = 1 << 20
 

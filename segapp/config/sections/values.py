@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from segapp.parts import PART_PATTERN
+from segapp.custom import PART_PATTERN
 
 
 class Section(BaseModel):

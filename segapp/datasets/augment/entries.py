@@ -11,11 +11,11 @@ import cv2
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from segapp.custom import build_part, is_part
+from segapp.custom.contracts import Transform
 from segapp.datasets.augment.color import PhotometricChange
 from segapp.datasets.augment.crop import ScaledCrop
 from segapp.errors import ConfigError, did_you_mean
-from segapp.parts import build_part, is_part
-from segapp.parts.contracts import Transform
 
 Pixels = NDArray[Any]
 

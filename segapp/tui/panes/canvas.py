@@ -12,7 +12,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from segapp.tui.panes.glyphs import Glyphs
-from segapp.tui.panes.plot import Columns, Scale, draw_columns, pack_dots
+from segapp.view.plot import Columns, Scale, draw_columns, pack_dots
 
 
 class Canvas:

@@ -18,7 +18,11 @@ from textual.widget import Widget
 
 from segapp.tui.panes.canvas import Canvas
 from segapp.tui.panes.glyphs import UNICODE, Glyphs
-from segapp.tui.panes.plot import (
+from segapp.tui.panes.readout import cursor_readout
+from segapp.tui.panes.viewport import Viewport
+from segapp.view.history import SMOOTHINGS, History
+from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_title
+from segapp.view.plot import (
     Columns,
     Floats,
     Scale,
@@ -29,12 +33,8 @@ from segapp.tui.panes.plot import (
     usual_range,
     without_spikes,
 )
-from segapp.tui.panes.readout import cursor_readout
-from segapp.tui.panes.viewport import Viewport
-from segapp.tui.state.history import SMOOTHINGS, History
-from segapp.tui.state.metrics import NO_POINTS, Curve, curve_of, metric_title
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import duration, loss, number
+from segapp.view.view import View
+from segapp.view.wording import duration, loss, number
 
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""

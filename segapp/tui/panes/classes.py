@@ -12,10 +12,10 @@ from textual.geometry import Size
 
 from segapp.tui.panes.glyphs import Glyphs, progress, spark, thinned
 from segapp.tui.panes.header import Part, fit_parts
-from segapp.tui.state.evaluations import Floats
-from segapp.tui.state.metrics import class_iou
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import best_miou, fit_cells, miou
+from segapp.view.evaluations import Floats
+from segapp.view.metrics import class_iou
+from segapp.view.view import View
+from segapp.view.wording import best_miou, fit_cells, miou
 
 SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02

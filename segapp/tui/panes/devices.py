@@ -17,10 +17,10 @@ from segapp.run.text import printable
 from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, SplitFacts, SplitVerdict, split_verdict, usable_mib
 from segapp.tui.panes.glyphs import Glyphs, progress
 from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
-from segapp.tui.panes.plot import Columns, Scale, draw_columns, pack_dots
-from segapp.tui.state.source import Status
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import dots, duration, gib, memory_text, percent, share_text
+from segapp.view.plot import Columns, Scale, draw_columns, pack_dots
+from segapp.view.source import Status
+from segapp.view.view import View
+from segapp.view.wording import dots, duration, gib, memory_text, percent, share_text
 
 WORD_STYLES = {
     "ok": "$text-success",

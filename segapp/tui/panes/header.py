@@ -14,10 +14,10 @@ from textual.content import Content
 from segapp.run.starting import last_announced
 from segapp.run.text import printable
 from segapp.tui.panes.glyphs import Glyphs, progress, spark
-from segapp.tui.state.records import Evaluating, Raised
-from segapp.tui.state.source import Status
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import (
+from segapp.view.records import Evaluating, Raised
+from segapp.view.source import Status
+from segapp.view.view import View
+from segapp.view.wording import (
     age,
     best_miou,
     clip,
@@ -30,7 +30,7 @@ from segapp.tui.state.wording import (
     percent,
     share_text,
 )
-from segapp.tui.state.wording import loss as loss_text
+from segapp.view.wording import loss as loss_text
 
 MIN_WIDTH, MIN_HEIGHT = 60, 15
 

@@ -22,8 +22,8 @@ from textual.widget import Widget
 
 from segapp.run.text import printable
 from segapp.tui.panes.arrangement import Arrangement, arrange
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import clip
+from segapp.view.view import View
+from segapp.view.wording import clip
 
 _RAMP = " .:-=+*#%@"
 _MAX_PIXELS = 64 * 2**20

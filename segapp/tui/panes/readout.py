@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from segapp.tui.state.metrics import Curve
-from segapp.tui.state.view import View
-from segapp.tui.state.wording import clip, duration, number
+from segapp.view.metrics import Curve
+from segapp.view.view import View
+from segapp.view.wording import clip, duration, number
 
 NEAR = 3
 """Cells within which an event is near the cursor."""

@@ -10,7 +10,6 @@ import pytest
 import tifffile
 from PIL import Image
 
-from segapp.commands.init import InitRequest, propose_config
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, check_pairs, read_header, tiff_tags
 from segapp.datasets.images.measure import measure_pixels
@@ -18,6 +17,7 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import pixels_of, read_image
 from segapp.datasets.images.windows import image_windows
 from segapp.errors import DataError
+from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.drawn_folders import IDS, SIZE, draw_mask, proposed
 
 pytest.importorskip("rasterio")

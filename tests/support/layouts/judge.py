@@ -14,12 +14,12 @@ import numpy as np
 
 from segapp.build.data import build_dataset
 from segapp.build.pairs import build_pairs, build_pixels, build_scheme, split_names
-from segapp.commands.init import InitRequest, propose_config
 from segapp.config import RunConfig, load_config
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.survey.questions import OpenQuestionError
 from segapp.errors import SegappError
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.survey.questions import OpenQuestionError
 from tests.support.layouts.canvas import Picture, Truth, thumbnail
 from tests.support.layouts.layout import Ask, DrawnLayout, Read, Refuse
 

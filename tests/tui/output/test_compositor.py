@@ -15,9 +15,9 @@ from textual.geometry import Region
 from segapp.tui.app import MonitorApp
 from segapp.tui.output.frame import _pieces
 from segapp.tui.panes.chart import LossChart
-from segapp.tui.state.source import LiveSource
-from segapp.tui.state.view import View
 from segapp.tui.widgets import LiteralText
+from segapp.view.source import LiveSource
+from segapp.view.view import View
 from tests.support.recorded_runs import RecordedRun
 
 SIZE = (120, 36)

@@ -7,7 +7,7 @@ from rich.style import Style
 
 from segapp.tui.panes.canvas import Canvas
 from segapp.tui.panes.glyphs import ASCII
-from segapp.tui.panes.plot import Columns, Scale
+from segapp.view.plot import Columns, Scale
 
 STYLES = [Style(), Style(bold=True), Style(italic=True), Style(dim=True)]
 LABELS = ["a ", "b ", "c ", "d "]

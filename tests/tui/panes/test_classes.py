@@ -8,8 +8,8 @@ from textual.geometry import Size
 from segapp.run.events import Val
 from segapp.tui.panes.classes import TableOptions, class_rows, classes_content, classes_title
 from segapp.tui.panes.glyphs import ASCII
-from segapp.tui.state.evaluations import Evaluations
-from segapp.tui.state.view import View
+from segapp.view.evaluations import Evaluations
+from segapp.view.view import View
 
 
 @pytest.fixture

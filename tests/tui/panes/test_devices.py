@@ -16,8 +16,8 @@ from segapp.tui.panes.devices import (
     memory_graph,
 )
 from segapp.tui.panes.glyphs import ASCII
-from segapp.tui.state.source import Status
-from segapp.tui.state.view import View
+from segapp.view.source import Status
+from segapp.view.view import View
 
 LIVE = Status("live", now_s=150.0)
 

@@ -10,10 +10,10 @@ from segapp.run.events import Alert, Device, DeviceMemory, Gpu0Bsz, RunEnd, RunS
 from segapp.tui.panes import header
 from segapp.tui.panes.glyphs import ASCII
 from segapp.tui.panes.header import Place
-from segapp.tui.state.evaluations import Evaluations
-from segapp.tui.state.records import Evaluating, Raised
-from segapp.tui.state.source import Status
-from segapp.tui.state.view import View
+from segapp.view.evaluations import Evaluations
+from segapp.view.records import Evaluating, Raised
+from segapp.view.source import Status
+from segapp.view.view import View
 
 LIVE = Status("live", now_s=150.0, age_s=3.0, pid=7)
 

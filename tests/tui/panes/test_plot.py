@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.tui.panes.glyphs import ASCII, UNICODE, thinned
-from segapp.tui.panes.plot import (
+from segapp.view.plot import (
     Columns,
     Scale,
     choose_scale,

@@ -1,0 +1,211 @@
+"""Build teacher, critic and terms from the `distill` section."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from segapp.build.network import build_normalizer
+from segapp.build.numerics import uses_channels_last
+from segapp.build.pairs import build_pixels
+from segapp.config import CriticConfig, RunConfig
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.errors import ConfigError
+from segapp.inference.normalize import Normalizer
+from segapp.losses import AdditiveCriterion, CriterionDistilled
+from segapp.models import Critic, SegmentationModel, critic_size
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.training.step.critic import CriticTrainer, PenaltySettings
+from segapp.training.step.distill import (
+    HOLISTIC,
+    PAIR_WISE,
+    PIXEL_WISE,
+    Distillation,
+    DistilledInput,
+    HolisticDistillation,
+    Teacher,
+    TermSettings,
+)
+
+if TYPE_CHECKING:
+    from segapp.build.trained import TrainedState
+
+
+def distilled_criterion(config: RunConfig, task: AdditiveCriterion) -> AdditiveCriterion:
+    """Return the criterion with the terms of the distillation added; unchanged without a `distill` section."""
+    return task if config.distill is None else CriterionDistilled(task, _factors(config))
+
+
+def _factors(config: RunConfig) -> dict[str, float]:
+    assert config.distill is not None
+    factors = {name: getattr(config.distill, name) for name in (PIXEL_WISE, PAIR_WISE, HOLISTIC)}
+    return {name: factor for name, factor in factors.items() if factor}
+
+
+def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
+    """Raise ConfigError if the teacher does not suit the student.
+
+    Raises:
+        ConfigError: it knows other classes, or does not take crops of this size.
+    """
+    found = trained.path
+    if list(trained.scheme.names) != list(scheme.names):
+        pairs = zip(trained.scheme.names, scheme.names, strict=False)
+        other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
+        raise ConfigError(
+            f"distill.teacher: {found} knows other classes ({trained.scheme.num_classes} of them, {other}) than this "
+            f"data ({scheme.num_classes}): use a teacher of the same classes in the same order"
+        )
+    for key, library in (("model", config.model.library), ("distill.teacher", trained.config.model.library)):
+        if library == "python":
+            raise ConfigError(
+                f"{key} is own code (library python), of which distill does not know the features before the last "
+                "layer: use a network of torchvision or smp, or leave distill out"
+            )
+    own, taught = build_pixels(config.data), build_pixels(trained.config.data)
+    if (own.bands, own.dtype) != (taught.bands, taught.dtype):
+        raise ConfigError(
+            f"distill.teacher: {found} was trained on {taught.layout}, and this data is {own.layout}: use a teacher of "
+            "the same data.bands and data.dtype"
+        )
+    crop = config.data.crop_px
+    wanted = trained.model.suitable_size(*crop)
+    if wanted != crop:
+        raise ConfigError(
+            f"data.crop_px = {list(crop)} does not suit the teacher {trained.config.model.name}: use {list(wanted)}"
+        )
+
+
+def build_teacher(
+    trained: TrainedState,
+    devices: Sequence[torch.device],
+    input_dtype: torch.dtype,
+    put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
+) -> Teacher:
+    """Return the teacher with one copy per device; logical devices on one real device share a copy.
+
+    Args:
+        trained: the teacher, its model cast as the training's precision needs it.
+        devices: where it is needed.
+        input_dtype: of the training's precision.
+        put: returns a copy of a module on a device.
+    """
+    model, data = trained.model.eval().requires_grad_(False), trained.config.data
+    return Teacher(
+        {
+            device: (put(model, device), build_normalizer(data, input_dtype).to(device))
+            for device in dict.fromkeys(devices)
+        },
+        trained.sha256,
+    )
+
+
+def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, is_synced: bool) -> Critic | None:
+    """Return the critic of the holistic term; None if the term's weight is 0.
+
+    Args:
+        config: with a `distill` section.
+        num_classes: C.
+        device: where it lies.
+        is_synced: synchronise its BatchNorm.
+    """
+    assert config.distill is not None
+    if not config.distill.holistic:
+        return None
+    section = config.distill.critic
+    size = critic_size(config.data.crop_px)
+    channels = build_pixels(config.data).num_bands + num_classes
+    critic = Critic(channels, size, width=section.width, has_batchnorm=section.batchnorm)
+    if is_synced:
+        convert_sync_batchnorm(critic)
+    _critic_precision(config, device).prepare(critic.to(device))
+    return critic.requires_grad_(False)  # before DistributedDataParallel takes what learns
+
+
+def build_distilled_input(
+    config: RunConfig,
+    model: SegmentationModel,
+    normalizer: Normalizer,
+    teacher: Teacher,
+    critic: Critic | None,
+    device: torch.device,
+) -> DistilledInput:
+    """Return the network of student, teacher and critic."""
+    assert config.distill is not None
+    distill = config.distill
+    return DistilledInput(
+        model,
+        normalizer,
+        teacher,
+        critic,
+        TermSettings(
+            _factors(config),
+            distill.temperature,
+            distill.pair_grid,
+            config.loss.align_corners,
+            critic_size(config.data.crop_px),
+        ),
+        channels_last=uses_channels_last(config.train, model, device),
+        autocast=_critic_precision(config, device).autocast,
+    )
+
+
+def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
+    """Return the critic's precision: weights in fp32, since half ones lose small updates; autocast as the student's."""
+    name = config.train.precision
+    return Precision("amp-fp16" if name == "fp16" else name, device)
+
+
+def build_distillation(
+    config: RunConfig, network: nn.Module, inner: DistilledInput, device: torch.device, ranks: Ranks
+) -> Distillation:
+    """Build the distillation's part in every step; a critic is trained on the devices of the student's network.
+
+    Args:
+        config: with a `distill` section.
+        network: of the student, wrapped.
+        inner: the same, bare.
+        device: the first one.
+        ranks: the processes that train together.
+    """
+    assert config.distill is not None
+    section, critic = config.distill.critic, inner.critic
+    if critic is None:
+        return Distillation(inner.teacher)
+    own: nn.Module = critic
+    if isinstance(network, DataParallelModel):
+        own = DataParallelModel(
+            critic,
+            network.devices,
+            network.gpu0_bsz,
+            shares=network.shares,
+            full_batch=network.full_batch,
+            mode=network.mode,
+        )
+    trainer = CriticTrainer(
+        critic,
+        own,
+        _build_optimizer(section, critic, lr_factor=section.lr / config.optim.lr),
+        _critic_precision(config, device),
+        PenaltySettings(section.penalty, section.penalty_weight, config.seed),
+        ranks,
+    )
+    return HolisticDistillation(inner.teacher, trainer)
+
+
+def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:
+    groups = [{"params": list(critic.parameters()), "lr_factor": lr_factor}]
+    optimizer = torch.optim.Adam(groups, lr=section.lr, betas=section.betas, fused=True)
+    for parameter in critic.parameters():  # as torch makes them in the first step; then no update allocates
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
+    return optimizer

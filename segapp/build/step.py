@@ -1,0 +1,428 @@
+"""Assemble a training step from a config: model, criterion, optimizer, parallel wrapper and engine.
+
+Training, the memory planner, `segapp profile`, the smoke run and the automatic batch all build their engine here, so
+that what is planned is what is trained. A `DeviceBackend` says what differs between real devices and the planner's.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp.build.criterion import build_criterion
+from segapp.build.distill import (
+    build_critic,
+    build_distillation,
+    build_distilled_input,
+    build_teacher,
+    check_teacher,
+    distilled_criterion,
+)
+from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries, set_batchnorm_momentum
+from segapp.build.numerics import uses_channels_last
+from segapp.build.optimizer import build_optimizer, build_parameter_groups
+from segapp.build.pairs import build_pixels
+from segapp.build.trained import TrainedState
+from segapp.config import RunConfig
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.errors import ConfigError
+from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.losses import AdditiveCriterion
+from segapp.memory.simulation.jobs import LossStyle
+from segapp.models import Critic, SegmentationModel
+from segapp.models.eomt import EomtModel
+from segapp.optim import WeightAverage
+from segapp.parallel import (
+    BalancedDataParallel,
+    DataParallelModel,
+    RankSplit,
+    balance_stages,
+    check_batchnorm,
+    convert_sync_batchnorm,
+    no_samples_problem,
+    place_stages,
+    smallest_chunk,
+    unused_parameters,
+    wrap_ddp,
+)
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.training.step.deterministic import make_deterministic, refusal
+from segapp.training.step.distill import DistilledInput
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.layout import StepLayout
+from segapp.training.step.modules import StepModules, Thawing
+from segapp.training.step.participant import StepParticipant
+from segapp.training.step.update_count import UpdateCount
+from segapp.training.telemetry.device_memory import DeviceMemoryTracker
+
+
+@dataclass(frozen=True)
+class StepParts:
+    """The modules that an engine is assembled from.
+
+    Attributes:
+        model: prepared by `StepAssembler.prepare`, on its device.
+        criterion: of the task, without distillation.
+        critic: of the holistic term, on the first device; None without it.
+    """
+
+    model: SegmentationModel
+    criterion: AdditiveCriterion
+    critic: Critic | None = None
+
+
+class DeviceBackend(Protocol):
+    """The operations that differ between real and simulated devices."""
+
+    has_values: bool
+    """False where tensors have no storage: nothing can be decided by running a module."""
+
+    def copy_to(self, module: nn.Module, device: torch.device) -> Any:
+        """Return a copy of the module on a device."""
+
+    def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Note what tensors are for (a kind of `segapp.memory.simulation.jobs.KINDS`)."""
+
+    def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
+        """Return the device of each part of the model, in mode model.
+
+        Args:
+            model: as `StepAssembler.prepare` returns it.
+            layout: its devices are filled in order.
+            example: input of the model, of which only shape and dtype are used.
+        """
+
+    def replica_mode(self, devices: Sequence[torch.device]) -> Any:
+        """Return the `mode` of `DataParallelModel`."""
+
+    def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
+        """Return the network of one rank, whose gradients are reduced over the ranks."""
+
+
+class RealDevices:
+    """The devices of this machine.
+
+    Args:
+        stages: part of the model -> device, in mode model; None: balanced by memory.
+        gradient_as_bucket_view: of `DistributedDataParallel`.
+        tag: is told what tensors are for.
+    """
+
+    has_values = True
+
+    def __init__(
+        self,
+        stages: Mapping[str, Any] | None = None,
+        *,
+        gradient_as_bucket_view: bool = True,
+        tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
+    ) -> None:
+        self._stages, self._as_views, self.tag = stages, gradient_as_bucket_view, tag
+
+    def copy_to(self, module: nn.Module, device: torch.device) -> Any:
+        """Return a deep copy on a device."""
+        return copy.deepcopy(module).to(device)
+
+    def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
+        """Return `parallel.stages`, or stages balanced by the memory that a training step needs."""
+        return self._stages or balance_stages(model, layout.devices, example)
+
+    def replica_mode(self, devices: Sequence[torch.device]) -> Any:
+        """Return "threads"; logical devices share one random generator: one replica at a time keeps dropout exact."""
+        return "threads" if len(set(devices)) == len(devices) else "lockstep"
+
+    def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
+        """Return the network in `DistributedDataParallel`, which looks for unused parameters where there are any."""
+        has_unused = bool(unused_parameters(network, example))
+        return wrap_ddp(network, device, gradient_as_bucket_view=self._as_views, find_unused_parameters=has_unused)
+
+
+class Upsampled(nn.Module):
+    """A model whose outputs are upsampled to the images' size, as torchvision's own models do it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        """Return (N, C, H, W) logits, the auxiliary ones after the main ones."""
+        size = images.shape[-2:]
+        return tuple(F.interpolate(logits, size, mode="bilinear", align_corners=False) for logits in self.model(images))
+
+
+class StepAssembler:
+    """Builds the step of one config, on any devices.
+
+    Args:
+        config: the complete config.
+        scheme: of the classes.
+        teacher: of `distill`; needed where the config has that section. Its model is cast in place.
+
+    Raises:
+        ConfigError: the teacher does not suit the student.
+    """
+
+    def __init__(self, config: RunConfig, scheme: ClassScheme, teacher: TrainedState | None = None) -> None:
+        if config.train.precision == "auto":  # a training has resolved it; GPUs that are planned for are taken as new
+            config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "amp-bf16"})})
+        self.config, self.scheme, self.teacher = config, scheme, teacher
+        self.pixels = build_pixels(config.data)
+        if teacher is not None:
+            check_teacher(config, teacher, scheme)
+            Precision(config.train.precision, torch.device("cpu")).prepare(teacher.model)
+
+    # --- parts -----------------------------------------------------------------------------------------------------
+
+    def build_model(self, *, with_weights: bool) -> SegmentationModel:
+        """Build the model in fp32 on the CPU.
+
+        Args:
+            with_weights: load its pretrained weights; not needed where a checkpoint follows.
+
+        Raises:
+            ConfigError: the crop, the batch or `model.freeze` does not suit it.
+        """
+        model = build_network(
+            self.config.model, self.scheme.num_classes, num_bands=self.pixels.num_bands, with_weights=with_weights
+        )
+        check_sizes(self.config, model)
+        set_batchnorm_momentum(model, self.config.train.bn_momentum)
+        if self.config.model.freeze:
+            model.freeze(self.config.model.freeze)
+        return model
+
+    def prepare(self, model: SegmentationModel, layout: StepLayout) -> SegmentationModel:
+        """Convert the model as the step needs it, in place: SyncBatchNorm, precision, memory format.
+
+        Raises:
+            ConfigError: `train.deterministic`, and a part of the step has no deterministic form on CUDA.
+        """
+        if self.config.train.deterministic:
+            make_deterministic(model)
+            if layout.devices[0].type == "cuda":
+                self._check_deterministic(model)
+        if self._is_synced(layout):
+            convert_sync_batchnorm(model)
+        Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
+        if uses_channels_last(self.config.train, model, layout.devices[0]):
+            model.to(memory_format=torch.channels_last)
+        return model
+
+    def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
+        """Build the criterion of the task.
+
+        Args:
+            class_weights: returns the weights (C) of a rule by its name.
+            style: any but "small" computes the loss from upsampled logits.
+        """
+        scheme, section = self.scheme, self.config.loss
+        queries = num_queries(self.config.model)
+        criterion = build_criterion(
+            section,
+            scheme.num_classes,
+            scheme.ignore_index,
+            class_weights,
+            queries,
+            multilabel=scheme.multilabel is not None,
+        )
+        if style != "small":
+            for part in criterion.modules():
+                if hasattr(part, "implementation"):
+                    part.implementation = "reference"  # type: ignore[assignment]
+        return criterion
+
+    def build_critic(self, layout: StepLayout, device: torch.device) -> Critic | None:
+        """Build the critic of holistic distillation on a device; None where the config has none."""
+        if self.config.distill is None:
+            return None
+        return build_critic(self.config, self.scheme.num_classes, device, is_synced=self._is_synced(layout))
+
+    def build_parts(
+        self, layout: StepLayout, class_weights: Callable[[str], list[float]], *, with_weights: bool
+    ) -> StepParts:
+        """Build all modules of a step on the first of real devices.
+
+        In mode model the model stays on the host until its stages are placed, because no device may hold all of it.
+        """
+        device = layout.devices[0]
+        model = self.prepare(self.build_model(with_weights=with_weights), layout)
+        if layout.mode != "model":
+            model.to(device)
+        critic = self.build_critic(layout, device)
+        return StepParts(model, self.build_criterion(class_weights), critic)
+
+    def _is_synced(self, layout: StepLayout) -> bool:
+        return self.config.parallel.sync_bn and layout.is_batch_divided
+
+    # --- the engine ------------------------------------------------------------------------------------------------
+
+    def assemble(
+        self,
+        parts: StepParts,
+        layout: StepLayout,
+        backend: DeviceBackend | None = None,
+        *,
+        ranks: Ranks | None = None,
+        device_memory: DeviceMemoryTracker | None = None,
+    ) -> StepEngine:
+        """Assemble the engine.
+
+        Args:
+            parts: the modules, on their devices.
+            layout: how a step is divided.
+            backend: of the devices; None: those of this machine, as the config says.
+            ranks: the processes that share every step.
+            device_memory: is told of the phases of a step.
+
+        Raises:
+            ConfigError: the split, the batch or a stage does not suit the model or the devices.
+        """
+        config, device, model = self.config, layout.devices[0], parts.model
+        ranks = ranks or Ranks()
+        if backend is None:
+            views = config.parallel.gradient_as_bucket_view
+            backend = RealDevices(config.parallel.stages, gradient_as_bucket_view=views)
+        precision = Precision(config.train.precision, device)
+        normalizer = build_normalizer(config.data, precision.input_dtype).to(device)
+        bare = NormalizedInput(model, normalizer)
+        inner = self._inner(parts, layout, backend, normalizer)
+        rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
+        network = self._wrapped(inner, bare, layout, backend, rank_split)
+        if config.train.compile and layout.mode == "dp" and len(layout.devices) > 1:
+            raise ConfigError("train.compile does not support dp over several devices: use parallel.mode=ddp")
+        if config.train.compile and backend.has_values:  # after the checks, which run the network in other ways
+            inner.compile_training()
+        optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
+        ema = config.train.ema
+        average = None if ema is None else WeightAverage(model, ema, has_warmup=config.train.ema_warmup)
+        participants: list[StepParticipant] = []
+        criterion = parts.criterion
+        if isinstance(inner, DistilledInput):
+            participants.append(build_distillation(config, network, inner, device, ranks))
+            criterion = distilled_criterion(config, criterion)
+        if isinstance(model, EomtModel) and model.masking is not None:
+            participants.append(UpdateCount(model.masking))
+        least, needs_samples = 1, None
+        is_split = rank_split is not None or isinstance(network, DataParallelModel)
+        if backend.has_values and is_split and not config.parallel.sync_bn:
+            least = smallest_chunk(bare, self._example())
+        if backend.has_values and rank_split is not None:
+            needs_samples = no_samples_problem(inner, self._example().to(device))
+            if needs_samples is not None and 0 in rank_split.plan(config.train.batch_size):
+                raise ConfigError(
+                    f"parallel: split {list(rank_split.plan(config.train.batch_size))} leaves a rank without samples, "
+                    f"and {needs_samples}: give every rank one, or use parallel.mode=dp"
+                )
+        thawing = None
+        if model.frozen_parameters:
+            thawing = Thawing(
+                sum(model.get_parameter(name).numel() for name in model.frozen_parameters),
+                lambda names: build_parameter_groups(config.optim, model, precision, names),
+                lambda: self._wrapped(inner, bare, layout, backend, rank_split) if layout.mode == "ddp" else network,
+            )
+        engine = StepEngine(
+            StepModules(model, network, criterion.to(device), average, least, rank_split, needs_samples, thawing),
+            optimizer,
+            precision,
+            clip_grad_norm=config.optim.clip_grad_norm,
+            participants=participants,
+            ranks=ranks,
+            device_memory=device_memory,
+        )
+        _tag_state(engine, backend)
+        return engine
+
+    def _check_deterministic(self, model: nn.Module) -> None:
+        """Refuse parts of the step that CUDA cannot repeat bit for bit."""
+        if problem := refusal(model, torch.empty(2, self.pixels.num_bands, *self.config.data.crop_px, device="meta")):
+            raise ConfigError(problem)
+        if self.config.distill is not None and self.config.distill.pair_wise:
+            raise ConfigError(
+                "train.deterministic = true, but distill.pair_wise pools with adaptive_max_pool2d, which has no "
+                "deterministic form on CUDA: use distill.pair_wise=0, or train.deterministic=false"
+            )
+
+    def _inner(
+        self, parts: StepParts, layout: StepLayout, backend: DeviceBackend, normalizer: Normalizer
+    ) -> NormalizedInput:
+        """Return the network of one device, which takes stored images (N, B, H, W)."""
+        config, model, device = self.config, parts.model, layout.devices[0]
+        if self.teacher is None or layout.loss != "small":
+            whole: Any = model if layout.loss in ("small", "full") else Upsampled(model)
+            return NormalizedInput(whole, normalizer, channels_last=uses_channels_last(config.train, model, device))
+        teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
+        return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
+
+    def _rank_split(self, layout: StepLayout, ranks: Ranks) -> RankSplit:
+        """Return the split of a batch over the ranks."""
+        batch_size = self.config.train.batch_size
+        if batch_size < ranks.world_size:
+            raise ConfigError(
+                f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each"
+            )
+        try:
+            return RankSplit(ranks.world_size, layout.gpu0_bsz, shares=layout.shares, full_batch=batch_size)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"parallel: {error}") from None
+
+    def _wrapped(
+        self,
+        inner: NormalizedInput,
+        bare: NormalizedInput,
+        layout: StepLayout,
+        backend: DeviceBackend,
+        rank_split: RankSplit | None,
+    ) -> nn.Module:
+        """Return `inner` on its devices, in the way that the mode asks for."""
+        try:
+            if rank_split is not None:
+                if backend.has_values:
+                    check_batchnorm(bare, rank_split.plan(self.config.train.batch_size), self._example())
+                return backend.wrap_ddp(inner, layout.devices[0], self._example())
+            if layout.mode == "model":
+                # On the model, because evaluation calls it without `inner`.
+                example = self._example().to(bare.normalizer.dtype).expand(2, -1, -1, -1)
+                stages = backend.stages(bare.model, layout, example)
+                place_stages(bare.model, stages, layout.devices[0], layout.devices[0])
+                return inner
+            return self._replicated(inner, bare, layout, backend)
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"parallel: {error}") from None
+
+    def _replicated(
+        self, inner: NormalizedInput, bare: NormalizedInput, layout: StepLayout, backend: DeviceBackend
+    ) -> nn.Module:
+        options: Any = {
+            "shares": layout.shares,
+            "full_batch": self.config.train.batch_size if layout.shares is None else None,
+            "mode": backend.replica_mode(layout.devices),
+        }
+        if layout.loss == "gathered":
+            return BalancedDataParallel(layout.gpu0_bsz, inner, list(layout.devices), **options)
+        network = DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
+        if backend.has_values:
+            check_batchnorm(bare, network.plan(self.config.train.batch_size), self._example())
+        return network
+
+    def _example(self) -> Tensor:
+        return torch.zeros(1, self.pixels.num_bands, *self.config.data.crop_px, dtype=self.pixels.torch_dtype)
+
+
+def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
+    """Tag what an engine holds between two steps beside the weights."""
+    own = {id(parameter) for parameter in engine.model.parameters()}
+    optimizers = [engine.optimizer, *(each for p in engine.participants for each in p.optimizers())]
+    updated = [p for group in engine.optimizer.param_groups for p in group["params"]]
+    backend.tag((p for p in updated if id(p) not in own), "masters")
+    if engine.average is not None:
+        backend.tag((*engine.average.module.parameters(), *engine.average.module.buffers()), "average")
+    backend.tag((*engine.model.buffers(), *engine.guard.kept), "buffers")
+    states = [state for each in optimizers for state in each.state.values()]
+    backend.tag((tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)), "optimizer")

@@ -1,0 +1,211 @@
+"""Import own parts and call their factories; every problem is a `ConfigError` that names the key and the next move."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from segapp.custom.names import find_source, is_file_name, is_installed, is_part, split_name
+from segapp.errors import ConfigError, SegappError, did_you_mean
+
+
+@dataclass(frozen=True)
+class Part:
+    """An imported own part.
+
+    Attributes:
+        name: as it stands in the config.
+        factory: class or function that makes the part.
+        source: its source file; None if it has none.
+    """
+
+    name: str
+    factory: Callable[..., Any]
+    source: Path | None
+
+
+def load_part(name: str, key: str) -> Part:
+    """Import an own part.
+
+    The current folder, or the folder of a named file, is added at the end of the Python path, where other processes of
+    the run (data workers, ranks) find the module too.
+
+    Args:
+        name: `package.module:factory` or `file.py:factory`.
+        key: config key or option that holds the name, for messages.
+
+    Raises:
+        ConfigError: there is no such module or name in it, or its import fails.
+    """
+    if not is_part(name):
+        raise ConfigError(f"{key} = {name!r} names no own part: write package.module:factory or ./file.py:factory")
+    where, attribute = split_name(name)
+    source = find_source(name)
+    module = (
+        _import_file(where, source, f"{key} = {name}") if is_file_name(where) else _import(where, f"{key} = {name}")
+    )
+    found: Any = module
+    for word in attribute.split("."):
+        if not hasattr(found, word):
+            hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)
+            raise ConfigError(f"{key} = {name}: {where} has no {word!r}: {hint or 'check the spelling'}")
+        found = getattr(found, word)
+    if not callable(found):
+        raise ConfigError(f"{key} = {name} is a {type(found).__name__}: name a class or a function that makes the part")
+    file = getattr(module, "__file__", None)
+    return Part(name, found, source if source is not None or file is None else Path(file).resolve())
+
+
+def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
+    if source is None:
+        raise ConfigError(
+            f"{what}: there is no file {where}: the path is relative to the config file or to the current folder "
+            f"({os.getcwd()})"
+        )
+    if not source.stem.isidentifier():
+        raise ConfigError(f"{what}: {source.stem} cannot be the name of a module: rename the file, e.g. my_parts.py")
+    module = _import(source.stem, what, str(source.parent))
+    own = getattr(module, "__file__", None)
+    if own is None or Path(own).resolve() != source:
+        raise ConfigError(
+            f"{what}: Python finds another module {source.stem} ({own or 'built in'}) before {source}: rename the file"
+        )
+    return module
+
+
+def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
+    folder = folder or os.getcwd()
+    if folder not in sys.path:
+        sys.path.append(folder)
+    importlib.invalidate_caches()  # the file may be younger than the last look into its folder
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):
+            raise ConfigError(f"{what}: its import needs the module {error.name}: install it") from error
+        raise ConfigError(
+            f"{what}: no module {error.name} on the Python path or in the current folder ({os.getcwd()}): start segapp "
+            "where it lies, add its folder to PYTHONPATH, or name the file: ./file.py:factory"
+        ).see("own-parts") from error
+    except (Exception, SystemExit) as error:
+        raise ConfigError(f"{what}: its import fails with {shown_error(error)}: correct it").see("own-parts") from error
+
+
+def option_problems(
+    part: Part, key: str, options: Mapping[str, Any], offered: Sequence[str] = (), num_positional: int = 0
+) -> list[str]:
+    """Return what is wrong with the options of a part, one sentence each; [] if it can be called with them.
+
+    Args:
+        part: its factory's signature says what it takes.
+        key: config key of the options.
+        options: keyword arguments from the config.
+        offered: names of arguments that segapp gives to a factory that takes them.
+        num_positional: arguments that segapp gives by position.
+    """
+    try:
+        parameters = list(inspect.signature(part.factory).parameters.values())
+    except (ValueError, TypeError):  # written in C: it checks its own arguments
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    if sum(p.kind in by_position for p in parameters) < num_positional and not any(
+        p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters
+    ):
+        return [
+            f"{part.name} takes fewer than the {num_positional} arguments that segapp gives it: run segapp check-part"
+        ]
+    parameters = parameters[num_positional:]
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    problems = []
+    for option in options:
+        if option in offered:
+            problems.append(f"{key}.{option} is given by segapp: leave it out")
+        elif option not in named and not takes_any:
+            known = [name for name in named if name not in offered]
+            hint = did_you_mean(str(option), known) or f"it takes {', '.join(known) or 'no option'}"
+            problems.append(f"{key}.{option} is no argument of {part.name}: {hint}")
+    for name, parameter in named.items():
+        if parameter.default is parameter.empty and name not in options and name not in offered:
+            problems.append(f"{key}.{name} is missing: {part.name} takes it and has no default for it")
+    return problems
+
+
+def build_part(
+    name: str,
+    key: str,
+    options: Mapping[str, Any],
+    *given: Any,
+    offered: Mapping[str, Any] | None = None,
+    options_key: str | None = None,
+) -> Any:
+    """Import a part and return what its factory makes.
+
+    Args:
+        name: of the part.
+        key: config key that holds the name, for messages.
+        options: keyword arguments from the config.
+        given: positional arguments.
+        offered: further keyword arguments, each given only to a factory that has a parameter of that name.
+        options_key: config key of the options; None: `options` beside `key`.
+
+    Raises:
+        ConfigError: the part cannot be imported, does not take the options, or raises.
+    """
+    part = load_part(name, key)
+    options_key = options_key or f"{key.rpartition('.')[0]}.options"
+    offered = offered or {}
+    problems = option_problems(part, options_key, options, tuple(offered), len(given))
+    if problems:
+        raise ConfigError("; ".join(problems)).see("own-parts")
+    taken = {word: value for word, value in offered.items() if takes(part.factory, word)}
+    try:
+        return part.factory(*given, **taken, **options)
+    except SegappError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{key} = {name}: making it fails with {shown_error(error)}: correct it, or {options_key}"
+        ).see("own-parts") from error
+
+
+def takes(factory: Callable[..., Any], name: str) -> bool:
+    """Return True if a factory has a parameter of a name that can be given by keyword."""
+    try:
+        parameter = inspect.signature(factory).parameters.get(name)
+    except (ValueError, TypeError):
+        return False
+    return parameter is not None and parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+
+
+def shown_error(error: BaseException) -> str:
+    """Return type, message and place of an error in one line; the place is the innermost line of the user's code."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if _is_own(Path(frame.filename))]
+    where = f" ({_path_shown(own[-1].filename)}, line {own[-1].lineno})" if own else ""
+    if not own and frames:
+        where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
+    if isinstance(error, SyntaxError) and error.filename:
+        where = f" ({_path_shown(error.filename)}, line {error.lineno})"
+    message = error.msg if isinstance(error, SyntaxError) else str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {message}{where}"
+
+
+def _is_own(file: Path) -> bool:
+    """Return True for a source file that belongs neither to Python, nor to a package, nor to segapp's code."""
+    package = Path(__file__).parents[1]
+    is_segapps = file.is_relative_to(package) and not file.is_relative_to(package / "docs")
+    return not is_segapps and file.is_file() and not is_installed(file.resolve())
+
+
+def _path_shown(file: str) -> str:
+    """Return a path relative to the current folder if it is below it."""
+    return os.path.relpath(file) if Path(file).is_relative_to(os.getcwd()) else file

@@ -1,0 +1,79 @@
+"""Which own parts a user has named on this machine: only their code is imported for a run that names them.
+
+The config in a run folder or a checkpoint is data that may come from someone else, and `os:system` is a valid name. So
+the parts of such a config are imported only if a training, a check or `--trust-parts` has named them here before;
+`$XDG_STATE_HOME/segapp/parts` keeps their names and source files, one a line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from segapp.custom.names import find_source
+from segapp.errors import ConfigError
+
+TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
+"""Environment variable that is 1 where the parts of any config may be imported; `--trust-parts` sets it."""
+
+MAX_MEMORY_BYTES = 1 << 22
+
+
+def trust_parts() -> None:
+    """Accept the parts of any config, in this process and in those that it starts."""
+    os.environ[TRUST_VARIABLE] = "1"
+
+
+def remember_parts(names: Iterable[str]) -> None:
+    """Note parts that the user has named; without a place for the notes nothing is kept."""
+    known = _remembered()
+    new = [line for line in map(_line_of, names) if line not in known]
+    if not new:
+        return
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        path = _memory_file()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write("".join(f"{line}\n" for line in new))
+
+
+def check_trusted(named: Mapping[str, str], origin: str) -> None:
+    """Check that code named by a config that is not the user's own may be imported.
+
+    Args:
+        named: config key -> name of the part.
+        origin: where the config comes from, for the message.
+
+    Raises:
+        ConfigError: a part was never named on this machine.
+    """
+    if os.environ.get(TRUST_VARIABLE) == "1":
+        remember_parts(named.values())
+        return
+    known = _remembered()
+    unknown = [f"{key} = {name}" for key, name in named.items() if _line_of(name) not in known]
+    if unknown:
+        raise ConfigError(
+            f"{origin} names code that would be imported: {', '.join(unknown)}: add --trust-parts if you know that "
+            "code (once; segapp remembers it), or do not use this file"
+        ).see("own-parts")
+
+
+def _memory_file() -> Path:
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "segapp" / "parts"
+
+
+def _remembered() -> set[str]:
+    try:
+        path = _memory_file()
+        return set(path.read_text(encoding="utf-8").splitlines()) if path.stat().st_size <= MAX_MEMORY_BYTES else set()
+    except (OSError, RuntimeError, UnicodeDecodeError):
+        return set()
+
+
+def _line_of(name: str) -> str:
+    """Return a part's line: its name and its source file, so that a file of the same name elsewhere is another part."""
+    return f"{name}\t{find_source(name) or ''}"

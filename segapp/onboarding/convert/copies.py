@@ -1,0 +1,201 @@
+"""Copies of masks whose pixels are no class ids: saved with loss or smoothed, numbers of instances, opacity."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
+from segapp.datasets.layouts.published_classes import Color
+from segapp.errors import DataError
+from segapp.onboarding.convert.conversion import IGNORED, MAX_CLASSES, Conversion, Item, Mask
+from segapp.onboarding.survey.class_files import find_class_files
+from segapp.onboarding.survey.content import (
+    UNREADABLE,
+    MaskContent,
+    Value,
+    dominant_levels,
+    nearest_level,
+    read_contents,
+    stored_pixels,
+)
+from segapp.onboarding.survey.encoding import INSTANCE_STEP, MASK_KINDS, Classes, MaskChoices, read_classes
+from segapp.onboarding.survey.hypotheses import Layout
+from segapp.onboarding.survey.tree import Tree
+
+Read = Callable[[str], Mask]
+"""Returns the copy of a mask, (H, W), by its path below the root."""
+
+
+def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) -> Conversion | None:
+    """Return the conversion of a layout's masks to masks of class ids; None if they can be used as they are.
+
+    Args:
+        tree: the files.
+        layout: the pairs.
+        choices: of the user, who may say that the masks hold instances.
+        clean: set each pixel to the nearest of the frequent values.
+
+    Raises:
+        DataError: with `clean`, the masks have no frequent values.
+    """
+    if clean:
+        return cleaned(tree, layout, choices)
+    if choices.masks not in (None, "ids"):
+        kind = choices.masks
+        note = f"--masks {kind}: {MASK_KINDS[kind]}"
+        return _copied(tree, layout, kind, lambda mask: _classes_of_instances(tree, mask, kind), note)
+    if _are_opacity(tree, layout):
+        note = "the masks have one colour, and the object is where they are opaque"
+        return _copied(tree, layout, "opacity", lambda mask: (_opacity(tree, mask) > 0).astype(np.uint8), note)
+    return None
+
+
+def _copied(
+    tree: Tree,
+    layout: Layout,
+    kind: str,
+    read: Read,
+    note: str,
+    classes: Classes | None = None,
+    more: Any = None,
+) -> Conversion:
+    """Return the conversion that writes a copy of each mask; without `classes` the copies say them."""
+    items = [
+        Item(
+            pair.image,
+            os.path.splitext(pair.mask)[0],
+            shown(pair.mask),
+            (kind, pair.mask, more, os.stat(tree.root / pair.mask).st_size),
+            _painter(read, pair.mask),
+            pair.split,
+            pair.scene,
+        )
+        for pair in layout.pairs
+    ]
+    return Conversion(
+        f"{layout.name}-{kind}",
+        f"{layout.name}, {kind}",
+        () if classes is None else classes.names,
+        items,
+        layout.confidence,
+        layout.evidence,
+        "" if classes is None else classes.names_reason,
+        (note, *(() if classes is None else classes.notes)),
+        tuple(dict.fromkeys([*layout.sources, *(pair.mask for pair in layout.pairs)])),
+    )
+
+
+def _painter(read: Read, mask: str) -> Callable[[], Mask]:
+    return lambda: read(mask)
+
+
+def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Conversion:
+    """Return the conversion of a layout's masks to masks with only the values that are frequent in them.
+
+    Raises:
+        DataError: the masks have no frequent values.
+    """
+    pairs = [ImagePair(tree.root / pair.image, tree.root / pair.mask, pair.image) for pair in layout.pairs]
+    content = read_contents(pairs)
+    levels = dominant_levels(content)
+    if not 2 <= len(levels) <= 64:
+        raise DataError(f"{layout.name}: the masks have {len(levels)} frequent values: nothing to clean them by")
+    as_rgb = bool(content.colors)
+    classes = read_classes(
+        _with_levels(content, levels),
+        find_class_files(tree),
+        [pair.mask for pair in layout.pairs],
+        replace(choices, masks="ids"),
+    )
+    table = np.array([IGNORED if (own := classes.class_of(level)) is None else own for level in levels], np.uint8)
+    named = ", ".join(str(list(level)) if isinstance(level, tuple) else str(level) for level in levels[:8])
+    return _copied(
+        tree,
+        layout,
+        "cleaned",
+        lambda mask: table[nearest_level(stored_pixels(tree.root / mask, as_rgb=as_rgb)[0], levels)],
+        f"each pixel is the nearest of {len(levels)} frequent values: {named}",
+        classes,
+        levels,
+    )
+
+
+def _with_levels(content: MaskContent, levels: list[Color] | list[int]) -> MaskContent:
+    """Return what masks hold once each pixel has the nearest of some values or colours."""
+    nearest: Counter[Any] = Counter()
+    stored: list[Any] = list(content.colors or content.values)
+    for one, number in zip(stored, nearest_level(np.array([stored]), levels)[0].tolist(), strict=True):
+        nearest[levels[number]] += content.pixels_of(one)
+    masks_with: Counter[Value] = Counter(dict.fromkeys([*levels], content.num_masks))
+    of_colors = bool(content.colors)
+    return replace(
+        content,
+        values=Counter() if of_colors else nearest,
+        colors=nearest if of_colors else Counter(),
+        masks_with=masks_with,
+        counts_up_to=Counter(),
+        num_lossy=0,
+        num_smooth=0,
+    )
+
+
+def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
+    """Return the classes of a mask of instances.
+
+    Raises:
+        DataError: a class does not fit into 8 bits.
+    """
+    stored, _ = stored_pixels(tree.root / mask, as_rgb=False)
+    classes: NDArray[Any]
+    if kind == "object":
+        classes = np.asarray(stored.any(axis=2) if stored.ndim == 3 else stored > 0)
+    else:
+        classes = stored // INSTANCE_STEP
+    if kind == "panoptic":
+        classes = np.where(stored < INSTANCE_STEP, stored, classes)
+    if int(classes.max()) > MAX_CLASSES:
+        raise DataError(f"{shown(mask)}: class {int(classes.max())}, but masks of 8 bits hold {MAX_CLASSES} classes")
+    return classes.astype(np.uint8)
+
+
+def _are_opacity(tree: Tree, layout: Layout) -> bool:
+    """Return True for masks of one colour, the same in all, whose opacity is 0 and 255.
+
+    Raises:
+        DataError: the opacity of masks of one colour has other values.
+    """
+    colors: set[tuple[int, ...]] = set()
+    opacities: set[int] = set()
+    try:
+        if read_header(tree.root / layout.pairs[0].mask).mode not in ("LA", "PA", "RGBA"):
+            return False
+        for pair in layout.pairs:
+            pixels = np.unique(_rgba(tree, pair.mask).reshape(-1, 4), axis=0)
+            colors |= {tuple(color) for color in pixels[:, :3].tolist()}
+            opacities |= set(pixels[:, 3].tolist())
+            if len(colors) > 1:
+                return False
+    except UNREADABLE:
+        return False
+    if len(opacities) > 1 and opacities != {0, 255}:
+        raise DataError(
+            f"the masks have one colour, and {len(opacities)} values of opacity, such as "
+            f"{shown(layout.pairs[0].mask)}: export them as PNG of ids without smoothing and without transparency"
+        )
+    return len(opacities) > 1
+
+
+def _rgba(tree: Tree, mask: str) -> NDArray[np.uint8]:
+    path = tree.root / mask
+    return np.asarray(open_bytes(read_bytes(path), path).convert("RGBA"))
+
+
+def _opacity(tree: Tree, mask: str) -> NDArray[np.uint8]:
+    return _rgba(tree, mask)[..., 3]

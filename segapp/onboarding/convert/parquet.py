@@ -1,0 +1,113 @@
+"""Hugging Face parquet files with a column of images and one of masks: both are written beside the config."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from segapp.datasets.files import MAX_PIXELS, open_bytes, shown
+from segapp.onboarding.convert.conversion import Conversion, Item, Mask
+from segapp.onboarding.convert.sources import missing_extra, split_said
+from segapp.onboarding.survey.tree import Tree
+
+_MASKS = ("mask", "label", "labels", "annotation", "segmentation", "semantic_segmentation", "seg", "gt", "masks")
+_IMAGES = ("image", "img", "pixel_values", "images", "jpg")
+
+
+def find_parquet(tree: Tree) -> Conversion | None:
+    """Return the conversion of parquet files.
+
+    Raises:
+        DataError: pyarrow is not installed.
+    """
+    paths = tree.others_named(".parquet")
+    if not paths:
+        return None
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise missing_extra("pyarrow", "parquet files") from None
+    items: list[Item] = []
+    suffix, said = "", ""
+    for path in sorted(paths):
+        file = parquet.ParquetFile(tree.root / path)
+        names = file.schema_arrow.names
+        image, mask = (next((name for name in known if name in names), None) for known in (_IMAGES, _MASKS))
+        if image is None or mask is None:
+            continue
+        said = f"the columns {image} and {mask}"
+        status = (tree.root / path).stat()
+        first_row = 0
+        for group in range(file.num_row_groups):
+            read = _reader(tree.root / path, group, (image, mask))
+            suffix = suffix or _suffix(read()[0][0]["bytes"])
+            num_rows = file.metadata.row_group(group).num_rows
+            for number in range(num_rows):
+                row = first_row + number
+                name = f"{split_said(path) or 'all'}/{Path(path).stem}-{row:06}"
+                items.append(
+                    Item(
+                        f"images/{name}{suffix}",
+                        f"masks/{name}",
+                        f"{shown(path)}: row {row}",
+                        (path, row, status.st_size, status.st_mtime_ns),
+                        _mask_of(read, number),
+                        split_said(path),
+                        image_bytes=_image_of(read, number),
+                    )
+                )
+            first_row += num_rows
+    if not items:
+        return None
+    evidence = (f"{len(paths)} parquet files with {said}", f"{len(items)} rows")
+    return Conversion("parquet", "parquet", (), items, 0.95, evidence, sources=tuple(sorted(paths)))
+
+
+def _suffix(data: bytes) -> str:
+    """Return the extension for images of this kind: readers look at the content."""
+    return ".jpg" if data[:2] == b"\xff\xd8" else ".png"
+
+
+_Read = Callable[[], tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]]
+
+
+def _reader(path: Path, group: int, columns: tuple[str, str]) -> _Read:
+    return lambda: _read_group(path, group, columns)
+
+
+@lru_cache(maxsize=1)
+def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[list[Any], list[Any]]:
+    """Return the images and the masks of a row group; the last one is kept, as its rows are read one after another."""
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(path).read_row_group(group, columns=list(columns))
+    return table.column(columns[0]).to_pylist(), table.column(columns[1]).to_pylist()
+
+
+def _image_of(read: _Read, number: int) -> Callable[[], bytes]:
+    return lambda: bytes(read()[0][number]["bytes"])
+
+
+def _mask_of(read: _Read, number: int) -> Callable[[], Mask]:
+    return lambda: _mask(read()[1][number]["bytes"])
+
+
+def _mask(data: bytes) -> Mask:
+    """Return the ids of a mask.
+
+    Raises:
+        ValueError: it holds colours, or ids beyond 255.
+    """
+    image = open_bytes(data, Path("mask"), MAX_PIXELS)
+    if image.mode not in ("L", "P", "1", "I", "I;16"):
+        raise ValueError(f"a mask of mode {image.mode}: only masks of ids can be converted")
+    ids = np.asarray(Image.open(io.BytesIO(data)))
+    if ids.max(initial=0) > 255:
+        raise ValueError("ids beyond 255")
+    return ids.astype(np.uint8)

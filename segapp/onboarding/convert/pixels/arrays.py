@@ -1,0 +1,399 @@
+"""Arrays of images and masks (.npy, .npz, .dcm): one array of all images, or a file for each image.
+
+Words of the names (images, masks, x, y, label) say what an array is, and the rest of the names which belong together;
+shapes say the axes. Images of 8 bits are written as PNG, others as TIFF. Files with pickled objects are not opened.
+
+Shapes: N images, H, W height and width in pixels, C channels.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from segapp.datasets.files import read_header, shown
+from segapp.datasets.images.raster import encode_bands, read_description
+from segapp.errors import DataError
+from segapp.onboarding.convert.conversion import Conversion, Item, Mask, WideMask, digest_of, encode_png, is_png_of
+from segapp.onboarding.convert.pixels.dicom import dicom_array, dicom_head
+from segapp.onboarding.convert.pixels.planes import MAX_SETS, combine
+from segapp.onboarding.convert.sources import mask_target
+from segapp.onboarding.survey.content import stored_pixels
+from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.survey.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
+
+ARRAY_SUFFIXES = (".npy", ".npz", ".dcm")
+_IMAGE_WORDS = IMAGE_WORDS | {"x", "dicom", "dcm", "ct", "mr"}
+_MASK_WORDS = MASK_WORDS | {"y"}
+_MAX_CHANNELS, _MAX_CLASSES = 16, 64
+_AXES = {2: ("HW",), 3: ("NHW", "HWC", "CHW", "HWN"), 4: ("NHWC", "NCHW")}
+_NUM_LOOKED = 8
+
+
+@dataclass(frozen=True)
+class _Side:
+    """An array or an image file.
+
+    Attributes:
+        path: relative to the root.
+        key: name of the array in an .npz.
+        shape: of the array; of a file: height and width.
+        dtype: of the array; of a file: None.
+    """
+
+    path: str
+    key: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any] | None
+
+    @property
+    def words(self) -> list[list[str]]:
+        """Words of its names, the most telling name first."""
+        place = PurePosixPath(self.path)
+        names = [self.key, place.stem, *reversed(place.parent.parts)]
+        return [[token.word for token in tokens(name)] for name in names if name]
+
+    @property
+    def role(self) -> str | None:
+        """Return "image" or "mask", as the names say; None if they do not."""
+        for words in self.words:
+            for role, known in (("mask", _MASK_WORDS), ("image", _IMAGE_WORDS)):
+                if known & set(words):
+                    return role
+        return "image" if self.path.lower().endswith(".dcm") else None
+
+    @property
+    def match(self) -> tuple[tuple[str, ...], ...]:
+        """Words of the names without those of roles: equal for an image and its mask."""
+        roles = _IMAGE_WORDS | _MASK_WORDS
+        return tuple(own for words in self.words if (own := tuple(word for word in words if word not in roles)))
+
+    @property
+    def split(self) -> str | None:
+        """The split that the names say."""
+        said = {split for words in self.words for word in words if (split := SPLIT_WORDS.get(word)) is not None}
+        return said.pop() if len(said) == 1 else None
+
+    def __str__(self) -> str:
+        return (
+            shown(self.path) + (f"[{shown(self.key)}]" if self.key else "") + (f" {self.shape}" if self.shape else "")
+        )
+
+
+@dataclass(frozen=True)
+class _Axes:
+    """The axes of the images and the masks: letters of NHWC; the masks have C for one channel of each class."""
+
+    image: str
+    mask: str
+
+
+def find_arrays(tree: Tree) -> list[Conversion]:
+    """Return the conversions of arrays: one for each way in which their axes can be read.
+
+    Raises:
+        ValueError: there are pairs whose axes do not agree, or only arrays of objects.
+        DataError: pydicom is not installed, and there are pairs of DICOM files.
+    """
+    paths = tree.others_named(*ARRAY_SUFFIXES)
+    if not paths:
+        return []
+    problems: list[str] = []
+    sides = [side for path in paths for side in _sides(tree, path, problems)]
+    files = [_Side(path, "", (), None) for path in tree.images]
+    pairs = _pairs(sides, files)
+    if not pairs:
+        if problems:
+            raise ValueError(problems[0])
+        return []
+    pairs = [pair for pair in pairs if _kind(pair) == _kind(pairs[0])]
+    found = [axes for axes in _possible(tree, pairs[0]) if all(_agree(tree, pair, axes) for pair in pairs)]
+    if not found:
+        image, mask = pairs[0]
+        raise ValueError(f"the axes of {image} and {mask} do not agree")
+    used = {side for pair in pairs for side in pair}
+    unused = [side for side in sides if side not in used]
+    notes = (f"{len(unused)} arrays without a counterpart are not used, such as {unused[0]}",) if unused else ()
+    return [_conversion(tree, pairs, axes, len(found), notes) for axes in found]
+
+
+def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
+    """Yield the arrays of a file; why it has none is added to the problems."""
+    try:
+        heads = _heads(tree.root / path)
+    except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
+        problems.append(f"{shown(path)}: {str(error).partition(chr(10))[0] or type(error).__name__}")
+        return
+    for key, (shape, dtype) in heads.items():
+        if dtype.hasobject:
+            problems.append(f"{shown(path)}: it holds Python objects, which are not loaded: save plain arrays")
+        elif len(shape) in _AXES and dtype.kind in "buif":
+            yield _Side(path, key, shape, dtype)
+
+
+def _heads(file: Path) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    """Return shape and type of the arrays of a file by their names, without their values."""
+    suffix = file.suffix.lower()
+    if suffix == ".dcm":
+        return {"": dicom_head(file)}
+    if suffix == ".npy":
+        with open(file, "rb") as content:
+            return {"": _head(content)}
+    heads = {}
+    with zipfile.ZipFile(file) as archive:
+        for name in archive.namelist():
+            if name.endswith(".npy"):
+                with archive.open(name) as content:
+                    heads[name.removesuffix(".npy")] = _head(content)
+    return heads
+
+
+def _head(content: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    version = np.lib.format.read_magic(content)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(content)
+    return tuple(shape), dtype
+
+
+def _pairs(sides: Sequence[_Side], files: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
+    """Return images with their masks: those of the same names but for words of roles; at least one is an array."""
+    by_match: dict[object, dict[str, list[_Side]]] = defaultdict(lambda: defaultdict(list))
+    for side in [*sides, *files]:
+        by_match[side.match][side.role or "neither"].append(side)
+    pairs = []
+    for own in by_match.values():
+        images, masks, rest = own["image"], own["mask"], own["neither"]
+        if not images and not masks and len(rest) == 2:  # a.png and a.npy
+            images = [side for side in rest if side.dtype is None]
+            masks = [side for side in rest if side.dtype is not None and side.dtype.kind in "bui"]
+        elif images and not masks:
+            masks = rest
+        elif masks and not images:
+            images = rest
+        if len(images) == len(masks) == 1 and not (images[0].dtype is None and masks[0].dtype is None):
+            pairs.append((images[0], masks[0]))
+    return sorted(pairs, key=lambda pair: (pair[0].path, pair[0].key))
+
+
+def _kind(pair: tuple[_Side, _Side]) -> tuple[object, ...]:
+    return tuple((side.dtype is None, len(side.shape)) for side in pair)
+
+
+def _possible(tree: Tree, pair: tuple[_Side, _Side]) -> list[_Axes]:
+    """Return the ways to read the axes of a pair; masks with one channel per class only if the values are 0 and 1."""
+    mask = pair[1]
+    axes_of_image, axes_of_mask = (("file",) if side.dtype is None else _axes_of(side.shape) for side in pair)
+    fitting = [axes for own in axes_of_image for other in axes_of_mask if _agree(tree, pair, axes := _Axes(own, other))]
+    fitting = [axes for axes in fitting if {axes.image, axes.mask} != {"NHW", "HWN"}]
+    if len(fitting) > 1:
+        fitting = [axes for axes in fitting if _num_classes(mask, axes) < 2 or _is_one_hot(tree, mask, axes.mask)]
+    one_hot = [axes for axes in fitting if _num_classes(mask, axes) > 1]
+    return one_hot or fitting
+
+
+def _axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
+    """Return the axes that an array may have; the images of (512, 512, 30) are the last axis, of others the first.
+
+    >>> _axes_of((30, 512, 512)), _axes_of((512, 512, 30))
+    (('NHW', 'HWC', 'CHW'), ('HWC', 'CHW', 'HWN'))
+    """
+    if len(shape) != 3 or len(set(shape)) == 1:
+        return _AXES[len(shape)]
+    return tuple(axes for axes in _AXES[3] if axes != ("NHW" if shape[0] == shape[1] else "HWN"))
+
+
+def _num_classes(mask: _Side, axes: _Axes) -> int:
+    return mask.shape[axes.mask.index("C")] if axes.mask != "file" and "C" in axes.mask else 1
+
+
+def _agree(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes) -> bool:
+    """Return True if the image and the mask have the same number of images, height and width, and few channels."""
+    image, mask = pair
+    sizes = [_sizes(tree, side, own) for side, own in ((image, axes.image), (mask, axes.mask))]
+    if any(one is None for one in sizes):
+        return False
+    (first, channels), (second, classes) = (one for one in sizes if one is not None)
+    least = min(second[1:])
+    return first == second and channels <= min(_MAX_CHANNELS, least) and classes <= min(_MAX_CLASSES, least)
+
+
+def _sizes(tree: Tree, side: _Side, axes: str) -> tuple[tuple[int, int, int], int] | None:
+    """Return number of images (0 without that axis), height, width; and channels. None if it has other axes."""
+    if side.dtype is None:
+        try:
+            header = read_header(tree.root / side.path)
+        except DataError:
+            return None
+        return (0, header.height_px, header.width_px), 1
+    if len(axes) != len(side.shape):
+        return None
+    of = dict(zip(axes, side.shape, strict=True))
+    return (of.get("N", 0), of["H"], of["W"]), of.get("C", 1)
+
+
+def _is_one_hot(tree: Tree, mask: _Side, axes: str) -> bool:
+    """Return True if each pixel of the first images of a mask of one channel per class has a value in one channel."""
+    count = mask.shape[axes.index("N")] if "N" in axes else 1
+    for number in range(min(count, _NUM_LOOKED)):
+        planes = _image_of(tree.root / mask.path, mask, axes, number)
+        if not ((planes > 0).sum(axis=2) == 1).all():
+            return False
+    return True
+
+
+@lru_cache(maxsize=2)
+def _array(file: Path, key: str) -> NDArray[Any]:
+    """Return an array, mapped into memory where the format allows it."""
+    suffix = file.suffix.lower()
+    if suffix == ".dcm":
+        return dicom_array(file)
+    if suffix == ".npy":
+        return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+    with np.load(file, allow_pickle=False) as archive:
+        return np.asarray(archive[key])
+
+
+def _image_of(file: Path, side: _Side, axes: str, number: int) -> NDArray[Any]:
+    """Return an image (H, W, C) of an array."""
+    array = _array(file, side.key)
+    if array.shape != side.shape:
+        raise ValueError(f"its shape is {array.shape} now, not {side.shape}")
+    if "N" in axes:
+        array = np.take(array, number, axis=axes.index("N"))
+        axes = axes.replace("N", "")
+    if axes == "CHW":
+        return np.moveaxis(array, 0, -1)
+    return array if axes == "HWC" else array[..., None]
+
+
+def _conversion(
+    tree: Tree, pairs: Sequence[tuple[_Side, _Side]], axes: _Axes, num_ways: int, notes: tuple[str, ...]
+) -> Conversion:
+    image, mask = pairs[0]
+    num_classes = _num_classes(mask, axes)
+    is_sets = num_classes > 1 and not _is_one_hot(tree, mask, axes.mask)
+    if is_sets and num_classes > MAX_SETS:
+        raise ValueError(f"{mask}: masks of sets hold {MAX_SETS} classes, not {num_classes}")
+    items = [item for pair in pairs for item in _items(tree, pair, axes, is_sets, several=len(pairs) > 1)]
+    files = tuple({side.path: None for pair in pairs for side in pair if side.dtype is not None})
+    evidence = [f"{len(items)} images in {len(files)} files", _side_words(image, axes.image, "images")]
+    evidence.append(_side_words(mask, axes.mask, "masks"))
+    if num_classes > 1:
+        evidence.append(f"{num_classes} channels are the classes")
+    return Conversion(
+        "arrays" if num_ways == 1 else f"arrays-{axes.image}-{axes.mask}".lower(),
+        "arrays",
+        tuple(f"class_{number}" for number in range(num_classes)) if is_sets else (),
+        items,
+        0.95,
+        tuple(evidence),
+        "replace with their names",
+        notes,
+        files,
+        is_sets,
+    )
+
+
+def _side_words(side: _Side, axes: str, what: str) -> str:
+    """Return an example of the images or masks, with its axes in words."""
+    words = {"N": "images", "H": "height", "W": "width", "C": "channels"}
+    said = f": {' x '.join(words[axis] for axis in axes)}" if side.dtype is not None else ""
+    return f"{what} such as {side}{said}"
+
+
+def _items(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *, several: bool) -> Iterator[Item]:
+    """Yield an item for each image of a pair; those of one array are a scene where there are several arrays."""
+    image, mask = pair
+    files = [tree.root / side.path for side in pair]
+    states = [(side.path, side.key, *_state(file)) for side, file in zip(pair, files, strict=True)]
+    known, own = (image, axes.image) if image.dtype is not None else (mask, axes.mask)
+    has_many = "N" in own
+    count = known.shape[own.index("N")] if has_many else 1
+    for number in range(count):
+        stem = mask_target(image.path) + (f"-{image.key}" if has_many and image.key else "")
+        name = f"{stem}/{number:05}" if has_many else stem
+        origin = str(known) + (f": image {number}" if has_many else "")
+        paint = partial(_mask_of, files[1], mask, axes.mask, number, is_sets)
+        item = Item(
+            image.path,
+            mask_target(image.path),
+            origin,
+            (states, number, axes.mask, is_sets),
+            paint,
+            image.split or mask.split,
+            (stem,) if has_many and several else (),
+            mask=mask.path if mask.dtype is None else None,
+        )
+        if image.dtype is None:
+            yield item
+            continue
+        digest = digest_of((states, number, axes.image))
+        is_png = _is_png(image, axes.image)
+        yield replace(
+            item,
+            image=f"images/{name}.{'png' if is_png else 'tif'}",
+            target=f"masks/{name}",
+            image_bytes=partial(_image_bytes, files[0], image, axes.image, number, digest),
+            has_image=partial(is_png_of if is_png else _is_tiff_of, digest=digest),
+        )
+
+
+def _state(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _is_png(image: _Side, axes: str) -> bool:
+    """Return True for images of 8 bits with one or three channels."""
+    channels = image.shape[axes.index("C")] if "C" in axes else 1
+    return image.dtype is not None and image.dtype.name in ("uint8", "bool") and channels in (1, 3)
+
+
+def _is_tiff_of(path: Path, digest: str) -> bool:
+    return path.is_file() and read_description(path) == digest
+
+
+def _image_bytes(file: Path, side: _Side, axes: str, number: int, digest: str) -> bytes:
+    pixels = _image_of(file, side, axes, number)
+    if pixels.dtype == np.bool_:
+        pixels = pixels * np.uint8(255)
+    if _is_png(side, axes):
+        return encode_png(np.ascontiguousarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels), digest)
+    if pixels.dtype.name not in ("uint8", "uint16", "int16"):
+        pixels = pixels.astype(np.float32)
+    return encode_bands(pixels, [f"channel {band}" for band in range(pixels.shape[2])], digest)
+
+
+def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> WideMask:
+    """Return a mask.
+
+    Raises:
+        ValueError: its values are no ids of 8 bits.
+    """
+    if side.dtype is None:
+        return np.asarray(stored_pixels(file, as_rgb=False)[0], np.uint8)
+    planes = _image_of(file, side, axes, number)
+    if planes.shape[2] == 1:
+        return _ids(planes[..., 0])
+    if is_sets:
+        sets = {number: planes[..., number] > 0 for number in range(planes.shape[2])}
+        return combine(sets, planes.shape[:2], planes.shape[2], is_multilabel=True)
+    return np.asarray((planes > 0).argmax(axis=2), np.uint8)
+
+
+def _ids(values: NDArray[Any]) -> Mask:
+    low, high = values.min(initial=0), values.max(initial=0)
+    if not (low >= 0 and high <= 255):
+        raise ValueError(f"values from {low} to {high}, which are no ids of 0 to 255")
+    ids = np.asarray(values.astype(np.uint8))
+    if values.dtype.kind == "f" and not (ids == values).all():
+        raise ValueError("numbers with fractions, which are no ids")
+    return ids

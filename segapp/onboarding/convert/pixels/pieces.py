@@ -1,0 +1,424 @@
+"""Several masks for each image: one for each class, one for each object, or one by each annotator.
+
+Classes are folders (masks/road/a.png), ends of names (a_road.png) or names in a folder of the image (masks/a/road.png).
+A class without a file is absent from the image. Objects are files in a folder of the image (a/masks/1.png).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import combinations
+from pathlib import Path, PurePosixPath
+from statistics import mean
+
+import numpy as np
+
+from segapp.datasets.files import shown
+from segapp.onboarding.convert.conversion import Conversion, Item, WideMask
+from segapp.onboarding.convert.pixels.planes import Plane, both_readings, combine, overlap_share
+from segapp.onboarding.convert.sources import Images, mask_target, split_said
+from segapp.onboarding.survey.content import UNREADABLE, stored_pixels
+from segapp.onboarding.survey.hypotheses import Layout, Pair
+from segapp.onboarding.survey.probe import probe
+from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.survey.words import (
+    GLUE_WORDS,
+    IMAGE_WORDS,
+    MASK_WORDS,
+    OTHER_WORDS,
+    SPLIT_WORDS,
+    role_of,
+    split_in,
+    tokens,
+)
+
+_ANNOTATOR = re.compile(
+    r"(annotators?|raters?|experts?|readers?|observers?|doctors?|graders?|users?|labell?ers?|manual|person|[aroe])"
+    r"[_\- ]?\d+|\d+(st|nd|rd|th)[_\- ]?(annotator|rater|expert|reader|observer|manual|ho)?",
+    re.IGNORECASE,
+)
+_ALIKE = 0.5
+"""Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
+_OPEN = 0.9
+"""Confidence of readings of which one must be named."""
+_NUM_LOOKED = 24
+_MIN_MATCHED = 0.95
+_ROLE_WORDS = MASK_WORDS | IMAGE_WORDS | OTHER_WORDS | GLUE_WORDS
+
+Files = dict[str, dict[str, str]]
+"""Image -> name of a class, an object or an annotator -> mask."""
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The images of a folder by split and stem; numbers without leading zeros."""
+
+    by_key: Mapping[tuple[str | None, str], str]
+    has_splits: bool
+
+    def find(self, mask: str, stem: str) -> str | None:
+        """Return the image of a stem, in the split of the mask if both have splits."""
+        split = split_said(mask) if self.has_splits else None
+        return self.by_key.get((split, _normal(stem))) or (
+            self.by_key.get((None, _normal(stem))) if split is not None else None
+        )
+
+
+def _normal(stem: str) -> str:
+    return (stem.lstrip("0") or "0") if stem.isdigit() else stem.casefold()
+
+
+def find_pieces(tree: Tree) -> list[Conversion | Layout]:
+    """Return the conversions of several masks for each image; a layout for each annotator."""
+    masks = [path for path in tree.images if _mask_folder(path) is not None]
+    images = [path for path in tree.images if _is_in_folder_of_images(path)]
+    known = set(masks) | set(images)
+    images = images or [path for path in tree.images if path not in known]
+    beside = {path for path in tree.images if path not in known} if not masks else set()
+    if beside:
+        images, masks = _beside_each_other(sorted(beside))
+    names = _names(images)
+    for kind, found in _found(tree, masks, names):
+        by_image, unmatched = found
+        total = sum(map(len, by_image.values()))
+        if not by_image or total < _MIN_MATCHED * (total + unmatched) or max(map(len, by_image.values())) < 2:
+            continue
+        objects = [_objects(tree, by_image)] if kind != "classes" and _are_binary(tree, by_image) else []
+        if kind == "either" and objects:
+            named = {name: name for own in by_image.values() for name in own}
+            classes = _classes(tree, by_image, named, images)
+            return [replace(one, confidence=min(one.confidence, _OPEN)) for one in (*objects, *classes)]
+        if kind == "objects" and objects:
+            return [*objects]
+        if kind != "objects" and (readings := _classes_or_annotators(tree, by_image, images)):
+            return readings
+    return []
+
+
+def _mask_folder(path: str) -> int | None:
+    """Return the position of the last folder whose words say masks, if none after it says images."""
+    roles = [role_of(part) for part in path.split("/")[:-1]]
+    positions = [i for i, role in enumerate(roles) if role.is_mask and not role.is_other]
+    if not positions or any(role.is_image and not role.is_mask for role in roles[positions[-1] + 1 :]):
+        return None
+    return positions[-1]
+
+
+def _is_in_folder_of_images(path: str) -> bool:
+    return any(role_of(part).is_image for part in path.split("/")[:-1]) and _mask_folder(path) is None
+
+
+def _names(images: Sequence[str]) -> _Names:
+    """Return the images by name; of images/rgb/a.jpg and images/nir/a.jpg those in color."""
+    keys = {path: (split_said(path), _normal(PurePosixPath(path).stem)) for path in images}
+    counts = Counter(keys.values())
+    if max(counts.values(), default=0) > 1:
+        colored = {path: key for path, key in keys.items() if "rgb" in path.lower().split("/")[:-1]}
+        keys, counts = (colored, Counter(colored.values())) if colored else (keys, counts)
+    by_key = {key: path for path, key in keys.items() if counts[key] == 1}
+    return _Names(by_key, any(split for split, _ in keys.values()))
+
+
+def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return images and masks that lie in one folder: names of masks begin with the name of an image."""
+    stems = {(str(place.parent), place.stem) for place in map(PurePosixPath, paths)}
+    images: list[str] = []
+    masks: list[str] = []
+    for path in paths:
+        place = PurePosixPath(path)
+        is_mask = any((str(place.parent), head) in stems for head, _ in _cuts(place.stem))
+        (masks if is_mask else images).append(path)
+    return images, masks
+
+
+def _cuts(stem: str) -> Iterator[tuple[str, str]]:
+    """Yield the ways to cut a name at a separator, the longest beginning first."""
+    for match in reversed(list(re.finditer(r"[_\-. ]+", stem))):
+        if match.start() and match.end() < len(stem):
+            yield stem[: match.start()], stem[match.end() :]
+
+
+def _found(tree: Tree, masks: Sequence[str], names: _Names) -> Iterator[tuple[str, tuple[Files, int]]]:
+    """Yield the masks by image in each of the ways, and how many masks have no image: kind, files, number."""
+    yield "classes", _gathered(masks, lambda path: _in_folder_of_class(path, names))
+    yield "classes", _gathered(masks, lambda path: _named_after_class(path, names))
+    by_image, unmatched = _gathered(masks, lambda path: _in_folder_of_image(path, names))
+    if not by_image:
+        by_image, unmatched = _gathered(masks, partial(_in_folder_of_sample, samples=_samples(tree)))
+    by_image = {image: _without_stem(image, own) for image, own in by_image.items()}
+    yield _kind_of_names(Counter(name for own in by_image.values() for name in own)), (by_image, unmatched)
+
+
+def _without_stem(image: str, own: Mapping[str, str]) -> dict[str, str]:
+    """Return the masks of an image by their names without the name of the image."""
+    stem = PurePosixPath(image).stem
+    return {name.removeprefix(stem).lstrip("_-. ") or name: path for name, path in own.items()}
+
+
+def _kind_of_names(counts: Counter[str]) -> str:
+    """Return what masks in a folder of their image are of: names that return in other images are those of classes.
+
+    >>> _kind_of_names(Counter(road=3, car=2)), _kind_of_names(Counter({"1": 3, "2": 2}))
+    ('classes', 'objects')
+    >>> _kind_of_names(Counter(lbl01=3, lbl02=3)), _kind_of_names(Counter(a8f3=1, b2c1=1))
+    ('either', 'objects')
+    """
+    if not counts or mean(counts.values()) < 2 or all(name.isdigit() for name in counts):
+        return "objects"
+    words = {name.rstrip("0123456789") for name in counts}
+    return "either" if len(words) == 1 else "classes"
+
+
+def _gathered(masks: Sequence[str], place: Callable[[str], tuple[str, str] | None]) -> tuple[Files, int]:
+    """Return the masks by image, and how many masks have none in the folders of those that have one."""
+    by_image: Files = defaultdict(dict)
+    unmatched = Counter[tuple[str, ...]]()
+    matched = set()
+    for path in masks:
+        found = place(path)
+        if found is None or found[1] in by_image[found[0]]:
+            unmatched[_folders_to_masks(path)] += 1
+        else:
+            by_image[found[0]][found[1]] = path
+            matched.add(_folders_to_masks(path))
+    return {image: own for image, own in by_image.items() if own}, sum(unmatched[folders] for folders in matched)
+
+
+def _folders_to_masks(path: str) -> tuple[str, ...]:
+    """Return the folders above a mask, with the same word for all splits."""
+    parts = path.split("/")[:-1]
+    last = _mask_folder(path)
+    said = [(part, split_in(part)) for part in parts[: len(parts) if last is None else last + 1]]
+    return tuple(part if split is None else split[1] for part, split in said)
+
+
+def _in_folder_of_class(path: str, names: _Names) -> tuple[str, str] | None:
+    """Return image and class of masks/road/a.png: the only folder with neither a word of masks nor a split."""
+    parts, stem = path.split("/")[:-1], PurePosixPath(path).stem
+    below = [part for part in parts[(_mask_folder(path) or 0) + 1 :] if split_in(part) is None]
+    if len(below) != 1:
+        return None
+    for own in (stem, stem.removesuffix(f"_{below[0]}"), stem.removesuffix("_mask")):
+        if (image := names.find(path, own)) is not None:
+            return image, below[0]
+    return None
+
+
+def _named_after_class(path: str, names: _Names) -> tuple[str, str] | None:
+    """Return image and class of a_road.png."""
+    for head, end in _cuts(PurePosixPath(path).stem):
+        if (image := names.find(path, head)) is not None and image != path:
+            return image, end
+    return None
+
+
+def _in_folder_of_image(path: str, names: _Names) -> tuple[str, str] | None:
+    """Return image and object or class of masks/a/1.png."""
+    place = PurePosixPath(path)
+    image = names.find(path, place.parent.name) if (_mask_folder(path) or 0) < len(place.parts) - 2 else None
+    return None if image is None else (image, place.stem)
+
+
+def _samples(tree: Tree) -> dict[str, str]:
+    """Return the only image of each folder that holds a folder of images: a -> a/images/a.png."""
+    found = defaultdict(list)
+    for path in tree.images:
+        place = PurePosixPath(path)
+        if len(place.parts) > 2 and role_of(place.parent.name).is_image and _mask_folder(path) is None:
+            found[str(place.parent.parent)].append(path)
+    return {folder: own[0] for folder, own in found.items() if len(own) == 1}
+
+
+def _in_folder_of_sample(path: str, samples: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return image and object or class of a/masks/1.png beside a/images/a.png."""
+    place = PurePosixPath(path)
+    image = samples.get(str(place.parent.parent)) if role_of(place.parent.name).is_mask else None
+    return None if image is None else (image, place.stem)
+
+
+def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
+    """Return the pixels of a mask that are not 0; enlarged if each side of the image is the same multiple of it.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    try:
+        pixels, _ = stored_pixels(file, as_rgb=False)
+    except UNREADABLE as error:
+        raise ValueError(f"{shown(file)}: {error}") from error
+    plane = (pixels > 0).any(axis=2) if pixels.ndim == 3 else pixels > 0
+    if shape is not None and shape != plane.shape:
+        factor = shape[0] // plane.shape[0]
+        if factor > 1 and (plane.shape[0] * factor, plane.shape[1] * factor) == shape:
+            plane = plane.repeat(factor, axis=0).repeat(factor, axis=1)
+    return np.asarray(plane)
+
+
+def _spread(by_image: Files) -> list[dict[str, str]]:
+    """Return the masks of some images that have several, evenly spread."""
+    found = [own for own in by_image.values() if len(own) > 1]
+    return found[:: max(1, len(found) // _NUM_LOOKED)][:_NUM_LOOKED]
+
+
+def _are_binary(tree: Tree, by_image: Files) -> bool:
+    """Return True if the masks of some images hold at most two values."""
+    probes = [probe(tree.root / path) for own in _spread(by_image) for path in list(own.values())[:4]]
+    return all(one is not None and (one.num_values or 0) <= 2 for one in probes)
+
+
+def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
+    for own in _spread(by_image):
+        try:
+            yield [_plane(tree.root / path) for path in own.values()]
+        except ValueError:
+            continue
+
+
+def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Conversion | Layout]:
+    """Return the readings of masks whose folders or names are classes or annotators; none if they are neither."""
+    named = list(dict.fromkeys(name for own in by_image.values() for name in own))
+    scenes = {part for path in images for part in path.split("/")[:-1]}
+    if len(named) < 2 or scenes & set(named):
+        return []
+    if all(_ANNOTATOR.fullmatch(name) for name in named):
+        return _annotators(by_image, named, len(images))
+    classes = {name: _class_name(name) for name in named}
+    if not all(classes.values()) or len(set(classes.values())) < len(classes) or len(named) > max(2, len(by_image) * 2):
+        return []
+    is_binary = _are_binary(tree, by_image)
+    alike = [_intersection_over_union(planes) for planes in _planes_of(tree, by_image)]
+    if not is_binary or (alike and mean(alike) > _ALIKE):
+        is_complete = all(len(own) == len(named) for own in by_image.values())
+        return _annotators(by_image, named, len(images)) if is_complete else []
+    return [*_classes(tree, by_image, classes, images)]
+
+
+def _class_name(end: str) -> str:
+    """Return the class that the end of a name says, without words of roles; empty if there is none.
+
+    >>> _class_name("mask_road"), _class_name("u_lip"), _class_name("labelIds"), _class_name("3")
+    ('road', 'u_lip', '', '')
+    """
+    words = tokens(end)
+    kept = [word for word in words if word.word not in _ROLE_WORDS]
+    if not kept or all(word.word.isdigit() or word.word in SPLIT_WORDS for word in kept):
+        return ""
+    first = next(i for i, word in enumerate(words) if word.word not in MASK_WORDS - {"l", "ho"})
+    return end[words[first].start :]
+
+
+def _intersection_over_union(planes: Sequence[Plane]) -> float:
+    """Return the mean over the pairs of masks that have the same shape."""
+    shares = [
+        float((one & other).sum() / max(1, (one | other).sum()))
+        for one, other in combinations(planes[:4], 2)
+        if one.shape == other.shape and one.any() and other.any()
+    ]
+    return mean(shares) if shares else 0.0
+
+
+def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[Conversion | Layout]:
+    """Return a layout for each annotator; they are equally likely, so that one must be named."""
+    layouts: list[Conversion | Layout] = []
+    for name in sorted(named):
+        own_masks = {image: own[name] for image, own in sorted(by_image.items()) if name in own}
+        pairs = tuple(Pair(image, mask, split_said(image)) for image, mask in own_masks.items())
+        folder = pairs[0].mask.rpartition("/")[0]
+        evidence = (
+            f"{len(pairs)} of {num_images} images have a mask of {shown(name)}",
+            f"{len(named)} masks of each image: opinions of several annotators, such as {shown(pairs[0].mask)}",
+        )
+        unpaired = tuple(image for image, own in sorted(by_image.items()) if name not in own)
+        layouts.append(Layout(name if name not in folder else folder, pairs, _OPEN, evidence, unpaired))
+    return layouts
+
+
+def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> list[Conversion]:
+    ordered = sorted(classes, key=lambda name: classes[name].casefold())
+    reader = _Reader(tree.root, Images(tree), {name: number for number, name in enumerate(ordered)})
+    share = overlap_share(_planes_of(tree, by_image))
+    counts = Counter(name for own in by_image.values() for name in own)
+    absent = {name: len(by_image) - count for name, count in counts.items() if count < len(by_image)}
+    notes = [
+        f"{classes[name]} has no mask for {count} of {len(by_image)} images: it is absent there"
+        for name, count in sorted(absent.items())[:4]
+    ]
+    if more := len(absent) - len(notes):
+        notes.append(f"{more} more classes have no mask for some images")
+    if without := [image for image in images if image not in by_image]:
+        notes.append(f"{len(without)} images have no mask of any class and are not used, such as {shown(without[0])}")
+    example = next(path for own in by_image.values() for path in own.values())
+    evidence = (
+        f"{len(by_image)} of {len(images)} images have masks of single classes, such as {shown(example)}",
+        f"{len(classes)} classes",
+    )
+
+    def build(names: tuple[str, ...], is_multilabel: bool) -> Conversion:
+        return Conversion(
+            "class-masks-multilabel" if is_multilabel else "class-masks",
+            "masks of single classes",
+            names,
+            reader.items(by_image, is_multilabel=is_multilabel),
+            0.97,
+            evidence,
+            "from the names of the masks",
+            tuple(notes),
+            tuple(path for own in by_image.values() for path in own.values()),
+            is_multilabel,
+        )
+
+    return both_readings(share, [classes[name] for name in ordered], build)
+
+
+def _objects(tree: Tree, by_image: Files) -> Conversion:
+    masks = [path for own in by_image.values() for path in own.values()]
+    reader = _Reader(tree.root, Images(tree), dict.fromkeys((name for own in by_image.values() for name in own), 0))
+    return Conversion(
+        "object-masks",
+        "masks of single objects",
+        ("background", "object"),
+        reader.items(by_image, is_multilabel=False),
+        0.95,
+        (f"{len(by_image)} images with {len(masks)} masks of single objects, such as {shown(masks[0])}",),
+        "replace with their names",
+        ("objects that touch are not kept apart: each pixel is background or object",),
+        tuple(masks),
+    )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Items of images with several masks.
+
+    Attributes:
+        root: of the files.
+        images: of the folder.
+        number_of: name of a class or an object -> number of its class, without the background.
+    """
+
+    root: Path
+    images: Images
+    number_of: Mapping[str, int]
+
+    def items(self, by_image: Files, *, is_multilabel: bool) -> list[Item]:
+        """Return an item for each image."""
+        found = []
+        for image, own in sorted(by_image.items()):
+            files = {path: (self.root / path).stat() for path in own.values()}
+            states = [(name, path, files[path].st_size, files[path].st_mtime_ns) for name, path in own.items()]
+            paint = partial(self._mask, image, own, is_multilabel)
+            origin = f"masks of {shown(image)}"
+            found.append(Item(image, mask_target(image), origin, (states, is_multilabel), paint, split_said(image)))
+        return found
+
+    def _mask(self, image: str, own: Mapping[str, str], is_multilabel: bool) -> WideMask:
+        shape = self.images.size_of(image)
+        planes: dict[int, Plane] = {}
+        for name, path in own.items():
+            plane, number = _plane(self.root / path, shape), self.number_of[name]
+            planes[number] = planes[number] | plane if number in planes else plane
+        return combine(planes, shape, len(set(self.number_of.values())), is_multilabel=is_multilabel)

@@ -1,0 +1,326 @@
+"""Tables of run lengths, as Kaggle's: each row of a CSV has an image, perhaps a class, and "start length start ...".
+
+Rows of an image are united. Pixels are numbered down the columns or along the rows, from 0 or 1: shapes that are ragged
+in one order and smooth in the other tell which; for square images the table's column names do.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from segapp.datasets.files import open_regular, shown
+from segapp.errors import DataError
+from segapp.onboarding.convert.conversion import BAD_ENTRY, Conversion, Item, WideMask, check_classes
+from segapp.onboarding.convert.drawing import decode_starts
+from segapp.onboarding.convert.pixels.planes import Plane, both_readings, combine, overlap_share
+from segapp.onboarding.convert.sources import Images, mask_target, split_said
+from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.survey.words import role_of
+
+_RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
+_EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}
+_RUN_NAMES = {"encodedpixels", "rlemask", "maskrle", "rle", "encoding", "segmentation", "annotation", "mask", "runs"}
+_CLASS_NAMES = {"class", "classid", "classname", "label", "labelid", "category", "categoryid", "categoryname"}
+_BY_ROWS = {("img", "rlemask"), ("id", "segmentation"), ("id", "annotation")}
+"""Columns of the image and the runs in published tables that number the pixels along the rows: Carvana, UW-Madison
+tract, Sartorius. Other published tables number them down the columns: Severstal, TGS, Airbus, clouds, HuBMAP."""
+_NUM_LOOKED = 200
+_NUM_DECODED = 24
+_RAGGED = 1.2
+"""Borders are this much longer in the wrong order."""
+_MIN_FOUND = 0.3
+_ORDERS = {"F": "columns", "C": "rows"}
+
+
+@dataclass(frozen=True)
+class _Table:
+    """A table of run lengths.
+
+    Attributes:
+        path: of the file.
+        columns: of the image, the class ("" without one) and the runs, as written.
+        is_joined: the class is the end of the image's column: a.jpg_Fish.
+        rows: image as written, class, runs ("": none).
+    """
+
+    path: str
+    columns: tuple[str, str, str]
+    is_joined: bool
+    rows: tuple[tuple[str, str, str], ...]
+
+
+def find_rle(tree: Tree) -> list[Conversion]:
+    """Return the conversions of tables of run lengths: one, or one for each way in which they can be read."""
+    masks = {path for path in tree.images if _is_in_folder_of_masks(path)}
+    images = Images(replace(tree, images=tuple(path for path in tree.images if path not in masks)))
+    paths = [path for path in tree.others_named(".csv") if "submission" not in path.rpartition("/")[2].lower()]
+    tables = [table for path in paths if (table := _read(tree, path, images)) is not None]
+    if not tables:
+        return []
+    return _conversions(tree, images, _current(tables))
+
+
+def _is_in_folder_of_masks(path: str) -> bool:
+    roles = [role_of(folder) for folder in path.split("/")[:-1]]
+    return any(role.is_mask for role in roles) and not any(role.is_image for role in roles)
+
+
+def _normal(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower())
+
+
+def _cells(tree: Tree, path: str) -> Generator[list[str], None, None]:
+    """Yield the rows of a table; cells may hold megabytes."""
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        with io.TextIOWrapper(open_regular(tree.root / path, None), "utf-8-sig", "replace", newline="") as file:
+            yield from csv.reader(file)
+    except (OSError, DataError, csv.Error):
+        return
+    finally:
+        csv.field_size_limit(limit)
+
+
+def _read(tree: Tree, path: str, images: Images) -> _Table | None:
+    """Return a table; None for other files."""
+    with closing(_cells(tree, path)) as cells:
+        return _parse(path, cells, images)
+
+
+def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Table | None:
+    """Return a table from its rows, the head first; None if it holds no runs of images that are there."""
+    head = next(cells, [])
+    if not 2 <= len(head) <= 100:
+        return None
+    looked = [row for row, _ in zip(cells, range(_NUM_LOOKED), strict=False) if len(row) == len(head)]
+    runs = _run_column(head, looked)
+    if runs is None:
+        return None
+    values = [list(dict.fromkeys(row[i] for row in looked)) for i in range(len(head))]
+    counts = {
+        (i, is_joined): sum(images.find(_image_in(value, is_joined), path) is not None for value in values[i])
+        / max(1, len(values[i]))
+        for i in range(len(head))
+        if i != runs
+        for is_joined in (False, True)
+    }
+    (column, is_joined), share = max(counts.items(), key=lambda one: one[1])
+    if share < _MIN_FOUND:
+        return None
+    classes = [i for i, name in enumerate(head) if _normal(name) in _CLASS_NAMES and i not in (column, runs)]
+    label = None if is_joined or not classes else classes[0]
+    rows = []
+    for row in [*looked, *cells]:
+        if len(row) != len(head):
+            continue
+        value = row[column]
+        name = row[label] if label is not None else value.rpartition("_")[2] if is_joined else ""
+        text = row[runs].strip()
+        rows.append((_image_in(value, is_joined), name.strip(), "" if text.lower() in _EMPTY else text))
+    return _Table(path, (head[column], head[label] if label is not None else "", head[runs]), is_joined, tuple(rows))
+
+
+def _image_in(value: str, is_joined: bool) -> str:
+    return value.rpartition("_")[0] if is_joined else value
+
+
+def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | None:
+    """Return the column of the runs: by its name, or the only one of ascending runs."""
+    by_name, by_content = [], []
+    for i, name in enumerate(head):
+        cells = [row[i] for row in rows if row[i].strip().lower() not in _EMPTY]
+        if not cells or not all(_RUNS.fullmatch(cell) for cell in cells):
+            continue
+        if _normal(name) in _RUN_NAMES:
+            by_name.append(i)
+        elif all(_ascends(cell) for cell in cells) and any(len(cell.split()) >= 6 for cell in cells):
+            by_content.append(i)
+    found = by_name or by_content
+    return found[0] if len(found) == 1 else None
+
+
+def _ascends(cell: str) -> bool:
+    numbers = np.array(cell.split(), np.int64)
+    return bool((numbers[2::2] > numbers[:-2:2] + numbers[1:-2:2] - 1).all())
+
+
+def _current(tables: Sequence[_Table]) -> list[_Table]:
+    """Return the tables without those whose images a later version names too (x.csv, x_v2.csv)."""
+    kept: list[_Table] = []
+    for table in sorted(tables, key=lambda one: one.path, reverse=True):
+        own = {row[0] for row in table.rows}
+        if all(len(own & {row[0] for row in other.rows}) < 0.5 * len(own) for other in kept):
+            kept.append(table)
+    return kept[::-1]
+
+
+def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[Conversion]:
+    by_image: dict[str, list[tuple[str, str]]] = defaultdict(list)
+    tables_of: dict[str, _Table] = {}
+    total = 0
+    for table in tables:
+        places = {said: images.find(said, table.path) for said in dict.fromkeys(row[0] for row in table.rows)}
+        total += len(places)
+        for said, name, runs in table.rows:
+            if (image := places[said]) is not None:
+                by_image[image].append((name, runs))
+                tables_of.setdefault(image, table)
+    if not any(runs for rows in by_image.values() for _, runs in rows):
+        return []
+    evidence = (
+        f"{len(tables)} {'tables' if len(tables) > 1 else 'table'} of run lengths, such as {shown(tables[0].path)}",
+        f"{len(by_image)} of {total} images that it names are there",
+    )
+    coverage = len(by_image) / total
+    notes = _notes_on_empty(tree, tables, by_image)
+    labels = sorted({name for rows in by_image.values() for name, _ in rows}, key=_by_number)
+    names = ["object"] if labels in ([], [""]) else [f"class_{name}" if name.isdigit() else name for name in labels]
+    check_classes(["background", *names], tables[0].path)
+    is_named = labels != [""] and not labels[0].isdigit()
+    first = 0 if any(runs.split(" ", 1)[0] == "0" for table in tables for _, _, runs in table.rows) else 1
+    orders = _orders(images, by_image, tables[0], first)
+    reading = _Reading(images, by_image, tables_of, {name: number for number, name in enumerate(labels)}, first)
+    share = overlap_share(list(reading.planes(one, "F").values()) for one in reading.samples()) if names[1:] else 0.0
+    found = []
+    for order, (confidence, reason) in orders.items():
+        of_order = Conversion(
+            "rle" if len(orders) == 1 else f"rle-{_ORDERS[order]}",
+            "tables of run lengths",
+            (),
+            (),
+            confidence * coverage,
+            (*evidence, f"pixels are numbered by {_ORDERS[order]} from {first}: {reason}"),
+            "from the table" if is_named else "replace with their names",
+            notes,
+            tuple(table.path for table in tables),
+        )
+        found += both_readings(share, names, partial(reading.conversion, of_order, order))
+    return found
+
+
+def _notes_on_empty(
+    tree: Tree, tables: Sequence[_Table], by_image: dict[str, list[tuple[str, str]]]
+) -> tuple[str, ...]:
+    """Return notes on images without objects; those without a row become background if no row is empty.
+
+    A table with empty rows names every image, so that an image without a row is one that nobody looked at.
+    """
+    notes = []
+    empty = [image for image, rows in by_image.items() if not any(runs for _, runs in rows)]
+    folders = {image.rpartition("/")[0] for image in by_image}
+    silent = [path for path in tree.images if path not in by_image and path.rpartition("/")[0] in folders]
+    if silent and any(not runs for table in tables for _, _, runs in table.rows):
+        notes.append(
+            f"{len(silent)} images without a row are not used, such as {shown(silent[0])}: the table has empty rows "
+            "for images without objects"
+        )
+    elif silent:
+        by_image |= {image: [] for image in silent}
+        notes.append(f"{len(silent)} images without a row are background, such as {shown(silent[0])}")
+    if empty:
+        notes.append(f"{len(empty)} images whose runs are empty are background, such as {shown(empty[0])}")
+    return tuple(notes)
+
+
+def _by_number(name: str) -> tuple[int, str]:
+    return (int(name), "") if name.isdigit() else (sys.maxsize, name)
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """The rows of each image as planes of classes, and as items.
+
+    Attributes:
+        images: of the folder.
+        by_image: class and runs of the rows of each image.
+        tables_of: the table of an image.
+        number_of: class in the table -> its number, without the background.
+        first: number of the first pixel.
+    """
+
+    images: Images
+    by_image: dict[str, list[tuple[str, str]]]
+    tables_of: dict[str, _Table]
+    number_of: dict[str, int]
+    first: int
+
+    def samples(self) -> list[str]:
+        """Return some images of which several classes have pixels, evenly spread."""
+        found = [image for image, rows in self.by_image.items() if len({name for name, runs in rows if runs}) > 1]
+        return found[:: max(1, len(found) // _NUM_DECODED)][:_NUM_DECODED]
+
+    def planes(self, image: str, order: str) -> dict[int, Plane]:
+        """Return the pixels of each class of an image."""
+        height, width = self.images.size_of(image)
+        united: dict[int, list[str]] = defaultdict(list)
+        for name, runs in self.by_image[image]:
+            if runs:
+                united[self.number_of[name]].append(runs)
+        return {
+            number: decode_starts(" ".join(runs), height, width, self.first, order) for number, runs in united.items()
+        }
+
+    def conversion(self, found: Conversion, order: str, classes: tuple[str, ...], is_multilabel: bool) -> Conversion:
+        """Return a conversion with its classes and an item for each image."""
+        items = [self._item(image, order, is_multilabel) for image in sorted(self.by_image)]
+        name = f"{found.name}-multilabel" if is_multilabel else found.name
+        return replace(found, name=name, classes=classes, items=items, is_multilabel=is_multilabel)
+
+    def _item(self, image: str, order: str, is_multilabel: bool) -> Item:
+        table = self.tables_of.get(image)
+        origin = f"{shown(table.path)}: image {shown(image)}" if table is not None else f"{shown(image)} without a row"
+        split = split_said(image) or (split_said(table.path) if table is not None else None)
+        content = (order, self.first, is_multilabel, self.by_image[image])
+        return Item(image, mask_target(image), origin, content, self._painter(image, order, is_multilabel), split)
+
+    def _painter(self, image: str, order: str, is_multilabel: bool) -> Callable[[], WideMask]:
+        def paint() -> WideMask:
+            shape = self.images.size_of(image)
+            return combine(self.planes(image, order), shape, len(self.number_of), is_multilabel=is_multilabel)
+
+        return paint
+
+
+def _orders(
+    images: Images, by_image: dict[str, list[tuple[str, str]]], table: _Table, first: int
+) -> dict[str, tuple[float, str]]:
+    """Return the possible orders of the pixels, each with how sure it is and why, the likelier one first."""
+    borders = Counter({"F": 0, "C": 0})
+    longest = sorted(
+        ((image, runs) for image, rows in by_image.items() for _, runs in rows if runs), key=lambda one: -len(one[1])
+    )
+    for image, runs in longest[:: max(1, len(longest) // _NUM_DECODED)][:_NUM_DECODED]:
+        try:
+            height, width = images.size_of(image)
+            if height == width:
+                continue
+            for order in borders:
+                borders[order] += _border(decode_starts(runs, height, width, first, order))
+        except (DataError,) + BAD_ENTRY:  # noqa: RUF005 - mypy does not see through the star
+            continue
+    (worst, most), (best, least) = borders.most_common()
+    if most > _RAGGED * least:
+        return {best: (0.97, f"by {_ORDERS[worst]} the shapes are {most / max(1, least):.1f} times as ragged")}
+    columns = (_normal(table.columns[0]), _normal(table.columns[2]))
+    if columns in _BY_ROWS or columns[1] in _RUN_NAMES - {"mask", "runs", "segmentation", "annotation"}:
+        own = "C" if columns in _BY_ROWS else "F"
+        said = f"as in published tables with the column {table.columns[2]}"
+        other = "F" if own == "C" else "C"
+        return {own: (0.95, said), other: (0.3, "unlike published tables with such columns")}
+    why = "the shapes of square images do not tell"
+    return {"F": (0.9, why), "C": (0.9, why)}
+
+
+def _border(mask: Plane) -> int:
+    """Return the number of neighbours that differ."""
+    return int((mask[1:] != mask[:-1]).sum() + (mask[:, 1:] != mask[:, :-1]).sum())

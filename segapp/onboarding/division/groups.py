@@ -1,0 +1,422 @@
+"""Groups of images that show the same patient, video or place, found in folders and names.
+
+Images of one group resemble each other, so a group on both sides of a division makes the scores too good. Every folder
+and every word of the names is a candidate; group words such as `patient` decide, then folders, words with letters, and
+numbers. Of several plausible candidates the coarser one is taken, because it keeps the finer groups together too. If no
+candidate is coarser than the others, the choice is a question.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+
+from segapp.datasets.files import shown
+from segapp.errors import ConfigError
+from segapp.onboarding.survey.hypotheses import Pair
+from segapp.onboarding.survey.questions import Answer, open_question
+
+MIN_GROUPS = 5
+"""Fewer groups of a kind are used only if there is no other kind."""
+_FEW_GROUPS = 3
+_MOST_IN_ONE = 0.8
+"""Largest share of the images in one group, unless a group word names it."""
+_LEAST_STEP_PX = 16
+"""Numbers that are multiples of such a step are positions of tiles."""
+
+EACH_IMAGE = ".+"
+"""`--group` by which each image is its own group."""
+
+_PERSONS = frozenset([
+    "patient", "pat", "pt", "subject", "subj", "sub", "case", "participant", "person", "donor", "specimen",
+    "animal", "mouse", "rat", "pig", "p",
+])  # fmt: skip
+_RECORDINGS = frozenset([
+    "scene", "video", "vid", "sequence", "seq", "clip", "shot", "take", "recording", "track", "trip",
+    "flight", "drive", "ride", "route", "volume", "vol", "scan", "study", "series", "session", "exam",
+    "visit", "slide", "wsi", "well", "plot", "mosaic",
+])  # fmt: skip
+_PLACES = frozenset([
+    "site", "center", "centre", "hospital", "clinic", "station", "city", "town", "area", "region", "zone",
+    "location", "place", "camera", "cam", "plate", "batch", "date", "day",
+])  # fmt: skip
+_IMAGES = frozenset([
+    "image", "img", "images", "frame", "frames", "photo", "picture", "pic", "dsc", "dscn", "slice", "index",
+    "idx", "no", "num", "nr", "number",
+])  # fmt: skip
+_PARTS = frozenset([
+    "tile", "patch", "crop", "view", "section", "layer", "page", "level", "channel", "ch", "aug", "rot",
+    "flip", "part", "z", "t", "x", "y", "f",
+])  # fmt: skip
+
+_WORD, _GAP = r"[^_\-. /]+", r"[_\-. ]+"
+_DATE = re.compile(
+    r"(?<!\d)((?:19|20)\d\d([_\-.]?)(?:0[1-9]|1[0-2])\2(?:0[1-9]|[12]\d|3[01]))"
+    r"(?:[_\-. T](?:[01]\d|2[0-3])([_\-.h]?)[0-5]\d\3[0-5]\d\d*)?(?!\d)"
+)
+
+
+class Evidence(IntEnum):
+    """How much speaks for a candidate."""
+
+    COUNTER = 0
+    NUMBER = 1
+    WORD = 2
+    FOLDER = 3
+    RECORDING = 4
+    PERSON = 5
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """The group of each image.
+
+    Attributes:
+        groups: in the order of the images.
+        kind: the part of the path that names a group.
+        pattern: regular expression that finds the group in the path of an image, if there is one.
+        evidence: what speaks for these groups; None if they were not chosen by it.
+    """
+
+    groups: tuple[str, ...]
+    kind: str
+    pattern: str = ""
+    evidence: Evidence | None = None
+
+    @property
+    def num_groups(self) -> int:
+        """Number of different groups."""
+        return len(set(self.groups))
+
+    @property
+    def sizes(self) -> Counter[str]:
+        """Number of images of each group."""
+        return Counter(self.groups)
+
+    def examples(self, images: Sequence[str]) -> str:
+        """Return the first two groups in words, each with its number of images and one of them."""
+        members: dict[str, list[str]] = {}
+        for group, image in zip(self.groups, images, strict=True):
+            members.setdefault(group, []).append(image)
+        return "; ".join(f"{shown(group)}: {_some(members[group])}" for group in sorted(members)[:2])
+
+
+def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
+    """Return the group of each pair.
+
+    Args:
+        pairs: of images.
+        pattern: regular expression that is searched in the image's path; its first group, or else the whole match, is
+            the group. None: the groups of a table, or else the best candidate of the folders and names.
+
+    Raises:
+        ConfigError: the expression is wrong, or an image does not match.
+        OpenQuestionError: several candidates are plausible and divide the images differently.
+    """
+    images = [pair.image for pair in pairs]
+    if pattern is not None:
+        groups = find_by_expression(images, pattern)
+        kind = "image" if pattern == EACH_IMAGE else f"--group {pattern}"
+        return Grouping(groups, kind, pattern)
+    if pairs and all(pair.group is not None for pair in pairs):
+        return Grouping(tuple(str(pair.group) for pair in pairs), "column of the table")
+    scenes = [pair.scene for pair in pairs]
+    found = _chosen(list(_candidates(images, scenes)), images)
+    return found or Grouping(tuple(images), "image", EACH_IMAGE)
+
+
+def find_by_expression(images: Sequence[str], pattern: str) -> tuple[str, ...]:
+    """Return the match of a regular expression in the path of each image: its first group, or else the whole match.
+
+    Raises:
+        ConfigError: the expression is wrong, or an image does not match.
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ConfigError(
+            f"--group {pattern}: no regular expression ({error}): write one such as '^([^/_]+)_'"
+        ) from None
+    groups = []
+    for image in images:
+        match = expression.search(image)
+        if match is None:
+            raise ConfigError(f"--group {pattern}: matches nothing in {shown(image)}: it must match every image")
+        groups.append(match[1] if expression.groups and match[1] is not None else match[0])
+    return tuple(groups)
+
+
+@dataclass(frozen=True)
+class SharedGroups:
+    """Groups with images in both splits.
+
+    Attributes:
+        kind: the part of the path that names a group.
+        pattern: regular expression that finds the group.
+        names: of the shared groups, the largest first.
+        images: split -> group -> its images.
+    """
+
+    kind: str
+    pattern: str
+    names: tuple[str, ...]
+    images: Mapping[str, Mapping[str, Sequence[str]]]
+
+    def __str__(self) -> str:
+        """Return a sentence with two examples and the next move."""
+        first, second = self.images
+        examples = "; ".join(
+            " and ".join(_some(self.images[split][group], f"of {split}") for split in (first, second))
+            for group in self.names[:2]
+        )
+        return (
+            f"{len(self.names)} of the {len(self.images[second])} groups of {second} ({self.kind}) are in {first} too, "
+            f"such as {examples}: scores on {second} are too good; divide anew with segapp init --folds 5 --group "
+            f"{shlex.quote(self.pattern)}"
+        )
+
+
+def find_shared_groups(images: Mapping[str, Sequence[str]]) -> SharedGroups | None:
+    """Return the patients, videos or other groups named by a group word that have images in two splits.
+
+    Numbers that start again in each split, so that the same names are in both, are no evidence.
+
+    Args:
+        images: the paths of the images of each of two splits.
+    """
+    (first, firsts), (second, seconds) = images.items()
+    same = len(set(firsts) & set(seconds))
+    if not firsts or not seconds or same > min(len(firsts), len(seconds)) / 2:
+        return None
+    paths = [*firsts, *seconds]
+    scenes = [tuple(path.split("/")[:-1]) for path in paths]
+    for found in sorted(_candidates(paths, scenes), key=lambda one: -(one.evidence or 0)):
+        if found.evidence not in (Evidence.PERSON, Evidence.RECORDING):
+            continue
+        members: dict[str, dict[str, list[str]]] = {first: {}, second: {}}
+        for number, (path, group) in enumerate(zip(paths, found.groups, strict=True)):
+            members[first if number < len(firsts) else second].setdefault(group, []).append(path)
+        both = [group for group in members[first] if group in members[second]]
+        if both:
+            ranked = sorted(both, key=lambda group: (-len(members[second][group]), group))
+            return SharedGroups(found.kind, found.pattern, tuple(ranked), members)
+    return None
+
+
+def _some(images: Sequence[str], whose: str = "") -> str:
+    words = [f"{len(images)} {'images' if len(images) > 1 else 'image'}", whose, f"such as {shown(images[0])}"]
+    return " ".join(word for word in words if word)
+
+
+def _chosen(candidates: Sequence[Grouping], images: Sequence[str]) -> Grouping | None:
+    """Return the groups that the strongest evidence names; None if there are none.
+
+    Raises:
+        OpenQuestionError: several candidates of the same evidence divide the images differently.
+    """
+    of = {kind: [each for each in candidates if each.evidence == kind] for kind in Evidence}
+    many = {kind: [each for each in own if each.num_groups >= MIN_GROUPS] for kind, own in of.items()}
+    recordings = many[Evidence.RECORDING] + many[Evidence.FOLDER]
+    for plausible in (
+        of[Evidence.PERSON],
+        recordings or of[Evidence.RECORDING],
+        many[Evidence.WORD],
+        of[Evidence.FOLDER][:1],
+        of[Evidence.WORD] + of[Evidence.NUMBER],
+        many[Evidence.COUNTER],
+    ):
+        if plausible:
+            return _coarsest(plausible, images)
+    return None
+
+
+def _coarsest(plausible: Sequence[Grouping], images: Sequence[str]) -> Grouping:
+    """Return the candidate that keeps the groups of all candidates together.
+
+    Raises:
+        OpenQuestionError: there is none.
+    """
+    for candidate in sorted(plausible, key=lambda each: each.num_groups):
+        if all(_is_coarser(candidate, other) for other in plausible):
+            return candidate
+    answers = [
+        Answer(each.pattern, f"{each.kind}: {each.num_groups} groups; {each.examples(images)}")
+        for each in plausible
+        if _expresses(each, images)
+    ]
+    raise open_question(
+        "images of one patient, scene or video must stay on one side of the division, and several parts of the names "
+        "may say it",
+        "--group",
+        [*answers, Answer(EACH_IMAGE, "each image is its own group")],
+    )
+
+
+def _is_coarser(one: Grouping, other: Grouping) -> bool:
+    """Return True if each group of the other lies within one group."""
+    return len(set(zip(one.groups, other.groups, strict=True))) == other.num_groups
+
+
+def _expresses(grouping: Grouping, images: Sequence[str]) -> bool:
+    """Return True if the pattern finds the same groups."""
+    try:
+        found = Grouping(find_by_expression(images, grouping.pattern), "")
+    except ConfigError:
+        return False
+    return _is_coarser(found, grouping) and _is_coarser(grouping, found)
+
+
+def _candidates(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
+    """Yield the parts of the paths that may name a group, the coarser ones first."""
+    yielded: set[tuple[int, ...]] = set()
+    for found in (*_folders(images, scenes), *_parts_of_names(images)):
+        numbers: dict[str, int] = {}
+        partition = tuple(numbers.setdefault(group, len(numbers)) for group in found.groups)
+        if partition not in yielded and _may_be_groups(found):
+            yielded.add(partition)
+            yield found
+
+
+def _may_be_groups(found: Grouping) -> bool:
+    sizes = found.sizes
+    if found.evidence in (Evidence.PERSON, Evidence.RECORDING):
+        return 2 <= len(sizes) < len(found.groups)
+    return _FEW_GROUPS <= len(sizes) <= len(found.groups) / 2 and max(sizes.values()) <= _MOST_IN_ONE * len(
+        found.groups
+    )
+
+
+def _folders(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
+    """Yield each level of the folders that differ, and the first levels together."""
+    if not scenes or len({len(scene) for scene in scenes}) != 1:
+        return
+    folders = [image.split("/")[:-1] for image in images]
+    for level in range(len(scenes[0])):
+        values = [scene[level] for scene in scenes]
+        role = _role(_lead(values))
+        if role is None and _lead(values) in _PARTS | _IMAGES:
+            continue
+        depth = next((i for i in range(min(map(len, folders))) if [each[i] for each in folders] == values), None)
+        pattern = "" if depth is None else f"^(?:[^/]+/){{{depth}}}([^/]+)/" if depth else "^([^/]+)/"
+        evidence = Evidence.FOLDER if role in (None, Evidence.WORD) else role
+        yield Grouping(tuple(values), _in_words(_lead(values), "folder") if role else "folder", pattern, evidence)
+        if level:
+            joined = tuple("/".join(scene[: level + 1]) for scene in scenes)
+            pattern = "" if depth is None else f"^((?:[^/]+/){{{depth}}}[^/]+)/"
+            yield Grouping(joined, "folder", pattern, Evidence.FOLDER)
+
+
+def _parts_of_names(images: Sequence[str]) -> Iterator[Grouping]:
+    """Yield the words of the names, or of names of different shapes the group words and the beginnings."""
+    stems = [os.path.splitext(image.rpartition("/")[2])[0] for image in images]
+    dates = [_DATE.search(stem) for stem in stems]
+    if all(dates):
+        days = tuple(date[1] for date in dates if date is not None)
+        yield Grouping(days, "date in the name", _DATE.pattern, Evidence.WORD)
+        stems = [stem.replace(date[0], "0") for stem, date in zip(stems, dates, strict=True) if date is not None]
+    words = [re.findall(_WORD, stem) for stem in stems]
+    if len({len(own) for own in words}) == 1:
+        has_dates = all(dates)
+        for found in _columns([list(column) for column in zip(*words, strict=True)]):
+            yield found if not has_dates else Grouping(found.groups, found.kind, "", found.evidence)
+        return
+    for word in sorted(_PERSONS | _RECORDINGS):
+        pattern = rf"(?i)(?<![^\W\d_])({word}[_\-. ]?\d+)"
+        matches = [re.search(pattern, image) for image in images]
+        if all(matches):
+            groups = tuple(match[1] for match in matches if match is not None)
+            yield Grouping(groups, _in_words(word, "name"), pattern, _role(word))
+    for count in range(1, min(max(map(len, words), default=0), 8)):
+        pattern = rf"^(?:.*/)?(?:((?:{_WORD}{_GAP}){{1,{count}}})(?={_WORD}[^/]*\.[^./]*$)|{_WORD}(?=\.[^./]*$))"
+        groups = tuple(match[1] or match[0] if (match := re.search(pattern, image)) else image for image in images)
+        yield Grouping(groups, "beginning of the name", pattern, Evidence.WORD)
+
+
+def _columns(columns: Sequence[list[str]]) -> Iterator[Grouping]:
+    """Yield the words of names that all have as many words: those that vary and do not count images or their parts."""
+    varying = [number for number, column in enumerate(columns) if len(set(column)) > 1]
+    leads = {number: _context(columns, number) for number in varying}
+    parts = [number for number in varying if leads[number] in _PARTS]
+    counted = [number for number in varying if leads[number] in _IMAGES and _is_number(columns[number])]
+    if parts and counted:
+        counted = counted[:-1] if len(counted) > 1 else []  # several tiles of each image
+    skipped = {*parts, *counted, *(number for number in varying if _are_positions(columns[number]))}
+    if not parts and not counted:
+        numbers = [number for number in varying if _is_number(columns[number]) and _role(leads[number]) is None]
+        bare = [number for number in numbers if columns[number][0].isdigit()]
+        skipped |= set((bare or numbers)[-1:])
+    for number in varying:
+        column, role = columns[number], _role(leads[number])
+        if number in skipped and role is None and not column[0].isdigit():
+            continue
+        kind = _in_words(leads[number], "name") if role else _position_in_words(number)
+        before = rf"^(?:.*/)?[_\-. ]*(?:{_WORD}{_GAP}){{{number}}}" if number else r"^(?:.*/)?[_\-. ]*"
+        evidence = Evidence.NUMBER if all(word.isdigit() for word in column) else Evidence.WORD
+        if role is None and number in skipped:
+            evidence = Evidence.COUNTER
+        elif role is None:
+            yield from _beginnings_of_words(column, kind, before)
+        yield Grouping(tuple(column), kind, rf"{before}({_WORD})[^/]*$", role or evidence)
+
+
+def _beginnings_of_words(column: Sequence[str], kind: str, before: str) -> Iterator[Grouping]:
+    """Yield the letters or digits that words of one shape begin with, such as 01 of 01L and austin of austin1."""
+    shapes = {re.sub(r"[^\W\d_]+", "a", re.sub(r"\d+", "0", word)) for word in column}
+    if shapes not in ({"a0"}, {"0a"}):
+        return
+    run, evidence = (r"[^\W\d_]+", Evidence.WORD) if shapes == {"a0"} else (r"\d+", Evidence.NUMBER)
+    groups = tuple(match[0] for word in column if (match := re.match(run, word)))
+    if len(set(groups)) > 1:
+        yield Grouping(groups, kind, rf"{before}({run})[^/]*$", evidence)
+
+
+def _is_number(column: Sequence[str]) -> bool:
+    """Return True if the words are numbers, or numbers after the same letters."""
+    leads = {word.rstrip("0123456789") for word in column}
+    return len(leads) == 1 and all(word != lead for word in column for lead in leads)
+
+
+def _are_positions(column: Sequence[str]) -> bool:
+    """Return True for numbers such as 0, 256, 512: positions of tiles."""
+    return all(word.isdigit() for word in column) and math.gcd(*map(int, column)) >= _LEAST_STEP_PX
+
+
+def _lead(column: Sequence[str]) -> str:
+    """Return the letters that all words begin with, in lower case: patient of patient01, patientA and Patient."""
+    runs = {match[0] if (match := re.match(r"[^\W\d_]+", word)) else "" for word in column}
+    if len(runs) > 1:
+        runs = {run[:-1] if re.search(r"[a-z][A-Z]$", run) else run for run in runs}
+    lowered = {run.lower() for run in runs}
+    return lowered.pop() if len(lowered) == 1 else ""
+
+
+def _context(columns: Sequence[Sequence[str]], number: int) -> str:
+    """Return the letters that the words of a column begin with, or else the constant word before it."""
+    lead = _lead(columns[number])
+    if lead or number == 0 or len(set(columns[number - 1])) > 1:
+        return lead
+    before = columns[number - 1][0].lower()
+    return before if before.isalpha() else ""
+
+
+def _role(lead: str) -> Evidence | None:
+    if lead in _PERSONS:
+        return Evidence.PERSON
+    if lead in _RECORDINGS:
+        return Evidence.RECORDING
+    return Evidence.WORD if lead in _PLACES else None
+
+
+def _in_words(lead: str, place: str) -> str:
+    word = {"pt": "patient", "pat": "patient", "subj": "subject", "sub": "subject"}.get(lead, lead)
+    return f"{word} in the {place}"
+
+
+def _position_in_words(number: int) -> str:
+    return "beginning of the name" if number == 0 else f"word {number + 1} of the name"

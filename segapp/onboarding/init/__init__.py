@@ -1,0 +1,358 @@
+"""`segapp init`: look at a folder of images, and write a config for it, with the reason for each choice as a comment.
+
+`candidates` finds what the folder may be, `splitting` divides its images, `text` is the config, `placing` writes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tqdm import tqdm
+
+from segapp.build.pairs import build_pairs, build_scheme, split_names
+from segapp.config import load_config
+from segapp.datasets.files import ImagePair, shared_images, shown
+from segapp.datasets.images.measure import measure_pixels
+from segapp.datasets.layouts.formats import DATASETS
+from segapp.errors import ConfigError, DataError, SegappError
+from segapp.onboarding.convert.conversion import Conversion, Item, some_problems, write_files
+from segapp.onboarding.convert.copies import copies_of
+from segapp.onboarding.convert.pixels.blocks import ask_for_blocks, cut_into_blocks
+from segapp.onboarding.init.candidates import Candidate, Found, choose, confirm, find_candidates, found_lines
+from segapp.onboarding.init.neighbors import neighbor_lines
+from segapp.onboarding.init.placing import check_place, place
+from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, check_request, divided
+from segapp.onboarding.init.text import Facts, config_text
+from segapp.onboarding.survey.accounting import Uses, account_for
+from segapp.onboarding.survey.class_files import find_class_files, nearest_first
+from segapp.onboarding.survey.content import MaskContent, read_contents
+from segapp.onboarding.survey.encoding import IGNORED, Classes, MaskChoices, ignored_shares, read_classes
+from segapp.onboarding.survey.expression import folder_keys
+from segapp.onboarding.survey.hypotheses import Layout, Pair
+from segapp.onboarding.survey.tree import Tree, survey_tree
+
+__all__ = ["InitRequest", "InitResult", "propose_config"]
+
+_PLAUSIBLE = 0.25
+"""Confidence from which the account names another reading as what an unused file may be for."""
+
+
+@dataclass(frozen=True)
+class InitRequest:
+    """What `segapp init` is asked for.
+
+    Attributes:
+        root: the data folder.
+        out: the config to write; None: the name of the folder with .yaml, in the current folder.
+        force: replace the config and what lies beside it.
+        layout: name of the layout to take.
+        val_share: share of the validation images where the data have no splits; None: 0.2.
+        group: regular expression for the group of an image, which is not divided.
+        folds: number of folds, each a config; None: one config.
+        seed: of the division.
+        html: page to write with a picture of each layout that is possible.
+        clean_masks: write copies of masks that are JPEGs or smoothed, each pixel the nearest of the frequent values.
+        blocks: side in pixels of the blocks into which images and masks are cut; None: they are used whole.
+        masks: what the values of the masks are: a key of `MASK_KINDS`; None: found, or asked.
+        unlabelled: "ignore" or "class": what becomes of pixels without a class name; None: found, or asked.
+        palette: title of the published data set whose colours the masks have, or "none"; None: found, or asked.
+    """
+
+    root: Path
+    out: Path | None = None
+    force: bool = False
+    layout: str | None = None
+    val_share: float | None = None
+    group: str | None = None
+    folds: int | None = None
+    seed: int = 0
+    html: Path | None = None
+    clean_masks: bool = False
+    blocks: int | None = None
+    masks: str | None = None
+    unlabelled: str | None = None
+    palette: str | None = None
+
+
+@dataclass(frozen=True)
+class InitResult:
+    """The configs that were written, and what is believed about the folder, as lines."""
+
+    configs: tuple[Path, ...]
+    lines: tuple[str, ...]
+
+
+def propose_config(request: InitRequest) -> InitResult:
+    """Examine a data folder and write a config for it, or one for each fold. Nothing is written into the folder.
+
+    Raises:
+        ConfigError: the folder or an option is wrong, or the config exists.
+        OpenQuestionError: the folder has several plausible readings, and no option says which one to use.
+        DataError: the folder has no layout that can be recognised, or its masks do not say their classes.
+        StorageError: a file cannot be written.
+    """
+    root = request.root
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.resolve().name).strip("-._") or "mine"
+    out = request.out or Path(f"{name}.yaml")
+    check_request(request.val_share, request.folds)
+    _check_blocks(request)
+    choices = MaskChoices(request.masks, request.unlabelled, request.palette)
+    choices.check()
+    tree = survey_tree(root)
+    check_place(root, out)
+    paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
+    for path in paths:
+        if path.exists() and not request.force:
+            raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force")
+    survey = find_candidates(tree)
+    found = survey.candidates
+    if request.html is not None:
+        from segapp.onboarding.init.page import save_candidates
+
+        save_candidates(request.html, tree, found)
+    chosen = choose(root, found, request.layout)
+    if isinstance(chosen, Conversion):
+        confirm(root, found, chosen, request.layout)
+    lines = [*found_lines(found, chosen)]
+    used = _in_blocks(tree, chosen, request)
+    materials = _Materials(tree, used, out, choices, clean=request.clean_masks)
+    pairs, root_of_images, mask_root = materials.pairs()
+    lines += materials.lines
+    share = None if request.blocks is not None and any(pair.split for pair in pairs) else request.val_share
+    division = divided(pairs, share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS)
+    lines += division.lines
+    facts = materials.facts(name, division, root_of_images, mask_root)
+    if not (request.clean_masks and len(found) == 1):  # masks that need it look little like masks
+        confirm(root, found, chosen, request.layout)  # after the refusals that say more
+    lines += neighbor_lines(division, root_of_images, facts.pixels, facts.content.median_px)
+    lines += _class_lines(facts)
+    if facts.pixels is not None:
+        lines.append(f"images: {facts.pixels.layout}, with their measured range in data.value_range")
+    if unread := facts.content.unread:
+        lines.append(f"note: {len(unread)} masks cannot be read, such as {shown(unread[0])}: segapp check names all")
+    for note in facts.classes.notes:
+        lines.append(f"note: {note}")
+    class_files = [file.source for file in find_class_files(tree)]
+    lines += account_for(tree, _uses(survey, materials.chosen, pairs, division, facts.classes, class_files)).lines
+    _write(facts, division, paths, out)
+    return InitResult(tuple(paths), tuple(lines))
+
+
+def _check_blocks(request: InitRequest) -> None:
+    """Check that blocks are not asked for together with options that divide or clean whole images.
+
+    Raises:
+        ConfigError: they are.
+    """
+    others = {"--folds": request.folds, "--group": request.group, "--clean-masks": request.clean_masks or None}
+    given = [option for option, value in others.items() if value is not None]
+    if request.blocks is not None and given:
+        raise ConfigError(f"--blocks and {given[0]}: give one of them; a strip of each image validates")
+
+
+def _in_blocks(tree: Tree, chosen: Candidate, request: InitRequest) -> Candidate:
+    """Return a candidate cut into blocks, if they are asked for.
+
+    Raises:
+        ConfigError: the candidate has no masks yet.
+        DataError: an image is too small.
+        OpenQuestionError: there is one large image, which can be divided only in blocks.
+    """
+    if isinstance(chosen, Conversion):
+        if request.blocks is not None:
+            raise ConfigError(f"--blocks cuts images that have masks, not {chosen.title}: leave --blocks out")
+        return chosen
+    if request.blocks is None:
+        ask_for_blocks(tree, chosen)
+        return chosen
+    share = DEFAULT_SHARE if request.val_share is None else request.val_share
+    return cut_into_blocks(tree, chosen, int(request.blocks), share)
+
+
+class _Materials:
+    """The pairs of a candidate and the classes of their masks; masks are written where there are none that fit."""
+
+    def __init__(self, tree: Tree, chosen: Candidate, out: Path, choices: MaskChoices, *, clean: bool) -> None:
+        self._tree, self._chosen, self._out = tree, chosen, out
+        self._choices = choices
+        self._classes: Classes | None = None
+        self.lines: list[str] = []
+        copies = copies_of(tree, chosen, choices, clean=clean) if isinstance(chosen, Layout) else None
+        if copies is not None:
+            self._chosen = copies
+            self._choices = replace(choices, masks="ids")
+
+    @property
+    def chosen(self) -> Candidate:
+        """The candidate, or the conversion of its masks."""
+        return self._chosen
+
+    def pairs(self) -> tuple[list[Pair], Path, Path | None]:
+        """Return the pairs, the root of the images, and the root of the masks where it is another one."""
+        root = self._tree.root
+        if isinstance(self._chosen, Layout):
+            return list(self._chosen.pairs), root, None
+        conversion = self._chosen
+        if len(conversion.classes) == 1:
+            raise DataError(f"{conversion.title}: no annotation holds an object of a class: draw some, or remove them")
+        written = self._out.with_name(f"{self._out.stem}-{conversion.writes}")
+        pairs, problems, num_kept = write_files(conversion, written, _with_progress)
+        self.lines += [f"left out: {text}" for text in some_problems(problems)]
+        kept = f", {num_kept} of them there already" if num_kept else ""
+        self.lines.append(f"{conversion.writes}: {len(pairs)} in {shown(written)}{kept}")
+        reason = conversion.classes_reason or f"from {conversion.title}"
+        if conversion.classes:
+            self._classes = Classes(conversion.classes, reason, notes=conversion.notes)
+        has_images = conversion.items[0].image_bytes is not None
+        return pairs, written if has_images else root, written if conversion.writes == "masks" else root
+
+    def facts(self, name: str, division: Division, root: Path, mask_root: Path | None) -> Facts:
+        """Return what the config is made from."""
+        train, val = (
+            [ImagePair(root / p.image, (mask_root or root) / p.mask, p.image) for p in pairs]
+            for pairs in (division.train, division.val)
+        )
+        if both := shared_images(train, val):
+            raise DataError(
+                f"{len(both)} validation images are training images too, such as {shown(both[0])}: take them out of "
+                "one of the lists"
+            )
+        content = read_contents([*train, *val])
+        format, keys = "list", {"list_dir": str(self._out.with_name(f"{self._out.stem}-lists"))}
+        if mask_root is not None and mask_root != root:
+            keys["mask_root"] = str(mask_root)
+        if isinstance(self._chosen, Conversion) and self._chosen.is_multilabel:
+            keys["multilabel"] = "bits"
+        is_layout = isinstance(self._chosen, Layout)
+        classes = self._classes
+        if is_layout and self._chosen.name in DATASETS and self._chosen.name != "list" and not division.is_new:
+            known = DATASETS[self._chosen.name]
+            if set(content.values) <= (known.label_map or dict.fromkeys(range(len(known.names)))).keys() | {255}:
+                format, keys = self._chosen.name, {}
+                label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
+                classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
+                classes = replace(classes, notes=_ignored_notes(content, classes, f"as {format} says"))
+        elif isinstance(self._chosen, Layout) and not division.is_new:
+            found = folder_keys(root, self._chosen, division.words)
+            if found is not None:
+                format, keys = "folder", found
+        elif classes is not None and isinstance(self._chosen, Conversion) and not self._chosen.is_multilabel:
+            if len(set(content.values) - {IGNORED}) == 1:
+                raise DataError(f"{self._chosen.title}: no annotation draws an object: every pixel has one class")
+            classes = replace(classes, notes=(*classes.notes, *_ignored_notes(content, classes, "by the annotations")))
+        if classes is None:
+            masks = [f"{root.resolve().name}/{pair.mask}" for pair in division.train]
+            classes = read_classes(content, nearest_first(find_class_files(self._tree), masks[0]), masks, self._choices)
+            if isinstance(self._chosen, Conversion):
+                classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
+        uses_root = is_layout or (isinstance(self._chosen, Conversion) and self._chosen.writes == "images")
+        return Facts(
+            name,
+            root,
+            format,
+            keys,
+            division,
+            classes,
+            content,
+            measure_pixels(
+                [pair.image for pair in train],
+                others=[pair.image for pair in val],
+                are_bands=uses_root and not is_layout,
+            ),
+            leads_outside=self._tree.leads_outside and uses_root,
+        )
+
+
+def _with_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
+    yield from tqdm(items, "writing", total, unit="image", disable=None, leave=False)
+
+
+def _uses(
+    survey: Found,
+    chosen: Candidate,
+    pairs: Sequence[Pair],
+    division: Division,
+    classes: Classes,
+    class_files: Sequence[str],
+) -> Uses:
+    """Return the files of the folder that the config uses, and why others are not used."""
+    splits = {"training": division.train, "validation": division.val}
+    if division.num_folds:
+        splits = {f"in {division.num_folds} folds": [*division.train, *division.val]}
+    images = {split: [pair.image for pair in own] for split, own in splits.items()}
+    trained = {image for own in images.values() for image in own}
+    has_masks = isinstance(chosen, Layout) or chosen.writes == "images"
+    reasons = dict(survey.unused.get(chosen.name, {}))
+    reasons |= dict.fromkeys(class_files, f"the class names are those of another source: {classes.names_reason}")
+    for pair in pairs:
+        if pair.image not in trained:
+            reason = f"of the {pair.split} split, which the config does not use"
+            reasons |= dict.fromkeys((pair.image, pair.mask) if has_masks else (pair.image,), reason)
+    for other in survey.candidates:
+        if isinstance(other, Layout) and other is not chosen and other.confidence >= _PLAUSIBLE:
+            reason = f"of another reading: --layout {shlex.quote(other.name)}"
+            for pair in other.pairs:
+                reasons.setdefault(pair.image, reason)
+                reasons.setdefault(pair.mask, reason)
+    masks = [pair.mask for own in splits.values() for pair in own] if has_masks else []
+    sources = (*chosen.sources, classes.source) if classes.source else chosen.sources
+    return Uses(images, masks, sources, reasons)
+
+
+def _ignored_notes(content: MaskContent, classes: Classes, cause: str) -> tuple[str, ...]:
+    """Return a sentence on the ignored pixels, if they are more than a hundredth."""
+    share = sum(ignored_shares(content, classes).values())
+    return (f"{share:.1%} of the pixels are ignored, {cause}",) if share > 0.01 else ()
+
+
+def _class_lines(facts: Facts) -> list[str]:
+    names = ", ".join(shown(name) for name in facts.classes.names[:12])
+    more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
+    return [f"classes: {names}{more} ({facts.classes.names_reason})"]
+
+
+def _write(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -> None:
+    """Write lists and configs; each config is loaded and its pairs are found before anything is put in place."""
+    lists: dict[str, bytes] = {}
+    if facts.format == "list":
+        lists = {f"{name}.txt": _listed(pairs) for name, pairs in division.lists.items()}
+    configs = {}
+    for number, path in enumerate(paths):
+        fold = replace(facts, name=f"{facts.name}-fold{number}", fold=number) if len(paths) > 1 else facts
+        configs[path] = config_text(fold)
+
+    def check(draft: Path) -> None:
+        try:
+            data = load_config(draft).data
+            build_scheme(data)
+            for split in split_names(data):
+                if not build_pairs(data, split):
+                    raise DataError(f"split {split} is empty")
+        except SegappError as error:  # of a file that is removed again
+            message = re.sub(rf"(?m)^(\s*){re.escape(shown(draft))}(:\d+)*: ", r"\1", str(error))
+            raise type(error)(f"no config can be written for {shown(facts.root)}: {message}") from error
+
+    place(lists, out.with_name(f"{out.stem}-lists"), configs, check)
+
+
+def _listed(pairs: Sequence[Pair]) -> bytes:
+    """Return a list file; names that a list cannot hold are refused.
+
+    Raises:
+        DataError: a name begins with #, or holds a tab or a line break.
+    """
+    lines = []
+    for pair in pairs:
+        if (
+            re.search(r"[\t\r\n]", pair.image + pair.mask)
+            or pair.image.startswith("#")
+            or pair.image != pair.image.strip()
+        ):
+            raise DataError(f"{shown(pair.image)}: a list cannot hold this name: rename the file")
+        lines.append(os.fsencode(f"{pair.image}\t{pair.mask}\n"))
+    return b"".join(lines)

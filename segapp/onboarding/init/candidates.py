@@ -1,0 +1,143 @@
+"""What a folder may be: layouts of images and masks, and annotations that can become masks; the choice between them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from segapp.datasets.files import shown
+from segapp.errors import ConfigError, DataError, accepted_words
+from segapp.onboarding.convert.conversion import Conversion
+from segapp.onboarding.convert.converters import find_conversions, with_layouts
+from segapp.onboarding.survey.hypotheses import CLOSE, Layout, find_layouts
+from segapp.onboarding.survey.lists import paired_lists, with_listed_splits
+from segapp.onboarding.survey.published import published_layout
+from segapp.onboarding.survey.questions import SURE, Answer, OpenQuestionError, open_question
+from segapp.onboarding.survey.tables import read_tables
+from segapp.onboarding.survey.tree import Tree
+
+Candidate = Layout | Conversion
+
+MIN_CONFIDENCE = 0.04
+_MAX_SHOWN = 6
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a folder may be.
+
+    Attributes:
+        candidates: the most likely first.
+        unused: tables that name images but are not used -> why, by the name of the candidate.
+    """
+
+    candidates: Sequence[Candidate]
+    unused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+
+
+def find_candidates(tree: Tree) -> Found:
+    """Return what a folder may be.
+
+    Raises:
+        DataError: it can be nothing that is known; or an image is in the lists of two splits.
+    """
+    published = published_layout(tree)
+    if published is not None:
+        return Found([published])
+    tables = read_tables(tree)
+    layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
+    listed = paired_lists(tree, tables)
+    if listed.layout is not None:
+        layouts = _next_to_table(listed.layout, layouts)
+    unused: dict[str, Mapping[str, str]] = {}
+    divided = []
+    for layout in layouts:
+        said = with_listed_splits(tables, layout)
+        divided.append(said.layout)
+        unused[layout.name] = {**listed.unused, **said.unused}
+    conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
+    found: list[Candidate] = with_layouts(conversions, divided)
+    if not found:
+        raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
+    return Found(sorted(found, key=lambda one: -one.confidence), unused)
+
+
+def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
+    """Return the layout of a table of pairs and the others that it does not contradict or repeat.
+
+    A table says which mask belongs to which image; another pairing of the same masks, from their names, is not used. A
+    table that names only some of the pairs that names give, and no other, adds nothing.
+    """
+    said = {(pair.image, pair.mask) for pair in listed.pairs}
+    masks = {mask for _, mask in said}
+    for layout in layouts:
+        pairs = {(pair.image, pair.mask) for pair in layout.pairs}
+        if said < pairs and len(said) < 0.5 * len(pairs) and not any(pair.split for pair in listed.pairs):
+            return list(layouts)
+    others = [layout for layout in layouts if not masks & {pair.mask for pair in layout.pairs}]
+    return [listed, *(replace(one, confidence=0.85 * one.confidence) for one in others if one.confidence > 0.5)]
+
+
+def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidate:
+    """Return the named candidate, or the most likely one.
+
+    Raises:
+        ConfigError: there is none of the name.
+        OpenQuestionError: the second is nearly as likely, and none is named.
+    """
+    if name is not None:
+        for number, candidate in enumerate(found, start=1):
+            if name in (candidate.name, str(number)):
+                return candidate
+        names = [shown(candidate.name) for candidate in found[:_MAX_SHOWN]]
+        raise ConfigError(f"--layout {name}: no such layout of {shown(root)}: {accepted_words(name, names)}")
+    close = [candidate for candidate in found if candidate.confidence >= CLOSE * found[0].confidence]
+    if len(close) == 1:
+        return found[0]
+    question = f"{shown(root)} can be read in {len(close)} ways"
+    raise _layout_question(question, close)
+
+
+def confirm(root: Path, found: Sequence[Candidate], chosen: Candidate, name: str | None) -> None:
+    """Check that a reading is likely enough to be used without a question, unless it was named.
+
+    Raises:
+        OpenQuestionError: it is not.
+    """
+    if name is None and chosen.confidence < SURE:
+        question = f"no reading of {shown(root)} is likely enough to be used without a question"
+        raise _layout_question(question, [chosen, *(one for one in found[:_MAX_SHOWN] if one is not chosen)])
+
+
+def _layout_question(question: str, candidates: Sequence[Candidate]) -> OpenQuestionError:
+    answers = [Answer(one.name, evidence_of(one)) for one in candidates]
+    return open_question(question, "--layout", answers, "--html FILE shows pictures")
+
+
+def described(candidate: Candidate) -> str:
+    """Return name, confidence and evidence as text."""
+    return f"{shown(candidate.name)} ({evidence_of(candidate)})"
+
+
+def evidence_of(candidate: Candidate) -> str:
+    """Return confidence and evidence as text."""
+    return f"{candidate.confidence:.0%} sure: {', '.join(candidate.evidence)}"
+
+
+def found_lines(found: Sequence[Candidate], chosen: Candidate) -> list[str]:
+    """Return what is believed, and what else is possible."""
+    lines = [f"layout: {described(chosen)}"]
+    return lines + [f"also possible: --layout {described(one)}" for one in found[:_MAX_SHOWN] if one is not chosen]
+
+
+def _nothing_known(tree: Tree) -> str:
+    entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
+    there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
+    advice = "".join(f"{one}; " for one in tree.advice_on_kinds)
+    return (
+        f"{shown(tree.root)} has no images with masks that belong together by their names, and no known "
+        f"annotations: it holds {there or 'nothing'} ({tree.held}); {advice}give every mask the name "
+        "of its image, such as images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its "
+        "mask a line"
+    )

@@ -1,0 +1,140 @@
+"""Which images train and which validate: the splits of the data, or a division by groups, or folds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from segapp.datasets.files import shown
+from segapp.errors import ConfigError
+from segapp.onboarding.division.groups import Grouping, find_shared_groups, group_pairs
+from segapp.onboarding.division.sides import divide, divide_into_folds, split_word_of
+from segapp.onboarding.survey.hypotheses import Pair
+
+DEFAULT_SHARE = 0.2
+TEST_VALIDATES = (
+    "the best checkpoint is chosen on the test images, for lack of a val split; --val-share SHARE of segapp init keeps "
+    "a part of train instead"
+)
+
+
+@dataclass(frozen=True)
+class Division:
+    """The images of the splits.
+
+    Attributes:
+        train: pairs of the training split; with folds: of the first fold.
+        val: pairs of the validation split.
+        words: "train" and the validation split -> their names on disk.
+        lists: name of a list -> its pairs.
+        num_folds: 0 without folds.
+        is_new: the division is not that of the data.
+        lines: how it was made.
+        kind: the part of the paths that names a group of a new division; "image" if there is none.
+    """
+
+    train: Sequence[Pair]
+    val: Sequence[Pair]
+    words: Mapping[str, str]
+    lists: Mapping[str, Sequence[Pair]]
+    num_folds: int = 0
+    is_new: bool = True
+    lines: tuple[str, ...] = field(default=())
+    kind: str = ""
+
+
+def check_request(val_share: float | None, folds: int | None) -> None:
+    """Check the options of a division.
+
+    Raises:
+        ConfigError: the share is not between 0 and 1, or there are both a share and folds.
+    """
+    if val_share is not None and not 0 < val_share < 1:
+        raise ConfigError(f"--val-share {val_share:g}: a share is above 0 and below 1, such as 0.15")
+    if val_share is not None and folds is not None:
+        raise ConfigError("--val-share and --folds: give one of them; the share of a fold follows from their number")
+    if folds is not None and folds < 2:
+        raise ConfigError(f"--folds {folds}: at least 2 folds are possible")
+
+
+def divided(
+    pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, *, is_published: bool
+) -> Division:
+    """Return which pairs train and which validate.
+
+    Args:
+        pairs: of the data.
+        share: of the validation images where the data have no splits; None: `DEFAULT_SHARE`.
+        group: regular expression of a group; None: found from folders and names.
+        folds: number of folds; None: one division.
+        seed: of the division.
+        is_published: of a published data set, whose splits have its names.
+
+    Raises:
+        ConfigError: the data have splits and a share or groups are given, or a side would be empty.
+        OpenQuestionError: several parts of the names may name the group of an image.
+    """
+    splits = {pair.split for pair in pairs}
+    val_split = next((split for split in ("val", "test") if split in splits), None)
+    if folds is not None:
+        return _folds([pair for pair in pairs if pair.split != "test"] or pairs, group, folds, seed)
+    has_only_test = "train" in splits and val_split == "test"
+    if has_only_test and (share is not None or group is not None):
+        test = [pair for pair in pairs if pair.split == "test"]
+        rest = [pair for pair in pairs if pair.split != "test"]
+        kept = divided(
+            [replace(pair, split=None) for pair in rest], share, group, None, seed, is_published=is_published
+        )
+        line = kept.lines[0].replace("the data have none", f"{len(test)} test images are left for segapp eval")
+        return replace(kept, lists={**kept.lists, "test": test}, lines=(line,))
+    if "train" in splits and val_split is not None:
+        if share is not None or group is not None:
+            raise ConfigError(
+                f"the data are divided already (train, {val_split}): leave --val-share and --group out, or give --folds"
+            )
+        train = [pair for pair in pairs if pair.split == "train"]
+        val = [pair for pair in pairs if pair.split == val_split]
+        words = {split: split if is_published else split_word_of(pairs, split) for split in ("train", val_split)}
+        lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
+        if has_only_test:
+            lines.append(f"val_split: {words['test']} - {TEST_VALIDATES}")
+        both = find_shared_groups({"train": [pair.image for pair in train], val_split: [pair.image for pair in val]})
+        if both is not None:
+            lines.append(f"warning: {both}")
+        return Division(train, val, words, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
+    share = DEFAULT_SHARE if share is None else share
+    grouping = group_pairs(pairs, group)
+    sides = divide(pairs, grouping, share, seed)
+    train, val = ([pair for pair, side in zip(pairs, sides, strict=True) if side == own] for own in ("train", "val"))
+    named = sorted(split for split in splits if split is not None)
+    known = f"only {' and '.join(named)} has images with masks" if named else "the data have none"
+    line = (
+        f"splits: {known}: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
+        f"groups ({grouping.kind}) divided by --val-share {share:g}"
+    )
+    lists, said = {"train": train, "val": val}, (line, _group_line(pairs, grouping))
+    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=said, kind=grouping.kind)
+
+
+def _group_line(pairs: Sequence[Pair], grouping: Grouping) -> str:
+    images = [pair.image for pair in pairs]
+    if grouping.kind != "image":
+        return f"groups: {grouping.examples(images)}"
+    return (
+        f"groups: none is named by {shown(images[0])} to {shown(images[-1])}; if neighbours show the same scene, keep "
+        "them together with --group REGEX"
+    )
+
+
+def _folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> Division:
+    grouping = group_pairs(pairs, group)
+    fold_of = divide_into_folds(grouping, folds, seed)
+    lists: dict[str, Sequence[Pair]] = {}
+    for fold in range(folds):
+        lists[f"fold{fold}-train"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own != fold]
+        lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
+    sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
+    line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
+    lines = (line, _group_line(pairs, grouping))
+    names = {"train": "fold0-train", "val": "fold0-val"}
+    return Division(lists["fold0-train"], lists["fold0-val"], names, lists, folds, lines=lines, kind=grouping.kind)

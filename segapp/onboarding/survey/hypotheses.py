@@ -1,0 +1,444 @@
+"""Hypotheses of which files are images and which their masks, ranked by the evidence for them.
+
+Every pair of families is a hypothesis. Names say which mask belongs to which image; the words of folders and names, the
+share of the images that find a mask, and the pixels of a few pairs say how likely it is.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from segapp.onboarding.survey.families import (
+    Family,
+    ImageFile,
+    common_affixes,
+    find_families,
+    frequent_endings,
+    inner_stem,
+    split_of_name,
+)
+from segapp.onboarding.survey.probe import Probe, are_all_alike, probe
+from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.survey.words import SPLITS, affixes, role_of
+
+MIN_COVERAGE = 0.5
+"""Share of the images that must have a mask."""
+CLOSE = 0.9
+"""A second hypothesis of at least this share of the first's confidence makes the choice the user's."""
+_NUM_PROBED = 5
+_MAX_VERSIONS = 8
+"""Most folders of annotators or versions that are told apart; more are scenes."""
+_FEW = 0.25
+"""Share of the pairs of a better layout with the same masks below which a layout is none of its own."""
+_PART = 0.75
+"""Share of the images of another layout below which a layout with masks for them alone is less likely."""
+_COLOR_FOLDERS = ("color", "colour", "colors")
+"""Folders of images with depth or masks next to them; of masks, colour is a word of pictures made from them."""
+_LONE_WEIGHT = 0.75
+"""Least weight of the words in the names of a layout that has no rival."""
+_MIN_SPARSE = 3
+"""Least number of masks of a video whose other frames have none."""
+
+_Key = Callable[[ImageFile], str | None]
+
+
+@dataclass(frozen=True)
+class _Naming:
+    """A way in which names of masks follow from names of images: in words, its weight, the keys that must be equal."""
+
+    words: str
+    weight: float
+    image_key: _Key
+    mask_key: _Key
+    shape: str = ""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An image and its mask, relative to the root.
+
+    Attributes:
+        image: path of the image.
+        mask: path of the mask.
+        split: "train", "val" or "test", if it is known.
+        split_word: the split as it is written on disk.
+        scene: folders of its scene.
+        group: the patient, video or scene that a table names.
+    """
+
+    image: str
+    mask: str
+    split: str | None = None
+    split_word: str | None = None
+    scene: tuple[str, ...] = ()
+    group: str | None = None
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A hypothesis of the layout of a folder.
+
+    Attributes:
+        name: for `--layout`.
+        pairs: sorted by image.
+        confidence: 0 to 1.
+        evidence: sentences.
+        unpaired: images without a mask, which are left out.
+        image_pattern: folders of the images, with `{split}` and `*`.
+        mask_pattern: folders of the masks.
+        sources: lists, tables and other files of the folder that were read for it.
+        name_weight: factor of the confidence for the words in the names of folders and files.
+        image_name: folders and ending of the images, to tell layouts with the same masks apart.
+        naming: shape of the names of the masks, to tell layouts with the same folders apart.
+    """
+
+    name: str
+    pairs: tuple[Pair, ...]
+    confidence: float
+    evidence: tuple[str, ...] = ()
+    unpaired: tuple[str, ...] = ()
+    image_pattern: tuple[str, ...] = ()
+    mask_pattern: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+    name_weight: float = 1.0
+    image_name: str = ""
+    naming: str = ""
+
+    @property
+    def splits(self) -> Counter[str | None]:
+        """Number of pairs of each split."""
+        return Counter(pair.split for pair in self.pairs)
+
+
+def find_layouts(tree: Tree) -> list[Layout]:
+    """Return the hypotheses, the most likely first; none whose pairs another, more likely one has too."""
+    families = find_families(tree.images)
+    found = [layout for images in families for masks in families for layout in _readings(tree.root, images, masks)]
+    ranked: list[Layout] = []
+    for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
+        pairs = {(pair.image, pair.mask) for pair in layout.pairs}
+        if not any(_repeats(pairs, better) for better in ranked):
+            ranked.append(layout)
+    ranked = [_weighed_against(layout, ranked) for layout in ranked]
+    ranked.sort(key=lambda one: -one.confidence)
+    if len(ranked) == 1:  # unusual words of names matter only if there is another layout to choose
+        only = ranked[0]
+        ranked = [replace(only, confidence=only.confidence / only.name_weight * max(_LONE_WEIGHT, only.name_weight))]
+    return _named_apart(ranked)
+
+
+def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
+    """Return a layout that has masks for only a part of the images of another one as less likely."""
+    images = {pair.image for pair in layout.pairs}
+    for other in others:
+        if len(images) < _PART * len(other.pairs) and images < {pair.image for pair in other.pairs}:
+            return replace(layout, confidence=0.8 * layout.confidence)
+    return layout
+
+
+def _repeats(pairs: set[tuple[str, str]], better: Layout) -> bool:
+    """Return True if a better hypothesis has most of the pairs, most images as masks, or far more of the masks."""
+    known = {(pair.image, pair.mask) for pair in better.pairs}
+    masks = {mask for _, mask in known}
+    half = 0.5 * len(pairs)
+    if len(pairs) < _FEW * len(known) and sum(mask in masks for _, mask in pairs) >= half:
+        return True
+    return len(pairs & known) >= half or sum(image in masks for image, _ in pairs) >= half
+
+
+def _named_apart(ranked: list[Layout]) -> list[Layout]:
+    """Return the layouts with different names: of the masks, and if those are equal, of the images too."""
+    by_name: dict[str, list[Layout]] = {}
+    for layout in ranked:
+        by_name.setdefault(layout.name, []).append(layout)
+    renamed: dict[int, Layout] = {}
+    for name, same in by_name.items():
+        images, namings = ({getattr(one, key) for one in same} for key in ("image_name", "naming"))
+        for one in same:
+            if len(same) == 1:
+                own = name
+            elif len(images) == len(same):
+                own = f"{one.image_name} -> {name}"
+            elif len(namings) == len(same):
+                own = one.naming or name
+            else:
+                own = f"{one.image_name} -> {name} {one.naming}".rstrip()
+            renamed[id(one)] = replace(one, name=own)
+    apart: dict[str, Layout] = {}
+    for layout in ranked:
+        one = renamed[id(layout)]
+        apart.setdefault(one.name, one)  # of layouts that cannot be told apart, the most likely is kept
+    return list(apart.values())
+
+
+def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
+    """Yield the readings of two families as images and masks.
+
+    There are several if each image has several masks: of annotators or versions in folders of their own
+    (`masks/annotator1`, `v1.2/labels`), or with endings of their own (`*_1stHO`, `*_2ndHO`); and if a mask has several
+    images (`A`, `B`, `label`).
+    """
+    if _holds_copies(images):
+        return  # its parts, each of one format, are families too
+    found = _by_naming(root, images, masks)
+    yield from found
+    if found and not found[0].unpaired:
+        return
+    if len(masks.varying) > len(images.varying):
+        parts = [(images, own) for position in masks.varying for own in _few_folders(masks, position)]
+    elif len(images.varying) > len(masks.varying) and images is not masks:
+        parts = [(own, masks) for position in images.varying for own in _few_folders(images, position)]
+    else:
+        return
+    for one, other in parts:
+        yield from _by_naming(root, one, other)
+
+
+def _holds_copies(family: Family) -> bool:
+    """Return True if folders hold the same names in another format each, such as `PNG/1.png` and `TIF/1.tif`."""
+    for position in family.varying:
+        folders = _few_folders(family, position)
+        suffixes = [{file.suffix for file in own.files} for own in folders]
+        stems = [{file.stem for file in own.files} for own in folders]
+        if len(folders) > 1 and all(len(own) == 1 for own in suffixes) and len(set().union(*suffixes)) == len(folders):
+            return all(len(own & stems[0]) >= 0.9 * len(own | stems[0]) for own in stems)
+    return False
+
+
+def _few_folders(family: Family, position: int) -> list[Family]:
+    divided = family.divided_at(position)
+    return divided if len(divided) <= _MAX_VERSIONS else []
+
+
+def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
+    """Return the best way of naming, and those that find other masks for as many images."""
+    best: list[Layout] = []
+    for naming in _namings(images, masks):
+        layout = _matched(root, images, masks, naming)
+        if layout is None:
+            continue
+        if best and len(layout.pairs) >= 0.9 * len(best[0].pairs) and not _share_masks(layout, best):
+            best.append(layout)
+        elif not best or layout.confidence > best[0].confidence:
+            best = [layout, *(other for other in best if not _share_masks(layout, [other]))]
+    return best
+
+
+def _share_masks(layout: Layout, others: list[Layout]) -> bool:
+    masks = {pair.mask for pair in layout.pairs}
+    return any(pair.mask in masks for other in others for pair in other.pairs)
+
+
+def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
+    """Yield the ways in which names of masks may follow from names of images, the plainest first."""
+    image_stems, mask_stems = ([file.stem for file in family.files] for family in (images, masks))
+    if images is not masks:
+        yield _Naming("their masks have the stem of their image", 1.0, _stem, _stem)
+        yield _Naming(
+            "their masks are named after the whole file name of their image", 0.99, lambda file: file.name, _stem
+        )
+        yield _Naming("their masks differ from their image's name by words such as mask", 0.99, _core, _core)
+        for prefix, ending in frequent_endings(set(mask_stems), image_stems):
+            shape = f"{prefix}*{ending}"
+            yield _Naming(
+                f"the images are named {shape} after their mask", 0.97, _stripper(prefix, ending), _stem, shape
+            )
+    for prefix, ending in frequent_endings(set(image_stems), mask_stems):
+        shape = f"{prefix}*{ending}"
+        yield _Naming(f"their masks are named {shape} after their image", 0.98, _stem, _stripper(prefix, ending), shape)
+    if images is not masks:
+        words = "their masks differ from their image's name by a fixed beginning or ending"
+        yield _Naming(words, 0.95, _learned(images), _learned(masks))
+        words = "their masks differ from their image's name by a word inside it"
+        yield _Naming(words, 0.93, _varying_words(images), _varying_words(masks))
+
+
+def _stem(file: ImageFile) -> str:
+    return file.stem
+
+
+def _core(file: ImageFile) -> str:
+    return affixes(inner_stem(file))[1]
+
+
+def _stripper(prefix: str, ending: str) -> Callable[[ImageFile], str | None]:
+    def strip(file: ImageFile) -> str | None:
+        stem = file.stem
+        if not (stem.startswith(prefix) and stem.endswith(ending)) or len(stem) <= len(prefix + ending):
+            return None
+        return stem[len(prefix) : len(stem) - len(ending)]
+
+    return strip
+
+
+def _learned(family: Family) -> Callable[[ImageFile], str | None]:
+    by_split = {
+        split: common_affixes(file.stem for file in family.files if file.split == split) for split in (None, *SPLITS)
+    }
+
+    def core(file: ImageFile) -> str:
+        prefix, ending = by_split[file.split]
+        return file.stem[len(prefix) : len(file.stem) - len(ending)]
+
+    return core
+
+
+def _varying_words(family: Family) -> Callable[[ImageFile], str | None]:
+    """Return a function that gives the words of a name without those that all names of the family have."""
+    words = {file.stem: re.split(r"[_\-. ]+", file.stem) for file in family.files}
+    count = len(next(iter(words.values()))) if words else 0
+    if any(len(own) != count for own in words.values()):
+        return lambda file: None
+    varying = [i for i in range(count) if len({own[i] for own in words.values()}) > 1]
+    return lambda file: "_".join(words[file.stem][i] for i in varying) or None
+
+
+def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:
+    """Return the pairs of two families by one way of naming; None if too few images have a mask."""
+    has_splits = any(file.split for file in images.files) and any(file.split for file in masks.files)
+    has_scenes = len(images.varying) == len(masks.varying)
+
+    def place(file: ImageFile, family: Family) -> tuple[object, ...]:
+        scenes = tuple(file.scenes[i] for i in family.varying) if has_scenes else ()
+        return (file.split if has_splits else None, scenes)
+
+    by_key: dict[tuple[object, ...], list[ImageFile]] = {}
+    for file in masks.files:
+        if (key := naming.mask_key(file)) is not None:
+            by_key.setdefault((*place(file, masks), key.casefold()), []).append(file)
+    pairs, unpaired, used = [], [], set()
+    labelled = {file.split for file in masks.files} if has_splits else None
+    for file in images.files:
+        if labelled is not None and file.split not in labelled:
+            continue
+        key = naming.image_key(file)
+        matches = by_key.get((*place(file, images), (key or "").casefold()), [])
+        if len(matches) == 1 and matches[0].path not in used and matches[0].path != file.path:
+            used.add(matches[0].path)
+            split_file = file if file.split else matches[0]
+            scene = tuple(file.scenes[i] for i in images.varying)
+            pairs.append(Pair(file.path, matches[0].path, split_file.split, split_file.split_word, scene))
+        else:
+            unpaired.append(file.path)
+    unpaired = [path for path in unpaired if path not in used]
+    pairs = [pair for pair in pairs if pair.image not in used]
+    coverage = len(pairs) / max(1, len(pairs) + len(unpaired))
+    is_sparse = coverage < 0.9 and len(pairs) >= _MIN_SPARSE and len(used) >= 0.95 * len(masks.files)
+    if is_sparse and images is not masks:
+        alone = set(unpaired)
+        paired = {naming.image_key(file) for file in images.files if file.path not in alone}
+        is_sparse = not any(naming.image_key(file) in paired for file in images.files if file.path in alone)
+    if not pairs or (coverage < MIN_COVERAGE and not is_sparse):
+        return None
+    return _weighed(root, (images, masks), _split_by_name(pairs), unpaired, naming, is_sparse=is_sparse)
+
+
+def _split_by_name(pairs: list[Pair]) -> list[Pair]:
+    """Return the pairs with the splits that their names say, where no folder says them and all names do."""
+    if any(pair.split for pair in pairs):
+        return pairs
+    said = [split_of_name(os.path.basename(pair.image).rpartition(".")[0]) for pair in pairs]
+    if not all(said) or len(set(said)) < 2:
+        return pairs
+    return [replace(pair, split=split) for pair, split in zip(pairs, said, strict=True)]
+
+
+def _weighed(
+    root: Path,
+    families: tuple[Family, Family],
+    pairs: list[Pair],
+    unpaired: list[str],
+    naming: _Naming,
+    *,
+    is_sparse: bool,
+) -> Layout:
+    images, masks = families
+    coverage = len(pairs) / (len(pairs) + len(unpaired))
+    rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
+    covered_masks = len(pairs) / (len(pairs) + max(0, rest))
+    evidence = [f"{len(pairs)} of {len(pairs) + len(unpaired)} images have a mask; {naming.words}"]
+    if is_sparse:
+        evidence.append(f"every mask has an image: the other {len(unpaired)} images are not used")
+    elif rest > 0:
+        evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
+    confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * (0.9 + 0.1 * covered_masks)
+    if naming.shape and rest > 0 and _have_other_masks(pairs, masks):
+        confidence *= 0.5  # each image has masks of several endings: of classes, perhaps
+        evidence.append("images have masks of other endings too")
+    name_weight = _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
+    confidence *= name_weight
+    seen = list(_probes(root, pairs))
+    if seen:
+        same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
+        evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs looked at")
+        confidence *= max(0.02, same)
+        mask_like = mean(mask.mask_likeness for _, mask in seen)
+        confidence *= mask_like * mean(image.image_likeness for image, _ in seen)
+        few = [mask.num_values for _, mask in seen if mask.num_values is not None]
+        if few:
+            evidence.append(f"the masks looked at hold {min(few)} to {max(few)} values")
+        if are_all_alike([mask for _, mask in seen]):
+            confidence *= 0.65
+            evidence.append("these masks are all alike: fields of view rather than objects?")
+    else:
+        confidence *= 0.3
+        evidence.append("no pair could be read")
+    name = masks.label if masks.label != "." else naming.shape or "masks"
+    ordered = tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.image)))
+    return Layout(
+        name,
+        ordered,
+        min(confidence, 0.99),
+        tuple(evidence),
+        tuple(unpaired),
+        images.pattern,
+        masks.pattern,
+        name_weight=name_weight,
+        image_name=images.place,
+        naming=naming.shape,
+    )
+
+
+def _have_other_masks(pairs: list[Pair], masks: Family) -> bool:
+    """Return True if most masks without a pair begin or end with the stem of an image that has a mask."""
+    used = {pair.mask for pair in pairs}
+    stems = {os.path.basename(pair.image).rpartition(".")[0] for pair in pairs}
+    rest = [file.stem for file in masks.files if file.path not in used]
+    known = sum(
+        any(stem[:length] in stems or stem[-length:] in stems for length in range(len(stem) - 1, 0, -1))
+        for stem in rest[:: max(1, len(rest) // 50)][:50]
+    )
+    return known >= 0.5 * min(50, len(rest)) > 0
+
+
+def _name_weight(family: Family, *, is_mask: bool) -> float:
+    """Return how well the words of folders and names suit the role; the nearest folder and the ending count most."""
+    roles = [role_of(family.ending.replace("*", " ").replace(".", " "))] if family.ending else []
+    roles += [role_of(part) for part in reversed(family.pattern) if role_of(part)]
+    if family.ending == "" and family.files:
+        prefix, _, ending = affixes(inner_stem(family.files[0]))
+        roles += [role_of(f"{prefix} {ending}")]
+    elif family.ending == "*":
+        roles.insert(0, role_of(" ".join(common_affixes(file.stem for file in family.files))))
+    if not is_mask and family.pattern and family.pattern[-1].lower() in _COLOR_FOLDERS:
+        return 1.0
+    said = next((role for role in roles if role), None)
+    anywhere = any(role.is_mask for role in roles)
+    if is_mask:
+        weight = 0.85 if said is None else 1.0 if said.is_mask else 0.7 if anywhere else 0.6
+        return weight * (0.6 if any(role.is_other for role in roles) else 1.0)
+    weight = 0.97 if said is None else 1.0 if said.is_image else 0.5
+    return weight * (0.8 if anywhere else 1.0)
+
+
+def _probes(root: Path, pairs: list[Pair]) -> Iterator[tuple[Probe, Probe]]:
+    for pair in pairs[:: max(1, len(pairs) // _NUM_PROBED)][:_NUM_PROBED]:
+        image, mask = probe(root / pair.image), probe(root / pair.mask)
+        if image is not None and mask is not None:
+            yield image, mask

@@ -1,0 +1,1 @@
+"""The training: its process, steps, control, saving, telemetry and recovery."""

@@ -1,0 +1,54 @@
+"""The progress of a training: its position and its best evaluation; changed by the trainer alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from segapp.training.control.commands import TrainingPosition
+from segapp.training.saving.position import Best, Position
+
+
+class TrainingProgress:
+    """Position and best evaluation of a training.
+
+    Args:
+        epochs: of the whole training.
+        total_steps: steps of the whole training, which may end within an epoch; None: whole epochs.
+
+    Attributes:
+        position: micro-batches and steps done.
+        best: the best evaluation so far.
+        resumed_from_step: steps that were done before this process began; None for a new training.
+    """
+
+    def __init__(self, epochs: int, total_steps: int | None = None) -> None:
+        self.epochs, self.total_steps = epochs, total_steps
+        self.position = Position()
+        self.best = Best()
+        self.resumed_from_step: int | None = None
+        self._begun_epoch = 0
+
+    @property
+    def is_complete(self) -> bool:
+        """True if no step is left, and the last one is evaluated."""
+        if self.total_steps is None:
+            return self.position.epoch > self.epochs
+        return self.position.step >= self.total_steps and self.position.is_evaluated
+
+    def begin_epoch(self) -> None:
+        """Record that the settings of the present epoch are in force."""
+        self._begun_epoch = self.position.epoch
+
+    def finish_epoch(self) -> None:
+        """Move to the beginning of the next epoch."""
+        self.position = replace(self.position, epoch=self.position.epoch + 1, batch=0)
+
+    def restore(self, position: Position, best: Best) -> None:
+        """Continue from a checkpoint."""
+        self.position, self.best, self.resumed_from_step = position, best, position.step
+
+    def command_position(self) -> TrainingPosition:
+        """Return the position that commands are checked against."""
+        at = self.position
+        is_before = at.batch == 0 and self._begun_epoch != at.epoch
+        return TrainingPosition(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.epochs)

@@ -1,0 +1,198 @@
+"""Resolution of `auto` before a training begins: the batch and the first split, from a plan for this machine's devices.
+
+The plan is made once and saved in the run folder; every resume uses the saved plan, also on another machine.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from segapp.build.devices import DevicePlan
+from segapp.build.numerics import auto_precision
+from segapp.build.pairs import build_pairs, count_images, split_names
+from segapp.config import RunConfig, load_config, validate_config
+from segapp.custom import is_part
+from segapp.datasets.files import check_pairs
+from segapp.errors import ConfigError
+from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.planner import OverheadEstimate, context_mib
+from segapp.memory.saved_plan import SavedMemoryPlan, advice_text, read_saved_plan
+from segapp.parallel.ranks import Ranks
+from segapp.run.folder import RunFolder
+from segapp.training.planning.plan import plan_largest, plan_memory
+from segapp.training.planning.trial_step import trial_step
+from segapp.training.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
+
+_FEWER = 7, 8
+"""A batch that ran out of memory in a trial step is reduced by this ratio."""
+
+logger = logging.getLogger("segapp")
+
+
+def resolve_auto(
+    config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
+) -> tuple[RunConfig, SavedMemoryPlan | None]:
+    """Return the config with every `auto` of `train` that a resume must keep replaced, and the memory plan.
+
+    Returns:
+        The resolved config, and the plan; None if no key is `auto`.
+
+    Raises:
+        ConfigError: the memory of the devices is unknown, or nothing fits.
+    """
+    if config.train.precision == "auto":
+        config = with_train(config, precision=_precision(folder, devices, ranks))
+    wants_plan = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
+    found: tuple[SavedMemoryPlan | None, ConfigError | None] = None, None
+    if wants_plan and ranks.is_main:
+        try:
+            found = _load_or_make_plan(config, folder, devices, device_infos), None
+        except ConfigError as error:
+            found = None, error
+    saved_plan, problem = ranks.from_main(found) if wants_plan else found
+    if problem is not None:
+        raise problem
+    batch_size = config.train.batch_size or (saved_plan.batch_size if saved_plan is not None else 0)
+    total = config.train.effective_batch_size
+    if not config.train.batch_size and saved_plan is not None:
+        accumulate = saved_plan.accumulate
+    else:
+        accumulate = config.train.accumulate if total is None else total // batch_size
+    resolved = with_train(config, batch_size=batch_size, accumulate=accumulate)
+    return resolved, saved_plan
+
+
+def _precision(folder: RunFolder, devices: DevicePlan, ranks: Ranks) -> str:
+    """Return the precision of a run: the one that it began with, else what all of its devices have."""
+    began_with: str | None = None
+    if ranks.is_main and folder.config_yaml.exists():
+        began_with = load_config(folder.config_yaml).train.precision
+    own = auto_precision(devices.devices)
+    chosen = min(ranks.gather(own), key=("fp32", "amp-fp16", "amp-bf16").index)
+    kept: str | None = ranks.from_main(began_with)
+    return chosen if kept in (None, "auto") else kept
+
+
+def with_train(config: RunConfig, **changes: Any) -> RunConfig:
+    """Return the config with some keys of `train` replaced, validated."""
+    raw = config.model_dump(mode="json")
+    return validate_config({**raw, "train": {**raw["train"], **changes}})
+
+
+def _load_or_make_plan(
+    config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo]
+) -> SavedMemoryPlan | None:
+    kept = read_saved_plan(folder.saved_plan)
+    if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
+        return kept
+    gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
+    if gpus is None and config.train.batch_size:
+        return None  # gpu0_bsz: auto begins with an even split
+    if gpus is None:
+        raise ConfigError(
+            "train.batch_size = auto needs the memory of each device, and there is no GPU: "
+            "set parallel.memory_budget_mib, e.g. [4096], or set train.batch_size to a number"
+        )
+    overhead = _overhead(config, devices, len(gpus))
+    if config.train.batch_size:
+        planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False)
+        saved_plan = SavedMemoryPlan.of_plan(planned, config.train.accumulate)
+    else:
+        saved_plan = _largest(config, gpus, devices, overhead)
+    saved_plan.write(folder.saved_plan)
+    return saved_plan
+
+
+def planned_advice(
+    config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], saved_plan: SavedMemoryPlan | None
+) -> Sequence[str]:
+    """Return the planner's advice, best first, by simulation if there is no plan; empty if the memory is unknown."""
+    if saved_plan is not None and saved_plan.advice:
+        return saved_plan.advice
+    gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
+    if gpus is None:
+        return ()
+    planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=_overhead(config, devices, len(gpus)))
+    return advice_text(planned)
+
+
+def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
+    """Return the memory beside the tensors: that of the driver is taken off already, NCCL's buffers come later."""
+    if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
+        return OverheadEstimate((0.0,) * num_gpus)
+    return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0))
+
+
+def known_gpus(device_infos: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[GpuSpec, ...] | None:
+    """Return the devices with the memory they have for this run; None if one shares its memory with other processes."""
+    if not has_budgets and any(info.uuid is None for info in device_infos):
+        return None
+    usable = DeviceMemoryTracker(device_infos).usable_mib()
+    if None in usable:
+        return None
+    return tuple(GpuSpec(mib or 0.0, info.device) for mib, info in zip(usable, device_infos, strict=True))
+
+
+def _largest(
+    config: RunConfig, gpus: Sequence[GpuSpec], devices: DevicePlan, overhead: OverheadEstimate
+) -> SavedMemoryPlan:
+    """Return the plan of the largest batch for training and evaluation, confirmed by a trial step in single and dp."""
+    limit = _num_training_images(config)
+    allowed = allowed_batches(config.train.effective_batch_size, limit)
+    fewer: int | None = None
+    notes: list[str] = []
+    while True:
+        batches = [batch for batch in allowed if fewer is None or batch <= fewer]
+        planned = plan_largest(config, gpus, batches, mode=devices.mode, overhead=overhead, with_advice=False)
+        saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
+        if devices.mode not in ("single", "dp"):
+            return saved_plan
+        resolved = with_train(config, batch_size=saved_plan.batch_size, accumulate=saved_plan.accumulate)
+        try:
+            trial_step(resolved, devices, saved_plan)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            text = str(error).partition("\n")[0]
+            logger.info("batch of %d images: %s", saved_plan.batch_size, text)
+            notes.append(f"a batch of {saved_plan.batch_size} was planned and ran out of memory in a trial step")
+            fewer = min(saved_plan.batch_size - 1, saved_plan.batch_size * _FEWER[0] // _FEWER[1])
+            if fewer < 1:
+                raise ConfigError(
+                    f"train.batch_size = auto: not even one image fits ({text}): lower data.crop_px"
+                ) from None
+            continue
+        finally:
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+        return replace(saved_plan, notes=(*notes, f"a batch of {saved_plan.batch_size} was confirmed by a trial step"))
+
+
+def accumulation(config: RunConfig, batch_size: int) -> int:
+    """Return the number of micro-batches per step with a batch of this size."""
+    total = config.train.effective_batch_size
+    return config.train.accumulate if total is None else total // batch_size
+
+
+def allowed_batches(effective_batch_size: int | None, num_images: int) -> list[int]:
+    """Return the possible batches: at most the number of images, and divisors of `train.effective_batch_size`.
+
+    >>> allowed_batches(12, 100), allowed_batches(None, 3)
+    ([1, 2, 3, 4, 6, 12], [1, 2, 3])
+    """
+    largest = min(num_images, effective_batch_size or num_images)
+    return [n for n in range(1, largest + 1) if effective_batch_size is None or effective_batch_size % n == 0]
+
+
+def _num_training_images(config: RunConfig) -> int:
+    if is_part(config.data.format):
+        return count_images(config.data, split_names(config.data)[0])
+    pairs = build_pairs(config.data, split_names(config.data)[0])
+    check_pairs(pairs)
+    return len(pairs)

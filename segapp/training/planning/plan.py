@@ -1,0 +1,318 @@
+"""Memory plan of a config, from simulations in other processes. No torch here."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from segapp.config import RunConfig
+from segapp.errors import ConfigError
+from segapp.memory.advice import (
+    Variant,
+    accumulate_advice,
+    ranked,
+    split_advice,
+    variant_advice,
+    variants,
+)
+from segapp.memory.affine import MemoryModel, fit_model, splits_to_simulate
+from segapp.memory.calibration import Measurement, PeakError, calibrated
+from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.planner import (
+    LARGEST_BATCH,
+    Advice,
+    MemoryPlan,
+    OverheadEstimate,
+    Planner,
+    PlanRow,
+    context_mib,
+)
+from segapp.memory.simulation.jobs import Mode, SimulationJob
+from segapp.training.planning.simulation_pool import NUM_PROCESSES, SimulationPool
+
+
+def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
+    """Return the parallel mode of a config on a number of GPUs.
+
+    Raises:
+        ConfigError: the config's mode, shares or batch do not suit the number of GPUs.
+    """
+    section, mode = config.parallel, config.parallel.mode
+    if mode == "single" and num_gpus > 1:
+        raise ConfigError(f"parallel.mode = single uses one GPU and --gpus names {num_gpus}: use dp, or name one")
+    if mode == "model" and num_gpus < 2:
+        raise ConfigError("parallel.mode = model needs two GPUs or more and --gpus names 1: name them all")
+    if mode == "ddp" and 0 < config.train.batch_size < num_gpus:
+        raise ConfigError(
+            f"parallel.mode = ddp: {num_gpus} ranks cannot share train.batch_size = {config.train.batch_size}: "
+            f"use {num_gpus} or more"
+        )
+    if section.shares is not None and len(section.shares) != num_gpus and mode in ("auto", "dp", "ddp"):
+        raise ConfigError(
+            f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_gpus}: "
+            "make them equal"
+        )
+    if num_gpus == 1 and mode in ("auto", "dp"):
+        return "single"
+    if mode == "auto":
+        return "dp" if section.has_split or 0 < config.train.batch_size < num_gpus else "ddp"
+    return mode
+
+
+def plan_memory(
+    config: RunConfig,
+    gpus: Sequence[GpuSpec],
+    measurement: Measurement | None = None,
+    *,
+    mode: Mode | None = None,
+    overhead: OverheadEstimate | None = None,
+    with_advice: bool = True,
+) -> tuple[MemoryPlan, list[PeakError]]:
+    """Return the plan of a config on given GPUs, and the errors of the prediction against a measured run.
+
+    Args:
+        config: the complete config; with `train.batch_size: auto` the plan is for the largest batch that fits.
+        gpus: the GPUs.
+        measurement: of a run of this config.
+        mode: parallel mode; None: that of the config.
+        overhead: memory on top of the tensors.
+        with_advice: also simulate changes that reduce memory, which takes longer than the plan itself.
+
+    Raises:
+        ConfigError: the config does not suit the GPUs, or cannot be built.
+    """
+    if not config.train.batch_size:
+        return plan_largest(config, gpus, None, mode=mode, overhead=overhead, with_advice=with_advice), []
+    mode = mode or choose_mode(config, len(gpus))
+    found = _simulated(config, gpus, mode, with_advice=with_advice)
+    overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
+    errors: list[PeakError] = []
+    if measurement is not None:
+        simulated = found.frozen_model if measurement.is_frozen else found.model
+        overhead, errors = calibrated(measurement, simulated or found.model, overhead)
+    planner = Planner(found.model, gpus, overhead, found.facts["smallest_chunk"])
+    return _assembled(config, planner, found), errors
+
+
+def plan_largest(
+    config: RunConfig,
+    gpus: Sequence[GpuSpec],
+    batches: Sequence[int] | None,
+    *,
+    mode: Mode | None = None,
+    overhead: OverheadEstimate | None = None,
+    with_advice: bool = True,
+) -> MemoryPlan:
+    """Return the plan of the largest batch that fits, in training and in evaluation.
+
+    Args:
+        config: the complete config; its batch is ignored, its split is not.
+        gpus: the GPUs.
+        batches: batches to choose from, ascending; None: any.
+        mode: parallel mode; None: that of the config.
+        overhead: memory on top of the tensors.
+        with_advice: also simulate changes that reduce memory.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    small = with_batch(config, 2 * len(gpus))
+    mode = mode or choose_mode(small, len(gpus))
+    found = _simulated(small, gpus, mode, with_advice=with_advice)
+    planner = Planner(
+        found.model, gpus, overhead or OverheadEstimate(context_mib(mode, len(gpus))), found.facts["smallest_chunk"]
+    )
+    is_free = mode in ("dp", "ddp") and config.parallel.gpu0_bsz == "auto"
+    allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches
+    allowed = [batch for batch in allowed if batch >= _least_batch(config, found.facts, mode, len(gpus))]
+
+    def fits(batch: int) -> bool:
+        rows = planner.rows(batch)[0] if is_free else [_current_row(with_batch(config, batch), planner)]
+        return any(row is not None and row.fits for row in rows)
+
+    count = bisect_left(allowed, True, key=lambda batch: not fits(batch))
+    if not count:
+        tried = f"{allowed[0]} images" if allowed else "no allowed batch"
+        raise ConfigError(
+            f"train.batch_size = auto: {tried} would not fit {', '.join(f'{c.total_mib:.0f}' for c in gpus)} MiB: "
+            "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16"
+        )
+    return _assembled(with_batch(config, allowed[count - 1]), planner, found)
+
+
+def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
+    """Return the config with another `train.batch_size` and without `train.effective_batch_size`."""
+    train = config.train.model_copy(update={"batch_size": batch_size, "effective_batch_size": None})
+    return config.model_copy(update={"train": train})
+
+
+def _least_batch(config: RunConfig, facts: Mapping[str, Any], mode: Mode, num_gpus: int) -> int:
+    gpu0_bsz = config.parallel.gpu0_bsz
+    return max(
+        int(facts["min_train_batch"]),
+        num_gpus if mode == "ddp" else 1,
+        gpu0_bsz if isinstance(gpu0_bsz, int) and mode in ("dp", "ddp") else 1,
+    )
+
+
+@dataclass(frozen=True)
+class _Simulated:
+    """Results of the simulations of a config.
+
+    Attributes:
+        model: predicts the peaks under any split.
+        facts: sizes of the network and the evaluation.
+        frozen_model: the same for the epochs in which `model.freeze` holds; None if it does not end, or without advice.
+        variants: simulated changes.
+        peaks_mib: peaks of one device: as configured, with the loss at full resolution (for a loss of pixels), with
+            each change, as a rank of ddp; empty without advice.
+    """
+
+    model: MemoryModel
+    facts: Mapping[str, Any]
+    frozen_model: MemoryModel | None
+    variants: Sequence[Variant]
+    peaks_mib: Sequence[float]
+
+
+def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
+    with SimulationPool(config) as pool:
+        # Every process builds its model at the same time.
+        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES, "memory plan: building the network")[0]
+        job = SimulationJob(
+            mode,
+            (),
+            num_ranks=len(gpus) if mode == "ddp" else 1,
+            accumulate=config.train.accumulate,
+            eval_px=tuple(facts["eval_px"]),
+        )
+        changes = variants(config.train.precision, config.data.crop_px, _smaller(facts["smaller_crop_px"]))
+        splits = splits_to_simulate(mode, len(gpus))
+        jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes) if with_advice else []
+        asked = [replace(job, split=split) for split in splits]
+        has_phases = with_advice and config.model.freeze_epochs is not None
+        # Without an end of `model.freeze` the simulated network is the frozen one.
+        frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
+        results = iter(pool.simulate([*asked, *frozen_jobs, *jobs]))
+    model = fit_model(mode, [next(results) for _ in asked])
+    frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
+    return _Simulated(model, facts, frozen_model, changes, [result.peak_mib()[0] for result in results])
+
+
+def _smaller(size: Sequence[int] | None) -> tuple[int, int] | None:
+    return None if size is None else (size[0], size[1])
+
+
+def _advice_jobs(config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant]) -> list[SimulationJob]:
+    """Return the jobs of one device with its share of the batch; see `_Simulated.peaks_mib` for their order."""
+    samples = max(2, math.ceil(batch_size / num_gpus))
+    alone = SimulationJob("single", (samples,), accumulate=config.train.accumulate)
+    return [
+        alone,
+        *([replace(alone, loss="upsampled")] if _has_pixel_loss(config) else []),
+        *(replace(alone, changes=dict(variant.changes)) for variant in changes),
+        replace(alone, mode="ddp", num_ranks=max(2, num_gpus)),
+    ]
+
+
+def _has_pixel_loss(config: RunConfig) -> bool:
+    """Return True if the loss is one of logits per pixel, which other programs upsample first."""
+    return config.loss.name != "mask_classification"
+
+
+def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> MemoryPlan:
+    facts = found.facts
+    rows, refused = planner.rows(config.train.batch_size)
+    if not rows:
+        raise ConfigError(f"train.batch_size = {config.train.batch_size}: {refused[0][1]}")
+    current = _current_row(config, planner)
+    max_batch, max_row = planner.largest_batch()
+    shares = planner.largest_shares() if planner.has_split else ()
+    plan = MemoryPlan(
+        name=config.name,
+        mode=planner.model.mode,
+        batch_size=config.train.batch_size,
+        gpus=planner.gpus,
+        model=planner.model,
+        overhead=planner.overhead,
+        rows=rows,
+        refused=refused,
+        current=current,
+        max_batch=max_batch,
+        max_row=max_row,
+        shares=shares if sum(shares) > max_batch else None,
+        notes=_notes(config, planner, facts),
+        facts={key: facts[key] for key in ("num_params", "eval_px", "eval_px_from", "smallest_chunk")},
+    )
+    if found.frozen_model is not None:
+        plan = _with_frozen_phase(plan, found.frozen_model, config.model.freeze_epochs)
+    if not found.peaks_mib:
+        return plan
+    return replace(plan, advice=ranked(_advice(config, plan, planner, found.variants, found.peaks_mib)))
+
+
+def _with_frozen_phase(plan: MemoryPlan, frozen_model: MemoryModel, epochs: int | None) -> MemoryPlan:
+    """Return the plan with what each GPU needs while `model.freeze` holds, at the split of the config or the best."""
+    split = (plan.current or plan.best).split
+    tensors = (plan.overhead.tensors_mib(i, mib) for i, mib in enumerate(frozen_model.peak_mib(split)))
+    frozen_mib = [round(plan.overhead.required_mib(i, mib), 1) for i, mib in enumerate(tensors)]
+    text = ", ".join(f"{mib:.0f}" for mib in frozen_mib)
+    note = f"at split {'+'.join(map(str, split))} epochs 1 to {epochs} need {text} MiB, without training what is frozen"
+    return replace(plan, notes=(*plan.notes, note), facts={**plan.facts, "frozen_peak_mib": frozen_mib})
+
+
+def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
+    """Return the split of the config; None if it is automatic or not possible."""
+    section = config.parallel
+    gpu0_bsz = section.gpu0_bsz
+    try:
+        if not planner.has_split:
+            return planner.row(config.train.batch_size)
+        return None if gpu0_bsz == "auto" else planner.row(config.train.batch_size, gpu0_bsz, section.shares)
+    except ValueError:
+        return None
+
+
+def _advice(
+    config: RunConfig, plan: MemoryPlan, planner: Planner, changes: Sequence[Variant], peaks_mib: Sequence[float]
+) -> list[Advice]:
+    row = plan.current or plan.best
+    reference, *varied = peaks_mib
+    found = split_advice(row, plan.best, planner)
+    if _has_pixel_loss(config):
+        small_loss = Variant("loss", "the loss from low-resolution logits", "the same loss", {}, in_use=True)
+        found.append(variant_advice(small_loss, reference, varied.pop(0), plan.best, planner))
+    for variant, peak in zip(changes, varied, strict=False):
+        found.append(variant_advice(variant, reference, peak, plan.best, planner))
+    gradients = planner.model.first[0].get("step/gradients")
+    found += accumulate_advice(
+        config.train.batch_size, config.train.accumulate, gradients.fixed if gradients else 0.0, plan.best, planner
+    )
+    if plan.mode == "dp" and config.train.batch_size >= len(plan.gpus):
+        rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, varied[-1]))
+        fits = all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
+        note = "one process a GPU; every GPU holds an optimizer state"
+        found.append(
+            Advice("parallel.mode=ddp", round(max(plan.best.peak_mib) - rank_mib, 1), round(rank_mib, 1), fits, note)
+        )
+    return found
+
+
+def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tuple[str, ...]:
+    height, width = facts["eval_px"]
+    crop = config.data.crop_px
+    notes = [
+        f"{facts['num_params'] / 1e6:.1f} M parameters, crops {crop[0]}x{crop[1]}, {config.train.precision}, "
+        f"accumulate {config.train.accumulate}; evaluation of {config.eval.batch_size} x {height}x{width} "
+        f"({facts['eval_px_from']})"
+    ]
+    if (epochs := config.model.freeze_epochs) is not None:
+        notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
+    if planner.model.mode == "ddp":
+        notes.append("ddp: the reducer's buckets are modelled, the rest is the real step of one rank")
+    if facts["loss_note"]:
+        notes.append(facts["loss_note"])
+    return tuple(notes)

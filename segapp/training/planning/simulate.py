@@ -1,0 +1,334 @@
+"""One training step and one evaluation of a config on simulated devices: the real model, criterion, optimizer, engine.
+
+The engine is the one that training assembles (`StepAssembler`), on a backend whose tensors have no storage. The only
+part that does not run there is DistributedDataParallel: `Buckets` makes its gradient buckets in hooks. Runs in a
+process of its own: `python -m segapp.training.planning.simulate` reads one job a line and answers each with one line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import sys
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import signature
+from typing import Any, TextIO
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
+
+from segapp.build.criterion import needs_distances
+from segapp.build.network import largest_phase
+from segapp.build.own_parts import plain_loss_note
+from segapp.build.pairs import build_scheme
+from segapp.build.step import StepAssembler, StepParts
+from segapp.build.trained import read_trained
+from segapp.config import RunConfig, validate_config
+from segapp.custom import is_part
+from segapp.datasets.loader import Batch
+from segapp.errors import ConfigError, SegappError
+from segapp.memory.simulation.backend import BACKEND, CHANGE_IN_PLACE, place, set_up, simulation, skeleton
+from segapp.memory.simulation.buckets import Buckets
+from segapp.memory.simulation.jobs import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
+from segapp.memory.simulation.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
+from segapp.parallel import balance_stages, smallest_chunk
+from segapp.precision import Precision
+from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.layout import StepLayout
+
+MIB = 2**20
+
+
+class SimulatedDevices:
+    """Devices whose tensors have a shape and a lifetime and no values: the planner's `DeviceBackend`."""
+
+    has_values = False
+
+    def __init__(self, recorder: Recorder, stages: Mapping[str, str], *, gradient_as_bucket_view: bool) -> None:
+        self._recorder, self._stages, self._as_views = recorder, stages, gradient_as_bucket_view
+        self._buckets: Buckets | None = None
+
+    def copy_to(self, module: nn.Module, device: torch.device) -> Any:
+        """Return a copy of a module on a simulated device."""
+        with _disable_current_modes():
+            plain = skeleton(copy.deepcopy(module))
+        placed = place(plain, lambda _: str(device))
+        self._recorder.tag((*placed.parameters(), *placed.buffers()), "weights")
+        return placed
+
+    def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Tell the recorder what tensors are for."""
+        self._recorder.tag(tensors, kind)
+
+    def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
+        """Return the stages that the parameters were placed by."""
+        return self._stages
+
+    def replica_mode(self, devices: Sequence[torch.device]) -> Any:
+        """Return "lockstep": the recorder follows one replica at a time."""
+        return "lockstep"
+
+    def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
+        """Return the network itself, with hooks that fill gradient buckets as DDP's reducer does."""
+        is_lazy = "lazy_bucket_allocation" in signature(DistributedDataParallel.__init__).parameters
+        parameters = (p for p in network.parameters() if p.requires_grad)
+        self._buckets = Buckets(parameters, as_views=self._as_views, is_lazy=is_lazy, recorder=self._recorder)
+        return network
+
+    def end_backward(self) -> None:
+        """Free what lives as long as the gradients of a step."""
+        if self._buckets is not None:
+            self._buckets.end_backward()
+
+
+class Simulator:
+    """Simulates the step of a config on any number of devices; the model is built once.
+
+    Raises:
+        ConfigError: the model, or its sizes, do not fit together.
+    """
+
+    def __init__(self, assembler: StepAssembler) -> None:
+        self.assembler = assembler
+        self._crop_px = assembler.config.data.crop_px
+        model = assembler.build_model(with_weights=False).train()
+        self._fixed_size, self._suitable_size = model.fixed_size_px, model.suitable_size
+        self.min_train_batch = model.min_train_batch
+        self.num_params = sum(p.numel() for p in model.parameters())
+        self._plain: Any = skeleton(model)
+
+    @property
+    def smaller_crop_px(self) -> tuple[int, int] | None:
+        """Height and width of a crop of about three quarters that the network takes; None where it takes no other."""
+        if self._fixed_size:
+            return None
+        height, width = self._crop_px
+        return self._suitable_size(height * 3 // 4, width * 3 // 4)
+
+    @property
+    def smallest_chunk(self) -> int:
+        """Samples that every busy device needs where BatchNorm is not synchronised."""
+        if self.assembler.config.parallel.sync_bn:
+            return 1
+        return smallest_chunk(
+            self._plain, torch.zeros(2, self.assembler.pixels.num_bands, *self._crop_px, device="meta")
+        )
+
+    def run(
+        self,
+        job: SimulationJob,
+        devices: Sequence[str] | None = None,
+        *,
+        granule_bytes: int = CUDA_GRANULE_BYTES,
+        is_host_batch: bool = True,
+    ) -> SimulationResult:
+        """Simulate one job: a training step as every later one, then an evaluation.
+
+        Args:
+            job: what to simulate.
+            devices: simulated devices; by default one for each part of the split; repetitions are logical devices.
+            granule_bytes: allocation sizes are rounded up to a multiple of it.
+            is_host_batch: True if batches come from the host, as a loader's do; else they lie on device 0.
+        """
+        devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
+        recorder = Recorder(granule_bytes, CHANGE_IN_PLACE)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with self.prepared(job, devices, recorder) as (engine, backend):
+                batches = [
+                    self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
+                    for _ in range(min(job.accumulate, 2))
+                ]
+                if is_part(self.assembler.config.optim.name):  # its first step allocates its state
+                    run_step(engine, batches, recorder)
+                    backend.end_backward()
+                    recorder.mark("idle")
+                first_mark = recorder.num_marks
+                run_step(engine, batches, recorder)
+                backend.end_backward()
+                recorder.mark("idle")
+                if job.eval_px is not None and job.loss == "small":
+                    recorder.mark(EVAL)
+                    evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
+                    recorder.mark("idle")
+        return _result(job, devices, recorder, first_mark)
+
+    @contextlib.contextmanager
+    def prepared(
+        self, job: SimulationJob, devices: Sequence[str], recorder: Recorder
+    ) -> Iterator[tuple[StepEngine, SimulatedDevices]]:
+        """Enter a simulation with the engine of a job, assembled as training assembles it."""
+        assembler = self.assembler
+        set_up()  # torch knows the devices by name from here on
+        layout = StepLayout(
+            job.mode,
+            tuple(torch.device(device) for device in devices),
+            shares=job.split if job.mode == "dp" else None,
+            loss=job.loss,
+        )
+        source = assembler.prepare(copy.deepcopy(self._plain), layout)
+        stages = self._stages(source, devices) if job.mode == "model" else {}
+        critic = assembler.build_critic(layout, torch.device("cpu"))
+        criterion = assembler.build_criterion(self._equal_weights, job.loss)
+        as_views = assembler.config.parallel.gradient_as_bucket_view
+        backend = SimulatedDevices(recorder, stages, gradient_as_bucket_view=as_views)
+        with simulation(recorder):
+            placed = None if critic is None else backend.copy_to(critic, layout.devices[0])
+            parts = StepParts(_placed(source, stages, recorder), criterion, placed)
+            yield assembler.assemble(parts, layout, backend), backend
+
+    def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
+        """Return a batch of black crops."""
+        has_distances = needs_distances(self.assembler.config.loss)
+        scheme, pixels = self.assembler.scheme, self.assembler.pixels
+        return blank_batch(scheme, num_samples, self._crop_px, pixels, has_distances=has_distances, device=device)
+
+    def _equal_weights(self, _rule: str) -> list[float]:
+        return [1.0] * self.assembler.scheme.num_classes
+
+    def _stages(self, source: nn.Module, devices: Sequence[str]) -> dict[str, str]:
+        """Return `parallel.stages` on simulated devices, or stages balanced by memory as the trainer balances them."""
+        wanted = self.assembler.config.parallel.stages
+        if wanted:
+            order = list(dict.fromkeys(map(str, wanted.values())))
+            if len(order) > len(devices):
+                raise ConfigError(f"parallel.stages names {len(order)} devices and --gpus {len(devices)}: name as many")
+            return {name: devices[order.index(str(device))] for name, device in wanted.items()}
+        dtype = Precision(self.assembler.config.train.precision, torch.device("cpu")).input_dtype
+        example = torch.empty(2, self.assembler.pixels.num_bands, *self._crop_px, dtype=dtype, device="meta")
+        balanced = balance_stages(source, devices, example)
+        return {name: str(device) for name, device in balanced.items()}
+
+
+def build_simulator(config: RunConfig) -> Simulator:
+    """Build the simulator of a config, in the phase that needs the most memory."""
+    config = largest_phase(config)
+    teacher = None if config.distill is None else read_trained(config.distill.teacher)
+    return Simulator(StepAssembler(config, build_scheme(config.data), teacher))
+
+
+def run_step(engine: StepEngine, batches: Sequence[Batch], recorder: Recorder) -> None:
+    """Run one step with its phases marked; it leaves no gradients."""
+    PhaseMarks(recorder.mark).attach(engine.network, engine.precision)
+    engine.network.train()
+    recorder.mark("forward")
+    engine.step(batches)
+
+
+def _placed(source: nn.Module, stages: Mapping[str, str], recorder: Recorder) -> Any:
+    """Return a copy of the skeleton on its devices, followed by the recorder."""
+
+    def device_of(name: str) -> str:
+        holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
+        return stages[max(holders, key=len)] if holders else f"{BACKEND}:0"
+
+    model = place(source, device_of)
+    recorder.tag(model.parameters(), "weights")
+    recorder.tag(model.buffers(), "buffers")
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            hook(lambda p: recorder.tag([p.grad], "gradients"))
+    watch_modules(model, recorder, depth=2)
+    return model
+
+
+def watch_modules(model: nn.Module, recorder: Recorder, depth: int) -> None:
+    """Report to the recorder which part of the model is running."""
+    for name, part in model.named_modules():
+        if name and name.count(".") < depth:
+            part.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name))
+            part.register_forward_hook(lambda *_: recorder.leave())
+
+
+KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "temporaries", EVAL: "evaluation"}
+"""Kind of a storage without a tag, by the phase that made it."""
+
+
+def _result(job: SimulationJob, devices: Sequence[str], recorder: Recorder, first_mark: int) -> SimulationResult:
+    peaks = recorder.peaks(first_mark)
+    found = [peaks.get(device, {}) for device in devices]
+    return SimulationResult(job.split, tuple(phase_peaks(phases) for phases in found))
+
+
+def phase_peaks(moments: Mapping[str, PeakMoment]) -> dict[str, PhasePeak]:
+    """Return a device's peaks by training phase, in MiB."""
+    return {phase: _in_mib(moment) for phase, moment in moments.items() if phase in PHASES}
+
+
+def _in_mib(moment: PeakMoment) -> PhasePeak:
+    by_kind: Counter[str] = Counter()
+    for kind, num_bytes in moment.by_kind.items():
+        by_kind[KIND_OF_PHASE.get(kind, kind)] += num_bytes
+    kinds = {kind: round(by_kind[kind] / MIB, 2) for kind in sorted(by_kind)}
+    largest = tuple((round(a.num_bytes / MIB, 2), a.what, a.module) for a in moment.largest[:5])
+    return PhasePeak(round(moment.num_bytes / MIB, 3), kinds, largest)
+
+
+def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
+    """Return the config with some dotted keys replaced."""
+    raw = config.model_dump(mode="json")
+    for key, value in changes.items():
+        section, _, name = key.partition(".")
+        raw[section][name] = value
+    return validate_config(raw)
+
+
+def main() -> None:
+    """Read a config and then jobs, one JSON object a line; answer each with one line, and print nothing else."""
+    answers = sys.stdout
+    with contextlib.redirect_stdout(sys.stderr):  # own parts may print
+        _answer(answers)
+
+
+def _answer(answers: TextIO) -> None:
+    config = validate_config(json.loads(sys.stdin.readline()))
+    simulators: dict[str, Simulator] = {}
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            if request["ask"] == "facts":
+                answer: Any = _facts(config, simulators)
+            else:
+                job = SimulationJob.from_json(request["job"])
+                answer = _simulator(config, job.changes, simulators).run(job).to_json()
+            reply = {"ok": answer}
+        except SegappError as error:
+            reply = {"error": str(error), "code": error.exit_code}
+        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+            first = str(error).partition("\n")[0]
+            reply = {"error": f"{type(error).__name__}: {first}", "code": 1, "trace": traceback.format_exc()}
+        print(json.dumps(reply), file=answers, flush=True)
+
+
+def _simulator(config: RunConfig, changes: Mapping[str, Any], simulators: dict[str, Simulator]) -> Simulator:
+    key = json.dumps(changes, sort_keys=True)
+    if key not in simulators:
+        simulators[key] = build_simulator(changed(config, changes))
+    return simulators[key]
+
+
+def _facts(config: RunConfig, simulators: dict[str, Simulator]) -> dict[str, Any]:
+    simulator = _simulator(config, {}, simulators)
+    size, how = evaluation_size(config)
+    criterion = simulator.assembler.build_criterion(lambda _: [1.0] * simulator.assembler.scheme.num_classes)
+    return {
+        "num_params": simulator.num_params,
+        "smallest_chunk": simulator.smallest_chunk,
+        "min_train_batch": simulator.min_train_batch,
+        "smaller_crop_px": simulator.smaller_crop_px,
+        "eval_px": size,
+        "eval_px_from": how,
+        "loss_note": plain_loss_note(config, criterion),
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""The trainer's side of a run's inbox: every command is taken up once and answered once, across crashes too."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from segapp.failpoints import failpoint
+from segapp.run.commands import (
+    ReceivedCommand,
+    SetCommand,
+    drain_commands,
+    parse_command,
+    remove_answered,
+    remove_command,
+)
+from segapp.run.events import CommandAnswer, EventReader, read_answers
+from segapp.run.folder import RunFolder
+from segapp.training.telemetry.event_log import EventLog
+
+POLL_S = 0.25
+
+FinalStatus = Literal["applied", "rejected", "cancelled"]
+
+
+class Inbox:
+    """The commands of one run, for the process that holds its lock.
+
+    The file of a command is removed when its final answer is in the events. Files of answered commands that a crash
+    left behind are removed at the start; commands without an answer are taken up again.
+
+    Args:
+        folder: The run; None for a rank that handles no commands.
+        event_log: Takes the answers.
+    """
+
+    def __init__(self, folder: RunFolder | None, event_log: EventLog) -> None:
+        self._path = None if folder is None else folder.path
+        self._event_log = event_log
+        self._handled: set[str] = set()
+        self._polled_s = -POLL_S
+        self._waiting: list[ReceivedCommand] = []
+        self._answered: list[ReceivedCommand] = []
+        if self._path is not None and folder is not None:
+            self._handled = set(read_answers(_read_rare(folder.events)))
+            remove_answered(self._path, self._handled)
+
+    def has_commands(self) -> bool:
+        """Return True if commands wait; reads the folder at most four times a second."""
+        now_s = time.monotonic()
+        if self._path is not None and now_s - self._polled_s >= POLL_S:
+            self._polled_s = now_s
+            self._remove_answered()
+            self._waiting = drain_commands(self._path, self._handled)
+        return bool(self._waiting)
+
+    def take(self, *, is_last: bool = False) -> list[ReceivedCommand]:
+        """Return the commands that wait, in the order in which they were sent, each one once.
+
+        Args:
+            is_last: Read the folder now.
+        """
+        if is_last:
+            self._polled_s = -POLL_S
+        self.has_commands()
+        taken, self._waiting = self._waiting, []
+        self._handled.update(received.id for received in taken)
+        return taken
+
+    def accept(self, received: ReceivedCommand, reason: str, step: int | None) -> None:
+        """Answer that a command will be carried out later."""
+        self._emit(received, "accepted", reason, step)
+
+    def answer(
+        self,
+        received: ReceivedCommand,
+        status: FinalStatus,
+        reason: str | None,
+        step: int | None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Write the final answer of a command."""
+        self._emit(received, status, reason, step, changes)
+        failpoint("command.answered")
+        self._answered.append(received)
+        self._remove_answered()
+
+    def _remove_answered(self) -> None:
+        """Remove the files of answered commands, unless answers wait for the disk: then a crash must find the files."""
+        writer = self._event_log.writer
+        if writer is None or writer.num_pending == 0:
+            for received in self._answered:
+                remove_command(received)
+            self._answered.clear()
+
+    def _emit(
+        self,
+        received: ReceivedCommand,
+        status: Literal["accepted"] | FinalStatus,
+        reason: str | None,
+        step: int | None,
+        changes: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._event_log.emit(
+            CommandAnswer(
+                id=received.id,
+                command=received.text,
+                by=received.by,
+                status=status,
+                reason=reason,
+                changes=None if changes is None else dict(changes),
+                step=step,
+            )
+        )
+
+
+def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
+    """Return the settings that were applied at or after a step, for a training that goes back to it.
+
+    Returns:
+        The step from which each change held, and the new settings by name, in order. Moves of `auto` are included,
+        splits that were reverted are not.
+    """
+    applied: dict[str, tuple[int, dict[str, Any]]] = {}
+    for event in _read_rare(events):
+        status, at = event.get("status"), int(event.get("step") or 0)
+        key = str(event.get("id") or f"auto at {event.get('epoch')}")
+        if event["type"] == "gpu0_bsz" and status == "reverted" and key in applied:
+            applied[key][1].pop("gpu0_bsz", None)
+            applied[key][1].pop("shares", None)
+        elif event["type"] == "gpu0_bsz" and status == "applied" and event.get("id") is None and at >= step:
+            applied[key] = at, {"gpu0_bsz": event.get("new"), "gpu0_bsz_auto": True}
+        elif event["type"] == "command" and status == "applied" and at >= step:
+            applied[key] = at, _changes(event)
+    return [(at, changes) for at, changes in applied.values() if changes]
+
+
+def _changes(answer: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a command changed: its `changes`; in events written before that field, from its text."""
+    if answer.get("changes") is not None:
+        return dict(answer["changes"])
+    command = parse_command(answer["command"]) if answer["command"].startswith("set ") else None
+    return command.new_settings if isinstance(command, SetCommand) else {}
+
+
+def _read_rare(events: Path) -> Iterator[dict[str, Any]]:
+    """Yield all events except most `step` events, of which a long run has a million."""
+    return (item for item in EventReader(events).read_skimmed() if isinstance(item, dict))

@@ -1,0 +1,71 @@
+"""Any failure of a training as one of segapp's errors."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch.distributed as dist
+
+from segapp.custom.failures import raised_at
+from segapp.errors import ConfigError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
+from segapp.losses import PlainLossError
+from segapp.memory.oom_errors import is_out_of_memory
+from segapp.models.inspection import ONE_VALUE
+from segapp.parallel import ReplicaError
+
+_OF_A_COLLECTIVE = re.compile(
+    r"gloo|nccl|ProcessGroup|Connection closed by peer|Connection reset by peer", re.IGNORECASE
+)
+
+
+def as_segapp_error(
+    error: Exception, parts: Mapping[str, str] = MappingProxyType({}), *, num_devices: int = 1
+) -> SegappError:
+    """Return the error that tells a user what failed; an unforeseen one becomes a RunError that names its type.
+
+    Args:
+        error: of the training.
+        parts: key of the config -> name of the custom component.
+        num_devices: that share a batch in this process; of one device a replica is no news.
+    """
+    if isinstance(error, SegappError):
+        return error
+    text = str(error).strip().splitlines()
+    first = text[0] if text else ""
+    if is_out_of_memory(error):
+        return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
+    if "does not have a deterministic implementation" in str(error):
+        return ConfigError(f"train.deterministic = true: {first}: choose another model or loss, or false")
+    if ONE_VALUE in str(error):
+        return ConfigError(
+            "train.batch_size: a BatchNorm of the network sees one value per channel in a step of one image: "
+            "give every step, and device, at least 2 images, or choose another model"
+        )
+    if isinstance(error, OSError) and error.errno is not None:
+        return StorageError(
+            f"{error.filename or 'the run folder'}: {error.strerror}: free space or choose another folder"
+        )
+    cause = error.__cause__ if isinstance(error, ReplicaError) and isinstance(error.__cause__, Exception) else error
+    if isinstance(cause, PlainLossError):
+        return RunError(f"{_losses(parts)}: {cause}: segapp check-part --config FILE checks it").see("own-parts")
+    place = raised_at(cause, parts)
+    if place is not None:
+        part, line = place
+        said = str(cause).strip().partition("\n")[0]
+        return RunError(
+            f"{part} raised {type(cause).__name__} at {line}: {said}: correct it; segapp check-part --config FILE "
+            "shows the component in every way that a training uses it"
+        ).see("own-parts")
+    if isinstance(error, ReplicaError) and cause is not error and num_devices == 1:
+        return as_segapp_error(cause)
+    if isinstance(error, ReplicaError):
+        return DistributedError(first)
+    if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
+        return DistributedError(f"another rank does not answer ({first}): look at its lines, and at stacks.log")
+    return RunError(f"unexpected {type(error).__name__}: {first}")
+
+
+def _losses(parts: Mapping[str, str]) -> str:
+    return " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss.")) or "the loss"

@@ -1,0 +1,256 @@
+"""Memory limits of devices (`parallel.memory_budget_mib`), enforced on logical devices and on the CPU too.
+
+`MemoryLimit` follows every storage that a step makes, as torch's allocator would count it. A storage belongs to the
+replica's device in a replica's thread, in backward to the device of the tensors it was made from, else to the first.
+The operation that exceeds a device's limit raises `torch.OutOfMemoryError`: in a forward pass, in the loss, in
+backward, in the update, in an evaluation.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from segapp.errors import ConfigError
+from segapp.memory.oom_report import LiveTensor, OomSnapshot
+from segapp.parallel import DataParallelModel, current_replica
+from segapp.training.telemetry.device_memory import DeviceMemoryTracker
+
+if TYPE_CHECKING:
+    from segapp.training.step.engine import StepEngine
+
+
+MIB = 2**20
+
+_LARGEST = 8
+
+_HELD = "held"
+
+
+class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of tensors on each device of a training, and enforces a limit on each.
+
+    Enter it around steps and evaluations; what is alive between them stays counted. A replica's weights are charged to
+    its device although logical devices share them. The images of a batch count for the host.
+
+    Args:
+        limits_mib: for each device.
+        names: of the devices.
+        busy: returns the devices that work in the present forward pass, in replica order.
+        phase: returns the present phase of the training, for error reports.
+    """
+
+    def __init__(
+        self,
+        limits_mib: Sequence[float],
+        names: Sequence[str],
+        busy: Callable[[], Sequence[int]] = lambda: (0,),
+        phase: Callable[[], str] = lambda: "",
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limits_bytes = [int(mib * MIB) for mib in limits_mib]
+        self.names = tuple(names)
+        self.busy, self.phase = busy, phase
+        self.live = [0] * len(limits_mib)
+        self.peaks = [0] * len(limits_mib)
+        self._alive: dict[int, tuple[int, int, str, weakref.ref[Any]]] = {}
+        self._replica_bytes = 0
+        self._charged: set[int] = set()
+        self._is_enforced = True
+        self._watched: set[int] = set()
+
+    def hold_training(self, engine: StepEngine) -> None:
+        """Count what an engine holds between two steps on the first device, and the gradients of its parameters there.
+
+        To be called again when the engine trains further parameters.
+        """
+        self.hold(engine.held_tensors(), replicated_bytes=engine.replicated_bytes())
+        for parameter in engine.model.parameters():
+            if parameter.requires_grad and id(parameter) not in self._watched:
+                self._watched.add(id(parameter))
+                hook: Any = parameter.register_post_accumulate_grad_hook
+                hook(lambda p: self.place([p.grad], 0))
+
+    def hold(self, tensors: Iterable[Tensor | None], *, replicated_bytes: int = 0) -> None:
+        """Count what the first device holds all the time: weights, optimizer state, averages.
+
+        Args:
+            tensors: they may be alive already.
+            replicated_bytes: bytes that every other busy device holds during a step.
+        """
+        self._replica_bytes = replicated_bytes
+        self._is_enforced = False
+        for tensor in tensors:
+            if tensor is not None:
+                self._take_in(tensor, 0, _HELD, 0)
+        self._is_enforced = True
+
+    def place(self, tensors: Iterable[Tensor | None], device: int) -> None:
+        """Move tensors that are counted already to another device."""
+        for tensor in tensors:
+            entry = None if tensor is None else self._alive.get(tensor.untyped_storage()._cdata)
+            if entry is not None and entry[0] != device:
+                assert tensor is not None
+                self._alive[tensor.untyped_storage()._cdata] = (device, entry[1], entry[2], entry[3])
+                self._add(entry[0], -entry[1])
+                self._add(device, entry[1])
+
+    @contextlib.contextmanager
+    def enforced(self) -> Iterator[None]:
+        """Enforce the limits during a step or an evaluation."""
+        try:
+            with self:
+                yield
+        finally:
+            for device in self._charged:
+                self._add(device, -self._replica_bytes)
+            self._charged.clear()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operator and count the storages that it returned."""
+        out = func(*args, **(kwargs or {}))
+        device: int | None = None
+        for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
+            if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._alive:
+                if device is None:
+                    device = self._device_of((args, kwargs))
+                self._take_in(tensor, device, func._opname, tensor.untyped_storage().nbytes())
+        return out
+
+    def _device_of(self, inputs: Any) -> int:
+        replica = current_replica()
+        if replica is not None:
+            busy = self.busy()
+            device = busy[replica.index] if replica.index < len(busy) else 0
+            if device and device not in self._charged:
+                self._charged.add(device)
+                self._add(device, self._replica_bytes)
+            return device
+        # Statistics and weights are small beside what they are applied to; equal parts meet where they are added up.
+        largest, found = 0, {0}
+        for tensor in tree_iter(inputs):
+            entry = self._alive.get(tensor.untyped_storage()._cdata) if isinstance(tensor, Tensor) else None
+            if entry is not None and not entry[2].startswith(_HELD) and entry[1] >= largest:
+                found = {entry[0]} if entry[1] > largest else found | {entry[0]}
+                largest = entry[1]
+        return found.pop() if len(found) == 1 else 0
+
+    def _take_in(self, tensor: Tensor, device: int, operator: str, requested_bytes: int) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if key in self._alive or not size:
+            return
+        what = f"{operator} {'x'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype).removeprefix('torch.')}"
+        self._alive[key] = device, size, what, weakref.ref(storage, lambda gone: self._let_go(key, gone))
+        self._add(device, size)
+        if self._is_enforced and self.live[device] > self.limits_bytes[device]:
+            raise self._refusal(device, requested_bytes)
+
+    def _let_go(self, key: int, gone: weakref.ref[Any]) -> None:
+        entry = self._alive.get(key)
+        if entry is not None and entry[3] is gone:
+            del self._alive[key]
+            self._add(entry[0], -entry[1])
+
+    def _add(self, device: int, size: int) -> None:
+        self.live[device] += size
+        self.peaks[device] = max(self.peaks[device], self.live[device])
+
+    def _refusal(self, device: int, requested_bytes: int) -> torch.OutOfMemoryError:
+        requested, limit, live = (n / MIB for n in (requested_bytes, self.limits_bytes[device], self.live[device]))
+        own = sorted((entry for entry in self._alive.values() if entry[0] == device), key=lambda entry: -entry[1])
+        error = torch.OutOfMemoryError(
+            f"{self.names[device]} (device {device}) tried to allocate {requested:.1f} MiB with {live - requested:.1f} "
+            f"of {limit:.1f} MiB of its budget in use"
+        )
+        snapshot = OomSnapshot(
+            device=device,
+            name=self.names[device],
+            phase=self.phase(),
+            requested_mib=requested,
+            allocated_mib=live - requested,
+            total_mib=limit,
+            largest=tuple(LiveTensor(entry[1] / MIB, entry[2]) for entry in own[:_LARGEST]),
+        )
+        error.snapshot = snapshot  # type: ignore[attr-defined]
+        return error
+
+
+class LimitCounters:
+    """The counters of one device of a `MemoryLimit`, for `DeviceMemoryTracker`."""
+
+    def __init__(self, limit: MemoryLimit, device: int) -> None:
+        self._limit, self._device = limit, device
+
+    def used_mib(self) -> float | None:
+        """Bytes of live tensors, MiB."""
+        return self.allocated_mib()
+
+    def allocated_mib(self) -> float | None:
+        """Bytes of live tensors, MiB."""
+        return self._limit.live[self._device] / MIB
+
+    def reserved_mib(self) -> float | None:
+        """The same: a limit has no cache."""
+        return self.allocated_mib()
+
+    def pop_peak_mib(self) -> float | None:
+        """Highest sum since the last call, MiB."""
+        peak = self._limit.peaks[self._device]
+        self._limit.peaks[self._device] = self._limit.live[self._device]
+        return peak / MIB
+
+    def utilization(self) -> float | None:
+        """None: a logical device has no processor of its own."""
+        return None
+
+
+def build_memory_limit(
+    limits_mib: Sequence[float] | None, devices: Sequence[torch.device], engine: StepEngine, memory: DeviceMemoryTracker
+) -> MemoryLimit | None:
+    """Build the limits of `parallel.memory_budget_mib`, counted from now on; None where torch itself keeps to them.
+
+    GPUs that are not shared by logical devices are limited by their own allocator.
+
+    Args:
+        limits_mib: of the devices of all ranks; None: no limits.
+        devices: of this process.
+        engine: of the training; what it holds between two steps is counted on the first device.
+        memory: shows the counters; it is told to ask the limit for them.
+
+    Raises:
+        ConfigError: a device has no limit.
+    """
+    if limits_mib is None:
+        return None
+    first = engine.ranks.rank
+    limits = limits_mib[first : first + len(devices)]
+    if len(limits) < len(devices):
+        raise ConfigError(
+            f"parallel.memory_budget_mib names {len(limits_mib)} budgets: device "
+            f"{first + len(limits)} has none: give one a device"
+        )
+    if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
+        for device, mib in zip(devices, limits, strict=True):
+            total_mib = torch.cuda.get_device_properties(device).total_memory / MIB
+            torch.cuda.set_per_process_memory_fraction(min(1.0, mib / total_mib), device)
+        return None
+    network = engine.network
+
+    def busy() -> Sequence[int]:
+        split = network.last_split if isinstance(network, DataParallelModel) else (1,)
+        return [i for i, size in enumerate(split) if size] or [0]
+
+    limit = MemoryLimit(limits, [str(device) for device in devices], busy, phase=lambda: memory.phase)
+    limit.hold_training(engine)
+    memory.use_counters({first + i: LimitCounters(limit, i) for i in range(len(devices))})
+    return limit

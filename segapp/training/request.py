@@ -1,0 +1,135 @@
+"""The request of a `segapp train` command: config, run folder, new or resumed. No torch here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config, named_config, part_names
+from segapp.custom.trust import check_trusted
+from segapp.errors import SegappError
+from segapp.run.checkpoints import CheckpointFolder
+from segapp.run.folder import RunFolder, find_run, is_run, run_folders
+from segapp.run.text import printable
+
+
+@dataclass(frozen=True)
+class ImageLimit:
+    """Limits of a training on a few of its images."""
+
+    num_batches: int
+    num_val: int
+
+
+@dataclass(frozen=True)
+class TrainRequest:
+    """A training to start or to resume.
+
+    Args:
+        config: the complete config.
+        folder: an existing run to resume; None: a new one.
+        run: where a new run goes; None: runs/NAME.
+        checkpoint: the file to resume from; None: the folder's newest intact one.
+        note: printed first.
+        limit: use only so many images; None: all.
+    """
+
+    config: RunConfig
+    folder: RunFolder | None = None
+    run: Path | None = None
+    checkpoint: Path | None = None
+    note: str | None = None
+    limit: ImageLimit | None = None
+
+
+def plan_request(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
+    """Decide what to train and where; nothing is changed on disk.
+
+    Args:
+        config: a path or a name; may be left out where a run is resumed.
+        overrides: KEY=VALUE words.
+        run: --run.
+        resume: auto, a run, or a checkpoint file; None: a new training.
+
+    Raises:
+        ConfigError: the config, or what was named, is not there or not valid.
+    """
+    plan = _plan(config, overrides, run, resume)
+    _check_teacher(plan.config)
+    return plan
+
+
+def _check_teacher(config: RunConfig) -> None:
+    if config.distill is None or Path(config.distill.teacher).is_file():
+        return
+    try:
+        find_run(config.distill.teacher)
+    except SegappError as error:
+        raise type(error)(f"distill.teacher: {error}; train the teacher first, or name its checkpoint file") from None
+
+
+def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
+    if resume is None or resume == "auto":
+        folder = None
+        if resume == "auto":
+            name = None if run is not None or config is None else load_config(config, overrides).name
+            folder = _newest_run(name, run)
+        if folder is None:
+            note = None if resume is None else "nothing to resume yet: a new training begins"
+            return TrainRequest(_named_config(config, overrides), run=run, note=note)
+        return _resumed(folder, config, overrides, note=f"resuming {printable(str(folder.path))}")
+    path = Path(resume)
+    if not path.is_file():
+        return _resumed(find_run(resume), config, overrides)
+    owner = path.resolve().parent.parent
+    if run is None and is_run(owner):
+        return _resumed(RunFolder(owner), config, overrides, checkpoint=path)
+    return TrainRequest(_named_config(config, overrides), run=run, checkpoint=path)
+
+
+def _named_config(config: str | None, overrides: Sequence[str]) -> RunConfig:
+    return load_config(named_config(config, overrides), overrides)
+
+
+def _resumed(
+    folder: RunFolder,
+    config: str | None,
+    overrides: Sequence[str],
+    *,
+    checkpoint: Path | None = None,
+    note: str | None = None,
+) -> TrainRequest:
+    """Return the request to resume a run, with a note of the keys that change or that keep the run's values."""
+    own_file = folder.config_yaml.resolve()
+    if config is not None and not own_file.is_file():
+        return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint, note=note)
+    before, own = load_config(own_file), load_config(own_file, overrides)
+    notes = [note] if note is not None else []
+    notes += [f"changed: {line}" for line in changed_keys(before, own)]
+    if config is None:
+        named = {key: name for key, name in part_names(own).items() if f"{key}={name}" not in overrides}
+        check_trusted(named, str(folder.config_yaml))
+    else:
+        own, kept = kept_on_resume(own, load_config(config, overrides))
+        notes += [f"kept from the run: {line}; name the key on the command line to change it" for line in kept]
+    return TrainRequest(own, folder, checkpoint=checkpoint, note="\n".join(notes) or None)
+
+
+def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
+    """Return the newest run of a name (or of any) with a checkpoint; if none has one, the newest that has begun."""
+    if run is not None:
+        return RunFolder(run) if is_run(run) else None
+    pattern = re.compile(r".*" if name is None else re.escape(name) + r"(-\d+)?")
+    runs = [each for each in run_folders() if pattern.fullmatch(each.path.name) and not each.is_failed_start()]
+    saved = (each for each in runs if not CheckpointFolder(each.checkpoints).is_untouched())
+    return next(saved, runs[0] if runs else None)
+
+
+def taken_note(request: TrainRequest, folder: RunFolder) -> str | None:
+    """Return which other run has the name of a new run, which therefore got a number; None if it has its own name."""
+    if request.folder is not None or request.run is not None or folder.path.name == request.config.name:
+        return None
+    taken = folder.path.with_name(request.config.name)
+    return printable(f"{taken} is another run: this one is {folder.path.name}; to continue the other, add --resume")

@@ -1,0 +1,441 @@
+"""One training as a process: its run folder, new or resumed, its ranks, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import platform
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from segapp import __version__
+from segapp.build.devices import DevicePlan, plan_devices
+from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
+from segapp.build.trainer import build_trainer
+from segapp.checkpoint.training_state import LoadedCheckpoint
+from segapp.config import RunConfig, dump_config, part_names
+from segapp.custom.copies import keep_parts
+from segapp.custom.trust import TRUST_VARIABLE, remember_parts
+from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
+from segapp.memory.saved_plan import SavedMemoryPlan
+from segapp.parallel import (
+    DistributedSetupError,
+    abandon,
+    end_with_peers,
+    init_from_env,
+    is_launched,
+    launch_local,
+    shutdown,
+)
+from segapp.parallel.ranks import Ranks
+from segapp.run.checkpoints import CheckpointFolder
+from segapp.run.commands import CheckpointCommand, send_command
+from segapp.run.events import Alert, EventWriter, RunEnd
+from segapp.run.folder import RunFolder, remove_failed_start
+from segapp.run.starting import announce
+from segapp.run.text import printable
+from segapp.training.planning.auto_settings import resolve_auto
+from segapp.training.process.context import RunContext
+from segapp.training.process.inbox import Inbox
+from segapp.training.process.malloc import keep_freed_memory
+from segapp.training.process.numerics import numerics
+from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
+from segapp.training.recovery.failures import as_segapp_error
+from segapp.training.recovery.fallbacks import fallbacks_after
+from segapp.training.recovery.reverted import report_reverted_split
+from segapp.training.request import TrainRequest, taken_note
+from segapp.training.saving.resume import check_before_start, check_resumable, checkpoint_to_resume
+from segapp.training.telemetry.console import PlainReporter
+from segapp.training.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, device_info_of
+from segapp.training.telemetry.event_log import EventListener, EventLog
+from segapp.training.telemetry.sampler import MemorySampler
+from segapp.training.telemetry.trackers import make_trackers
+from segapp.training.telemetry.watchdog import HangLimits, Watchdog
+from segapp.training.trainer import Trainer
+
+_DEVICES = "SEGAPP_RANK_DEVICES"
+"""The devices of the ranks and the reasons for them, as JSON, from the process that starts the ranks."""
+
+logger = logging.getLogger("segapp")
+
+
+def run_session(
+    request: TrainRequest,
+    arguments: Sequence[str] = (),
+    *,
+    listener: EventListener | None = None,
+    signals: StopSignals | None = None,
+) -> int:
+    """Train as requested.
+
+    Args:
+        request: what to train and where.
+        arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
+        listener: gets the events in place of the console.
+        signals: stop requests; None: those of the signals to the process, which only the main thread can take over.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        SegappError: the training could not begin, or failed.
+    """
+    train = request.config.train
+    switches = numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
+    with signals or StopSignals() as signals, switches:
+        devices = _devices_of_launcher() or plan_devices(request.config.parallel, batch_size=train.batch_size)
+        if devices.mode == "ddp" and not is_launched():
+            _check_before_start(request)
+            return _launch_ranks(request, devices, arguments, signals)
+        with _joined_ranks(request.config, devices) as (ranks, own_devices):
+            try:
+                _check_before_start(request)
+                with _opened_folder(request, own_devices, ranks) as folder:
+                    return _run_in(folder, request, own_devices, ranks, signals, listener)
+            except (ConfigError, DataError, CheckpointError) as error:
+                if ranks.is_main:
+                    raise
+                return error.exit_code  # every rank finds the same; rank 0 reports it
+
+
+def _check_before_start(request: TrainRequest) -> None:
+    check_parts(request.config)
+    remember_parts(part_names(request.config).values())
+    is_limited = request.limit is not None
+    check_before_start(request.config, request.folder, request.checkpoint, is_limited=is_limited)
+
+
+def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
+    """Start the ranks and wait for them; a checkpoint request that reaches this process goes to their inbox.
+
+    A rank that runs out of memory ends all ranks, because the others wait for it in an exchange. If it has reported a
+    way to go on with less, they start again and continue from the last checkpoint in that way.
+    """
+    print(f"{devices.description}, one rank each", flush=True)
+    folder = request.folder or RunFolder.create(request.config.name, path=request.run)
+    if note := taken_note(request, folder):
+        print(note, flush=True)
+    signals.forward_checkpoint_requests(lambda: _ask_for_checkpoint(folder))
+    command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
+    words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
+    environment = {_DEVICES: json.dumps(words), TRUST_VARIABLE: "1"}  # this process has checked the parts
+    while True:
+        adopted = fallbacks_after(folder, 0)
+        code = launch_local(command, len(devices.devices), env=environment)
+        if code in (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code) and folder.is_made:
+            remove_failed_start(folder)
+        if code != OutOfMemoryError.exit_code or signals.is_set or fallbacks_after(folder, 0) == adopted:
+            return code
+        if request.checkpoint is not None and CheckpointFolder(folder.checkpoints).is_untouched():
+            return code  # it began from another run's checkpoint, and has none of its own to continue from
+        print("the ranks start again, in the way that was reported", flush=True)
+        debug = [word for word in arguments if word == "--debug"]
+        command = ["-m", "segapp", *debug, "train", "--plain", "--resume", str(folder.path)]
+
+
+def _devices_of_launcher() -> DevicePlan | None:
+    """Return the devices that `_launch_ranks` chose; None in a process that it did not start."""
+    if _DEVICES not in os.environ or not is_launched():
+        return None
+    words = json.loads(os.environ[_DEVICES])
+    return DevicePlan("ddp", tuple(torch.device(name) for name in words["devices"]), *words["reasons"])
+
+
+def _ask_for_checkpoint(folder: RunFolder) -> None:
+    with contextlib.suppress(CommandError):
+        send_command(folder.path, CheckpointCommand(), "SIGUSR1")
+
+
+@contextlib.contextmanager
+def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan]]:
+    """Join the ranks that torchrun started; yields them with the device of this process. Alone outside ddp."""
+    if devices.mode != "ddp":
+        yield Ranks(), devices
+        return
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    is_chosen = config.parallel.devices != "auto" or _DEVICES in os.environ
+    own = devices.devices[local_rank % len(devices.devices)] if is_chosen else None
+    try:
+        info = init_from_env(device=own)
+    except DistributedSetupError as error:
+        raise DistributedError(str(error)) from None
+    try:
+        reason = f"rank {info.rank} of {info.world_size}"
+        yield Ranks(info), DevicePlan("ddp", (info.device,), reason, devices.mode_reason)
+    except BaseException as error:
+        if info.backend == "nccl" and isinstance(error, Exception):
+            abandon(as_segapp_error(error).exit_code)
+        else:
+            shutdown()
+        raise
+    shutdown()
+
+
+@contextlib.contextmanager
+def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> Iterator[RunFolder]:
+    """Create or reopen the run folder, on the main rank with its lock, and log into it."""
+    if request.config.train.keep_freed_memory and devices.devices[0].type == "cpu":
+        keep_freed_memory()
+    if not ranks.is_main:
+        folder = RunFolder(ranks.from_main(None))
+        with _logging_to(folder, ranks.rank):
+            yield folder
+        return
+    if request.note:
+        print(request.note)
+    folder = request.folder or RunFolder.create(request.config.name, path=request.run)
+    if note := taken_note(request, folder):
+        print(note)
+    try:
+        with folder:
+            print(f"run folder: {printable(str(folder.path))}", flush=True)
+            if (len(devices.devices) > 1 or devices.devices[0].type == "cuda") and _DEVICES not in os.environ:
+                print(devices.description, flush=True)
+            ranks.from_main(str(folder.path))
+            folder.write_info(versions=_versions(), gpus=_gpus())
+            with _logging_to(folder):
+                yield folder
+    except Exception as error:
+        if folder.is_made and str(folder.log) not in str(error) and remove_failed_start(folder):
+            print(f"removed {printable(str(folder.path))}: the training had not begun", flush=True)
+        raise
+
+
+def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
+    """Return the devices of all ranks, as this process sees them; a budget limits a device's total."""
+    own = [device_info_of(device) for device in devices.devices]
+    own = [replace(info, usable_mib=mib) for info, mib in zip(own, DeviceMemoryTracker(own).usable_mib(), strict=True)]
+    host = socket.gethostname()
+    device_infos = []
+    for rank, (theirs, there) in enumerate(ranks.gather((own, host))):
+        for info in theirs:
+            pid = info.pid if there == host else None
+            device_infos.append(replace(info, is_own=rank == ranks.rank, pid=pid))
+    if budgets_mib is not None:
+        # Logical devices with budgets are told apart; a number too few is an error that the budgets' owner reports.
+        device_infos = [
+            replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None, slot=i)
+            for i, (info, mib) in enumerate(zip(device_infos, budgets_mib, strict=False))
+        ] + device_infos[len(budgets_mib) :]
+    return device_infos
+
+
+class _LogFile(logging.FileHandler):
+    """The log of a run; lines for which its disk has no space are left out: alerts tell of a full disk."""
+
+    def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802, a name of logging
+        """Do nothing: logging would print a traceback."""
+
+    def close(self) -> None:
+        """Close the file, without the lines that its disk had no space for."""
+        with contextlib.suppress(OSError):
+            super().close()
+
+
+@contextlib.contextmanager
+def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
+    handler = _LogFile(folder.log)
+    who = f" rank {rank}" if rank else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s{who} %(levelname)s %(name)s: %(message)s"))
+    logging.getLogger().addHandler(handler)
+    try:
+        yield
+    finally:
+        logging.getLogger().removeHandler(handler)
+        handler.close()
+
+
+def _run_in(
+    folder: RunFolder,
+    request: TrainRequest,
+    devices: DevicePlan,
+    ranks: Ranks,
+    signals: StopSignals,
+    listener: EventListener | None,
+) -> int:
+    console = PlainReporter()
+    event_log = EventLog(EventWriter(folder.events), [listener or console]) if ranks.is_main else EventLog(None)
+    memory = DeviceMemoryTracker(_device_infos(devices, ranks, request.config.parallel.memory_budget_mib))
+    sampler = MemorySampler(event_log, memory, blocked_s=request.config.checkpoint.grace_s)
+    rank_pids = ranks.gather((socket.gethostname(), os.getpid()))
+    watchdog = _build_watchdog(folder, request.config, event_log, memory, ranks, rank_pids)
+    end_peer_watch = _watch_peers(event_log, rank_pids, sampler)
+    is_saved = has_begun = False
+    try:
+        config, saved_plan = _with_resolved_auto(folder, request.config, devices, memory.devices, ranks)
+        checkpoint = _checkpoint_of(folder, request, ranks)
+        is_saved = checkpoint is not None
+        if ranks.world_size > 1 and ranks.is_main:
+            report_reverted_split(folder, event_log)
+        inbox = Inbox(folder if ranks.is_main else None, event_log)
+        context = RunContext(folder, event_log, ranks, signals, memory, inbox)
+        with (
+            watchdog,
+            sampler if ranks.is_main else contextlib.nullcontext(),
+            contextlib.closing(
+                build_trainer(
+                    config, context, devices, checkpoint=checkpoint, saved_plan=saved_plan, limit=request.limit
+                )
+            ) as trainer,
+        ):
+            _restore(trainer, context, config, checkpoint)
+            if trainer.progress.is_complete:
+                if ranks.is_main:
+                    trainer.end_complete()
+                    key = "train.epochs" if config.train.steps is None else "train.steps"
+                    print(f"already complete: {trainer.length}; raise {key} to train on")
+                return 0
+            sampler.follow(lambda: trainer.position.step, trainer.saver.written_for_s)
+            saver = trainer.saver
+            watchdog.follow(
+                lambda: trainer.position.step, trainer.save_last_boundary, lambda: saver.written_for_s() is not None
+            )
+            if ranks.is_main:
+                for note in trainer.facts.notes:
+                    print(printable(note), flush=True)
+                announce("first step")
+            is_saved = has_begun = True  # from here on every way out saves first, or raises
+            reason = trainer.fit()
+        event_log.emit(RunEnd(status="finished", reason=reason, exit_code=0, step=sampler.step()))
+        return 0
+    except StopRequest as stop:
+        code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
+        end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
+        event_log.emit(RunEnd(status="stopped", reason=f"{stop}: {end}", exit_code=code, step=sampler.step()))
+        return code
+    except Exception as error:
+        known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
+        logger.exception("training failed")
+        has_begun = False  # the other ranks may be elsewhere
+        console.is_error_shown = True  # on stderr, by whoever catches what is raised here
+        reason = str(known).partition("\n")[0]  # the report of an out-of-memory error has an event of its own
+        event_log.emit(RunEnd(status="failed", reason=reason, exit_code=known.exit_code, step=sampler.step()))
+        if known is error:
+            raise
+        shown = type(known)(f"{known}\n(traceback in {folder.log})")
+        shown.topic = known.topic
+        raise shown from error
+    finally:
+        event_log.close()
+        if has_begun:
+            ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
+        end_peer_watch()
+
+
+def _with_resolved_auto(
+    folder: RunFolder, config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
+) -> tuple[RunConfig, SavedMemoryPlan | None]:
+    """Replace every `auto` that must be known now, from a plan of the devices; keep both in the run folder."""
+    is_planned = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
+    if is_planned and ranks.is_main and not folder.saved_plan.exists():
+        print("planning the memory (some seconds)", flush=True)
+    resolved, saved_plan = resolve_auto(config, folder, devices, device_infos, ranks)
+    if ranks.is_main:
+        if resolved.train.precision != config.train.precision:
+            print(f"train.precision = auto: {resolved.train.precision}", flush=True)
+        folder.write_config(dump_config(resolved))
+        for note in saved_plan.notes if saved_plan is not None else ():
+            print(note, flush=True)
+    return resolved, saved_plan
+
+
+def _checkpoint_of(folder: RunFolder, request: TrainRequest, ranks: Ranks) -> LoadedCheckpoint | None:
+    found: LoadedCheckpoint | None = None
+    if ranks.is_main:
+        found = checkpoint_to_resume(folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint)
+    checkpoint: LoadedCheckpoint | None = ranks.from_main(found)
+    return checkpoint
+
+
+def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoint: LoadedCheckpoint | None) -> None:
+    """Load the checkpoint, take the events out that will happen again, and add the trackers."""
+    event_log = context.event_log
+    if checkpoint is None and event_log.writer is not None:
+        event_log.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
+    if checkpoint is not None:
+        check_resumable(checkpoint, config, trainer.facts.num_train, trainer.facts.classes)
+        trainer.load_state_dict(checkpoint.state)
+        if event_log.writer is not None:
+            at = checkpoint
+            is_evaluated = trainer.position.is_evaluated
+            event_log.writer.rewind(
+                at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256, is_evaluated=is_evaluated
+            )
+        for message in checkpoint.messages:
+            event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
+        for message in changed_parts(checkpoint.state.get("parts"), config):
+            event_log.emit(Alert(kind="parts", message=message, step=checkpoint.step))
+    is_divided = context.ranks.world_size > 1 or len(trainer.facts.devices) > 1 or config.train.accumulate > 1
+    if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):
+        event_log.emit(Alert(kind="parts", message=note))
+    if context.ranks.is_main:
+        keep_parts(part_names(config).values(), context.folder.parts)
+        at_step = None if checkpoint is None else checkpoint.step
+        event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.classes, at_step))
+
+
+def _watch_peers(
+    event_log: EventLog, rank_pids: Sequence[tuple[str, int]], sampler: MemorySampler
+) -> Callable[[], None]:
+    """End this process soon after another rank of this machine is gone; return what ends the watch."""
+    code, here = DistributedError.exit_code, socket.gethostname()
+    others = [pid for host, pid in rank_pids if host == here and pid != os.getpid()]
+
+    def report() -> None:
+        reason = "another rank is gone, and this one waited for it: look at its lines"
+        event_log.emit(RunEnd(status="failed", reason=reason, exit_code=code, step=sampler.step()))
+        event_log.close()
+
+    return end_with_peers(others, code, report) if others else lambda: None
+
+
+def _build_watchdog(
+    folder: RunFolder,
+    config: RunConfig,
+    event_log: EventLog,
+    memory: DeviceMemoryTracker,
+    ranks: Ranks,
+    rank_pids: Sequence[tuple[str, int]],
+) -> Watchdog:
+    num_workers = 1 if config.data.workers == "auto" else config.data.workers  # auto is at least 1
+    return Watchdog(
+        folder.path,
+        event_log,
+        memory,
+        HangLimits(config.train.hang_timeout_s, config.data.timeout_s, num_workers),
+        rank=ranks.rank,
+        rank_pids=rank_pids,
+    )
+
+
+def _versions() -> dict[str, str]:
+    libraries = ("torchvision", "albumentations", "segmentation-models-pytorch", "numpy")
+    return {
+        "segapp": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or "none",
+        **{name: version(name) for name in libraries},
+    }
+
+
+def _gpus() -> list[dict[str, Any]]:
+    found = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        found.append(
+            {
+                "device": f"cuda:{index}",
+                "name": properties.name,
+                "uuid": str(getattr(properties, "uuid", "")),
+                "total_mib": properties.total_memory / 2**20,
+            }
+        )
+    return found

@@ -1,0 +1,88 @@
+"""The fixed numbers and facts of one training, as plain values: here the config ends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from segapp.run.events import Alert, ParamGroup
+from segapp.training.saving.saver import SaveRules
+
+
+@dataclass(frozen=True)
+class TrainerSettings:
+    """Fixed numbers of a training.
+
+    Attributes:
+        epochs: of the whole training; with `total_steps` the last one may be cut short.
+        total_steps: steps of the whole training; None: whole epochs.
+        batch_size: images of a micro-batch, all devices and ranks together.
+        accumulate: micro-batches of a step.
+        base_lr: the configured learning rate, for messages.
+        learning_rate: returns the learning rate of a step (from 1), before the live factor.
+        save_rules: when checkpoints are due within an epoch.
+        save_every_epochs: epochs from one checkpoint to the next; None: none at the end of an epoch.
+        monitor: the score that decides which checkpoint is best.
+        eval_every_epochs: epochs from one evaluation to the next.
+        eval_every_steps: steps from one evaluation to the next, instead; None: by epochs.
+        freeze_epochs: epochs for which `model.freeze` holds; None: the whole run.
+        early_stop: evaluations without a better score that end the training; None: never.
+        max_bad_steps: steps in a row without a finite loss or gradient that end the training.
+        log_every_steps: steps from one `step` event to the next.
+    """
+
+    epochs: int
+    total_steps: int | None
+    batch_size: int
+    accumulate: int
+    base_lr: float
+    learning_rate: Callable[[int], float]
+    save_rules: SaveRules
+    save_every_epochs: int | None
+    monitor: str
+    eval_every_epochs: int
+    eval_every_steps: int | None
+    freeze_epochs: int | None
+    early_stop: int | None
+    max_bad_steps: int
+    log_every_steps: int
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a training for `run_start` and the checkpoint.
+
+    Attributes:
+        classes: names, in the order of their ids.
+        palette: their RGB colours in pictures.
+        num_params: of the model.
+        devices: of all ranks.
+        num_train: training images.
+        num_val: validation images.
+        config: the complete config as plain values.
+        mode: how the devices work together.
+        num_trainable: parameters that are trained from the first epoch on.
+        freeze_epochs: epochs for which the others are frozen; None: the whole run, or nothing is frozen.
+        param_groups: of the optimizer in the first epoch.
+        mode_reason: why `parallel.mode: auto` chose it; None where the config names it.
+        parts: name -> SHA-256 of the source file of each own part.
+        alerts: what the user should know before the first step.
+        notes: the same, for things that are usual.
+    """
+
+    classes: list[str]
+    palette: list[tuple[int, int, int]]
+    num_params: int
+    devices: list[Any]
+    num_train: int
+    num_val: int
+    config: dict[str, Any]
+    num_trainable: int
+    freeze_epochs: int | None
+    param_groups: list[ParamGroup]
+    mode: str | None = None
+    mode_reason: str | None = None
+    parts: dict[str, str] = field(default_factory=dict)
+    alerts: Sequence[Alert] = ()
+    notes: Sequence[str] = ()

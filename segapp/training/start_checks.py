@@ -1,0 +1,147 @@
+"""Everything that is said about a training before its first step: alerts from its config and its data. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from segapp.build.pairs import split_note
+from segapp.config import DataConfig, RunConfig, ScheduleConfig, TrainConfig
+from segapp.custom import is_part
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.targets import Targets, absent_note, classes_present, has_shades, ignored_note
+from segapp.run.events import Alert
+
+LONGEST_WARMUP = 0.2
+"""Share of the steps of a run from which a warm-up is reported."""
+
+
+def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
+    """Return the epochs and steps of a run with `num_batches` micro-batches an epoch, and the steps of an epoch.
+
+    >>> from segapp.config import TrainConfig
+    >>> run_length(TrainConfig(epochs=3, accumulate=2), 5), run_length(TrainConfig(steps=7), 5)
+    ((3, 9, 3), (2, 7, 5))
+    """
+    per_epoch = math.ceil(num_batches / train.accumulate)
+    epochs = train.epochs if train.steps is None else math.ceil(train.steps / max(per_epoch, 1))
+    return epochs, train.steps or epochs * per_epoch, per_epoch
+
+
+@dataclass(frozen=True)
+class StartFacts:
+    """Facts of a training that are known before its first step.
+
+    Attributes:
+        config: the complete config.
+        scheme: of the classes.
+        train: counts of the training masks; None: not read.
+        val: counts of the validation masks; None: not read.
+        largest_px: height of the highest and width of the widest training image; None: not known.
+        num_batches: micro-batches of an epoch; None: of a trial on a few images, whose length says nothing.
+        device_type: cpu or cuda.
+    """
+
+    config: RunConfig
+    scheme: ClassScheme
+    train: Targets | None
+    val: Targets | None
+    largest_px: tuple[int, int] | None
+    num_batches: int | None
+    device_type: str
+
+
+def start_alerts(facts: StartFacts) -> list[Alert]:
+    """Return the alerts of a training, in order of weight."""
+    config = facts.config
+    found = [
+        *(("classes", message) for message in _of_classes(facts)),
+        *(("schedule", message) for message in _of_schedule(facts)),
+        *(("data", message) for message in _of_data(config.data, facts.largest_px)),
+    ]
+    if config.train.precision in ("fp16", "amp-fp16") and facts.device_type == "cpu":
+        slow = (
+            f"train.precision = {config.train.precision} on the CPU, where half-precision convolutions take many times "
+            "as long as fp32: set train.precision to fp32, or use a GPU"
+        )
+        found.append(("precision", slow))
+    return [Alert(kind=kind, message=message) for kind, message in found]
+
+
+def start_notes(facts: StartFacts) -> list[str]:
+    """Return the shares of ignored pixels with their causes: most data sets have some, so these are no alerts."""
+    notes = (
+        ignored_note(targets, facts.scheme)
+        for targets in (facts.train, facts.val)
+        if targets is not None and not has_shades(targets, facts.scheme)
+    )
+    return [note for note in notes if note is not None]
+
+
+def _of_classes(facts: StartFacts) -> Iterator[str]:
+    scheme = facts.scheme
+    if facts.train is not None and (absent := absent_note(facts.train, scheme)) is not None:
+        yield f"{absent}; the network cannot learn {'them' if ', ' in absent else 'it'}"
+    if facts.train is not None and has_shades(facts.train, scheme):
+        yield ignored_note(facts.train, scheme) or ""
+    if facts.val is not None and scheme.multilabel is None and len(present := classes_present(facts.val, scheme)) == 1:
+        yield f"in {facts.val.where} only {present[0]} has pixels: the scores of the other classes say nothing"
+
+
+def _of_schedule(facts: StartFacts) -> list[str]:
+    return [] if facts.num_batches is None else schedule_notes(facts.config, facts.num_batches)
+
+
+def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
+    """Return sentences about a learning rate that does not fit the length of a run.
+
+    Args:
+        config: the complete config.
+        num_batches: micro-batches of an epoch.
+    """
+    section = config.schedule
+    if is_part(section.name):
+        return []
+    _, total_steps, steps_per_epoch = run_length(config.train, num_batches)
+    notes = []
+    share = section.warmup_steps / max(total_steps, 1)
+    if share > LONGEST_WARMUP:
+        rises = "all" if share >= 1 else f"{share:.0%}"
+        notes.append(
+            f"schedule.warmup_steps = {section.warmup_steps}: the learning rate rises towards optim.lr for {rises} of "
+            f"the {total_steps} steps of this run: set it to {max(total_steps // 20, 0)}, or train longer"
+        )
+    return [*notes, *_past_the_end(section, total_steps, steps_per_epoch)]
+
+
+def _past_the_end(section: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Iterator[str]:
+    """Yield a sentence for each list of `schedule.name: step` with an entry that no step follows."""
+    if section.name != "step":
+        return
+    last_epoch = math.ceil(total_steps / max(steps_per_epoch, 1))
+    for key, entries, unit, end in (
+        ("step_epochs", section.step_epochs, "epoch", last_epoch),
+        ("step_steps", section.step_steps, "step", total_steps),
+    ):
+        late = [entry for entry in entries if entry >= end]
+        if late:
+            yield (
+                f"schedule.{key} = {entries}: the run ends with {unit} {end}, so the learning rate is not lowered "
+                f"after {unit} {', '.join(map(str, late))}: name {unit}s before {end}, or train longer"
+            )
+
+
+def _of_data(data: DataConfig, largest_px: tuple[int, int] | None) -> Iterator[str]:
+    if (note := split_note(data)) is not None:
+        yield note
+    size = data.resize_px or largest_px
+    if size is None or data.augment is not None:  # a list of one's own may enlarge images as it likes
+        return
+    scale = data.scale[1]
+    if size[0] * scale < data.crop_px[0] or size[1] * scale < data.crop_px[1]:
+        by = f", enlarged by at most {scale:g} (data.scale)" if scale != 1 else ""
+        yield (
+            f"data.crop_px = {list(data.crop_px)} is larger than every training image (at most {size[0]} x {size[1]}"
+            f" px{by}): each crop is padded with ignored pixels, which costs memory and time: lower data.crop_px"
+        )

@@ -1,0 +1,446 @@
+"""One optimizer step: forward, additive loss statistics, backward, update; exact for any division of the batch.
+
+A criterion returns additive statistics (sums). The engine adds them over chunks, micro-batches and ranks before the one
+division, so loss and gradient are those of the whole step on one large device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from segapp.failpoints import failpoint
+from segapp.losses import Statistics, surrogate
+from segapp.memory.oom_failpoint import oom_failpoint
+from segapp.optim import add_groups, set_lr
+from segapp.parallel import DataParallelCriterion, DataParallelModel
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.training.step.first_outputs import FirstOutputs
+from segapp.training.step.modules import StepModules, StepResult
+from segapp.training.step.participant import StepParticipant
+from segapp.training.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
+from segapp.training.step.update import may_update
+from segapp.training.telemetry.device_memory import IDLE, DeviceMemoryTracker
+
+if TYPE_CHECKING:
+    from segapp.datasets.loader import Batch
+
+
+class StepEngine:
+    """Makes optimizer steps.
+
+    Args:
+        modules: model, network, criterion and average.
+        optimizer: its groups hold `precision`'s master weights.
+        precision: the precision mode; its device is the first one, which holds the weights and where sums are made.
+        clip_grad_norm: largest norm of the whole gradient, or None.
+        participants: take part in every step beside the model.
+        ranks: the processes that share every step.
+        device_memory: is told of the phases of a step.
+
+    Attributes:
+        bad_steps: steps that left the weights as they were because a value was not finite; 0-dim, on the device.
+        bad_in_row: the same, in a row up to the last step.
+        num_frozen: parameters that were frozen when the engine was made.
+        first_outputs: looks at the outputs of the first step; None: nothing looks.
+        is_whole: True if the state is that of a step boundary; False only where an update broke off in the middle.
+    """
+
+    def __init__(
+        self,
+        modules: StepModules,
+        optimizer: torch.optim.Optimizer,
+        precision: Precision,
+        *,
+        clip_grad_norm: float | None = None,
+        participants: Sequence[StepParticipant] = (),
+        ranks: Ranks | None = None,
+        device_memory: DeviceMemoryTracker | None = None,
+    ) -> None:
+        self.model, self.network, self.criterion = modules.model, modules.network, modules.criterion
+        self.average, self.smallest_chunk = modules.average, modules.smallest_chunk
+        self.rank_split, self.needs_samples, self._thawing = modules.rank_split, modules.needs_samples, modules.thawing
+        self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
+        self.participants = tuple(participants)
+        self.ranks = ranks or Ranks()
+        self.device_memory = device_memory or DeviceMemoryTracker()
+        self.device = device = precision.device
+        devices = [device, *(parameter.device for parameter in self.model.parameters())]
+        devices += self.network.devices if isinstance(self.network, DataParallelModel) else ()
+        self._rng_devices = tuple(dict.fromkeys(each for each in devices if each.type == "cuda"))
+        self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
+        self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
+        is_replicated = isinstance(self.network, DataParallelModel)
+        self._summed = DataParallelCriterion(self.criterion) if is_replicated else self.criterion
+        self.guard = BufferGuard(self.model)
+        self.is_whole = True
+        self.num_frozen = 0 if modules.thawing is None else modules.thawing.num_params
+        self._rng_before_step: TorchRng | None = None
+        self.first_outputs: FirstOutputs | None = None
+
+    def step(
+        self,
+        batches: Sequence[Batch],
+        check: Callable[[], None] = lambda: None,
+        *,
+        num_pieces: int = 1,
+        num_samples: int | None = None,
+    ) -> StepResult:
+        """Make one optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
+
+        An exception before the update leaves the model as it was before the step.
+
+        Args:
+            batches: this rank's micro-batches of the step; every rank has as many.
+            check: called before each micro-batch but the first; it may raise to leave the step.
+            num_pieces: cut every micro-batch into so many; the same mean, in less memory.
+            num_samples: of the first micro-batch over all ranks, for the result's split; None: this rank's alone.
+        """
+        split = self.split_of(len(batches[0].indices) if num_samples is None else num_samples)
+        if num_pieces > 1:
+            batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
+        self._begin()
+        with self._rolled_back_if_left():
+            totals = self._totals(batches) if len(batches) > 1 else None
+            sums: Statistics | None = None
+            for number, batch in enumerate(batches, start=1):
+                if number > 1:
+                    check()
+                with self._reduced_later(number < len(batches)):
+                    statistics = self._backward(batch, totals)
+                sums = statistics if sums is None else _added(sums, statistics)
+            assert sums is not None
+            for participant in self.participants:
+                participant.backward(batches)
+            self.device_memory.mark("step")
+            oom_failpoint("train.optimizer")
+            with torch.no_grad():
+                if len(batches) > 1:  # a single micro-batch has the sums over all ranks already
+                    sums = self.ranks.sums(sums)
+                loss = self.criterion.finalize(sums)
+                terms = self.criterion.terms(sums)
+            grad_norm, is_bad = self._finish_gradients(loss)
+            for participant in self.participants:
+                participant.finish_gradients()
+        self._apply(is_bad)
+        self.device_memory.mark(IDLE)
+        for participant in self.participants:
+            terms |= participant.terms()
+        return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
+
+    def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
+        """Return a micro-batch in pieces: in ddp as many on every rank, else none too small for BatchNorm."""
+        count = len(batch.indices)
+        if self.ranks.world_size == 1:
+            num_pieces = min(num_pieces, count)
+            while num_pieces > 1 and not self.can_train_on(count // num_pieces):
+                num_pieces -= 1
+        sizes = [count // num_pieces + (i < count % num_pieces) for i in range(num_pieces)]
+        ends = list(accumulate(sizes))
+        return [
+            type(batch)(batch.images[end - size : end], batch.target[end - size : end], batch.indices[end - size : end])
+            for size, end in zip(sizes, ends, strict=True)
+        ]
+
+    def held_tensors(self) -> list[Tensor]:
+        """Return the tensors kept between two steps: weights, buffers, optimizer state, averages."""
+        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
+        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        averaged: list[Tensor] = []
+        if self.average is not None:
+            averaged = [*self.average.module.parameters(), *self.average.module.buffers()]
+        own = [*self.model.parameters(), *self.model.buffers(), *self.guard.kept, *self.criterion.buffers()]
+        others = [tensor for participant in self.participants for tensor in participant.held_tensors()]
+        return [*own, *masters, *states, *averaged, *others]
+
+    def replicated_bytes(self) -> int:
+        """Return the bytes that every device but the first holds while it works: weights and participants."""
+        own = sum(parameter.nbytes for parameter in self.model.parameters())
+        return own + sum(participant.replicated_bytes() for participant in self.participants)
+
+    def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
+        """Return True if every device gets enough samples of a piece, for BatchNorm and for the network.
+
+        Args:
+            num_samples: of a piece, over all devices and ranks.
+            num_pieces: pieces of a micro-batch; every rank cuts its own share.
+        """
+        if num_samples < self.model.min_train_batch:
+            return False
+        if self.rank_split is not None:
+            shares = [share for share in self.rank_split.plan(num_samples * num_pieces) if share]
+            least = self.smallest_chunk if self.smallest_chunk > 1 else int(self.needs_samples is not None)
+            return max(shares) >= num_pieces and min(shares) // num_pieces >= least
+        if self.smallest_chunk == 1 or not isinstance(self.network, DataParallelModel):
+            return True
+        return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
+
+    def set_lr(self, lr: float) -> None:
+        """Set the learning rate of the next steps; participants scale their own with it."""
+        set_lr(self.optimizer, lr)
+        for participant in self.participants:
+            participant.set_lr(lr)
+
+    @property
+    def is_frozen(self) -> bool:
+        """True while parameters are frozen."""
+        return self._thawing is not None and bool(self.model.frozen_parameters)
+
+    def thaw(self) -> None:
+        """Train the frozen parameters from the next step on; every rank must call it at the same step boundary.
+
+        They join the optimizer as new groups with fresh state. DistributedDataParallel is made anew: its buckets have
+        place for those parameters alone that needed a gradient when it was made.
+        """
+        assert self._thawing is not None
+        names = self.model.thaw()
+        self.network.train()
+        if isinstance(self.network, DistributedDataParallel):
+            self.network = self.network.module  # frees the old buckets before new ones are made
+        self.network = self._thawing.wrap()
+        add_groups(self.optimizer, self._thawing.build_groups(names))
+
+    def split_of(self, num_samples: int) -> list[int]:
+        """Return the samples on each device, or on each rank, of a batch of `num_samples`."""
+        if isinstance(self.network, DataParallelModel):
+            return list(self.network.plan(num_samples))
+        return [num_samples] if self.rank_split is None else list(self.rank_split.plan(num_samples))
+
+    def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
+        """Compute the gradient of this rank's part of a micro-batch, given the statistics of the whole step.
+
+        Return this rank's statistics; without `totals`, for the only micro-batch of a step, the sums over all ranks.
+        """
+        with self.precision.autocast():
+            statistics = self._statistics(batch)
+        failpoint("train.device")
+        self.device_memory.mark("backward")
+        oom_failpoint("train.backward")
+        own = tuple(s.detach() for s in statistics)
+        if totals is None and self.ranks.world_size == 1:
+            loss = self.criterion.finalize(statistics)
+        else:
+            if totals is None:
+                own = totals = self.ranks.sums(own)
+            # DDP takes the mean of the ranks' gradients; the step's gradient is their sum.
+            loss = surrogate(self.criterion, statistics, totals) * self.ranks.world_size
+        if failpoint("train.gradient") == "inf":
+            loss = loss * torch.inf
+        self.precision.scale(loss).backward()  # type: ignore[no-untyped-call]
+        self.precision.gradients_to_master()
+        return own
+
+    def _reduced_later(self, is_later: bool) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which DDP does not reduce the gradients of micro-batches before the last.
+
+        With half weights every micro-batch is reduced: its gradients move into the fp32 masters at once.
+        """
+        if is_later and isinstance(self.network, DistributedDataParallel) and not self.precision.has_masters:
+            return self.network.no_sync()
+        return contextlib.nullcontext()
+
+    def _statistics(self, batch: Batch) -> Statistics:
+        self.device_memory.mark("forward")
+        if isinstance(self.network, DataParallelModel):
+            outputs, target = self.network(batch.images), batch.target
+        else:
+            target = batch.target.to(self.device, non_blocking=True)
+            outputs = self.network(batch.images.to(self.device, non_blocking=True))
+        if self.first_outputs is not None:
+            self.first_outputs.take(outputs)
+        for participant in self.participants:
+            participant.take(outputs)
+        self.device_memory.mark("loss")
+        oom_failpoint("train.loss")
+        return self._summed.statistics(outputs, target)
+
+    @torch.no_grad()
+    def _totals(self, batches: Sequence[Batch]) -> Statistics:
+        """Return the statistics of the whole step, which the gradient of every micro-batch depends on.
+
+        A linear criterion needs only the denominators, which follow from the targets. Others need a forward pass of
+        every micro-batch first; buffers and random numbers are restored after it.
+        """
+        sums: Statistics | None = None
+        rng = None if self.criterion.is_linear else capture_torch_rng(self._rng_devices)
+        for batch in batches:
+            if self.criterion.is_linear:
+                part = self.criterion.target_statistics(batch.target.to(self.device, non_blocking=True))
+            else:
+                with self.precision.autocast():
+                    part = self._statistics(batch)
+            sums = part if sums is None else _added(sums, part)
+        if rng is not None:
+            restore_torch_rng(rng)
+            self.guard.restore()
+            self._roll_back_participants()
+        assert sums is not None
+        return self.ranks.sums(sums)
+
+    @property
+    def is_loss_scale_falling(self) -> bool:
+        """True after a bad step in half precision: a lower loss scale is tried, which may end the run itself."""
+        return self.precision.scaler is not None and int(self.bad_in_row) > 0
+
+    def divergence(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
+        """Return why no further step can be made, and the layer where it begins; None while one can.
+
+        Args:
+            batch: a micro-batch of the last step.
+            max_bad_steps: bad steps in a row that count as divergence.
+        """
+        for participant in self.participants:
+            if problem := participant.divergence(max_bad_steps):
+                return problem, ""
+        in_row, scaler = int(self.bad_in_row), self.precision.scaler
+        is_collapsed = scaler is not None and float(scaler.scale) < 1.0
+        # A scale that is still falling explains bad steps by itself.
+        if not is_collapsed and (scaler is not None or in_row < max_bad_steps):
+            return None
+        layer = self.first_non_finite_layer(batch)
+        where = f", first in {layer}" if layer else ""
+        if is_collapsed:
+            return "the loss scale fell below 1", where
+        return f"loss or gradient not finite for {in_row} steps in a row", where
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the engine's part of a checkpoint."""
+        return {
+            "model": self.model.state_dict(),
+            "ema": None if self.average is None else self.average.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "precision": self.precision.state_dict(),
+            "criterion": self.criterion.state_dict(),
+            "bad_steps": self.bad_steps,
+            "bad_in_row": self.bad_in_row,
+            "is_frozen": self.is_frozen,
+            **{participant.name: participant.state_dict() for participant in self.participants},
+        }
+
+    def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
+        """Return `state_dict` and random states as they were before the step that another thread is in.
+
+        Only for a step that has not reached its update; the random states are None outside a step.
+        """
+        state, rng = self.state_dict(), self._rng_before_step
+        if rng is not None:
+            state["model"].update(self.guard.kept_by_name(state["model"]))
+        return state, rng
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        if self.is_frozen and not state["is_frozen"]:
+            self.thaw()
+        self.model.load_state_dict(state["model"])
+        if self.average is not None:
+            self.average.load_state_dict(state["ema"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.precision.load_state_dict(state["precision"])
+        self.criterion.load_state_dict(state["criterion"])
+        self.bad_steps.copy_(state["bad_steps"])
+        self.bad_in_row.copy_(state["bad_in_row"])
+        for participant in self.participants:
+            participant.load_state_dict(state.get(participant.name))
+
+    def first_non_finite_layer(self, batch: Batch) -> str | None:
+        """Return the first layer whose output, or whose gradient, is not finite; None if all are finite.
+
+        Takes one forward and backward pass; the model's state is left as it was.
+        """
+        found: list[str] = []
+
+        def watch(name: str) -> Callable[..., None]:
+            def look(_module: nn.Module, _inputs: object, output: object) -> None:
+                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                    found.append(name)
+
+            return look
+
+        named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
+        handles = [module.register_forward_hook(watch(name)) for name, module in named]
+        self._begin()
+        rng = capture_torch_rng(self._rng_devices)
+        try:
+            with self.precision.autocast():
+                statistics = self._statistics(batch)
+            if not found:
+                self.precision.scale(self.criterion.finalize(statistics)).backward()  # type: ignore[no-untyped-call]
+                bad = [
+                    n for n, p in self.model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()
+                ]
+                found += [f"gradient of {name}" for name in bad[-1:]]  # the last layer comes first in backward
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.guard.restore()
+            restore_torch_rng(rng)
+            self.model.zero_grad(set_to_none=True)
+            self._roll_back_participants()
+        return found[0] if found else None
+
+    @torch.no_grad()
+    def _finish_gradients(self, loss: Tensor) -> tuple[Tensor, Tensor]:
+        """Unscale and clip the gradients; return their norm and whether the step is bad."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        self.precision.unscale(gradients)
+        grad_norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
+        is_bad = (~(torch.isfinite(loss) & torch.isfinite(grad_norm))).float()
+        if self.clip_grad_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.clip_grad_norm, grad_norm)
+        return grad_norm, is_bad
+
+    @torch.no_grad()
+    def _apply(self, is_bad: Tensor) -> None:
+        """Update weights, average, participants and counters in place, with next to no memory."""
+        self.is_whole = False
+        if may_update(self.optimizer, is_bad):
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.precision.masters_to_model()
+        self.precision.update(is_bad)
+        self.guard.restore_where(is_bad)
+        if self.average is not None:
+            self.average.update(is_bad)
+        for participant in self.participants:
+            participant.apply(is_bad)
+        bad = is_bad.long()
+        self.bad_steps += bad
+        self.bad_in_row = (self.bad_in_row + 1) * bad
+        self.is_whole = True
+
+    @contextlib.contextmanager
+    def _rolled_back_if_left(self) -> Iterator[None]:
+        """Roll back a step that is left before its update: buffers, random numbers, gradients."""
+        rng = self._rng_before_step = capture_torch_rng(self._rng_devices)
+        try:
+            yield
+        except BaseException:
+            self.guard.restore()
+            restore_torch_rng(rng)
+            self.model.zero_grad(set_to_none=True)
+            self.optimizer.zero_grad(set_to_none=True)
+            self._roll_back_participants()
+            raise
+        finally:
+            self._rng_before_step = None
+
+    def _begin(self) -> None:
+        self.guard.remember()
+        for participant in self.participants:
+            participant.begin(self.network)
+
+    def _roll_back_participants(self) -> None:
+        for participant in self.participants:
+            participant.rollback()
+
+
+def _added(a: Statistics, b: Statistics) -> Statistics:
+    return tuple(x + y for x, y in zip(a, b, strict=True))

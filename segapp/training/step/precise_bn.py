@@ -1,0 +1,89 @@
+"""BatchNorm statistics from a fixed number of batches under the present weights (`train.precise_bn`)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from segapp.inference.sliding import Inference
+from segapp.memory.oom_errors import is_out_of_memory
+from segapp.training.step.rollback import BufferGuard
+
+if TYPE_CHECKING:
+    from segapp.datasets.loader import TrainLoader
+
+
+class BatchNormMemoryError(torch.OutOfMemoryError):
+    """Memory does not suffice to recompute BatchNorm's statistics."""
+
+
+def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> None:
+    """Replace BatchNorm's running statistics by those of the inputs; random states are restored afterwards.
+
+    Layers that stay in evaluation mode, as frozen ones do, keep their statistics and normalise with them, which torch's
+    `update_bn` does not support. The model is left in the mode that it had.
+
+    Args:
+        model: on `device`.
+        inputs: normalised images (N, 3, H, W).
+        device: where they are.
+
+    Raises:
+        BatchNormMemoryError: memory does not suffice; the statistics are as they were.
+    """
+    guard = BufferGuard(model)
+    was_training = model.training
+    model.train()
+    momenta = {m: m.momentum for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training}
+    try:
+        for module in momenta:
+            module.reset_running_stats()
+            module.momentum = None  # the mean over all calls
+        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+            for images in inputs if momenta else ():
+                model(images)
+    except BaseException as error:
+        guard.restore()
+        if is_out_of_memory(error):
+            raise BatchNormMemoryError(str(error)) from error
+        raise
+    finally:
+        for module, momentum in momenta.items():
+            module.momentum = momentum
+        model.train(was_training)
+
+
+class PreciseBatchNorm:
+    """Recomputes lagging running statistics from fixed training batches under the present weights.
+
+    Args:
+        loader: of the training; epoch 0 never trains, so its batches are the same at every call.
+        num_batches: so many of them, at most an epoch.
+    """
+
+    def __init__(self, loader: TrainLoader, num_batches: int) -> None:
+        self._loader, self._num_batches = loader, min(num_batches, len(loader))
+
+    def recompute(self, model: nn.Module, inference: Inference, device: torch.device, num_pieces: int) -> None:
+        """Replace the running statistics of a model on `device`.
+
+        Args:
+            model: takes normalised images (N, 3, H, W).
+            inference: its normaliser and autocast are used.
+            device: of the model.
+            num_pieces: every batch is cut into so many.
+
+        Raises:
+            BatchNormMemoryError: memory does not suffice; the statistics are as they were.
+        """
+        batches = iter(self._loader.epoch(0))
+        pieces = (
+            piece.to(device)
+            for _ in range(self._num_batches)
+            for piece in next(batches).images.tensor_split(num_pieces)
+        )
+        with inference.autocast():
+            recompute_batchnorm(model, map(inference.normalizer, pieces), device)

@@ -1,0 +1,243 @@
+"""The remaining time of a training, from the measured times of steps, evaluations, saves and starts of epochs. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from segapp.training.telemetry.clock import Clock, Spent
+
+MIN_SPAN_STEPS = 20
+"""The mean time of a step reaches back over half an epoch, but not over fewer steps than these."""
+
+_KEPT = 3
+"""The steps before a change count as so many."""
+
+_SPAN = 2.0
+"""The mean time of an evaluation, a save or a start of an epoch reaches back over so many."""
+
+
+class Observed(NamedTuple):
+    """What a training has done so far in this process, and the time of it without pauses."""
+
+    steps: Spent
+    evaluations: Spent
+    saves: Spent
+    """The time for which the training waited."""
+    loads: Spent
+    """From the beginning of an epoch, or of what an evaluation left of it, to its first batch."""
+    writes: Spent
+    """Checkpoints written in the background; the end of the training waits for the last one."""
+
+    @classmethod
+    def of(cls, clock: Clock) -> Observed:
+        """Return what a clock has counted."""
+        return cls(clock.steps(), *(clock.spent(activity) for activity in ("eval", "save", "load", "write")))
+
+
+class Place(NamedTuple):
+    """A place in a training, after a step."""
+
+    epoch: int
+    """The present one, from 1."""
+    step: int
+    """Steps done."""
+    steps_in_epoch: int
+    """Steps left in the epoch."""
+
+
+class Left(NamedTuple):
+    """What a training still has to do."""
+
+    steps: int
+    evaluations: int
+    saves: int
+    loads: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How long a training is, and when it evaluates and saves.
+
+    Attributes:
+        epochs: of the whole training.
+        steps_per_epoch: steps of an epoch.
+        total_steps: steps of the whole training, which may end within an epoch; None: whole epochs.
+        eval_every_epochs: epochs from one evaluation to the next; the end of the training is always evaluated.
+        eval_every_steps: steps from one evaluation to the next, instead; None: by epochs.
+        save_every_epochs: epochs from one save to the next; None: only at the end of the training.
+        save_every_steps: steps from one save to the next, too; None: none.
+        save_every_s: seconds from one save to the next; None: none.
+        num_eval_images: of an evaluation.
+        num_step_images: of a step.
+    """
+
+    epochs: int
+    steps_per_epoch: int
+    total_steps: int | None = None
+    eval_every_epochs: int = 1
+    eval_every_steps: int | None = None
+    save_every_epochs: int | None = 1
+    save_every_steps: int | None = None
+    save_every_s: float | None = None
+    num_eval_images: int = 0
+    num_step_images: int = 1
+
+    def left_of_run(self, place: Place) -> Left:
+        """Return what is left of the training; what is due at the place itself is still to come."""
+        in_epoch, per_epoch = place.steps_in_epoch, self.steps_per_epoch
+        steps = in_epoch + (self.epochs - place.epoch) * per_epoch
+        if self.total_steps is not None:
+            steps = max(0, self.total_steps - place.step)
+        num_ends = 0 if steps < in_epoch else 1 + (steps - in_epoch) // per_epoch
+        is_whole = num_ends > 0 and (steps - in_epoch) % per_epoch == 0
+        return self._left(place, steps, num_ends, is_end=True, is_whole=is_whole)
+
+    def left_of_epoch(self, place: Place) -> Left:
+        """Return what is left before the next epoch begins, or the training ends."""
+        of_run = self.left_of_run(place)
+        if of_run.steps <= place.steps_in_epoch:
+            return of_run
+        return self._left(place, place.steps_in_epoch, 1, is_end=False, is_whole=True)
+
+    def _left(self, place: Place, steps: int, num_ends: int, *, is_end: bool, is_whole: bool) -> Left:
+        """Count within `steps`, in which `num_ends` epochs end.
+
+        Args:
+            place: where the training is.
+            steps: the next ones.
+            num_ends: epochs that end with one of them or here.
+            is_end: the training ends with the last one.
+            is_whole: an epoch ends with the last one.
+        """
+        first, last = place.step, place.step + steps
+        last_epoch = place.epoch + num_ends - 1
+
+        def epochs(every: int, until: int = last_epoch) -> int:
+            return _multiples(every, place.epoch, until)
+
+        def epochs_after(num_steps: int, every: int = 1) -> int:
+            """Return the distance of those among every so many epochs that end with a multiple of `num_steps`."""
+            return math.lcm(every, num_steps // math.gcd(num_steps, self.steps_per_epoch))
+
+        by_steps = self.eval_every_steps
+        loads = epochs(1, last_epoch - is_whole)
+        if by_steps is None:
+            evaluations = epochs(self.eval_every_epochs)
+            is_evaluated = is_whole and last_epoch % self.eval_every_epochs == 0
+        else:
+            evaluations, is_evaluated = _multiples(by_steps, first, last), last % by_steps == 0
+            loads += _multiples(by_steps, first, last - 1) - epochs(epochs_after(by_steps), last_epoch - is_whole)
+        saves, is_saved = 0, False
+        if (every := self.save_every_epochs) is not None:
+            saves, is_saved = epochs(every), is_whole and last_epoch % every == 0
+        if (every_steps := self.save_every_steps) is not None:
+            saves += _multiples(every_steps, first, last)
+            if every is not None:
+                saves -= epochs(epochs_after(every_steps, every))
+            is_saved |= last % every_steps == 0
+        return Left(steps, evaluations + (is_end and not is_evaluated), saves + (is_end and not is_saved), loads)
+
+
+class RemainingTime:
+    """Estimates the remaining time of a training.
+
+    Args:
+        schedule: of the training.
+    """
+
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
+        self._step = _Mean(max(MIN_SPAN_STEPS, schedule.steps_per_epoch / 2))
+        self._others = [_Mean(_SPAN, is_first_slow=True) for _ in Observed._fields[1:]]
+        self._before = Observed(*[Spent()] * len(Observed._fields))
+        self._way: Hashable = None
+
+    def observe(self, observed: Observed, way: Hashable = None) -> None:
+        """Take in what was done since the last call.
+
+        The steps before a change of `way` count as a few. So do those before the data is loaded for the second time: in
+        the first epoch files are read that are in memory later, and the allocator grows.
+
+        Args:
+            observed: what the training has done in this process.
+            way: how steps are made, such as the split of the batch.
+        """
+        if way != self._way or self._before.loads.times < 2 <= observed.loads.times:
+            self._step.forget()
+        self._way = way
+        for mean, now, before in zip([self._step, *self._others], observed, self._before, strict=True):
+            mean.add(now.times - before.times, now.seconds - before.seconds)
+        self._before = observed
+
+    def etas_s(self, place: Place) -> tuple[float | None, float | None]:
+        """Return the seconds until the next epoch begins, and until the training ends; None before the first step.
+
+        Evaluations that are still to come take as long as the last ones; before the first one, an image is taken to
+        need as long as in a step.
+        """
+        if self._step.value is None:
+            return None, None
+        write_s = self._others[-1].value or 0.0
+        of_run = self._schedule.left_of_run(place)
+        of_epoch = self._schedule.left_of_epoch(place)
+        run_s = self._seconds(of_run) + write_s
+        return run_s if of_epoch == of_run else self._seconds(of_epoch), run_s
+
+    def _seconds(self, left: Left) -> float:
+        schedule, step_s = self._schedule, self._step.value or 0.0
+        eval_s, save_s, load_s = (mean.value for mean in self._others[:3])
+        if eval_s is None:
+            eval_s = step_s * schedule.num_eval_images / schedule.num_step_images
+        seconds = left.steps * step_s + left.evaluations * eval_s + left.loads * (load_s or 0.0)
+        saves = left.saves
+        if schedule.save_every_s is not None:
+            saves = max(saves, int(seconds / schedule.save_every_s))
+        return seconds + saves * (save_s or 0.0)
+
+
+class _Mean:
+    """A mean in which measurements lose weight with each one after them.
+
+    Args:
+        span: number of measurements after which the weight has fallen to 1/e.
+        is_first_slow: the first measurement counts only until there is a second one.
+    """
+
+    def __init__(self, span: float, *, is_first_slow: bool = False) -> None:
+        self._span, self._is_first_slow = span, is_first_slow
+        self._sum = self._weight = 0.0
+        self._num = 0
+
+    @property
+    def value(self) -> float | None:
+        """The mean; None without a measurement."""
+        return self._sum / self._weight if self._weight else None
+
+    def add(self, num: int, total: float) -> None:
+        """Add `num` measurements with this sum."""
+        if num <= 0:
+            return
+        if self._is_first_slow and self._num == 1:
+            self._sum = self._weight = 0.0
+        kept = math.exp(-num / self._span)
+        self._sum = kept * self._sum + (1 - kept) * total / num
+        self._weight = kept * self._weight + (1 - kept)
+        self._num += num
+
+    def forget(self) -> None:
+        """Give all measurements so far the weight of `_KEPT`."""
+        kept = 1 - math.exp(-_KEPT / self._span)
+        if self._weight > kept:
+            self._sum, self._weight = self._sum / self._weight * kept, kept
+
+
+def _multiples(of: int, first: int, last: int) -> int:
+    """Return the number of multiples in `first` to `last`, both included.
+
+    >>> _multiples(3, 3, 9), _multiples(3, 4, 5), _multiples(2, 5, 4)
+    (3, 0, 0)
+    """
+    return max(0, last // of - (first - 1) // of)

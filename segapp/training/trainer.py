@@ -1,0 +1,418 @@
+"""The training loop: fit -> train_epoch -> train_step, evaluation, checkpoints, and the events about them.
+
+The state of a training is whole at every step boundary, and only there: (epoch, batch, step), weights, average,
+optimizer, random numbers. Everything else follows from the config, so a resumed run takes the same path bit for bit; on
+GPUs with `train.deterministic`, without it up to the rounding of kernels that add in random order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from segapp.checkpoint.training_state import capture_rng, restore_rng
+from segapp.config import LiveSettings
+from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
+from segapp.failpoints import failpoint
+from segapp.inference.evaluate import Evaluation
+from segapp.memory.oom_errors import is_out_of_memory
+from segapp.training.control.progress import TrainingProgress
+from segapp.training.control.safe_point import SafePoint
+from segapp.training.process.context import RunContext
+from segapp.training.process.signals import PauseRequest, StopRequest
+from segapp.training.recovery.divergence import LossWatch
+from segapp.training.recovery.fallbacks import MemoryFallbacks
+from segapp.training.reporting import TrainerParts, TrainingReporter
+from segapp.training.saving.position import Best, Position
+from segapp.training.saving.saver import Captured, CheckpointSaver
+from segapp.training.settings import RunFacts, TrainerSettings
+from segapp.training.step.first_outputs import FirstOutputs
+from segapp.training.step.modules import StepResult
+from segapp.training.step.rollback import rng_fields
+from segapp.training.telemetry.clock import images_in
+from segapp.training.telemetry.device_memory import IDLE
+
+if TYPE_CHECKING:
+    from segapp.datasets.loader import Batch
+
+STATE_FORMAT = 1
+
+FRESH_CHECKPOINT_S = 60.0
+"""A change of the split is preceded by a checkpoint, unless the last one is younger than this."""
+
+
+class Trainer:
+    """One training.
+
+    Args:
+        context: of the run.
+        settings: fixed numbers.
+        parts: the objects that it puts to work.
+        facts: for the `run_start` event and the checkpoint.
+    """
+
+    def __init__(self, context: RunContext, settings: TrainerSettings, parts: TrainerParts, facts: RunFacts) -> None:
+        self.settings, self.facts = settings, facts
+        self.engine, self.train_loader, self.validation = parts.engine, parts.train_loader, parts.validation
+        self.controller, self.oom_policy = parts.controller, parts.oom_policy
+        self.ranks, self.device_memory = context.ranks, context.device_memory
+        self.plateau = parts.plateau
+        self.progress = TrainingProgress(settings.epochs, settings.total_steps)
+        self.activities = context.activities
+        self.activities.step = lambda: self.position.step
+        self.reporter = TrainingReporter(context.event_log, settings, parts, self.progress, self.activities.clock)
+        self.saver = CheckpointSaver(parts.store, settings.save_rules, context, self._capture)
+        self.engine.first_outputs = FirstOutputs()
+        self.loss_watch = LossWatch(len(facts.classes))
+        self.has_diverged = False
+        self.safe_point = SafePoint(context, self.controller, self.saver, self.progress)
+
+    # --- the course ------------------------------------------------------------------------------------------------
+
+    @property
+    def position(self) -> Position:
+        """Micro-batches and steps done."""
+        return self.progress.position
+
+    @property
+    def length(self) -> str:
+        """The length of the whole training in words."""
+        steps = self.settings.total_steps
+        return f"{self.settings.epochs} epochs" if steps is None else f"{steps} steps"
+
+    def fit(self) -> str:
+        """Train to the last epoch or step, or to an early stop.
+
+        Returns:
+            The reason why training ended.
+
+        Raises:
+            StopRequest: a signal or a command asked for a stop; the state is saved.
+            RunError: the training cannot continue.
+        """
+        self.reporter.run_start(self.facts, self.progress.resumed_from_step)
+        self.device_memory.mark(IDLE)
+        reason = self.length
+        with self._saved_on_failure():
+            while not self.progress.is_complete:
+                self.train_epoch()
+                self._finish_stretch()
+                patience = self.settings.early_stop
+                if patience is not None and self.progress.best.evaluations_since >= patience:
+                    reason = f"no better {self.settings.monitor} for {patience} evaluations"
+                    break
+                is_between = self.position.batch == 0 and not self.progress.is_complete
+                if self.controller.requests.stop is not None and is_between:
+                    raise StopRequest("asked to stop after the epoch")
+        self.saver.finish(self.position, is_required=True)
+        self._answer_commands(f"the run has finished: {reason}", is_finished=True)
+        return reason
+
+    @contextlib.contextmanager
+    def _saved_on_failure(self) -> Iterator[None]:
+        """Save the state where a stop or an error leaves it whole on every rank, and wait for the writer."""
+        try:
+            yield
+        except StopRequest as request:
+            self.saver.finish(self.position, is_required=True)
+            self._answer_commands(f"{request}: saved at step {self.position.step}", is_finished=False)
+            raise
+        except NonFiniteError:
+            if self.has_diverged:  # the newest checkpoint stays the last one before
+                self.saver.wait_for_writer()
+            else:
+                self.saver.finish(self.position, is_required=False)
+            raise
+        except OutOfMemoryError:  # on every rank
+            if self.oom_policy.can_save:
+                self.saver.finish(self.position, is_required=False)
+            self.saver.wait_for_writer()
+            raise
+        except (DataError, WorkerError):
+            if self.ranks.world_size == 1:  # the other ranks would not come to a save
+                self.saver.finish(self.position, is_required=False)
+            self.saver.wait_for_writer()
+            raise
+        except Exception:
+            self.saver.wait_for_writer()
+            raise
+
+    def end_complete(self) -> None:
+        """Answer the commands sent to a training that has no epoch left."""
+        self._answer_commands("the run is complete", is_finished=True)
+
+    def _answer_commands(self, reason: str, *, is_finished: bool) -> None:
+        self.controller.answer_at_end(self.progress.command_position(), reason, is_finished=is_finished)
+
+    def train_epoch(self) -> None:
+        """Train the rest of the current epoch, or up to an evaluation or the end of the run within it."""
+        settings, clock = self.settings, self.activities.clock
+        if self._is_stretch_over():
+            return
+        with clock.during("load"):
+            if self.position.batch == 0:  # a run resumed in the middle of an epoch has emitted its start already
+                self._begin_epoch()
+            self.engine.network.train()
+            batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
+            clock.restart()
+            group = self._next_group(batches)
+        num_images = len(self.train_loader.dataset)
+        is_last = False
+        while not is_last:
+            result = self.train_step(group)
+            clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
+            self.position.batch += len(group)
+            self.loss_watch.add(result.loss)
+            self._look_at_first_outputs()
+            self.controller.after_step(result.split, sum(result.split), self.position.step)
+            is_last = self._is_stretch_over()
+            if is_last or self.position.step % settings.log_every_steps == 0:
+                self.reporter.step(result, self._lr(self.position.step))
+                self._stop_if_diverged(group)
+            if not is_last and self.saver.is_due(self.position.step):
+                self.saver.begin_or_postpone()
+            if not is_last:
+                group = self._next_group(batches)
+        self.controller.after_epoch()
+
+    def train_step(self, group: list[Batch]) -> StepResult:
+        """Make one update from the micro-batches of `group`.
+
+        A step that a pause interrupts, or for which memory does not suffice, leaves no trace and is made again.
+
+        Raises:
+            StopRequest: a stop was asked for before the step, or between its micro-batches.
+            OutOfMemoryError: memory does not suffice, in smaller pieces either.
+        """
+        oom = self.oom_policy
+        while True:
+            failpoint("train.step")
+            self.safe_point.check()
+            # Not before: a checkpoint saved there has the same bytes as one saved at the end of the last step.
+            self.engine.set_lr(self._lr(self.position.step + 1))
+            num_pieces = oom.begin(self.position).num_pieces
+            num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
+            try:
+                with oom.within_limit():
+                    check = self.safe_point.check_within_step
+                    result = self.engine.step(group, check, num_pieces=num_pieces, num_samples=num_samples)
+            except PauseRequest:
+                continue
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            else:
+                self.position.step += 1
+                self.position.is_evaluated = False
+                return result
+            oom.handle_step_failure(failure, self.position)
+
+    def evaluate(self) -> Evaluation:
+        """Evaluate on the validation split and emit the `val` event.
+
+        Raises:
+            OutOfMemoryError: memory does not suffice, whatever the fallback.
+        """
+        check, clock = self.safe_point.check, self.activities.clock
+
+        def progress(num_done: int) -> None:
+            self.activities.report_evaluated(num_done, self.validation.num_images)
+
+        with self.activities.during("eval"):
+            before_s = clock.spent("eval").seconds
+            found = self.oom_policy.make_evaluation(
+                lambda fallbacks: self.validation.run(fallbacks, check, progress), self.position
+            )
+            self.reporter.validation(found, clock.spent("eval").seconds - before_s)
+            self.validation.draw_samples(self.position.epoch, self.oom_policy.fallbacks)
+        return found
+
+    # --- epochs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def live(self) -> LiveSettings:
+        """The settings in force that may change while the run continues."""
+        return self.controller.settings
+
+    def _begin_epoch(self) -> None:
+        """Apply the requested settings; they change here and nowhere else."""
+        self.safe_point.check()
+        last_frozen = self.settings.freeze_epochs
+        is_thawing = last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen
+        requested = self.controller.settings_for_step(self.position.step, is_thawing=is_thawing)
+        requested = self.ranks.from_main(requested)
+        if (requested.gpu0_bsz, requested.shares) != (self.live.gpu0_bsz, self.live.shares):
+            if not self.saver.is_fresh(FRESH_CHECKPOINT_S):
+                self.saver.begin()
+            if self.engine.device.type == "cuda":
+                torch.cuda.empty_cache()  # blocks of the old sizes
+            self.activities.clock.warm_up()
+        self.controller.apply(requested, self.progress.command_position())
+        self.device_memory.reset_observed()
+        if is_thawing:
+            self.engine.thaw()
+            self.activities.clock.warm_up()
+            self.oom_policy.after_thaw()
+        self.progress.begin_epoch()
+        self.reporter.epoch_start(self._lr(self.position.step + 1))
+
+    def _next_group(self, batches: Iterator[Batch]) -> list[Batch]:
+        """Return the micro-batches of the next step."""
+        began, size = time.perf_counter(), min(self.settings.accumulate, len(self.train_loader) - self.position.batch)
+        self.device_memory.report_progress("read")
+        group = [next(batches) for _ in range(size)]
+        self.device_memory.report_progress(IDLE)
+        self.activities.clock.wait_s += time.perf_counter() - began
+        return group
+
+    def _is_stretch_over(self) -> bool:
+        """Return True at the end of an epoch or of the run, and where an evaluation is due."""
+        is_end = self.position.batch >= len(self.train_loader) or self.progress.is_complete
+        return is_end or self._is_evaluation_due()
+
+    def _is_evaluation_due(self) -> bool:
+        """Return True at the end of the run, and after every so many steps or epochs; once at a position."""
+        settings, at = self.settings, self.position
+        if at.is_evaluated:
+            return False
+        is_epoch_end = at.batch >= len(self.train_loader)
+        if settings.total_steps is None:
+            is_end = is_epoch_end and at.epoch >= settings.epochs
+        else:
+            is_end = at.step >= settings.total_steps
+        if settings.eval_every_steps is not None:
+            return is_end or (at.step > 0 and at.step % settings.eval_every_steps == 0)
+        return is_end or (is_epoch_end and at.epoch % settings.eval_every_epochs == 0)
+
+    def _finish_stretch(self) -> None:
+        """Evaluate if it is due, move to the next epoch at the end of one, save if it is due."""
+        settings, epoch, is_best = self.settings, self.position.epoch, False
+        if self.position.batch >= len(self.train_loader):
+            self._judge_epoch()
+        if self._is_evaluation_due():
+            found = self.evaluate()
+            if found.loss is None and not self.engine.is_loss_scale_falling:
+                self._end_diverged(f"the validation loss is not finite after step {self.position.step}")
+            self.position.is_evaluated = True
+            value = found.monitored(settings.monitor)
+            is_best = self.progress.best.note(value, epoch)
+            if self.plateau is not None:
+                self.plateau.observe(value if value is None or self.plateau.larger_is_better else -value)
+        finished = epoch if self.position.batch >= len(self.train_loader) else None
+        if finished is not None:
+            self.progress.finish_epoch()
+        every = settings.save_every_epochs
+        is_due = finished is not None and every is not None and finished % every == 0
+        if is_best or self.progress.is_complete or is_due or self.saver.is_due(self.position.step):
+            self.saver.begin(finished_epoch=finished, is_best=is_best)
+
+    def _lr(self, step: int) -> float:
+        reduced = 1.0 if self.plateau is None else self.plateau.factor
+        return self.live.lr_factor * reduced * self.settings.learning_rate(step)
+
+    def _stop_if_diverged(self, group: list[Batch]) -> None:
+        """Raise NonFiniteError after too many bad steps in a row, or if the loss scale fell below 1."""
+        if problem := self.engine.divergence(group[-1], self.settings.max_bad_steps):
+            move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
+            raise NonFiniteError(
+                f"{problem[0]}, up to step {self.position.step}{problem[1]} (no bad step changed the weights): "
+                f"{move} optim.lr = {self.settings.base_lr}, add schedule.warmup_steps or optim.clip_grad_norm"
+            )
+
+    def _look_at_first_outputs(self) -> None:
+        """Report outputs that are probabilities after the first step of this process; later steps are not looked at."""
+        if self.engine.first_outputs is None:
+            return
+        note = self.engine.first_outputs.note()
+        self.engine.first_outputs = None
+        if note is not None:
+            self.reporter.outputs(note)
+
+    def _judge_epoch(self) -> None:
+        """Report an epoch whose losses stayed above the first one, and end a run that has diverged."""
+        found = self.loss_watch.end_epoch(self.reporter.steps_per_epoch)
+        if found is None:
+            return
+        has_diverged, words = found
+        if has_diverged:
+            self._end_diverged(f"in epoch {self.position.epoch} {words}")
+        self.reporter.diverged(f"in epoch {self.position.epoch} {words}: if it does not fall, lower optim.lr")
+
+    def _end_diverged(self, words: str) -> None:
+        """Emit an alert and raise NonFiniteError; nothing is saved from here on."""
+        self.has_diverged = True
+        self.reporter.diverged(f"the training has diverged: {words}")
+        raise NonFiniteError(
+            f"the training has diverged: {words}: lower optim.lr = {self.settings.base_lr}, add schedule.warmup_steps "
+            "or optim.clip_grad_norm; with half precision use train.precision amp-bf16"
+        )
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def _capture(self) -> Captured:
+        return Captured(self.state_dict(), self.position, self.progress.best.value)
+
+    def save_last_boundary(self, is_still: Callable[[], bool]) -> str | None:
+        """Save the state of the last step boundary from another thread, while the training thread hangs in a step.
+
+        Args:
+            is_still: returns True while the training thread has not moved.
+
+        Returns:
+            Why it could not be saved; None if it is.
+        """
+        if self.ranks.world_size > 1:
+            return "the state of the other ranks cannot be gathered"
+        engine_state, rng = self.engine.state_before_step()
+        state = self._state_with(engine_state, [capture_rng() if rng is None else {**capture_rng(), **rng_fields(rng)}])
+        captured = Captured(state, replace(self.position), self.progress.best.value)
+        return self.saver.save_last_boundary(captured, is_still)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resume needs, as tensors and plain values; every rank must call it."""
+        return self._state_with(self.engine.state_dict(), self.ranks.gather(capture_rng()))
+
+    def _state_with(self, engine_state: dict[str, Any], rng: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "format": STATE_FORMAT,
+            **engine_state,
+            "position": vars(self.position).copy(),
+            "best": vars(self.progress.best).copy(),
+            "plateau": None if self.plateau is None else self.plateau.state_dict(),
+            "settings": self.live.model_dump(),
+            "lessons": self.oom_policy.fallbacks.to_json(),
+            "memory": self.controller.batch_split.state_dict(),
+            "rng": rng,
+            "config": self.facts.config,
+            "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": len(self.train_loader)},
+            "classes": list(self.facts.classes),
+            "parts": dict(self.facts.parts),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a saved state, at exactly the position where it was saved.
+
+        Raises:
+            CheckpointError: it does not fit this training.
+        """
+        self.engine.load_state_dict(state)
+        self.progress.restore(Position(**state["position"]), Best(**state["best"]))
+        if self.plateau is not None:
+            self.plateau.load_state_dict(state["plateau"])
+        saved, present = state["config"]["parallel"], self.facts.config["parallel"]
+        self.controller.restore_settings(LiveSettings(**state["settings"]), saved, present)
+        self.oom_policy.restore(MemoryFallbacks.from_json(state.get("lessons", {})))
+        self.controller.batch_split.load_state_dict(state.get("memory", {}))
+        if self.ranks.rank < len(state["rng"]):
+            restore_rng(state["rng"][self.ranks.rank])
+
+    def close(self) -> None:
+        """Stop the data workers, which would live on in a program that trains more than once."""
+        self.train_loader.close()
+        self.validation.loader.close()

@@ -1,0 +1,90 @@
+"""The metrics that the chart can show: their names, and their values over the steps of a run."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from segapp.run.events import Val
+from segapp.view.evaluations import Floats, PastVal
+from segapp.view.history import History
+from segapp.view.view import View
+
+STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s": "images/s"}
+"""Field of a `step` event -> title."""
+
+VAL_METRICS = {"miou": "mIoU", "mean_dice": "mean Dice", "pixel_accuracy": "pixel accuracy"}
+"""Field of a `val` event -> title."""
+
+NO_POINTS: Floats = np.empty((0, 2))
+"""Of a metric without evaluations."""
+
+TERM, CLASS = "term ", "IoU "
+"""What the names of a loss term and of the IoU of a class begin with."""
+
+
+class Curve(NamedTuple):
+    """A metric over the steps of a run."""
+
+    history: History | None
+    """Values of the steps; None for a metric of the evaluations."""
+    points: Floats
+    """Step and value of each evaluation that has one, float64 [evaluations, 2]."""
+
+
+def metric_names(view: View) -> list[str]:
+    """Return the metrics that a run has, in the order of the key; IoU of the classes are chosen in their pane."""
+    names = ["loss"]
+    step = view.step
+    names += [TERM + name for name in (step.terms or {}) if step is not None] if step is not None else []
+    names += [name for name in VAL_METRICS if any(getattr(val, name) is not None for val in view.vals[-1:])]
+    names += [name for name in STEP_METRICS if step is None or getattr(step, name) is not None]
+    return names
+
+
+def metric_title(name: str) -> str:
+    """Return the title of a metric."""
+    return {**STEP_METRICS, **VAL_METRICS}.get(name, name)
+
+
+def chart_title(metric: str) -> str:
+    """Return the title of the chart: the metric with a capital letter."""
+    title = metric_title(metric)
+    return title if title.startswith("mIoU") else title[:1].upper() + title[1:]
+
+
+def step_field(name: str) -> str | None:
+    """Return the field of the `step` events that holds a metric, `terms.NAME` for a term; None for other metrics."""
+    if name in STEP_METRICS:
+        return name
+    return f"terms.{name.removeprefix(TERM)}" if name.startswith(TERM) else None
+
+
+def curve_of(view: View, name: str, series: History | None) -> Curve:
+    """Return a metric of a run.
+
+    Args:
+        view: The run.
+        name: Of the metric.
+        series: Values of `step_field(name)`, where it has one.
+    """
+    if name == "loss":
+        return Curve(view.history, _points(view, view.vals.values("loss")))
+    if step_field(name) is not None:
+        return Curve(series or History(), NO_POINTS)
+    if name in VAL_METRICS:
+        return Curve(None, _points(view, view.vals.values(name)))
+    index = view.classes.index(name.removeprefix(CLASS)) if name.removeprefix(CLASS) in view.classes else -1
+    return Curve(None, _points(view, view.vals.class_iou(index)))
+
+
+def _points(view: View, values: Floats) -> Floats:
+    """Return step and value of each evaluation that has one, float64 [evaluations, 2]."""
+    return np.stack([view.vals.values("step"), values], axis=1)[~np.isnan(values)]
+
+
+def class_iou(val: Val | PastVal, index: int) -> float | None:
+    """Return the IoU of a class at an evaluation; None if it was absent."""
+    value = val.iou[index] if 0 <= index < len(val.iou) else None
+    return None if value is None or value != value else value

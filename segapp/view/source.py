@@ -1,0 +1,224 @@
+"""The source of the screen's view of a run: its folder, which is followed, or a replay (`replay`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from segapp.run.events import EventReader, StepRun
+from segapp.run.folder import RunFolder
+from segapp.run.process import ProcessId
+from segapp.run.state import RunFacts, State, derive_state, is_trainer_alive, was_acquired_after
+from segapp.view.history import History
+from segapp.view.series import SeriesReader
+from segapp.view.view import View, fold_events
+
+_FULL_BYTES = 2**21
+"""Of a longer backlog only this last part is read in full; the rest is skimmed."""
+_BLOCK_BYTES = 2**15
+"""Read at once: until they are folded, events take several times their bytes."""
+_SLICE_S = 0.1
+_LIVENESS_S = 2.0
+
+
+@dataclass(frozen=True)
+class Status:
+    """The status of a run, beside its events."""
+
+    state: State
+    is_there: bool = True
+    """True if the folder can be read."""
+    age_s: float | None = None
+    """Time since the last event."""
+    now_s: float = 0.0
+    """Current time, Unix seconds; on the trainer's clock if its offset is known."""
+    loaded_frac: float = 1.0
+    """Fraction of the history that has been read."""
+    replay: str = ""
+    """Of a replay: what it does, such as `replay 8x`; else empty."""
+    host: str | None = None
+    pid: int | None = None
+    skew_s: float = 0.0
+    """Seconds by which the trainer's clock is ahead of this host's; 0 if small."""
+
+    @property
+    def is_replay(self) -> bool:
+        """True for a recorded run that is replayed."""
+        return bool(self.replay)
+
+    @property
+    def is_over(self) -> bool:
+        """True if no trainer will answer a command."""
+        return self.is_replay or not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What a run folder says about its trainer."""
+
+    checked_s: float
+    is_there: bool
+    is_alive: bool | None
+    is_again: bool
+    """True if a trainer holds the folder again, after the end of the training."""
+    process: ProcessId | None
+    """The holder of the folder, else the process that created it."""
+
+
+class RunSource(Protocol):
+    """A live or a replayed run, polled by the screen twice a second."""
+
+    folder: RunFolder
+    view: View
+
+    def poll(self) -> bool:
+        """Read a slice of the new events; return True if more are waiting."""
+        ...
+
+    def status(self) -> Status:
+        """Return the current status."""
+        ...
+
+    def series(self, field: str) -> History:
+        """Return the values of a number of the `step` events, as far as they have been read."""
+        ...
+
+
+class LiveSource:
+    """Follows the events of a run folder."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        clock: Callable[[], float] = time.time,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.folder = folder
+        self.view = View()
+        self._reader = EventReader(folder.events)
+        self._clock, self._monotonic = clock, monotonic
+        self._generation = self._reader.generation
+        self._num_read = 0
+        self._is_caught_up = False
+        self._is_void = False
+        self._arrived: float | None = None
+        self._step_arrived: float | None = None
+        self._found: _Found | None = None
+        self._series: dict[str, SeriesReader] = {}
+
+    def poll(self) -> bool:
+        """Read for at most 0.1 s; return True if more is waiting."""
+        deadline = self._monotonic() + _SLICE_S
+        while True:
+            left = self._reader.num_bytes_left
+            if left > _FULL_BYTES:
+                items = self._reader.read_skimmed(_BLOCK_BYTES)
+            else:
+                items = list(self._reader.read_raw(_BLOCK_BYTES))
+            if self._reader.generation != self._generation:
+                self._generation, self._is_void = self._reader.generation, True
+            if items:
+                self._take(items)
+            left_now = self._reader.num_bytes_left
+            self._num_read += max(0, left - left_now)
+            if left_now == 0 or left_now >= left:  # all, or all but an incomplete last line
+                self._is_caught_up = True
+                return False
+            if self._monotonic() >= deadline:
+                return True
+
+    def series(self, field: str) -> History:
+        """Return the values of a number of the `step` events; each call reads a slice of the file."""
+        reader = self._series.get(field)
+        if reader is None:
+            self._series = {field: SeriesReader(self.folder.events, field)}  # the one that is shown
+            reader = self._series[field]
+        reader.poll()
+        return reader.history
+
+    def _take(self, items: list[dict[str, Any] | StepRun]) -> None:
+        if self._is_void:  # the file was replaced, truncated or removed; the old view stays until there are new events
+            self.view, self._is_void, self._is_caught_up, self._num_read = View(), False, False, 0
+        step_before = self.view.last_step_s
+        fold_events(self.view, items)
+        self._note_arrival(self.view.last_step_s != step_before)
+
+    def _note_arrival(self, has_step: bool) -> None:
+        if self._is_caught_up:
+            self._arrived = self._monotonic()
+            if has_step:
+                self._step_arrived = self._arrived
+
+    def status(self) -> Status:
+        """Return the current status.
+
+        Once an event has arrived, ages count from its arrival, so that they do not depend on the trainer's clock.
+        """
+        now_s, view = self._clock(), self.view
+        skew_s = self._skew_s(now_s)
+        found = self._look()
+        age_s = self._age_s(view.last_s, self._arrived, now_s)
+        facts = RunFacts(
+            end_status=view.end.status if view.end is not None and not found.is_again else None,
+            is_trainer_alive=found.is_alive,
+            event_age_s=age_s,
+            step_age_s=self._age_s(view.last_step_s, self._step_arrived, now_s),
+            step_interval_s=view.step_interval_s,
+        )
+        left = self._reader.num_bytes_left
+        is_reading = left > 0 and not self._is_caught_up
+        process = found.process
+        return Status(
+            state="busy" if is_reading else derive_state(facts),  # the end may be in what is not read yet
+            is_there=found.is_there,
+            age_s=age_s,
+            now_s=now_s + skew_s,
+            loaded_frac=self._num_read / (self._num_read + left) if is_reading else 1.0,
+            host=process.host if process else None,
+            pid=process.pid if process else None,
+            skew_s=skew_s,
+        )
+
+    def _skew_s(self, now_s: float) -> float:
+        if self.view.last_s is None or self._arrived is None:
+            return 0.0
+        skew_s = self.view.last_s - (now_s - (self._monotonic() - self._arrived))
+        return skew_s if abs(skew_s) > 5 else 0.0
+
+    def _age_s(self, event_s: float | None, arrived: float | None, now_s: float) -> float | None:
+        if arrived is not None:
+            return max(0.0, self._monotonic() - arrived)
+        return None if event_s is None else max(0.0, now_s - event_s)
+
+    def _look(self) -> _Found:
+        """Return what the folder says about the trainer; looked up every two seconds."""
+        now = self._monotonic()
+        if self._found is None or now - self._found.checked_s >= _LIVENESS_S:
+            is_there = os.path.isdir(self.folder.path)
+            info = self.folder.read_info()
+            self._found = _Found(
+                now,
+                is_there,
+                is_alive=is_trainer_alive(self.folder) if is_there else False,
+                is_again=self.view.end is not None and was_acquired_after(self.folder, self.view.end.t),
+                process=self.folder.read_holder() or (info.process if info else None),
+            )
+        return self._found
+
+
+def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:
+    """Return the sample pictures of a run, newest first."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [
+                (entry.stat().st_mtime, entry.name)
+                for entry in entries
+                if entry.name.endswith(".png") and not entry.name.startswith(".") and entry.is_file()
+            ]
+    except OSError:
+        return []
+    return [folder / name for _, name in sorted(found, reverse=True)[:limit]]

@@ -1,0 +1,443 @@
+"""The view of a run: a pure fold of its events. No clock, no files, no widgets."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+from pydantic import ValidationError
+
+from segapp.run.events import (
+    FINAL_STATUSES,
+    Alert,
+    Checkpoint,
+    CommandAnswer,
+    DeviceMemory,
+    EpochStart,
+    Event,
+    Gpu0Bsz,
+    Memory,
+    RunEnd,
+    RunStart,
+    Step,
+    StepRun,
+    Val,
+    parse_event,
+)
+from segapp.run.memory_fit import MemoryFit, fit_memory
+from segapp.run.scores import EpochLoss, as_float, is_best_candidate
+from segapp.run.text import printable
+from segapp.view.evaluations import Evaluations, PastVal
+from segapp.view.history import History
+from segapp.view.records import Evaluating, Gpu0, Mark, MemorySample, Raised
+from segapp.view.wording import LogLine, log_line, share_text
+
+PASSING_ALERTS = frozenset({"compile", "settings"})
+"""Kinds of alert that are only logged; all others stay on the screen until the user has seen them."""
+
+NUM_WHOLE_EVENTS = 300
+"""Number of log lines, the last ones, that keep their whole event."""
+NUM_ANSWERS = 200
+
+
+@dataclass
+class View:
+    """The state of a run, folded from its events."""
+
+    start: RunStart | None = None
+    first_start_s: float | None = None
+    num_starts: int = 0
+    classes: list[str] = field(default_factory=list)
+    """Printable names."""
+    epoch: int | None = None
+    lr: float | None = None
+    lr_factor: float = 1.0
+    """Set by the last applied command."""
+    step: Step | None = None
+    """The last step."""
+    history: History = field(default_factory=History)
+    loss: EpochLoss = field(default_factory=EpochLoss)
+    """Training loss of the last epoch."""
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=60))
+    """Images per second at the last steps."""
+    step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
+    split: tuple[int, ...] | None = None
+    """Samples per device of a full batch, as observed."""
+    devices: list[DeviceMemory] = field(default_factory=list)
+    memory: deque[MemorySample] = field(default_factory=lambda: deque(maxlen=600))
+    """The last samples of memory, for each device."""
+    peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
+    """Split -> highest allocation of each device with it, MiB."""
+    vals: Evaluations = field(default_factory=Evaluations)
+    best: Val | PastVal | None = None
+    """The evaluation with the highest mIoU, among those with a finite loss."""
+    checkpoint: Checkpoint | None = None
+    marks: list[Mark] = field(default_factory=list)
+    gpu0: Gpu0 = field(default_factory=Gpu0)
+    pending: dict[str, CommandAnswer] = field(default_factory=dict)
+    """Commands accepted and without a final answer yet."""
+    answers: dict[str, CommandAnswer] = field(default_factory=dict)
+    """Final answers, by id; the last `NUM_ANSWERS`."""
+    phase: str | None = None
+    """Phase of the last heartbeat: train, eval, save, paused, start."""
+    is_paused: bool = False
+    evaluating: Evaluating | None = None
+    away_s: float = 0.0
+    """Seconds of pauses since the last step; not of the one that lasts."""
+    log: list[LogLine] = field(default_factory=list)
+    """The last thousand lines and up to 200 more."""
+    alerts: dict[str, Raised] = field(default_factory=dict)
+    """Kind -> the alerts of this kind, the kind that was raised last at the end."""
+    end: RunEnd | None = None
+    last_s: float | None = None
+    """Time of the last event."""
+    last_step_s: float | None = None
+    num_events: int = 0
+    num_bad: int = 0
+    """Number of events with invalid fields."""
+    _raw_step: dict[str, Any] | None = None
+    _raw_memory: dict[str, Any] | None = None
+    _is_memory_stale: bool = False
+    _split_text: bytes = b""
+    _paused_s: float | None = None
+
+    @property
+    def num_devices(self) -> int:
+        """Number of devices; at least 1."""
+        return max(1, len(self.start.devices) if self.start else 0)
+
+    @property
+    def is_auto(self) -> bool:
+        """True if `gpu0_bsz` follows the measured memory."""
+        events = [event for event in (self.start, self.gpu0.last) if event is not None]
+        return bool(events and max(events, key=lambda event: event.t).is_auto)
+
+    @property
+    def step_interval_s(self) -> float:
+        """Median time between two `step` events; 0 if unknown."""
+        times = list(self.step_times_s)
+        gaps = sorted(b - a for a, b in pairwise(times))
+        return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
+
+    def memory_fit(self) -> MemoryFit:
+        """Return the memory model fitted to the observed peaks."""
+        return fit_memory((split, tuple(peaks)) for split, peaks in self.peaks_mib.items())
+
+
+def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
+    """Fold events into a view, in order; invalid ones are counted and skipped."""
+    steps: list[int] = []
+    times_s: list[float] = []
+    losses: list[float] = []
+    columns: tuple[list[Any], ...] = (steps, times_s, losses)
+    run: StepRun | None = None
+
+    def keep_curve() -> None:
+        if steps:
+            view.history.extend(steps, times_s, losses)
+            for column in columns:
+                column.clear()
+
+    for item in items:
+        if isinstance(item, StepRun):
+            steps += item.step
+            times_s += item.t
+            losses += item.loss
+            view.loss.add(item.epoch, item.step, item.loss)
+            view.num_events += len(item.step)
+            run = item
+            if item.split_text != view._split_text:
+                view._split_text = item.split_text
+                _note_run(view, item)
+            view.last_s = item.t[-1]
+            continue
+        view.num_events += 1
+        kind = item["type"]
+        if kind == "step":
+            if _note_step(view, item):
+                steps.append(item["step"])
+                times_s.append(as_float(item["t"]))
+                losses.append(as_float(item.get("loss")))
+                view.loss.add_event(item)
+        elif kind == "memory":
+            _note_memory(view, item)
+        elif kind == "heartbeat":
+            if run is not None:
+                _note_run(view, run)
+                run = None
+            _note_heartbeat(view, item)
+        else:
+            if run is not None:
+                _note_run(view, run)
+                run = None
+            keep_curve()
+            _fold_rare(view, item)
+        view.last_s = as_float(item["t"])
+    if run is not None:
+        _note_run(view, run)
+    keep_curve()
+    _parse_latest(view)
+
+
+def _note_run(view: View, run: StepRun) -> None:
+    """Fold the last step of consecutive ones; it stands for all of them."""
+    last = run.last
+    if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
+        last_s = view.last_s
+        _note_step(view, last)
+        view.last_s = last_s
+
+
+def _note_step(view: View, raw: dict[str, Any]) -> bool:
+    step = raw.get("step")
+    if type(step) is not int or not 0 <= step < 2**53:
+        view.num_bad += 1
+        return False
+    view._raw_step = raw
+    view.last_s = view.last_step_s = as_float(raw["t"])
+    view.phase = "train"
+    view.step_times_s.append(view.last_step_s)
+    rate = raw.get("images_per_s")
+    if isinstance(rate, float) and math.isfinite(rate):
+        view.rates.append(rate)
+    _set_paused(view, False, view.last_step_s)
+    view.evaluating, view.away_s = None, 0.0
+    split = raw.get("split")
+    if split and split != view.split:
+        _note_split(view, split)
+    return True
+
+
+def _note_split(view: View, split: Any) -> None:
+    """Keep a split if it is one of a full batch; the last batch of an epoch may be short."""
+    if not (isinstance(split, (list, tuple)) and all(type(n) is int and 0 <= n < 2**31 for n in split)):
+        return
+    full = view.start.batch_size if view.start else sum(split)
+    if sum(split) == full and tuple(split) != view.split:
+        view.split = tuple(split)
+        view._is_memory_stale = True
+
+
+def _note_memory(view: View, raw: dict[str, Any]) -> None:
+    view._raw_memory = raw
+    devices = raw.get("devices")
+    if not isinstance(devices, list):
+        return
+    sample = tuple([_memory_of(device) for device in devices[:64]])
+    view.memory.append(sample)
+    if view.split is None or not all(isinstance(each, dict) for each in devices):
+        return
+    if view._is_memory_stale:  # its peak may belong to the split before
+        view._is_memory_stale = False
+        return
+    peaks = view.peaks_mib.setdefault(view.split, [None] * len(view.split))
+    for i, (_, peak) in enumerate(sample[: len(peaks)]):
+        if peak > (peaks[i] or 0.0):
+            peaks[i] = peak
+
+
+def _memory_of(device: Any) -> tuple[float, float]:
+    used, peak = (device.get("used_mib"), device.get("peak_mib")) if isinstance(device, dict) else (None, None)
+    if type(used) is float and type(peak) is float:  # in long histories nearly always
+        return used, peak
+    return as_float(used), as_float(peak)
+
+
+def _set_paused(view: View, is_paused: bool, t: float) -> None:
+    if is_paused and view._paused_s is None:
+        view._paused_s = t
+    elif not is_paused and view._paused_s is not None:
+        view.away_s += max(0.0, t - view._paused_s)
+        view._paused_s = None
+    view.is_paused = is_paused
+
+
+def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
+    phase, t = raw.get("phase"), as_float(raw["t"])
+    if not isinstance(phase, str):
+        return
+    view.phase = printable(phase)[:12]
+    _set_paused(view, phase == "paused", t)
+    done, total = raw.get("num_evaluated"), raw.get("num_images")
+    if phase == "eval" and view.evaluating is None:
+        view.evaluating = Evaluating(t, t)
+    elif phase == "train":
+        view.evaluating = None
+    if view.evaluating is not None and type(done) is int and type(total) is int and 0 <= done <= total < 2**53:
+        view.evaluating = view.evaluating._replace(t=t, num_done=done, num_images=total)
+
+
+def _fold_rare(view: View, raw: dict[str, Any]) -> None:
+    try:
+        event = parse_event(raw)
+    except (ValidationError, ValueError):
+        view.num_bad += 1
+        return
+    line = log_line(event, view.classes, view.vals[-1] if view.vals else None)
+    if isinstance(event, RunStart):
+        _fold_start(view, event)
+    elif isinstance(event, EpochStart):
+        _parse_step(view)  # a step of the epoch before; its numbers must not replace those of the new one
+        view.epoch, view.lr = event.epoch, event.lr
+        view.phase, view.evaluating = "train", None
+        _note_split(view, event.split)
+    elif isinstance(event, Val):
+        _fold_val(view, event)
+    elif isinstance(event, Checkpoint):
+        _fold_checkpoint(view, event)
+    else:
+        _fold_control(view, event)
+    if line is not None:
+        view.log.append(line)
+        if len(view.log) > NUM_WHOLE_EVENTS:
+            view.log[-NUM_WHOLE_EVENTS - 1] = view.log[-NUM_WHOLE_EVENTS - 1]._replace(event=None)
+        if len(view.log) > 1200:  # in blocks: a list that loses its first line must be drawn anew
+            del view.log[:200]
+
+
+def _fold_start(view: View, event: RunStart) -> None:
+    view.num_starts += 1
+    view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
+    view.start = event
+    view.classes = [printable(name) for name in event.classes]
+    view.end, view.phase, view.evaluating = None, "start", None
+    _set_paused(view, False, event.t)
+    view.pending.clear()
+    view.gpu0.pending = None
+    view.gpu0.value = event.gpu0_bsz
+    view.step_times_s.clear()
+    _note_split(view, event.split)
+    if event.resumed_from_step is not None:
+        _drop_repeated(view, event.resumed_from_step)
+        view.marks.append(Mark(event.resumed_from_step, "resume", "resumed"))
+
+
+def _drop_repeated(view: View, step: int) -> None:
+    """Remove what a resumed training repeats."""
+    view.history.drop_after(step)
+    view.loss.drop_after(step)
+    view.vals.drop_after(step)
+    view.best = _best(view.vals)
+    view.marks = [mark for mark in view.marks if mark.step <= step]
+    if view._raw_step is not None and view._raw_step["step"] > step:
+        view._raw_step = None
+        view.step = None
+
+
+def _best(vals: Iterable[Val | PastVal]) -> Val | PastVal | None:
+    found = [val for val in vals if is_best_candidate(val.miou, val.loss)]
+    return max(found, key=lambda val: val.miou or 0.0, default=None)
+
+
+def _fold_val(view: View, event: Val) -> None:
+    view.vals.append(event)
+    view.evaluating = None
+    view.best = _best([event] if view.best is None else [view.best, event])
+
+
+def _fold_checkpoint(view: View, event: Checkpoint) -> None:
+    view.checkpoint = event
+    if event.is_best:
+        view.marks.append(Mark(event.step, "best", f"best, epoch {event.epoch}"))
+
+
+def _fold_control(view: View, event: Event) -> None:
+    if isinstance(event, Gpu0Bsz):
+        _fold_gpu0_bsz(view, event)
+    elif isinstance(event, CommandAnswer):
+        _fold_answer(view, event)
+    elif isinstance(event, Alert):
+        if event.kind not in PASSING_ALERTS:
+            _raise(view, event)
+    elif isinstance(event, RunEnd):
+        view.end = event
+        view.pending.clear()
+        view.gpu0.pending = None
+
+
+def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
+    gpu0 = view.gpu0
+    if event.status == "pending":
+        gpu0.pending = event
+        return
+    gpu0.pending, gpu0.last = None, event
+    if event.status == "cancelled":
+        return
+    if event.status == "applied":
+        gpu0.previous = [*gpu0.previous[-19:], event.old]
+        gpu0.value = event.new
+    else:
+        gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
+        kept = event.split[0] if event.split else event.old
+        is_device_0 = event.new is not None and (kept is None or event.new > kept)
+        if event.new is not None and is_device_0 and event.is_out_of_memory:
+            gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
+        _raise(view, Alert(kind="reverted", message=_reverted(event), t=event.t))
+    _note_split(view, event.split)
+    if event.observed_mib and event.split:
+        _note_observed(view, event)
+    step = int(view.history.step[-1]) if view.history.size else 0
+    view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
+
+
+def _raise(view: View, alert: Alert) -> None:
+    before = view.alerts.pop(alert.kind, None)
+    view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
+
+
+def _reverted(event: Gpu0Bsz) -> str:
+    reason = f": {event.reason}" if event.reason else ""
+    return f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
+
+
+def _note_observed(view: View, event: Gpu0Bsz) -> None:
+    split = tuple(event.split or ())
+    peaks = view.peaks_mib.setdefault(split, [None] * len(split))
+    for i, peak in enumerate((event.observed_mib or [])[: len(peaks)]):
+        if peak is not None and math.isfinite(peak) and peak > (peaks[i] or 0.0):
+            peaks[i] = peak
+
+
+def _fold_answer(view: View, event: CommandAnswer) -> None:
+    if event.status not in FINAL_STATUSES:
+        view.pending[event.id] = event
+        return
+    view.pending.pop(event.id, None)
+    view.answers[event.id] = event
+    if len(view.answers) > NUM_ANSWERS:
+        del view.answers[next(iter(view.answers))]
+    if event.status == "applied" and event.command in ("pause", "resume"):
+        _set_paused(view, event.command == "pause", event.t)
+    factor = (event.changes or {}).get("lr_factor") if event.status == "applied" else None
+    if isinstance(factor, int | float):
+        view.lr_factor = factor
+
+
+def _parse_latest(view: View) -> None:
+    """Parse the latest step and memory sample in full, once per fold instead of once per event."""
+    _parse_step(view)
+    if view._raw_memory is not None:
+        try:
+            memory = parse_event(view._raw_memory)
+        except ValueError:
+            view.num_bad += 1
+        else:
+            assert isinstance(memory, Memory)
+            view.devices = memory.devices
+        view._raw_memory = None
+
+
+def _parse_step(view: View) -> None:
+    if view._raw_step is not None:
+        try:
+            step = parse_event(view._raw_step)
+        except ValueError:
+            view.num_bad += 1
+        else:
+            assert isinstance(step, Step)
+            view.step, view.epoch, view.lr = step, step.epoch, step.lr
+        view._raw_step = None

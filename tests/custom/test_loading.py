@@ -1,0 +1,122 @@
+"""Import of own parts: where modules are found, what their errors say, and how options are checked."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from segapp.custom import build_part, find_source, is_part, load_part
+from segapp.errors import ConfigError
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder of its own; the Python path is restored afterwards."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path / "none"))
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("a.b:C", True), ("./a.py:C.make", True), ("ce", False), ("a:", False), (":C", False), ("a b:C", False)],
+)
+def test_part_names_have_a_module_and_a_factory(name: str, expected: bool) -> None:
+    assert is_part(name) is expected
+
+
+def test_part_of_an_installed_package_is_imported() -> None:
+    assert load_part("torch.optim:RMSprop", "optim.name").factory is torch.optim.RMSprop
+
+
+def test_module_of_the_current_folder_is_imported(folder: Path) -> None:
+    (folder / "parts_in_folder.py").write_text("def make(width): return width")
+    part = load_part("parts_in_folder:make", "model.name")
+    assert (part.factory(width=3), part.source) == (3, (folder / "parts_in_folder.py").resolve())
+
+
+def test_file_may_import_its_neighbours(folder: Path) -> None:
+    (folder / "nets").mkdir()
+    (folder / "nets" / "helper_of_file.py").write_text("WIDTH = 4")
+    (folder / "nets" / "own_file.py").write_text("import helper_of_file\nclass Net: width = helper_of_file.WIDTH")
+    assert load_part("nets/own_file.py:Net", "model.name").factory.width == 4
+
+
+def test_source_is_found_without_an_import(folder: Path) -> None:
+    package = folder / "fails_on_import"
+    package.mkdir()
+    for name in ("__init__.py", "inner.py"):
+        (package / name).write_text("raise SystemExit")
+    assert find_source("fails_on_import.inner:f") == (package / "inner.py").resolve()
+    assert find_source("nowhere.inner:f") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "message"),
+    [
+        ("", "no_such_module_here:f", "no module no_such_module_here on the Python path or in the current folder"),
+        ("", "missing.py:f", "there is no file missing.py"),
+        ("import no_such_module_here", "own_a:f", "its import needs the module no_such_module_here"),
+        ("def f(:", "own_b:f", "SyntaxError: .*own_b.py, line 1"),
+        ("1 / 0", "own_c:f", "ZeroDivisionError: division by zero .own_c.py, line 1"),
+        ("raise SystemExit(3)", "own_d:f", "its import fails with SystemExit: 3"),
+        ("def make(): pass", "own_e:mak", "has no 'mak': did you mean make?"),
+        ("WIDTH = 3", "own_f:WIDTH", "is a int: name a class or a function"),
+        ("x = 1", "own-g.py:x", "rename the file"),
+        ("x = 1", "random.py:x", "Python finds another module random .* before .*random.py: rename the file"),
+    ],
+)
+def test_import_problems_name_the_next_move(folder: Path, text: str, name: str, message: str) -> None:
+    stem = name.partition(":")[0].removesuffix(".py")
+    if not stem.startswith(("no_such", "missing")):
+        (folder / f"{stem}.py").write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_part(name, "model.name")
+
+
+def test_all_wrong_options_are_named_at_once(folder: Path) -> None:
+    (folder / "own_options.py").write_text("def make(num_classes, *, width, depth=1, scale): pass")
+    with pytest.raises(ConfigError) as error:
+        build_part(
+            "own_options:make", "model.name", {"widht": 3, "num_classes": 2, "scale": 1}, offered={"num_classes": 5}
+        )
+    for problem in ("model.options.widht is no argument", "did you mean width?", "num_classes is given by segapp"):
+        assert problem in str(error.value)
+    assert "model.options.width is missing" in str(error.value)
+
+
+def test_factory_gets_only_what_it_takes(folder: Path) -> None:
+    (folder / "own_offers.py").write_text("def make(first, *, width=1): return first, width")
+    assert build_part("own_offers:make", "loss.name", {"width": 2}, 7, offered={"ignore_index": 255}) == (7, 2)
+
+
+def test_failing_factory_is_a_config_error(folder: Path) -> None:
+    (folder / "own_failing.py").write_text("def make():\n    raise ValueError('no width')")
+    with pytest.raises(ConfigError, match=r"making it fails with ValueError: no width \(own_failing.py, line 2\)"):
+        build_part("own_failing:make", "model.name", {})
+
+
+def test_object_of_a_file_can_be_pickled_to_a_spawned_worker(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "own_pickled.py").write_text("class Data:\n    def __init__(self, size): self.size = size")
+    code = """
+import multiprocessing
+from segapp.custom import build_part
+
+def size_of(data): return data.size
+
+if __name__ == "__main__":
+    data = build_part("sub/own_pickled.py:Data", "data.format", {"size": 5})
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        print(pool.apply(size_of, (data,)))
+"""
+    (folder / "start.py").write_text(code)
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [sys.executable, "start.py"], capture_output=True, text=True, timeout=60, env={"PYTHONPATH": str(root)}
+    )
+    assert done.stdout == "5\n", done.stderr

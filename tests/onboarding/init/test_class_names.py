@@ -1,0 +1,127 @@
+"""Class names that `segapp init` finds: files beside the data, published palettes, and what it does with neither."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segapp.datasets.layouts.published_classes import ADE20K_COLORS, CAMVID_COLORS, CAMVID_NAMES, VOC_COLORS
+from segapp.onboarding.survey.palettes import PALETTES, recognise
+from tests.support.drawn_folders import IDS, SIZE, draw, draw_image, draw_mask, proposed
+
+NAMES = [f"{number:04}" for number in range(10)]
+COLORS = np.array([[0, 0, 0], [200, 0, 10], [10, 60, 250]], np.uint8)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("classes.txt", "ground\nroad\ncar\n"),
+        ("labels.txt", "0: ground\n1: road\n2: car\n"),
+        ("obj.names", "ground\nroad\ncar"),
+        ("classes.csv", "id,name\n0,ground\n1,road\n2,car\n"),
+        ("_classes.csv", "Pixel Value, Class\n0, ground\n1, road\n2, car\n"),
+        ("train/_classes.csv", "Pixel Value, Class\n0, ground\n1, road\n2, car\n"),
+        ("data.yaml", "names: [ground, road, car]\nnc: 3\n"),
+        ("data.yaml", "names:\n  0: ground\n  1: road\n  2: car\n"),
+        ("dataset.json", json.dumps({"labels": {"ground": 0, "road": 1, "car": 2}, "file_ending": ".png"})),
+        ("dataset.json", json.dumps({"labels": {"0": "ground", "1": "road", "2": "car"}})),
+        ("id2label.json", json.dumps({"0": "ground", "1": "road", "2": "car"})),
+        ("categories.json", json.dumps([{"id": i, "name": n} for i, n in enumerate(("ground", "road", "car"))])),
+    ],
+)
+def test_names_beside_masks_of_ids_are_read(file: str, text: str, tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", IDS)
+    (tmp_path / "d" / file).parent.mkdir(exist_ok=True)
+    (tmp_path / "d" / file).write_text(text)
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["ground", "road", "car"]
+    assert f"from {file}" in " ".join(result.lines)
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("class_dict.csv", "name,r,g,b\nroad,200,0,10\nground,0,0,0\ncar,10,60,250\n"),
+        ("class_dict.csv", "r,g,b,name\n200,0,10,road\n0,0,0,ground\n10,60,250,car\n"),
+        ("labelmap.txt", "# label:color_rgb:parts:actions\nroad:200,0,10::\nground:0,0,0::\ncar:10,60,250::\n"),
+        ("label_colors.txt", "200 0 10\troad\n0 0 0\tground\n10 60 250\tcar\n"),
+        ("annotation-colormap.txt", "0 road 200 0 10\n1 ground 0 0 0\n2 car 10 60 250\n"),
+        ("class_list.json", json.dumps({"#c8000a": "road", "#000000": "ground", "#0a3cfa": "car"})),
+        ("config.json", json.dumps({"labels": [{"readable": "road", "color": [200, 0, 10]},
+            {"readable": "ground", "color": [0, 0, 0]}, {"readable": "car", "color": [10, 60, 250]}]})),
+    ],
+)  # fmt: skip
+def test_names_beside_coloured_masks_are_read(file: str, text: str, tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", COLORS)
+    (tmp_path / "d" / file).write_text(text)
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["road", "ground", "car"]
+    assert config.data.palette == [(200, 0, 10), (0, 0, 0), (10, 60, 250)]
+
+
+def test_camvid_colours_give_camvid_names_and_void_is_ignored(tmp_path: Path) -> None:
+    colors = np.array([*CAMVID_COLORS, (0, 0, 0)], np.uint8)
+    draw(tmp_path / "d", NAMES, "train/{}.png", "train_labels/{}_L.png", colors)
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == list(CAMVID_NAMES)
+    assert config.data.palette == [*CAMVID_COLORS, (0, 0, 0)]
+
+
+def test_palettes_are_told_apart_by_their_colours() -> None:
+    for palette in PALETTES:
+        assert len(palette.names) == len(palette.colors) == len(set(palette.colors))
+        assert recognise(palette.colors)[0] is palette, palette.title
+    assert recognise(VOC_COLORS[:6])[0].title == "PASCAL VOC"
+    assert recognise(ADE20K_COLORS[:12])[0].title.startswith("ADE20K")
+    primary = recognise([(255, 0, 0), (0, 0, 255), (255, 255, 0), (255, 0, 255)])  # ADE20K has all four
+    assert [palette.title for palette in primary] == ["SUIM"]
+    assert recognise([(0, 0, 0), (1, 2, 3), (200, 100, 0), (9, 9, 9)]) == []
+
+
+def test_names_that_do_not_fit_the_values_are_said_not_taken(tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", np.array([0, 1, 7], np.uint8))
+    (tmp_path / "d" / "classes.txt").write_text("a\nb\n")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["class_0", "class_1", "class_7"]
+    assert "classes.txt (2 names in order) does not fit the values 0, 1, 7" in " ".join(result.lines)
+
+
+def test_values_from_one_are_shifted_to_the_names(tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", np.array([1, 2, 255], np.uint8))
+    (tmp_path / "d" / "classes.txt").write_text("ground\nroad\n")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.label_map) == (["ground", "road"], {1: 0, 2: 1})
+
+
+def test_cvat_mask_export_is_read_by_its_labelmap(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "JPEGImages" / f"{name}.jpg")
+        draw_mask(root / "SegmentationClass" / f"{name}.png", COLORS)
+        draw_mask(root / "SegmentationObject" / f"{name}.png", COLORS)
+    (root / "ImageSets" / "Segmentation").mkdir(parents=True)
+    (root / "ImageSets" / "Segmentation" / "default.txt").write_text("\n".join(NAMES))
+    (root / "labelmap.txt").write_text(
+        "# label:color_rgb:parts:actions\nbackground:0,0,0::\nroad:200,0,10::\ncar:10,60,250::\n"
+    )
+    config, result, names = proposed(root, tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "road", "car"]
+    assert "--layout SegmentationObject" in " ".join(result.lines)
+    assert len(names["train"] + names["val"]) == 10
+
+
+def test_a_grey_photograph_is_no_mask(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    draw(root, NAMES, "images/{}.jpg", "masks/{}.png", IDS)
+    for name in NAMES:
+        (root / "depth").mkdir(exist_ok=True)
+        Image.fromarray(np.random.default_rng(int(name)).integers(0, 255, SIZE, np.uint8)).save(
+            root / "depth" / f"{name}.png"
+        )
+    config, _, _ = proposed(root, tmp_path / "made.yaml")
+    assert config.data.classes == ["class_0", "class_1", "class_2"]

@@ -1,0 +1,388 @@
+"""What `segapp init` believes that masks hold: unlabelled pixels, instances, noise, opacity; its questions."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segapp.build.data import build_dataset
+from segapp.build.pairs import build_scheme, split_names
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError, DataError
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.survey.questions import OpenQuestionError
+from tests.support.drawn_folders import BINARY, SIZE, draw, draw_image, draw_mask, proposed
+
+NAMES = [f"{number:04}" for number in range(10)]
+
+
+def drawn(root: Path, mask: Any, names: list[str] = NAMES, target: str = "masks/{}.png") -> None:
+    """Draws images, and the mask that `mask(number)` returns for each."""
+    for number, name in enumerate(names):
+        draw_image(root / "images" / f"{name}.jpg")
+        path = root / target.replace("{}", name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        pixels = mask(number)
+        Image.fromarray(pixels).save(path)
+
+
+def striped(values: list[int], widths: list[int], dtype: type = np.uint8) -> np.ndarray:
+    """A mask of stripes of some values with given widths; the first one fills the rest."""
+    row = np.full(SIZE[1], values[0], dtype)
+    at = 0
+    for value, width in zip(values[1:], widths, strict=True):
+        row[at : at + width] = value
+        at += width
+    return np.tile(row, (SIZE[0], 1))
+
+
+def trained_masks(config: RunConfig) -> dict[str, np.ndarray]:
+    """Returns the train ids that training reads, by the name of the image."""
+    scheme = build_scheme(config.data)
+    return {
+        dataset.pairs[index].image.stem: np.asarray(dataset.read(index)[1])
+        for split in split_names(config.data)
+        for dataset in [build_dataset(config.data, scheme, split, is_training=False, seed=0)]
+        for index in range(len(dataset))
+    }
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("classes.txt", "ground\nroad\n{}\n"),
+        ("labels.txt", "0: ground\n1: road\n2: {}\n"),
+        ("class_dict.csv", "id,name\n0,ground\n1,road\n2,{}\n"),
+        ("data.yaml", "names: [ground, road, {}]\n"),
+        ("dataset.json", '{"labels": {"ground": 0, "road": 1, "{}": 2}}'),
+        ("classes.json", '{"0": "ground", "1": "road", "2": "{}"}'),
+    ],
+)
+@pytest.mark.parametrize("void", ["unlabelled", "No_Data"])
+def test_unlabelled_is_ignored_whichever_file_names_it(file: str, text: str, void: str, tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 1, 2], [20, 16]))
+    (tmp_path / "d" / file).write_text(text.replace("{}", void))
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.label_map) == (["ground", "road"], {2: 255})
+    said = f"{void} (value 2) is ignored: 25.0% of the pixels; --unlabelled class makes it a class"
+    assert said in " ".join(result.lines)
+    assert said in (tmp_path / "made.yaml").read_text()
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class", force=True)
+    assert (config.data.classes, config.data.label_map) == (["ground", "road", void], None)
+
+
+def test_unlabelled_is_ignored_if_its_value_is_0(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 1, 2], [20, 16]))
+    (tmp_path / "d" / "classes.json").write_text(json.dumps({"0": "unlabeled", "1": "sky", "2": "road"}))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["sky", "road"]
+    for mask in trained_masks(config).values():
+        np.testing.assert_array_equal(mask, striped([255, 0, 1], [20, 16]))
+
+
+def test_list_of_ade20k_names_the_values_from_1(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([1, 0, 3], [20, 16]))
+    rows = [f"{number}\t0.1\t10\t10\t{name}" for number, name in enumerate(("wall", "building, edifice", "sky"), 1)]
+    (tmp_path / "d" / "objectInfo150.txt").write_text("\n".join(["Idx\tRatio\tTrain\tVal\tName", *rows]))
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["wall", "building", "sky"]
+    assert config.data.label_map == {1: 0, 2: 1, 3: 2, 0: 255}
+    assert "unlabeled (value 0) is ignored: 31.2% of the pixels" in " ".join(result.lines)
+
+
+def test_frequent_value_0_without_a_name_is_asked(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([1, 0, 2], [20, 16]))
+    (tmp_path / "d" / "classes.txt").write_text("sky\nroad\n")
+    with pytest.raises(
+        OpenQuestionError, match=r"value 0 has no name in classes.txt and is 31.2%.*--unlabelled ignore"
+    ):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="ignore")
+    assert (config.data.classes, config.data.label_map) == (["sky", "road"], {1: 0, 2: 1, 0: 255})
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class", force=True)
+    assert (config.data.classes, config.data.label_map) == (["background", "sky", "road"], None)
+
+
+@pytest.mark.parametrize(("zero", "classes"), [(40, ["background", "a", "b"]), (0, ["a", "b"])])
+def test_value_0_that_fills_half_or_is_absent_is_not_asked(zero: int, classes: list[str], tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([1, 0, 2], [zero, 10]))
+    (tmp_path / "d" / "classes.txt").write_text("a\nb\n")
+    assert proposed(tmp_path / "d", tmp_path / "made.yaml")[0].data.classes == classes
+
+
+def test_names_stay_if_a_few_pixels_have_none(tmp_path: Path) -> None:
+    def mask(number: int) -> np.ndarray:
+        pixels = striped([0, 1, 2], [20, 16])
+        if number == 3:
+            pixels[:2] = 40
+        return pixels
+
+    drawn(tmp_path / "d", mask)
+    (tmp_path / "d" / "classes.csv").write_text("id,name\n0,ground\n1,road\n2,car\n")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.label_map) == (["ground", "road", "car"], {40: 255})
+    assert "value 40 has no name in classes.csv and is ignored: 128 px in 1 masks, 0.417% of the pixels" in " ".join(
+        result.lines
+    )
+
+
+def test_frequent_values_without_a_name_are_asked(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 1, 40], [20, 16]))
+    (tmp_path / "d" / "classes.csv").write_text("id,name\n0,ground\n1,road\n")
+    with pytest.raises(OpenQuestionError, match=r"value 40 has no name in classes.csv and is 25.0%"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class")
+    assert (config.data.classes, config.data.label_map) == (["ground", "road", "class_40"], {0: 0, 1: 1, 40: 2})
+
+
+def test_classes_of_instances_are_asked_and_read(tmp_path: Path) -> None:
+    def mask(number: int) -> np.ndarray:
+        return striped([0, 1001 + number, 1500 - number, 3002 + number], [20, 10, 12], np.uint16)
+
+    drawn(tmp_path / "d", mask)
+    with pytest.raises(OpenQuestionError, match=r"--masks instances \(3 classes: value // 1000 is the class\)"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    (tmp_path / "d" / "classes.csv").write_text("id,name\n0,ground\n1,car\n2,van\n3,person\n")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", masks="instances")
+    assert config.data.classes == ["ground", "car", "van", "person"]
+    assert "masks: 10 in" in " ".join(result.lines)
+    for read in trained_masks(config).values():
+        np.testing.assert_array_equal(read, striped([0, 1, 1, 3], [20, 10, 12]))
+
+
+def test_panoptic_masks_keep_classes_without_instances(tmp_path: Path) -> None:
+    """As Cityscapes' instanceIds: 7 is road, 26001 a car."""
+    drawn(tmp_path / "d", lambda number: striped([7, 26001 + number, 26500, 8], [20, 10, 12], np.uint16))
+    with pytest.raises(OpenQuestionError, match=r"--masks panoptic"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", masks="panoptic")
+    assert config.data.classes == ["class_7", "class_8", "class_26"]
+    for read in trained_masks(config).values():
+        np.testing.assert_array_equal(read, striped([0, 2, 2, 1], [20, 10, 12]))
+
+
+def test_numbered_instances_are_asked_and_become_the_object(tmp_path: Path) -> None:
+    def mask(number: int) -> np.ndarray:
+        count = 4 + number
+        return striped([0, *range(1, count + 1)], [3] * count)
+
+    drawn(tmp_path / "d", mask)
+    with pytest.raises(OpenQuestionError, match=r"values 1 to n, n from 4 to 13.*--masks object .*--masks ids"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", masks="object")
+    assert config.data.classes == ["background", "object"]
+    for name, read in trained_masks(config).items():
+        np.testing.assert_array_equal(read, mask(int(name)) > 0)
+    assert len(proposed(tmp_path / "d", tmp_path / "made.yaml", masks="ids", force=True)[0].data.classes or []) == 14
+    with pytest.raises(ConfigError, match="--masks things: choose ids, instances, panoptic or object"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", masks="things"))
+
+
+def noisy(number: int) -> np.ndarray:
+    """A black and white mask after JPEG."""
+    buffer = io.BytesIO()
+    clean = np.zeros(SIZE, np.uint8)
+    clean[10:30, 5 + number : 40] = 255
+    Image.fromarray(clean).save(buffer, "JPEG", quality=60)
+    return np.asarray(Image.open(buffer))
+
+
+def test_masks_that_went_through_jpeg_are_refused_and_cleaned(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", noisy)
+    with pytest.raises(
+        DataError, match=r"saved with loss: \d+\.\d% of the pixels are neither 0 nor 255.*--clean-masks"
+    ):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", clean_masks=True)
+    assert config.data.classes == ["background", "object"]
+    for name, read in trained_masks(config).items():
+        wanted = np.zeros(SIZE, np.uint8)
+        wanted[10:30, 5 + int(name) : 40] = 1
+        np.testing.assert_array_equal(read, wanted)
+
+
+def test_ids_that_went_through_jpeg_are_asked_with_the_levels(tmp_path: Path) -> None:
+    def mask(number: int) -> np.ndarray:
+        pixels = striped([0, 85, 170], [20, 16])
+        pixels[10 : 30 + number, 13:43] = 170
+        buffer = io.BytesIO()
+        Image.fromarray(pixels).save(buffer, "JPEG", quality=40)
+        return np.asarray(Image.open(buffer))
+
+    drawn(tmp_path / "d", mask)
+    with pytest.raises(OpenQuestionError, match=r"near value 0, 8\d, 17\d.*--clean-masks"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_object_in_the_opacity_alone_is_read(tmp_path: Path) -> None:
+    def mask(number: int) -> np.ndarray:
+        pixels = np.full((*SIZE, 4), 200, np.uint8)
+        pixels[..., 3] = striped([0, 255], [10 + number])
+        return pixels
+
+    drawn(tmp_path / "d", mask)
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "object"]
+    assert "the object is where they are opaque" in " ".join(result.lines)
+    for name, read in trained_masks(config).items():
+        np.testing.assert_array_equal(read, mask(int(name))[..., 3] > 0)
+
+
+def test_smoothed_opacity_is_refused_in_words(tmp_path: Path) -> None:
+    def mask(number: int) -> np.ndarray:
+        pixels = np.full((*SIZE, 4), 200, np.uint8)
+        pixels[..., 3] = np.linspace(0, 255, SIZE[1]).astype(np.uint8)
+        return pixels
+
+    drawn(tmp_path / "d", mask)
+    with pytest.raises(DataError, match="the masks have one colour, and 64 values of opacity"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+@pytest.mark.parametrize("value", [0, 7])
+def test_masks_of_one_value_are_refused_in_words(value: int, tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: np.full(SIZE, value, np.uint8))
+    with pytest.raises(DataError, match=rf"the 10 masks read hold one value: value {value}: there is nothing"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    assert not (tmp_path / "made.yaml").exists()
+
+
+def test_supervisely_without_objects_is_refused_in_words(tmp_path: Path) -> None:
+    for name in NAMES:
+        draw_image(tmp_path / "d" / "ds" / "img" / f"{name}.png")
+        path = tmp_path / "d" / "ds" / "ann" / f"{name}.png.json"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(json.dumps({"size": {"height": SIZE[0], "width": SIZE[1]}, "objects": []}))
+    (tmp_path / "d" / "meta.json").write_text(json.dumps({"classes": []}))
+    with pytest.raises(DataError, match="Supervisely, but cannot be read: there are no objects in its 10 images"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_white_of_16_bits_is_the_object(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 65_535], [20], np.uint16))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.label_map) == (["background", "object"], {65_535: 1})
+
+
+def test_tag_in_the_names_of_label_studio_is_the_class(tmp_path: Path) -> None:
+    names = [f"task-{name}-annotation-1-by-1-tag-road-0" for name in NAMES]
+    for name, image in zip(names, NAMES, strict=True):
+        draw_image(tmp_path / "d" / "images" / f"task-{image}.jpg")
+        draw_mask(tmp_path / "d" / "masks" / f"{name}.png", BINARY)
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "road"]
+
+
+def test_trimaps_of_pets_have_names_and_a_note_on_the_border(tmp_path: Path) -> None:
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "annotations/trimaps/{}.png", np.array([1, 2, 3], np.uint8))
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.label_map) == (["pet", "background", "border"], {1: 0, 2: 1, 3: 2})
+    assert "3 is the border of the pet" in " ".join(result.lines)
+
+
+def test_loveda_has_its_own_names(tmp_path: Path) -> None:
+    ids = np.arange(8, dtype=np.uint8)
+    for word, names in (("Train", NAMES[:6]), ("Val", NAMES[8:])):
+        for scene in ("Rural", "Urban"):
+            draw(
+                tmp_path / "d", names, f"{word}/{scene}/images_png/{{}}.png", f"{word}/{scene}/masks_png/{{}}.png", ids
+            )
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "building", "road", "water", "barren", "forest", "agricultural"]
+    assert config.data.label_map == {0: 255, **{value: value - 1 for value in range(1, 8)}}
+
+
+def test_validation_on_the_test_images_is_said_or_replaced(tmp_path: Path) -> None:
+    for split, names in (("train", NAMES[:8]), ("test", NAMES[8:])):
+        draw(tmp_path / "d", names, f"{split}/images/{{}}.jpg", f"{split}/masks/{{}}.png")
+    config, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert names["val"] == ["0008.jpg", "0009.jpg"]
+    said = "the best checkpoint is chosen on the test images, for lack of a val split; --val-share SHARE of segapp init"
+    assert f"val_split: test - {said}" in " ".join(result.lines)
+    assert said in (tmp_path / "made.yaml").read_text()
+    config, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml", val_share=0.25, force=True)
+    assert (len(names["train"]), len(names["val"])) == (6, 2)
+    assert not {"0008.jpg", "0009.jpg"} & {*names["train"], *names["val"]}
+    assert "2 test images are left for segapp eval" in " ".join(result.lines)
+    assert config.data.list_dir is not None
+    listed = (Path(config.data.list_dir) / "test.txt").read_text()
+    assert [line.split("\t")[0][-8:] for line in listed.splitlines()] == ["0008.jpg", "0009.jpg"]
+
+
+def test_value_255_that_fills_half_of_the_masks_is_asked(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([255, 0, 128], [12, 10]))
+    with pytest.raises(OpenQuestionError, match=r"value 255 is 65.6% of the pixels: unlabelled or a class"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class")
+    assert config.data.classes == ["class_0", "class_128", "class_255"]
+    for read in trained_masks(config).values():
+        np.testing.assert_array_equal(read, striped([2, 0, 1], [12, 10]))
+
+
+def test_value_below_0_is_ignored(tmp_path: Path) -> None:
+    drawn(tmp_path / "d", lambda number: striped([0, 1, -1], [12, 16], np.int32), target="masks/{}.tif")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.classes, config.data.ignore_index) == (["background", "object"], -1)
+    assert "value -1 is ignored: 25.0% of the pixels" in " ".join(result.lines)
+    for read in trained_masks(config).values():
+        np.testing.assert_array_equal(read, striped([0, 1, -1], [12, 16], np.int16))
+
+
+def test_colour_map_with_numbers_names_the_classes(tmp_path: Path) -> None:
+    colors = np.array([[0, 0, 0], [200, 0, 10], [10, 60, 250]], np.uint8)
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", colors)
+    lines = "0 void 0 0 0\n1 dirt 200 0 10\n2 tall grass 10 60 250\n"
+    (tmp_path / "d" / "masks" / "RUGD_annotation-colormap.txt").write_text(lines)
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["dirt", "tall grass"]
+
+
+FEW_COLORS = np.array([[0, 0, 0], [0, 0, 255], [0, 255, 0], [255, 0, 0], [255, 255, 0]], np.uint8)
+"""Colours of SUIM, all of which occur in the palette of DeepGlobe too."""
+
+
+def few_colors(root: Path) -> None:
+    draw(root, [f"{number:04}" for number in range(12)], "images/{}.jpg", "masks/{}.png", FEW_COLORS)
+
+
+def test_few_colours_of_a_known_palette_are_asked(tmp_path: Path) -> None:
+    """Black, blue, green and red occur in most palettes: whose they are is not known."""
+    few_colors(tmp_path / "d")
+    with pytest.raises(OpenQuestionError, match=r"too few to be sure.*--palette") as raised:
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "a.yaml"))
+    titles = [answer.value for answer in raised.value.answers]
+    assert "SUIM" in titles
+    assert titles[-1] == "none"
+    for choice, names in (("SUIM", "background, human diver, plants"), ("none", "class_0, class_1, class_2")):
+        made = propose_config(InitRequest(tmp_path / "d", tmp_path / f"{choice}.yaml", palette=choice))
+        assert load_config(made.configs[0]).data.classes[:3] == names.split(", ")
+    with pytest.raises(ConfigError, match=r"--palette UAVid: the colours of the masks are those of .*SUIM"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", palette="UAVid"))
+
+
+def test_a_folder_named_after_the_data_set_decides(tmp_path: Path) -> None:
+    few_colors(tmp_path / "SUIM")
+    made = propose_config(InitRequest(tmp_path / "SUIM", tmp_path / "a.yaml"))
+    data = load_config(made.configs[0]).data
+    assert data.classes[:3] == ["background", "human diver", "plants"]
+    assert data.palette is not None
+    assert list(data.palette[0]) == [0, 0, 0]
+
+
+def test_names_by_hexadecimal_colour_are_read(tmp_path: Path) -> None:
+    """As the class_list.json of A2D2."""
+    few_colors(tmp_path / "d")
+    names = {"#000000": "Void--Unlabeled", "#0000ff": "Car", "#00ff00": "Tree", "#ff0000": "Sign", "#ffff00": "Line"}
+    (tmp_path / "d" / "class_list.json").write_text(json.dumps(names))
+    made = propose_config(InitRequest(tmp_path / "d", tmp_path / "a.yaml"))
+    data = load_config(made.configs[0]).data
+    assert data.classes == ["Car", "Tree", "Sign", "Line"]
+    assert data.palette is not None
+    assert [tuple(color) for color in data.palette] == [(0, 0, 255), (0, 255, 0), (255, 0, 0), (255, 255, 0), (0, 0, 0)]
+    assert any("Void--Unlabeled" in line and "is ignored" in line for line in made.lines)

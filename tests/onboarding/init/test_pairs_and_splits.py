@@ -1,0 +1,390 @@
+"""`segapp init` pairs the images with their own masks and keeps published splits; two plausible readings are asked."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segapp.build.pairs import build_pairs, split_names
+from segapp.config import load_config
+from segapp.errors import DataError
+from segapp.onboarding.init import InitRequest, InitResult, propose_config
+from segapp.onboarding.survey.lists import paired_lists, with_listed_splits
+from segapp.onboarding.survey.questions import OpenQuestionError
+from segapp.onboarding.survey.tables import Table, read_table, split_of_words
+from segapp.onboarding.survey.tree import Tree
+from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask
+
+NAMES = [f"{number:04}" for number in range(12)]
+COLORS = np.array([[0, 0, 0], [10, 0, 200], [0, 200, 0], [200, 10, 0]], np.uint8)
+
+
+def init(root: Path, **request: str) -> tuple[InitResult, dict[str, dict[str, str]]]:
+    """Returns what init says, and the mask of every image of each split, as its config or its lists name them."""
+
+    result = propose_config(InitRequest(root, root.with_suffix(".yaml"), **request))
+    data = load_config(result.configs[0]).data
+    found = {}
+    for key, split in zip(("train", "val"), split_names(data), strict=True):
+        found[key] = {
+            str(pair.image.relative_to(root)): str(pair.mask.relative_to(root))
+            for pair in build_pairs(data, split)
+            if pair.mask is not None
+        }
+    return result, found
+
+
+def write_table(path: Path, header: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(dict(zip(header, row, strict=True))) + "\n" for row in rows))
+    elif path.suffix == ".json":
+        path.write_text(json.dumps([dict(zip(header, row, strict=True)) for row in rows]))
+    else:
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+            writer.writerows([header, *rows])
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".json", ".jsonl"])
+@pytest.mark.parametrize("absolute", ["", "/data/of/another/machine/d/"])
+def test_table_of_pairs_decides_over_similar_names(suffix: str, absolute: str, tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    mask_of = {f"raw/{i:04}a.jpg": f"seg/{i * 5 % 8:04}.png" for i in range(8)}
+    for image, mask in mask_of.items():
+        draw_image(root / image)
+        draw_mask(root / mask)
+    rows = [(i, absolute + image, absolute + mask) for i, (image, mask) in enumerate(mask_of.items())]
+    write_table(root / f"train{suffix}", ["id", "image", "mask"], rows[:6])
+    write_table(root / f"val{suffix}", ["id", "image", "mask"], rows[6:])
+    _, found = init(root)
+    images = list(mask_of)
+    assert found["train"] == {image: mask_of[image] for image in images[:6]}
+    assert found["val"] == {image: mask_of[image] for image in images[6:]}
+
+
+def test_split_column_of_a_table_is_kept(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    draw(root, NAMES, "images/{}.jpg", "masks/{}.png")
+    splits = ["train", "valid", "train", "test"] * 3
+    rows = [(f"{name}.jpg", f"{name}.png", split) for name, split in zip(NAMES, splits, strict=True)]
+    write_table(root / "data.csv", ["filename", "mask", "subset"], rows)
+    result, found = init(root)
+    for key, word in (("train", "train"), ("val", "valid")):
+        wanted = [name for name, split in zip(NAMES, splits, strict=True) if split == word]
+        assert found[key] == {f"images/{name}.jpg": f"masks/{name}.png" for name in wanted}
+    assert any("6 training images" in line and "3 validation images" in line for line in result.lines)
+
+
+def pseudo(root: Path) -> None:
+    """Names in the lists without the endings of the files, as mmsegmentation has them."""
+    draw(root, NAMES, "imgs/{}_img.jpg", "labels/{}_lab.png")
+    for split, names in (("train", NAMES[:8]), ("val", NAMES[8:])):
+        (root / "splits").mkdir(exist_ok=True)
+        (root / "splits" / f"{split}.txt").write_text("\n".join(names))
+
+
+def pets(root: Path) -> None:
+    names = [f"{kind}_{number}" for kind in ("Abyssinian", "beagle", "pug") for number in range(4)]
+    draw(root, names, "images/{}.jpg", "annotations/trimaps/{}.png", np.array([1, 2, 3], np.uint8))
+    rows = [f"{name} 1 1 1\n" for name in names]
+    (root / "annotations" / "trainval.txt").write_text("".join(rows[:8]))
+    (root / "annotations" / "test.txt").write_text("".join(rows[8:]))
+    (root / "annotations" / "list.txt").write_text("#Image CLASS-ID SPECIES BREED\n" + "".join(rows))
+
+
+def davis(root: Path) -> None:
+    for scene in ("bear", "bus", "cat", "dog", "fox"):
+        draw(root, NAMES[:3], f"JPEGImages/480p/{scene}/{{}}.jpg", f"Annotations/480p/{scene}/{{}}.png")
+    for year, train in (("2016", "bear\nbus"), ("2017", "bear\nbus\ncat")):
+        folder = root / "ImageSets" / year
+        folder.mkdir(parents=True)
+        (folder / "train.txt").write_text(train)
+        (folder / "val.txt").write_text("dog\nfox")
+
+
+@pytest.mark.parametrize(
+    ("drawn", "val"),
+    [
+        (pseudo, {f"imgs/{name}_img.jpg" for name in NAMES[8:]}),
+        (pets, {f"images/pug_{number}.jpg" for number in range(4)}),
+        (davis, {f"JPEGImages/480p/{scene}/{name}.jpg" for scene in ("dog", "fox") for name in NAMES[:3]}),
+    ],
+)
+def test_published_lists_are_the_splits(drawn: Callable[[Path], None], val: set[str], tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    drawn(root)
+    result, found = init(root)
+    assert set(found["val"]) == val
+    assert found["train"]
+    assert "the data have none" not in "\n".join(result.lines)
+
+
+def test_lists_that_share_an_image_are_refused(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    pseudo(root)
+    (root / "splits" / "val.txt").write_text("\n".join(NAMES[7:]))
+    with pytest.raises(DataError, match=r"1 validation images are training images too, such as imgs/0007_img\.jpg"):
+        init(root)
+
+
+def annotators(root: Path) -> None:
+    for name in NAMES:
+        draw_image(root / f"images/{name}.jpg")
+        for person in ("annotator1", "annotator2"):
+            draw_mask(root / "masks" / person / f"{name}.png", BINARY)
+
+
+def versions(root: Path) -> None:
+    for split, names in (("training", NAMES[:8]), ("validation", NAMES[8:])):
+        for name in names:
+            draw_image(root / split / f"images/{name}.jpg")
+            for version in ("v1.2", "v2.0"):
+                draw_mask(root / split / version / f"labels/{name}.png")
+                draw_mask(root / split / version / f"instances/{name}.png", np.array([256, 700], np.uint16))
+
+
+def change(root: Path) -> None:
+    for name in NAMES:
+        draw_image(root / f"A/{name}.png")
+        draw_image(root / f"B/{name}.png")
+        draw_mask(root / f"label/{name}.png", BINARY)
+
+
+def chase(root: Path) -> None:
+    for name in (f"Image_{number:02}{side}" for number in range(1, 5) for side in "LR"):
+        draw_image(root / f"{name}.jpg")
+        for person in ("1stHO", "2ndHO"):
+            draw_mask(root / f"{name}_{person}.png", BINARY)
+
+
+def freiburg(root: Path) -> None:
+    for split, names in (("train", NAMES[:8]), ("test", NAMES[8:])):
+        for name in names:
+            draw_image(root / split / f"rgb/b_{name}_Clipped.jpg")
+            draw_image(root / split / f"nir_gray/b_{name}.tif")
+            draw_mask(root / split / f"GT_color/b_{name}_mask.png", COLORS)
+
+
+@pytest.mark.parametrize(
+    ("drawn", "names"),
+    [
+        (annotators, {"masks/annotator1", "masks/annotator2"}),
+        (versions, {"v1.2/labels", "v2.0/labels"}),
+        (change, {"A -> label", "B -> label"}),
+        (chase, {"*_1stHO", "*_2ndHO"}),
+        (freiburg, {"rgb -> GT_color", "nir_gray -> GT_color"}),
+    ],
+)
+def test_equally_plausible_readings_are_asked_by_their_folders(
+    drawn: Callable[[Path], None], names: set[str], tmp_path: Path
+) -> None:
+    root = tmp_path / "d"
+    drawn(root)
+    with pytest.raises(OpenQuestionError, match="answer with --layout") as raised:
+        init(root)
+    assert {answer.value for answer in raised.value.answers} == names
+    assert not root.with_suffix(".yaml").exists()
+    num_images = len({path.stem for path in root.rglob("*.jpg")}) or len(NAMES)
+    for name in names:
+        folder, _, mask = name.rpartition(" -> ")
+        _, found = init(root, layout=name)
+        root.with_suffix(".yaml").unlink()
+        pairs = found["train"] | found["val"]
+        assert len(pairs) == num_images
+        assert all(folder in image for image in pairs)
+        assert all(mask.strip("*") in path for path in pairs.values())
+
+
+def test_both_folders_of_a_set_are_used_if_one_is_trainval(tmp_path: Path) -> None:
+    """As SUIM: train_val and TEST are two splits of one reading."""
+    root = tmp_path / "d"
+    for folder, names in (("train_val", NAMES[:8]), ("TEST", NAMES[8:])):
+        draw(root / folder, names, "images/d_r_{}.jpg", "masks/d_r_{}.bmp", COLORS)
+    _, found = init(root)
+    assert found["train"] == {f"train_val/images/d_r_{n}.jpg": f"train_val/masks/d_r_{n}.bmp" for n in NAMES[:8]}
+    assert found["val"] == {f"TEST/images/d_r_{n}.jpg": f"TEST/masks/d_r_{n}.bmp" for n in NAMES[8:]}
+
+
+def test_word_inside_the_name_is_found(tmp_path: Path) -> None:
+    """As A2D2: `_camera_` and `_label_` inside the name."""
+    root = tmp_path / "d"
+    for day in ("20181107_132300", "20181108_091945"):
+        for name in NAMES[:6]:
+            inner = f"{day.replace('_', '')}_{{}}_frontcenter_{name}.png"
+            draw_image(root / day / "camera/cam_front_center" / inner.format("camera"))
+            draw_mask(root / day / "label/cam_front_center" / inner.format("label"), COLORS)
+    _, found = init(root)
+    pairs = found["train"] | found["val"]
+    assert len(pairs) == 12
+    assert all(
+        mask == image.replace("camera/", "label/").replace("_camera_", "_label_") for image, mask in pairs.items()
+    )
+
+
+@settings(max_examples=8)
+@given(every=st.integers(2, 7), count=st.integers(24, 60))
+def test_sparse_masks_of_a_video_are_paired_with_their_frames(
+    every: int, count: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    root = tmp_path_factory.mktemp("video") / "d"
+    frames = [f"{number:05}" for number in range(count)]
+    for frame in frames:
+        draw_image(root / f"frames/{frame}.jpg", (8, 12))
+        if int(frame) % every == 0:
+            draw_mask(root / f"masks/{frame}.png", size=(8, 12))
+    result, found = init(root)
+    labelled = frames[::every]
+    assert found["train"] | found["val"] == {f"frames/{frame}.jpg": f"masks/{frame}.png" for frame in labelled}
+    assert f"{len(labelled)} of {count} images have a mask" in result.lines[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "header", "rows"),
+    [
+        ("a.csv", "image,mask\nx.png,y.png\n", ("image", "mask"), (("x.png", "y.png"),)),
+        ("a.csv", "x.png,y.png\nz.png,w.png\n", (), (("x.png", "y.png"), ("z.png", "w.png"))),
+        ("a.csv", '"a, b.png",c.png\nd.png,e.png', (), (("a, b.png", "c.png"), ("d.png", "e.png"))),
+        ("a.txt", "x.png\ty z.png\n", (), (("x.png", "y z.png"),)),
+        ("a.txt", "# comment\nx y\n\nz w\n", (), (("x", "y"), ("z", "w"))),
+        ("a.json", '{"train": ["a", "b"], "val": ["c"]}', (), (("a",), ("b",), ("c",))),
+        ("a.json", '[{"i": "a", "m": 3}]', ("i", "m"), (("a", "3"),)),
+        ("a.json", '{"images": [], "annotations": []}', None, None),
+        ("a.json", "{", None, None),
+        ("a.jsonl", '{"i": "a"}\n{"i": "b", "m": "c"}\n', ("i", "m"), (("a", ""), ("b", "c"))),
+        ("a.txt", "", None, None),
+    ],
+)
+def test_tables_are_read(name: str, text: str, header: tuple[str, ...] | None, rows: object, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(text)
+    table = read_table(Tree(tmp_path, (), (name,), leads_outside=False), name)
+    assert (table is None) == (rows is None)
+    if table is not None:
+        assert (table.header, table.rows) == (header, rows)
+
+
+def test_rows_of_a_json_file_have_the_split_of_their_list(tmp_path: Path) -> None:
+    (tmp_path / "s.json").write_text('{"training": ["a", "b"], "valid": ["c"]}')
+    table = read_table(Tree(tmp_path, (), ("s.json",), leads_outside=False), "s.json")
+    assert table is not None
+    assert table.row_splits == ("train", "train", "val")
+
+
+@given(
+    order=st.permutations(range(6)),
+    splits=st.lists(st.sampled_from(["train", "val", "test"]), min_size=6, max_size=6),
+    absolute=st.booleans(),
+)
+def test_rows_give_exactly_the_pairs_and_splits_that_they_name(
+    order: list[int], splits: list[str], absolute: bool
+) -> None:
+    images, masks = [f"x/{i}.jpg" for i in range(6)], [f"y/{i}.png" for i in range(6)]
+    front = "C:\\sets\\d\\" if absolute else ""
+    rows = tuple((front + images[i], front + masks[order[i]], splits[i]) for i in range(6))
+    tree = Tree(Path("d"), (*images, *masks), (), leads_outside=False)
+    listed = paired_lists(tree, [Table("all.csv", ("image", "label", "split"), rows)])
+    assert listed.layout is not None
+    assert {(pair.image, pair.mask, pair.split) for pair in listed.layout.pairs} == {
+        (images[i], masks[order[i]], splits[i]) for i in range(6)
+    }
+
+
+def test_a_table_that_is_not_used_is_named_with_the_reason() -> None:
+    images = [f"images/{split}/{i}.jpg" for split in ("train", "val") for i in range(3)]
+    tree = Tree(Path("d"), (*images, *(path.replace("images", "masks") for path in images)), (), leads_outside=False)
+    listed = paired_lists(tree, [])
+    assert listed.layout is None
+    from segapp.onboarding.survey.hypotheses import Layout, Pair
+
+    pairs = tuple(Pair(path, path.replace("images", "masks"), path.split("/")[1]) for path in images)
+    table = Table("images.txt", (), tuple((path,) for path in images))
+    said = with_listed_splits([table], Layout("masks", pairs, 0.99))
+    assert said.layout.pairs == pairs
+    assert said.unused == {"images.txt": "the folders and names of the images say the splits"}
+
+
+def test_words_of_splits() -> None:
+    assert [split_of_words(name) for name in ("train_2017", "trainval", "TEST", "list", "val_train_x")] == [
+        "train",
+        "train",
+        "test",
+        None,
+        None,
+    ]
+
+
+def test_an_unlikely_reading_is_asked_instead_of_written(tmp_path: Path) -> None:
+    """Five of twelve images have no mask, and as many masks have no image."""
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / f"images/{name}.png")
+        draw_mask(root / ("masks/" + (name if int(name) < 7 else f"other{name}x") + ".png"))
+    with pytest.raises(OpenQuestionError, match=r"no reading of .* is likely enough.*--layout masks") as raised:
+        init(root)
+    (answer,) = raised.value.answers
+    assert "7 of 12 images have a mask" in answer.words
+    assert "5 of 12 such masks belong to no image" in answer.words
+    assert not root.with_suffix(".yaml").exists()
+    _, found = init(root, layout="masks")
+    assert found["train"] | found["val"] == {f"images/{name}.png": f"masks/{name}.png" for name in NAMES[:7]}
+
+
+def test_class_file_of_the_version_of_the_masks_is_read(tmp_path: Path) -> None:
+    """As Vistas: a class file for each of two versions of the labels."""
+    root = tmp_path / "d"
+    versions(root)
+    for version, names in (("v1.2", "sky, road, bird"), ("v2.0", "air, street, animal")):
+        labels = [{"readable": name, "name": name} for name in names.split(", ")]
+        (root / f"config_{version}.json").write_text(json.dumps({"labels": labels}))
+    for version, names in (("v1.2", ["sky", "road", "bird"]), ("v2.0", ["air", "street", "animal"])):
+        result, _ = init(root, layout=f"{version}/labels")
+        assert load_config(result.configs[0]).data.classes == names
+        root.with_suffix(".yaml").unlink()
+
+
+def test_copies_in_another_format_are_not_a_second_set_of_images(tmp_path: Path) -> None:
+    """As CVC-ClinicDB: equal images in PNG and TIF folders."""
+    root = tmp_path / "d"
+    for folder, suffix in (("PNG", "png"), ("TIF", "tif")):
+        draw(root, NAMES, f"{folder}/Original/{{}}.{suffix}", f"{folder}/Ground Truth/{{}}.{suffix}", BINARY)
+    with pytest.raises(OpenQuestionError) as raised:
+        init(root)
+    for answer in raised.value.answers:
+        _, found = init(root, layout=answer.value)
+        root.with_suffix(".yaml").unlink()
+        assert len(found["train"] | found["val"]) == 12
+        assert len({image.partition("/")[0] for image in found["train"] | found["val"]}) == 1
+
+
+def test_numbered_folders_with_the_word_of_a_split_are_scenes(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for number in range(1, 7):
+        for name in ("0", "1"):
+            case = f"Set_Training_{number:03}"
+            draw_image(root / case / f"{case}_flair_{name}.png")
+            draw_mask(root / case / f"{case}_seg_{name}.png")
+    _, found = init(root)
+    pairs = found["train"] | found["val"]
+    assert pairs == {image: image.replace("_flair_", "_seg_") for image in pairs}
+    assert len(pairs) == 12
+    assert {path.partition("/")[0] for path in found["train"]}.isdisjoint(
+        path.partition("/")[0] for path in found["val"]
+    )
+
+
+def test_masks_for_a_part_of_the_images_are_less_likely(tmp_path: Path) -> None:
+    """As SUIM, whose test folder holds masks of single classes too; and depth images are no rivals of colour images."""
+    root = tmp_path / "d"
+    draw(root, NAMES, "images/{}.jpg", "masks/{}.png")
+    draw(root, NAMES[:4], "images/{}.jpg", "masks/HD/{}.png", BINARY)
+    for name in NAMES:
+        draw_image(root / f"depth/{name}.jpg")
+    _, found = init(root)
+    assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES}

@@ -1,0 +1,206 @@
+"""Arrays of images and masks: what training reads equals the arrays, value by value; axes, types, splits, refusals."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segapp.config import RunConfig
+from segapp.errors import DataError, SegappError
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.survey.questions import OpenQuestionError
+from tests.support.drawn_folders import draw_image, proposed, samples_read, seeded
+
+NUM, HEIGHT, WIDTH = 10, 40, 56
+NAMES = [f"case{number:04}_slice{number % 3:03}" for number in range(NUM)]
+
+
+def drawn(classes: int = 3, channels: int = 3) -> tuple[np.ndarray, np.ndarray]:
+    """Images (N, H, W, C) of noise and masks (N, H, W) of stripes."""
+    random = seeded(f"{classes}")
+    images = random.integers(0, 255, (NUM, HEIGHT, WIDTH, channels), np.uint8)
+    masks = (np.arange(WIDTH)[None, None] // 9 + np.arange(NUM)[:, None, None]) % classes
+    return images, np.broadcast_to(masks, (NUM, HEIGHT, WIDTH)).astype(np.uint8)
+
+
+def save(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    np.save(path, array)
+
+
+def made(root: Path, tmp_path: Path, **request: Any) -> tuple[RunConfig, str]:
+    config, result, _ = proposed(root, tmp_path / "made.yaml", **request)
+    return config, "\n".join(result.lines)
+
+
+def assert_read(config: RunConfig, images: np.ndarray, masks: np.ndarray) -> None:
+    """Every image and target that training reads is that of the same number."""
+    numbers = []
+    for _, image, pixels, target in samples_read(config):
+        number = int("".join(filter(str.isdigit, image.stem.split("_")[0])))
+        numbers.append(number)
+        assert (target == masks[number]).all()
+        wanted = images[number] if images[number].shape[-1] == pixels.shape[-1] else images[number].repeat(3, -1)
+        assert (pixels == wanted).all()
+        assert pixels.dtype == images.dtype
+    assert sorted(numbers) == list(range(len(masks)))
+
+
+@pytest.mark.parametrize("axes", ["NHWC", "NCHW", "NHW"])
+def test_one_array_of_images_and_one_of_masks(axes: str, tmp_path: Path) -> None:
+    images, masks = drawn(channels=1 if axes == "NHW" else 3)
+    stored = {"NHWC": images, "NCHW": np.moveaxis(images, -1, 1), "NHW": images[..., 0]}[axes]
+    save(tmp_path / "d" / "images.npy", stored)
+    save(tmp_path / "d" / "masks.npy", masks[..., None] if axes == "NHWC" else masks)
+    config, lines = made(tmp_path / "d", tmp_path)
+    assert config.data.classes == ["class_0", "class_1", "class_2"]
+    assert_read(config, images, masks)
+    assert "10 images in 2 files" in lines
+
+
+def test_floats_keep_their_values_and_get_their_range(tmp_path: Path) -> None:
+    _, masks = drawn()
+    images = seeded("float").normal(0, 200, (NUM, HEIGHT, WIDTH, 1)).astype(np.float32)
+    for number, name in enumerate(NAMES):
+        path = tmp_path / "d" / "train_npz" / f"{name}.npz"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(path, image=images[number, ..., 0].astype(np.float64), label=masks[number].astype(np.float32))
+    config, lines = made(tmp_path / "d", tmp_path)
+    assert (config.data.bands, config.data.dtype) == ((1,), "float32")
+    assert config.data.value_range is not None
+    low, high = config.data.value_range[0]
+    assert np.allclose([low, high], np.percentile(images, [0.5, 99.5]), rtol=0.1)
+    assert_read(config, images, masks)
+    assert "train_npz/case0000_slice000.npz[image] (40, 56): height x width" in lines
+
+
+def test_splits_in_the_names_of_the_arrays_are_used(tmp_path: Path) -> None:
+    images, masks = drawn()
+    (tmp_path / "d").mkdir()
+    np.savez_compressed(
+        tmp_path / "d" / "set.npz", x_train=images[:7], y_train=masks[:7], x_val=images[7:], y_val=masks[7:]
+    )
+    config, _ = made(tmp_path / "d", tmp_path)
+    read = list(samples_read(config))
+    assert [key for key, *_ in read] == ["train"] * 7 + ["val"] * 3
+    for number, (_, _, pixels, target) in enumerate(read):
+        assert (pixels == images[number]).all()
+        assert (target == masks[number]).all()
+
+
+@pytest.mark.parametrize("images_are_files", [True, False])
+def test_files_and_arrays_of_one_name_are_pairs(images_are_files: bool, tmp_path: Path) -> None:
+    images, masks = drawn(classes=2)
+    for number, name in enumerate(NAMES):
+        image, mask = tmp_path / "d" / "images" / name, tmp_path / "d" / "masks" / name
+        for path in (image, mask):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        if images_are_files:
+            Image.fromarray(images[number]).save(f"{image}.png")
+            save(mask.with_suffix(".npy"), masks[number].astype(bool))
+        else:
+            save(image.with_suffix(".npy"), np.moveaxis(images[number], -1, 0))
+            Image.fromarray(masks[number]).save(f"{mask}.png")
+    config, _ = made(tmp_path / "d", tmp_path)
+    assert config.data.classes == ["background", "object"]
+    assert_read(config, images, masks)
+
+
+def test_channels_of_classes_become_ids_or_sets(tmp_path: Path) -> None:
+    images, masks = drawn()
+    save(tmp_path / "d" / "x.npy", images)
+    save(tmp_path / "d" / "y.npy", np.eye(3, dtype=np.float32)[masks])
+    config, lines = made(tmp_path / "d", tmp_path)
+    assert_read(config, images, masks)
+    assert "3 channels are the classes" in lines
+    planes = np.stack([masks == 1, masks > 0], axis=-1)
+    save(tmp_path / "e" / "x.npy", images)
+    save(tmp_path / "e" / "y.npy", planes)
+    config, _ = made(tmp_path / "e", tmp_path, force=True)
+    assert (config.data.multilabel, config.data.classes) == ("bits", ["class_0", "class_1"])
+    assert_read(config, images, planes[..., 0] + 2 * planes[..., 1])
+
+
+def test_axes_that_shapes_leave_open_are_asked(tmp_path: Path) -> None:
+    random = seeded("cube")
+    save(tmp_path / "d" / "images.npy", random.integers(0, 255, (12, 12, 12), np.uint8))
+    save(tmp_path / "d" / "masks.npy", random.integers(0, 3, (12, 12, 12), np.uint8))
+    with pytest.raises(OpenQuestionError, match="can be read in 2 ways") as caught:
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    assert [answer.value for answer in caught.value.answers] == ["arrays-nhw-nhw", "arrays-hwn-hwn"]
+
+
+@pytest.mark.parametrize(
+    ("arrays", "problem"),
+    [
+        ({"images": np.zeros((4, 32, 32, 3)), "masks": np.zeros((5, 32, 32))}, r"images\.npy \(4, 32, 32, 3\).*agree"),
+        ({"images": np.array([{}, {}], dtype=object)}, "Python objects, which are not loaded"),
+        ({"values": np.zeros((4, 32, 32))}, "npy.*own-parts"),
+    ],
+    ids=["axes", "objects", "one array"],
+)
+def test_arrays_that_cannot_be_read_are_one_clear_error(
+    arrays: dict[str, np.ndarray], problem: str, tmp_path: Path
+) -> None:
+    for name, array in arrays.items():
+        save(tmp_path / "d" / f"{name}.npy", array)
+    with pytest.raises(DataError, match=problem):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_ids_beyond_8_bits_and_cut_files_are_named(tmp_path: Path) -> None:
+    images, masks = drawn()
+    wide = masks.astype(np.int64)
+    wide[2, 0, 0] = 300
+    for number, name in enumerate(NAMES):
+        save(tmp_path / "d" / "images" / f"{name}.npy", images[number])
+        save(tmp_path / "d" / "masks" / f"{name}.npy", wide[number])
+    path = tmp_path / "d" / "images" / f"{NAMES[4]}.npy"
+    path.write_bytes(path.read_bytes()[:4000])
+    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    lines = "\n".join(result.lines)
+    assert "values from 0 to 300, which are no ids of 0 to 255" in lines
+    assert f"left out: images/{NAMES[4]}.npy" in lines
+    assert len(names["train"] + names["val"]) == 8
+
+
+def test_dicom_series_with_png_masks_has_rescaled_values(tmp_path: Path) -> None:
+    pytest.importorskip("pydicom")
+    from pydicom.dataset import FileDataset, FileMetaDataset
+    from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
+
+    _, masks = drawn(classes=2)
+    stored = seeded("dicom").integers(0, 3000, (NUM, HEIGHT, WIDTH), np.int16)
+    for number, name in enumerate(NAMES):
+        meta = FileMetaDataset()
+        meta.MediaStorageSOPClassUID, meta.TransferSyntaxUID = CTImageStorage, ExplicitVRLittleEndian
+        meta.MediaStorageSOPInstanceUID = generate_uid()
+        image = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
+        image.Rows, image.Columns, image.SamplesPerPixel = HEIGHT, WIDTH, 1
+        image.BitsAllocated = image.BitsStored = 16
+        image.HighBit, image.PixelRepresentation, image.PhotometricInterpretation = 15, 1, "MONOCHROME2"
+        image.RescaleSlope, image.RescaleIntercept = 2, -1024
+        image.SOPClassUID, image.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
+        image.PixelData = stored[number].tobytes()
+        path = tmp_path / "d" / "dicom" / f"{name}.dcm"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        image.save_as(path, enforce_file_format=True)
+        mask = tmp_path / "d" / "masks" / f"{name}.png"
+        mask.parent.mkdir(exist_ok=True)
+        Image.fromarray(masks[number] * np.uint8(255)).save(mask)
+    config, _ = made(tmp_path / "d", tmp_path)
+    assert (config.data.bands, config.data.dtype, config.data.label_map) == ((1,), "float32", {255: 1})
+    assert_read(config, (stored[..., None] * 2.0 - 1024).astype(np.float32), masks)
+
+
+def test_dicom_without_pydicom_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "pydicom", None)
+    draw_image(tmp_path / "d" / "masks" / "0001.png")
+    (tmp_path / "d" / "dicom").mkdir()
+    (tmp_path / "d" / "dicom" / "0001.dcm").write_bytes(b"\0" * 128 + b"DICM")
+    with pytest.raises(SegappError, match=r"DICOM files need pydicom.*segapp\[dicom\]"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))

@@ -1,0 +1,384 @@
+"""Converters: the masks that `segapp init` writes from annotations, against hand-drawn ones; resuming; bad entries."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import re
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from segapp.errors import DataError, SegappError
+from segapp.onboarding.convert.drawing import decode_runs
+from segapp.onboarding.convert.parquet import _suffix
+from segapp.onboarding.init import InitRequest, propose_config
+from tests.support.drawn_annotations import (
+    HEIGHT,
+    NAMES,
+    WIDTH,
+    coco,
+    cvat,
+    expected,
+    flat,
+    hugging_face,
+    label_studio,
+    labelme,
+    nnunet,
+    supervisely,
+    yolo,
+)
+from tests.support.drawn_folders import draw_image, listing, proposed
+
+
+def written(tmp_path: Path, name: str) -> np.ndarray:
+    return np.asarray(Image.open(tmp_path / "made-masks" / f"{name}.png"))
+
+
+def runs_by_column(mask: np.ndarray) -> list[int]:
+    """Run lengths in COCO's order, by a loop over the pixels."""
+    counts, value = [0], False
+    for pixel in mask.T.ravel():
+        if bool(pixel) != value:
+            counts.append(0)
+            value = not value
+        counts[-1] += 1
+    return counts
+
+
+def as_runs(ring: list[tuple[int, int]]) -> dict[str, Any]:
+    (x0, y0), (x1, y1) = ring[0], ring[2]
+    mask = np.zeros((HEIGHT, WIDTH), bool)
+    mask[y0 : y1 + 1, x0 : x1 + 1] = True
+    return {"size": [HEIGHT, WIDTH], "counts": runs_by_column(mask)}
+
+
+def as_compressed(ring: list[tuple[int, int]]) -> dict[str, Any]:
+    masks = pytest.importorskip("pycocotools.mask")
+    runs = as_runs(ring)
+    encoded = masks.frPyObjects(runs, HEIGHT, WIDTH)
+    return {"size": runs["size"], "counts": encoded["counts"].decode()}
+
+
+@pytest.mark.parametrize("kind", [lambda ring: [flat(ring)], as_runs, as_compressed], ids=["polygons", "runs", "rle"])
+def test_coco_objects_become_masks_smaller_on_top(kind: Any, tmp_path: Path) -> None:
+    if kind is as_runs:
+        expected_order = expected()
+    coco(tmp_path / "d", kind)
+    content = json.loads((tmp_path / "d" / "annotations" / "instances.json").read_text())
+    for annotation in content["annotations"]:
+        annotation["area"] = 36 if annotation["category_id"] == 7 else 400
+    (tmp_path / "d" / "annotations" / "instances.json").write_text(json.dumps(content))
+    config, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "road", "car"]
+    assert len(names["train"] + names["val"]) == 6
+    expected_order = expected()
+    for name in NAMES:
+        assert (written(tmp_path, f"images/{name}") == expected_order).all()
+    assert "6 of 6 entries name an image" in " ".join(result.lines)
+    assert "set data.multilabel: files" in (tmp_path / "made.yaml").read_text()
+
+
+def test_finished_masks_are_kept_and_changed_ones_drawn_again(tmp_path: Path) -> None:
+    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    request = InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=True)
+    propose_config(request)
+    masks = tmp_path / "made-masks" / "images"
+    (masks / "0000.png").write_bytes((masks / "0000.png").read_bytes()[:60])
+    before = listing(masks)
+    lines = " ".join(propose_config(request).lines)
+    assert "5 of them there already" in lines
+    assert {name for name, value in listing(masks).items() if value != before[name]} == {"0000.png"}
+    assert (written(tmp_path, "images/0000") == expected()).all()
+
+
+def test_bad_entries_are_named_and_the_others_converted(tmp_path: Path) -> None:
+    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    path = tmp_path / "d" / "annotations" / "instances.json"
+    content = json.loads(path.read_text())
+    content["annotations"][0]["segmentation"] = [[1.0, 2.0]]
+    del content["annotations"][2]["category_id"]
+    path.write_text(json.dumps(content))
+    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    lines = "\n".join(result.lines)
+    assert (
+        "left out: annotations/instances.json: image 0000.jpg: the entry cannot be read (a polygon of 1 corners"
+        in lines
+    )
+    assert "image 0001.jpg: the entry cannot be read ('category_id' is missing)" in lines
+    assert len(names["train"] + names["val"]) == 4
+
+
+def test_coco_panoptic_segments_become_masks(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    content: dict[str, Any] = {
+        "images": [],
+        "annotations": [],
+        "categories": [{"id": 9, "name": "sky"}, {"id": 1, "name": "car"}],
+    }
+    ids = np.zeros((HEIGHT, WIDTH, 3), np.uint8)
+    ids[:20], ids[20:30] = (5, 1, 0), (7, 0, 0)  # segments 261 and 7; the rest has none
+    for number, name in enumerate(NAMES):
+        draw_image(root / "val2017" / f"{name}.jpg", (HEIGHT, WIDTH))
+        (root / "annotations" / "panoptic_val2017").mkdir(parents=True, exist_ok=True)
+        Image.fromarray(ids).save(root / "annotations" / "panoptic_val2017" / f"{name}.png")
+        content["images"].append({"id": number, "file_name": f"{name}.jpg"})
+        segments = [{"id": 261, "category_id": 9}, {"id": 7, "category_id": 1}]
+        content["annotations"].append({"image_id": number, "file_name": f"{name}.png", "segments_info": segments})
+    (root / "annotations" / "panoptic_val2017.json").write_text(json.dumps(content))
+    proposed(root, tmp_path / "made.yaml", layout="coco")
+    mask = written(tmp_path, "val2017/0000")
+    assert [int(mask[row, 0]) for row in (0, 25, 40)] == [2, 1, 255]
+
+
+def test_yolo_polygons_become_masks(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    yolo(root)
+    config, _, names_of = proposed(root, tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "road", "car"]
+    assert (len(names_of["train"]), len(names_of["val"])) == (4, 2)
+    assert (written(tmp_path, "images/train/0000") == expected()).all()
+
+
+def test_labelme_shapes_become_masks_later_on_top(tmp_path: Path) -> None:
+    labelme(tmp_path / "d")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "car", "road"]
+    assert "6 files of labelme" in " ".join(result.lines)
+    wanted = expected(2, 1)
+    wanted[30:40, 40:50] = 255
+    assert (written(tmp_path, "0003") == wanted).all()
+
+
+def test_run_lengths_that_do_not_fill_the_image_are_refused() -> None:
+    with pytest.raises(ValueError, match="run lengths of 5 pixels for 3 x 2"):
+        decode_runs([2, 3], 2, 3)
+    assert decode_runs([1, 2, 3], 2, 3, "F").tolist() == [[False, True, False], [True, False, False]]
+
+
+def test_annotations_that_are_all_bad_are_an_error(tmp_path: Path) -> None:
+    coco(tmp_path / "d", lambda ring: [[1.0, 2.0]])
+    with pytest.raises(DataError, match=r"no entry of COCO can be converted: annotations/instances\.json: image 0000"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    assert not (tmp_path / "made.yaml").exists()
+
+
+def test_label_studio_polygons_and_brushes_become_masks(tmp_path: Path) -> None:
+    label_studio(tmp_path / "d")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "car", "road"]
+    assert (written(tmp_path, "images/0002") == expected(2, 1)).all()
+
+
+def test_cvat_shapes_become_masks_by_z_order(tmp_path: Path) -> None:
+    cvat(tmp_path / "d")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "car", "road"]
+    wanted = expected(2, 2)
+    piece = np.zeros(36, bool)
+    piece[7:10] = piece[11:] = True
+    wanted[12:18, 14:20][piece.reshape(6, 6)] = 1
+    assert (written(tmp_path, "images/0001") == wanted).all()
+
+
+def test_supervisely_polygons_with_holes_and_bitmaps(tmp_path: Path) -> None:
+    supervisely(tmp_path / "d")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "car", "road"]
+    mask = written(tmp_path, "ds0/img/0000")
+    assert (mask[30:36, 40:46] == 1).all()
+    assert (mask[13:17, 15:19] == 0).all()  # the inside of the hole; its outline belongs to the road
+    assert (mask[8:28, 10:30] == 2).sum() == 20 * 20 - 4 * 4
+
+
+def test_bitmap_that_is_no_png_is_left_out_and_named(tmp_path: Path) -> None:
+    supervisely(tmp_path / "d")
+    path = tmp_path / "d" / "ds0" / "ann" / "0000.jpg.json"
+    content = json.loads(path.read_text())
+    content["objects"][1]["bitmap"]["data"] = base64.b64encode(zlib.compress(b"no PNG")).decode()
+    path.write_text(json.dumps(content))
+    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert "its bitmap is no PNG" in "\n".join(result.lines)
+    assert len(names["train"] + names["val"]) == 5
+
+
+@pytest.mark.parametrize(("form", "suffix"), [("JPEG", ".jpg"), ("PNG", ".png")])
+def test_images_of_parquet_files_get_the_extension_of_their_kind(form: str, suffix: str) -> None:
+    data = io.BytesIO()
+    Image.new("RGB", (4, 4)).save(data, form)
+    assert _suffix(data.getvalue()) == suffix
+
+
+def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:
+    pytest.importorskip("pyarrow")
+    hugging_face(tmp_path / "d")
+    config, _, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["ground", "road", "car"]
+    assert (len(names["train"]), len(names["val"])) == (5, 2)
+    mask = written(tmp_path, "masks/train/train-00000-of-00001-000004")
+    assert (mask == expected(1, 1)).all()
+
+
+def test_nnunet_channels_become_the_bands_of_one_image(tmp_path: Path) -> None:
+    tifffile = pytest.importorskip("tifffile")
+    pytest.importorskip("rasterio", reason="the extra geo is not installed")
+    nnunet(tmp_path / "d", num_channels=3)
+    config, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (len(names["train"]), len(names["val"])) == (5, 1)
+    assert (config.data.root, config.data.mask_root) == (str(tmp_path / "made-images"), str(tmp_path / "d"))
+    assert (config.data.bands, config.data.dtype, config.data.classes) == ((1, 2, 3), "uint8", ["ground", "road"])
+    assert "note: the bands are the channels of nnU-Net: 1 T1, 2 T2, 3 FLAIR" in result.lines
+    assert "1 T1, 2 T2, 3 FLAIR" in (tmp_path / "made.yaml").read_text()
+    for name in NAMES:
+        channels = [np.asarray(Image.open(tmp_path / f"d/imagesTr/p{name}_{i:04}.png")) for i in range(3)]
+        stored = tifffile.imread(tmp_path / f"made-images/imagesTr/p{name}.tif")
+        np.testing.assert_array_equal(stored, np.stack(channels, axis=-1))
+
+    before = listing(tmp_path / "made-images")
+    Image.fromarray(np.full((HEIGHT, WIDTH), 9, np.uint8)).save(tmp_path / "d/imagesTr/p0001_0002.png")
+    (tmp_path / "d/imagesTr/p0002_0001.png").unlink()
+    _, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", force=True)
+    said = " ".join(result.lines)
+    assert "5 in " in said
+    assert ", 4 of them there already" in said
+    assert "1 cases have other files and are left out, such as imagesTr/p0002" in said
+    after = listing(tmp_path / "made-images")
+    changed = {name for name in after if name.endswith(".tif") and after[name] != before[name]}
+    assert changed == {"imagesTr/p0001.tif"}
+
+
+def test_nnunet_channels_of_two_sizes_are_named(tmp_path: Path) -> None:
+    pytest.importorskip("rasterio", reason="the extra geo is not installed")
+    nnunet(tmp_path / "d", num_channels=2)
+    Image.fromarray(np.zeros((HEIGHT, WIDTH + 1), np.uint8)).save(tmp_path / "d/imagesTr/p0003_0001.png")
+    _, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", layout="nnunet-channels")
+    assert "the channels of the case differ in size or type" in " ".join(result.lines)
+    assert not (tmp_path / "made-images/imagesTr/p0003.tif").exists()
+
+
+# --- malformed annotations -------------------------------------------------------------------------------------------
+
+STRANGE: tuple[Any, ...] = (None, -1, 1e999, 2**70, "", "x", "\u00b2", [], {}, True, 1.5, [[]], {"id": 1})
+
+
+def mutate_json(text: str, draw: random.Random) -> str:
+    """Returns JSON with one to three values replaced or removed, anywhere."""
+    content = json.loads(text)
+    for _ in range(draw.randint(1, 3)):
+        node = content
+        while True:
+            keys = list(node) if isinstance(node, dict) else list(range(len(node)))
+            if not keys:
+                break
+            key = draw.choice(keys)
+            if isinstance(node[key], dict | list) and node[key] and draw.random() < 0.8:
+                node = node[key]
+                continue
+            if draw.random() < 0.25:
+                del node[key]
+            else:
+                node[key] = draw.choice(STRANGE)
+            break
+    return json.dumps(content)
+
+
+def mutate_xml(text: str, draw: random.Random) -> str:
+    """Returns XML with one to three attributes replaced, renamed or removed, or cut short."""
+    for _ in range(draw.randint(1, 3)):
+        found = draw.choice(list(re.finditer(r'([a-z_]+)="([^"]*)"', text)))
+        value = draw.choice(["", "x", "-1", "1.5", "1e999", "nan", str(2**70), ";;", ",", "\u00b2"])
+        new = draw.choice([f'{found[1]}="{value}"', f'x="{value}"', ""])
+        text = text[: found.start()] + new + text[found.end() :]
+    return text[: draw.randint(len(text) // 2, len(text))] if draw.random() < 0.1 else text
+
+
+def mutate_lines(text: str, draw: random.Random) -> str:
+    """Returns text with one to three words replaced or removed."""
+    words = re.split(r"(\s+)", text)
+    for _ in range(draw.randint(1, 3)):
+        words[draw.randrange(len(words))] = draw.choice(["", "-1", "nan", "1e999", "\u00b2", str(2**70), "x", "0"])
+    return "".join(words)
+
+
+MUTATE = {".json": mutate_json, ".xml": mutate_xml, ".txt": mutate_lines, ".yaml": mutate_lines}
+
+
+@pytest.mark.parametrize(
+    "draw_folder",
+    [lambda root: coco(root, lambda ring: [flat(ring)], NAMES), lambda root: coco(root, as_runs, NAMES),
+     yolo, labelme, label_studio, cvat, supervisely],
+    ids=["coco", "coco-runs", "yolo", "labelme", "label-studio", "cvat", "supervisely"],
+)  # fmt: skip
+def test_malformed_annotations_are_errors_of_segapp(draw_folder: Any, tmp_path: Path) -> None:
+    root, out = tmp_path / "d", tmp_path / "made.yaml"
+    draw_folder(root)
+    valid = {path: path.read_text() for path in sorted(root.rglob("*")) if path.suffix in MUTATE}
+    outcomes = set()
+    for seed in range(15):
+        draw = random.Random(seed)
+        path = draw.choice(list(valid))
+        path.write_text(MUTATE[path.suffix](valid[path], draw))
+        try:
+            propose_config(InitRequest(root, out, force=True))
+            outcomes.add("config")
+        except SegappError:
+            outcomes.add("error")
+        except Exception as error:
+            raise AssertionError(f"seed {seed}, {path.name}: {path.read_text()[:2000]}") from error
+        path.write_text(valid[path])
+    assert "config" in outcomes, "most entries are still good"
+
+
+def test_unreadable_annotations_are_named_with_their_kind(tmp_path: Path) -> None:
+    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    path = tmp_path / "d" / "annotations" / "instances.json"
+    content = json.loads(path.read_text())
+    del content["categories"][0]["id"]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match="look like those of COCO, but cannot be read: 'id' is missing"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_more_classes_than_a_mask_holds_are_one_error(tmp_path: Path) -> None:
+    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    path = tmp_path / "d" / "annotations" / "instances.json"
+    content = json.loads(path.read_text())
+    content["categories"] = [{"id": number, "name": f"c{number}"} for number in range(300)]
+    path.write_text(json.dumps(content))
+    with pytest.raises(DataError, match=r"instances\.json: 301 classes, but masks of 8 bits hold 255"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+
+
+def test_cvat_orders_by_fractions_and_supervisely_by_titles(tmp_path: Path) -> None:
+    cvat(tmp_path / "c")
+    path = tmp_path / "c" / "annotations.xml"
+    path.write_text(path.read_text().replace('z_order="1"', 'z_order="1.5"'))
+    assert proposed(tmp_path / "c", tmp_path / "c.yaml")[0].data.classes == ["background", "car", "road"]
+    text = path.read_text().replace(' z_order="1.5"', "")  # as 0, and behind what is drawn at 0
+    path.write_text(re.sub(r"(<mask[^>]*>)(<polygon[^>]*>)", r"\2\1", text))
+    proposed(tmp_path / "c", tmp_path / "made.yaml")
+    assert (written(tmp_path, "images/0001")[12:14, 14:20] == 2).any()
+    assert written(tmp_path, "images/0001")[17, 19] == 1
+    supervisely(tmp_path / "s")
+    (tmp_path / "s" / "meta.json").write_text(json.dumps({"classes": [{"title": "road"}, {"name": "car"}]}))
+    assert proposed(tmp_path / "s", tmp_path / "s.yaml")[0].data.classes == ["background", "car", "road"]
+
+
+@pytest.mark.parametrize("draw_annotations", [supervisely, cvat], ids=["Supervisely", "CVAT"])
+def test_annotations_without_objects_are_one_clear_error(draw_annotations: Any, tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    draw_annotations(root)
+    for path in [*root.rglob("ann/*.json"), *root.rglob("*.xml")]:
+        text = path.read_text()
+        if path.suffix == ".json":
+            path.write_text(json.dumps(json.loads(text) | {"objects": []}))
+        else:
+            path.write_text(re.sub(r"<(polygon|box|mask|ellipse|polyline)\b[^>]*>(?:\s*</\1>)?", "", text))
+    with pytest.raises(DataError, match=r"cannot be read: there are no objects in its \d+ images; annotate some"):
+        propose_config(InitRequest(root, tmp_path / "made.yaml"))

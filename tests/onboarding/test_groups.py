@@ -1,0 +1,216 @@
+"""Groups of images: the part of the path that names the patient, video or place, or a question about it."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.errors import ConfigError
+from segapp.onboarding.division.groups import EACH_IMAGE, Grouping, find_shared_groups, group_pairs
+from segapp.onboarding.division.sides import divide, divide_into_folds
+from segapp.onboarding.survey.hypotheses import Pair
+from segapp.onboarding.survey.questions import OpenQuestionError
+
+
+def pairs_of(*images: str) -> list[Pair]:
+    return [Pair(image, f"{image}.png", scene=tuple(image.split("/")[:-1])) for image in images]
+
+
+def crossed(template: str, *values: Sequence[object]) -> list[str]:
+    """Names with every combination of the values."""
+    return [template.format(*each) for each in itertools.product(*values)]
+
+
+def partition(groups: Sequence[str]) -> set[frozenset[int]]:
+    return {frozenset(i for i, each in enumerate(groups) if each == group) for group in groups}
+
+
+BEGINNING = "beginning of the name"
+FIVE = ["austin", "chicago", "kitsap", "tyrol", "vienna"]
+
+
+@pytest.mark.parametrize(
+    ("images", "kind", "groups"),
+    [
+        ("s1/a s1/b s2/a s2/b s3/a s3/b", "folder", "s1 s1 s2 s2 s3 s3"),
+        ("x_1 x_2 y_1 y_2 z_1 z_2", BEGINNING, "x x y y z z"),
+        ("a b c", "image", None),
+        ("x_1 x_2 y_1 y_2", "image", None),  # two groups are too few
+        ("x_1 x_2 y_1 y_2 z_1", "image", None),  # of fewer than two images on average
+        ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 y z", BEGINNING, "x_ x_ x_ x_ x_ x_ x_ x_ y z"),
+        ("x_1 x_2 x_3 x_4 x_5 x_6 x_7 x_8 x_9 y z", "image", None),  # one of them holds nearly all
+        ("1/a_1 1/a_2 1/b_1 1/b_2 2/c_1 2/c_2 2/d_1 2/d_2 3/e_1 3/e_2 3/a_3 3/a_4", BEGINNING,
+         "a a b b c c d d e e a a"),  # five, but only three folders
+        ("x_1 x_2 y_1 y_2 z_q_1 z_q_2 z_r_1 z_r_2 z_s_1 z_s_2", BEGINNING, "x_ x_ y_ y_ z_q_ z_q_ z_r_ z_r_ z_s_ z_s_"),
+        ("img_01L img_01R img_02L img_02R img_03L img_03R", "word 2 of the name", "01 01 02 02 03 03"),
+        ("a/patient1/1 a/patient2/1 b/patient1/1 b/patient2/1", "patient in the folder",
+         "patient1 patient2 patient1 patient2"),
+        ("patientA_1 patientA_2 patientB_1", "patient in the name", "patientA patientA patientB"),
+        ("P01-x_1 P01_2 P02_1", "p in the name", "P01 P01 P02"),  # names of different shapes
+        ("case_0001_0000 case_0002_0000 case_0003_0000", "image", None),  # one image each
+        ("pug_1 pug_2 poodle_1 poodle_2", "image", None),  # p is no person here
+    ],
+)  # fmt: skip
+def test_groups_are_folders_or_words_of_names(images: str, kind: str, groups: str | None) -> None:
+    pairs = pairs_of(*(f"{image}.png" for image in images.split()))
+    found = group_pairs(pairs, None)
+    assert found.groups == (tuple(pair.image for pair in pairs) if groups is None else tuple(groups.split()))
+    assert found.kind == kind
+    assert group_pairs(pairs, found.pattern).groups == found.groups
+
+
+@pytest.mark.parametrize(
+    ("images", "kind", "number"),
+    [
+        (crossed("slice{}_patient{:02}_{}.png", range(3), range(6), range(2)), "patient in the name", 6),
+        (crossed("sub-{:02}_ses-{}_slice{:03}.png", range(8), range(2), range(5)), "subject in the name", 8),
+        (crossed("site{}_patient{:02}_{}.png", range(5), range(8), range(3)), "patient in the name", 8),
+        (crossed("scene{}/cam{}_{:04}.png", range(4), range(2), range(5)), "scene in the folder", 4),
+        (crossed("{}{}_{}_{}.png", FIVE, range(1, 5), (0, 512), (0, 512)), BEGINNING, 5),
+        (crossed("{:04}_{}_{}.png", range(9), (0, 512, 1024), (0, 512, 1024)), BEGINNING, 9),
+        (crossed("{}_{:06}_000019.png", FIVE, range(7)), BEGINNING, 5),
+        (crossed("img_{:04}_patch_{}.png", range(20), range(4)), "word 2 of the name", 20),
+        (crossed("{}_{:04}.png", ("left", "right"), range(20)), "word 2 of the name", 20),
+        (crossed("IMG_202001{:02}_12{:02}00.png", range(1, 8), range(5)), "date in the name", 7),
+        (crossed("2020-01-{:02}_12-{:02}-00.png", range(1, 8), range(5)), "date in the name", 7),
+        (crossed("{:02}_{:04}.png", range(7), range(9)), BEGINNING, 7),
+        (crossed("{:04}.png", range(40)), "image", 40),
+        (crossed("frame{:04}.png", range(40)), "image", 40),
+    ],
+)
+def test_groups_of_usual_names(images: list[str], kind: str, number: int) -> None:
+    found = group_pairs(pairs_of(*images), None)
+    assert (found.kind, found.num_groups) == (kind, number)
+    assert partition(group_pairs(pairs_of(*images), found.pattern).groups) == partition(found.groups)
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        crossed("{}_{:02}_{}.png", range(6), range(6), range(2)),
+        crossed("{}_{:02}_{}.png", ("barn", "lake", "mill"), range(8), range(3)),
+        crossed("{}_{}_{}.png", FIVE, ("dawn", "day", "dusk", "night", "noon"), range(3)),
+    ],
+)
+def test_two_words_that_divide_differently_are_a_question(images: list[str]) -> None:
+    pairs = pairs_of(*images)
+    with pytest.raises(OpenQuestionError, match="several parts of the names may say it") as raised:
+        group_pairs(pairs, None)
+    *answers, each = raised.value.answers
+    assert raised.value.attribute == "group"
+    first, second = (group_pairs(pairs, answer.value).groups for answer in answers)
+    assert [set(first), set(second)] == [{name.split("_")[i] for name in images} for i in (0, 1)]
+    assert re.search(r": \d+ groups; .*: \d+ images such as ", answers[0].words)
+    assert each.value == EACH_IMAGE
+    assert group_pairs(pairs, EACH_IMAGE) == Grouping(tuple(images), "image", EACH_IMAGE)
+
+
+def test_column_of_a_table_is_the_group() -> None:
+    pairs = [Pair(f"patient{i}_{k}.png", "m.png", group=f"eye {k}") for i in range(5) for k in range(3)]
+    found = group_pairs(pairs, None)
+    assert (set(found.groups), found.kind) == ({"eye 0", "eye 1", "eye 2"}, "column of the table")
+
+
+_WORDED = ["patient{:02}", "sub-{:02}", "case_{:03}", "video{}", "scene_{}", "seq{:02}", "slide{}", "P{:02}"]
+_NUMBERED = ["{}", "{:02}", "{:04}"]
+_NAMES = ["aachen", "bochum", "cologne", "dusseldorf", "erfurt", "frankfurt", "giessen", "hanover"]
+
+
+@st.composite
+def drawn_names(draw: st.DrawFn) -> tuple[list[str], list[str]]:
+    """Names with a true group among words that say nothing, and the true group of each.
+
+    A group without a group word has at least five values; if it is a number, words with letters have fewer, and another
+    number follows. Otherwise no name could tell it from a counter.
+    """
+    kind = draw(st.sampled_from(["worded", "letters", "number", "date"]))
+    number = draw(st.integers(2 if kind == "worded" else 5, 8))
+    if kind in ("worded", "number"):
+        template = draw(st.sampled_from(_WORDED if kind == "worded" else _NUMBERED))
+        words = [template.format(i + 1) for i in range(number)]
+    else:
+        words = _NAMES[:number] if kind == "letters" else [f"202103{i + 1:02}" for i in range(number)]
+    others = {
+        "slice": [f"slice{i}" for i in range(draw(st.integers(2, 7)))],
+        "category": ["dawn", "dusk", "night", "noon"][: draw(st.integers(2, 4))],
+        "number": [f"{i:02}" for i in range(draw(st.integers(2, 7)))],
+        "constant": ["data"],
+        "positions": ["0", "256", "512"],
+    }
+    chosen = draw(st.lists(st.sampled_from(sorted(others)), max_size=2, unique=True))
+    columns = [(key, others[key]) for key in chosen]
+    columns.insert(draw(st.integers(0, len(columns))), ("group", words))
+    columns.append(("index", [f"{i:03}" for i in range(draw(st.integers(2, 4)))]))
+    rows = [list(row) for row in itertools.product(*(values for _, values in columns))]
+    position = [key for key, _ in columns].index("group")
+    separator = draw(st.sampled_from("_-")) if kind != "date" else "_"
+    if draw(st.booleans()):  # some images are missing
+        rows = draw(st.lists(st.sampled_from(rows), min_size=len(rows) // 2, max_size=len(rows), unique_by=tuple))
+    return [separator.join(row) + ".png" for row in rows], [row[position] for row in rows]
+
+
+@given(drawn_names(), st.sampled_from([0.3, 0.5]), st.integers(0, 3))
+def test_true_groups_stay_on_one_side_or_init_asks(drawn: tuple[list[str], list[str]], share: float, seed: int) -> None:
+    images, true = drawn
+    pairs = pairs_of(*images)
+    try:
+        found = group_pairs(pairs, None)
+    except OpenQuestionError as question:
+        for answer in question.answers:
+            group_pairs(pairs, answer.value)  # matches every image
+        return
+    if found.kind == "image":
+        return
+    for sides in (divide(pairs, found, share, seed), divide_into_folds(found, 2, seed)):
+        assert len(set(zip(true, sides, strict=True))) == len(set(true)), found.kind
+
+
+def test_patients_in_both_splits_are_found() -> None:
+    images = {
+        "train": crossed("patient{:02}_{}.png", range(4), range(3)),
+        "val": crossed("patient{:02}_{}.png", range(3, 6), range(3, 5)),
+    }
+    found = find_shared_groups(images)
+    assert found is not None
+    assert found.names == ("patient03",)
+    assert str(found).startswith(
+        "1 of the 3 groups of val (patient in the name) are in train too, such as 3 images of train such as "
+        "patient03_0.png and 2 images of val such as patient03_3.png: scores on val are too good"
+    )
+    assert (
+        group_pairs(pairs_of(*images["val"]), found.pattern).groups
+        == ("patient03",) * 2 + ("patient04",) * 2 + ("patient05",) * 2
+    )
+
+
+@pytest.mark.parametrize(
+    ("train", "val"),
+    [
+        (["patient1_1.png", "patient1_2.png"], ["patient2_1.png", "patient2_2.png"]),
+        (["seq1/1.png", "seq1/2.png", "seq2/1.png"], ["seq1/1.png", "seq1/2.png"]),  # numbers begin again
+        (["beagle_1.png", "beagle_2.png"], ["beagle_3.png"]),  # a breed
+        (["1.png"], []),
+    ],
+)
+def test_other_splits_share_no_group(train: list[str], val: list[str]) -> None:
+    assert find_shared_groups({"train": train, "val": val}) is None
+
+
+@pytest.mark.parametrize(
+    ("pattern", "groups"), [(r"/(.)_", ("x", "y")), (r"._\d", ("x_1", "y_2")), ("(q)?p", ("p", "q"))]
+)
+def test_groups_are_what_an_expression_matches(pattern: str, groups: tuple[str, str]) -> None:
+    pairs = pairs_of("p/x_1.png", "qp/y_2.png")
+    assert group_pairs(pairs, pattern) == Grouping(groups, f"--group {pattern}", pattern)
+
+
+def test_wrong_expressions_for_groups_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"--group \(: no regular expression"):
+        group_pairs(pairs_of("a.png"), "(")
+    with pytest.raises(ConfigError, match=r"--group \^z: matches nothing in a\.png: it must match every image"):
+        group_pairs(pairs_of("a.png"), "^z")

@@ -1,0 +1,494 @@
+"""Decoding against Pillow, OpenCV and pixels written by hand; errors for damage and wrong ids."""
+
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageOps
+
+from segapp.datasets import files
+from segapp.datasets.files import ImagePair, check_pairs, is_complete_jpeg, read_header
+from segapp.datasets.images.reading import read_image
+from segapp.datasets.layouts.formats import ClassScheme, class_scheme
+from segapp.datasets.masks import read_mask
+from segapp.errors import DataError
+from segapp.onboarding.survey.content import stored_pixels
+from tests.support.drawn_data import draw_image, draw_mask
+from tests.support.fault_table import case
+
+
+def save(array: np.ndarray, path: Path, mode: str | None = None, **options: object) -> Path:
+    image = Image.fromarray(array)
+    (image.convert(mode) if mode else image).save(path, **options)
+    return path
+
+
+def jpeg_bytes(array: np.ndarray, **options: object) -> bytes:
+    buffer = BytesIO()
+    Image.fromarray(array).save(buffer, "JPEG", quality=95, **options)
+    return buffer.getvalue()
+
+
+def names(count: int) -> list[str]:
+    return [f"class {i}" for i in range(count)]
+
+
+# --- images
+
+
+@pytest.mark.parametrize("suffix", [".png", ".bmp", ".tif", ".ppm", ".webp"])
+def test_lossless_images_are_decoded_exactly(suffix: str, tmp_path: Path) -> None:
+    image = draw_image(0, 23, 31)
+    options = {"lossless": True} if suffix == ".webp" else {}
+    np.testing.assert_array_equal(read_image(save(image, tmp_path / f"a{suffix}", **options)), image)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK"])
+def test_other_image_modes_match_pillow(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / ("a.jpg" if mode == "CMYK" else "a.png")
+    save(draw_image(1, 40, 50), path, mode, **({"quality": 95} if mode == "CMYK" else {}))
+    expected = np.array(Image.open(path).convert("RGB")).astype(int)
+    difference = np.abs(read_image(path).astype(int) - expected)
+    assert difference.max() <= (6 if mode == "CMYK" else 0)  # the rule from CMYK to RGB is rounded in other places
+
+
+@pytest.mark.parametrize("suffix", [".jpg", ".png", ".webp", ".tif"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_rotation_matches_pillow(orientation: int, suffix: str, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    path = tmp_path / f"a{suffix}"
+    options = {".jpg": {"quality": 95}, ".webp": {"lossless": True}}.get(suffix, {})
+    save(draw_image(2, 24, 40), path, exif=exif, **options)
+    expected = np.array(ImageOps.exif_transpose(Image.open(path)).convert("RGB"))
+    result = read_image(path)
+    assert result.shape == expected.shape
+    assert np.abs(result.astype(int) - expected).max() <= 3
+    header = read_header(path)
+    assert (header.height_px, header.width_px) == expected.shape[:2]
+
+
+def test_jpeg_matches_opencv_and_pillow(tmp_path: Path) -> None:
+    path = tmp_path / "a.jpg"
+    path.write_bytes(jpeg_bytes(draw_image(3, 64, 80)))
+    np.testing.assert_array_equal(read_image(path), cv2.imread(str(path))[..., ::-1])
+    assert np.abs(read_image(path).astype(int) - np.array(Image.open(path))).max() <= 3
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 300), (300, 1), (7, 5)])
+def test_images_of_any_size_are_decoded(size: tuple[int, int], tmp_path: Path) -> None:
+    assert read_image(save(draw_image(4, *size), tmp_path / "a.png")).shape == (*size, 3)
+
+
+def test_file_names_of_any_bytes_are_read(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff\xfe [red]\n.png")
+    image = draw_image(5, 9, 9)
+    path.write_bytes(save(image, tmp_path / "a.png").read_bytes())
+    np.testing.assert_array_equal(read_image(path), image)
+
+
+# --- damage
+
+
+def damaged_forms(data: bytes) -> dict[str, bytes]:
+    half = len(data) // 2
+    return {
+        "30 %": data[: len(data) * 3 // 10],
+        "60 %": data[: len(data) * 6 // 10],
+        "less its last byte": data[:-1],
+        "zero tail": data[:half] + bytes(len(data) - half),
+        "first 64 bytes": data[:64],
+        "text": b"<html>not found</html>",
+    }
+
+
+@pytest.mark.parametrize("form", sorted(damaged_forms(b"")))
+@pytest.mark.parametrize("kind", ["jpg", "progressive", "png", "mask"])
+def test_cut_and_zeroed_files_are_named(kind: str, form: str, tmp_path: Path) -> None:
+    image = draw_image(6, 120, 160)
+    path = tmp_path / f"broken.{'jpg' if kind in {'jpg', 'progressive'} else 'png'}"
+    if path.suffix == ".jpg":
+        data = jpeg_bytes(image, progressive=kind == "progressive")
+    else:
+        data = save(image if kind == "png" else draw_mask(6, 120, 160), path).read_bytes()
+    path.write_bytes(damaged_forms(data)[form])
+    with pytest.raises(DataError, match=rf"broken{path.suffix}: .*(damaged|download)"):
+        read_mask(path, class_scheme("folder", classes=names(5))) if kind == "mask" else read_image(path)
+
+
+def test_truncated_jpeg_with_embedded_preview_is_refused(tmp_path: Path) -> None:
+    preview = jpeg_bytes(draw_image(0, 20, 20))
+    data = jpeg_bytes(draw_image(7, 90, 90), exif=b"Exif\0\0" + preview)
+    assert is_complete_jpeg(data)
+    assert is_complete_jpeg(data + b"appended by a camera")
+    cut = data[: len(data) // 2]
+    assert b"\xff\xd9" in cut
+    assert not is_complete_jpeg(cut)
+    (tmp_path / "a.jpg").write_bytes(cut)
+    with pytest.raises(DataError, match="truncated JPEG"):
+        read_image(tmp_path / "a.jpg")
+
+
+@settings(max_examples=150, deadline=None)
+@given(position=st.floats(0, 1), bit=st.integers(0, 7), is_mask=st.booleans())
+def test_flipped_bit_in_mask_never_gives_wrong_labels(
+    position: float, bit: int, is_mask: bool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    pixels = draw_mask(8, 30, 40) if is_mask else draw_image(8, 30, 40)
+    path = save(pixels, tmp_path_factory.mktemp("bits") / "a.png")
+    data = bytearray(path.read_bytes())
+    data[int(position * (len(data) - 1))] ^= 1 << bit
+    path.write_bytes(data)
+    try:
+        result = read_mask(path, class_scheme("folder", classes=names(5))) if is_mask else read_image(path)
+    except DataError:
+        return
+    np.testing.assert_array_equal(result, pixels)  # only flips of insignificant bits may be accepted
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda p: None, "does not exist"),
+        (lambda p: p.touch(), "0 bytes"),
+        (lambda p: p.mkdir(), "not a regular file"),
+        (lambda p: os.mkfifo(p), "not a regular file"),
+        (lambda p: p.symlink_to("nowhere"), "does not exist"),
+    ],
+)
+def test_path_that_is_no_file_is_named(make: Callable[[Path], object], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.png"
+    make(path)
+    for read in (read_image, read_header):
+        with pytest.raises(DataError, match=rf"a\.png: .*{message}"):
+            read(path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable_file_is_named(tmp_path: Path) -> None:
+    path = save(draw_image(0, 4, 4), tmp_path / "a.png")
+    path.chmod(0)
+    with pytest.raises(DataError, match="permission"):
+        read_image(path)
+
+
+@case("F47", how="EIO at the first read of a mask", passes="tried again")
+def test_transient_storage_error_is_retried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save(draw_image(0, 4, 4), tmp_path / "a.png")
+    calls = []
+
+    def failing_open(*args: object, **kwargs: object) -> object:
+        calls.append(args)
+        if len(calls) < 3:
+            raise OSError(5, "Input/output error")
+        return open(*args, **kwargs)  # type: ignore[call-overload]
+
+    waited_s: list[float] = []
+    monkeypatch.setattr(files.time, "sleep", waited_s.append)
+    monkeypatch.setattr(files, "open", failing_open, raising=False)
+    assert read_image(path).shape == (4, 4, 3)
+    assert len(calls) == 3
+    assert waited_s == [0.05, 0.1]
+    monkeypatch.setattr(files, "open", lambda *a, **k: (_ for _ in ()).throw(OSError(5, "Input/output error")))
+    with pytest.raises(DataError, match="Input/output error"):
+        read_image(path)
+
+
+def png_of(width: int, height: int) -> bytes:
+    """Return a PNG with this size in its header."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", width, height, 1, 0, 0, 0, 0)
+    body = zlib.compress(bytes(height * (1 + (width + 7) // 8)) if width < 30_000 else b"")
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")
+
+
+@pytest.mark.parametrize("size", [(20_000, 20_000), (2_000_000, 2_000)])
+def test_decompression_bomb_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path) -> None:
+    path = tmp_path / "bomb.png"
+    path.write_bytes(png_of(*size))
+    assert path.stat().st_size < 200_000
+    for read in (read_image, read_header, lambda p: read_mask(p, class_scheme("voc"))):
+        with pytest.raises(DataError, match=r"bomb\.png: too large .*cut it into tiles"):
+            read(path)
+
+
+# --- masks
+
+
+def test_grey_and_palette_masks_keep_their_ids(scheme: ClassScheme, tmp_path: Path) -> None:
+    ids = draw_mask(0, 30, 40)
+    grey = save(ids, tmp_path / "grey.png")
+    indexed = Image.fromarray(ids).convert("P")
+    indexed.putdata(ids.ravel().tolist())
+    indexed.putpalette(np.random.default_rng(0).integers(0, 256, 768, dtype=np.uint8).tobytes())
+    indexed.save(tmp_path / "palette.png")
+    indexed.save(tmp_path / "palette.tif")
+    for path in (grey, tmp_path / "palette.png", tmp_path / "palette.tif", save(ids, tmp_path / "g.tif")):
+        result = read_mask(path, scheme)
+        assert result.dtype == np.uint8
+        np.testing.assert_array_equal(result, ids, err_msg=path.name)
+
+
+def test_opencv_reads_the_same_grey_ids(scheme: ClassScheme, tmp_path: Path) -> None:
+    path = save(draw_mask(1, 33, 21), tmp_path / "a.png")
+    np.testing.assert_array_equal(read_mask(path, scheme), cv2.imread(str(path), cv2.IMREAD_UNCHANGED))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize("color_type", [0, 3])
+def test_every_png_depth_keeps_the_ids(bits: int, color_type: int, tmp_path: Path) -> None:
+    if color_type == 3 and bits == 16:
+        return  # no such PNG
+    count = min(1 << bits, 12)
+    ids = np.random.default_rng(bits).integers(0, count, (9, 16))
+    path = tmp_path / "a.png"
+    path.write_bytes(packed_png(ids, bits, color_type))
+    scheme = class_scheme("folder", classes=names(12))
+    np.testing.assert_array_equal(read_mask(path, scheme), ids)
+    np.testing.assert_array_equal(stored_pixels(path, as_rgb=False)[0], ids)
+
+
+def packed_png(ids: np.ndarray, bits: int, color_type: int) -> bytes:
+    """Return a PNG encoded by hand, because libraries differ in low bit depths."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    height, width = ids.shape
+    if bits == 16:
+        rows = [row.astype(">u2").tobytes() for row in ids]
+    else:
+        shifts = np.arange(bits - 1, -1, -1)
+        rows = [np.packbits((row[:, None] >> shifts & 1).astype(np.uint8).ravel()).tobytes() for row in ids]
+    header = struct.pack(">IIBBBBB", width, height, bits, color_type, 0, 0, 0)
+    palette = chunk(b"PLTE", bytes(range(255, 255 - 3 * min(1 << bits, 60), -1))) if color_type == 3 else b""
+    body = chunk(b"IDAT", zlib.compress(b"".join(b"\0" + row for row in rows)))
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + palette + body + chunk(b"IEND", b"")
+
+
+def test_sixteen_bit_ids_are_exact(tmp_path: Path) -> None:
+    ids = np.array([[0, 255, 256, 299], [1000, 7, 0, 300]], np.uint16)
+    scheme = class_scheme("folder", classes=names(301), ignore_index=1000)
+    for suffix in (".png", ".tif"):
+        result = read_mask(save(ids, tmp_path / f"a{suffix}"), scheme)
+        assert result.dtype == np.int16
+        np.testing.assert_array_equal(result, ids)
+
+
+def test_label_map_maps_every_id(tmp_path: Path) -> None:
+    path = save(np.array([[0, 7, 9, 2], [255, 1, 7, 0]], np.uint8), tmp_path / "a.png")
+    scheme = class_scheme("folder", classes=names(3), label_map={7: 1, 9: 255, 0: 2})
+    np.testing.assert_array_equal(read_mask(path, scheme), [[2, 1, 255, 2], [255, 1, 1, 2]])
+    negative = class_scheme("folder", classes=names(3), label_map={7: 1, 9: -1, 0: 2, 255: -1}, ignore_index=-1)
+    np.testing.assert_array_equal(read_mask(path, negative), [[2, 1, -1, 2], [-1, 1, 1, 2]])
+
+
+def test_cityscapes_ids_and_train_ids_give_the_same_target(tmp_path: Path) -> None:
+    labels = save(np.array([[7, 33, 0, 26]], np.uint8), tmp_path / "a_gtFine_labelIds.png")
+    train = save(np.array([[0, 18, 255, 13]], np.uint8), tmp_path / "a_gtFine_labelTrainIds.png")
+    scheme = class_scheme("cityscapes")
+    np.testing.assert_array_equal(read_mask(labels, scheme), [[0, 18, 255, 13]])
+    np.testing.assert_array_equal(read_mask(train, scheme), [[0, 18, 255, 13]])
+
+
+@pytest.mark.parametrize("mode", ["RGB", "RGBA", "P"])
+@pytest.mark.parametrize("ignore_index", [255, -1])
+def test_mask_colours_become_ids(mode: str, ignore_index: int, tmp_path: Path) -> None:
+    palette = [(10, 20, 30), (255, 0, 0), (0, 0, 0), (9, 9, 9)]
+    ids = np.random.default_rng(0).integers(0, 4, (12, 15))
+    image = Image.fromarray(np.array(palette, np.uint8)[ids])
+    image = image.quantize(8, dither=Image.Dither.NONE) if mode == "P" else image.convert(mode)
+    image.save(tmp_path / "a.png")
+    scheme = class_scheme("folder", classes=names(3), palette=palette, rgb=True, ignore_index=ignore_index)
+    assert scheme.palette == tuple(palette[:3])
+    np.testing.assert_array_equal(read_mask(tmp_path / "a.png", scheme), np.where(ids == 3, ignore_index, ids))
+
+
+def test_several_colours_may_share_a_class(tmp_path: Path) -> None:
+    palette = [(0, 0, 0), (1, 1, 1), (2, 2, 2), (3, 3, 3)]
+    path = save(np.array(palette, np.uint8)[None], tmp_path / "a.png")
+    scheme = class_scheme("folder", classes=names(2), palette=palette, rgb=True, label_map={0: 1, 1: 0, 2: 0, 3: 255})
+    np.testing.assert_array_equal(read_mask(path, scheme), [[1, 0, 0, 255]])
+    assert scheme.palette == ((1, 1, 1), (0, 0, 0))
+
+
+def test_black_and_white_masks_are_read_by_colour(tmp_path: Path) -> None:
+    path = save(np.array([[0, 255]], np.uint8), tmp_path / "a.png")
+    scheme = class_scheme("folder", classes=names(2), palette=[(0, 0, 0), (255, 255, 255)], rgb=True)
+    np.testing.assert_array_equal(read_mask(path, scheme), [[0, 1]])
+
+
+def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
+    pixels = np.zeros((4, 4, 3), np.uint8)
+    pixels[0, :3] = (1, 2, 3)
+    scheme = class_scheme("folder", classes=names(1), palette=[(0, 0, 0)], rgb=True)
+    with pytest.raises(DataError, match=r"a\.png: .*not in the palette: \[1, 2, 3\] \(3 px\)\. Add them"):
+        read_mask(save(pixels, tmp_path / "a.png"), scheme)
+    pixels[1:3] = (9, 0, 255)
+    pixels[3, :2], pixels[3, 2] = (0, 7, 0), (255, 255, 254)
+    four = (
+        r"palette: \[9, 0, 255\] \(8 px\), \[1, 2, 3\] \(3 px\), \[0, 7, 0\] \(2 px\), \[255, 255, 254\] \(1 px\)\. Add"
+    )
+    with pytest.raises(DataError, match=four):
+        read_mask(save(pixels, tmp_path / "c.png"), scheme)
+    pixels[3, 3] = 1
+    with pytest.raises(DataError, match="smoothed"):  # more than four times as many as in the palette
+        read_mask(save(pixels, tmp_path / "d.png"), scheme)
+    with pytest.raises(DataError, match="smoothed"):
+        read_mask(save(draw_image(0, 20, 20), tmp_path / "b.png"), scheme)
+
+
+@pytest.mark.parametrize(
+    ("ids", "num_classes", "ignore_index", "message"),
+    [
+        ([[0, 3, 3, 254]], 3, 255, r"outside the 3 classes: 3 \(2 px\), 254 \(1 px\)"),
+        ([[0, 255, 255, 0]], 2, -1, r"255 \(2 px\)\. A black and white mask: set data.label_map"),
+        ([[1, 2, 3, 3]], 3, 255, r"3 \(2 px\)\. The ids seem to start at 1"),
+        ([[0, 2, 3, 3]], 3, 255, r"One class more than in data.classes"),
+        ([[0, 1, 2, 255]], 3, -1, r"255 usually marks ignored pixels"),
+        ([[7, 26, 33, 0]], 19, 255, r"Cityscapes label ids"),
+        ([[14, 38, 52, 75]], 5, 255, r"grey levels"),
+        ([[257, 514, 0, 771]], 5, 255, r"scaled to 16 bits"),
+    ],
+)
+def test_wrong_ids_are_named_with_the_likely_cause(
+    ids: list[list[int]], num_classes: int, ignore_index: int, message: str, tmp_path: Path
+) -> None:
+    path = save(np.array(ids, np.uint16 if max(ids[0]) > 255 else np.uint8), tmp_path / "mask.png")
+    scheme = class_scheme("folder", classes=names(num_classes), ignore_index=ignore_index)
+    with pytest.raises(DataError, match=rf"mask\.png: the mask holds ids {message}|mask\.png: .*{message}"):
+        read_mask(path, scheme)
+
+
+def test_error_for_ids_outside_a_label_map_names_it(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"34 \(1 px\)\. Add them to data\.label_map"):
+        read_mask(save(np.array([[7, 34]], np.uint8), tmp_path / "a.png"), class_scheme("cityscapes"))
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "ignore_index"), [(5, 255), (5, 5), (254, 254), (254, 255), (255, 255), (256, -1)]
+)
+def test_ids_at_the_range_limits_are_checked(num_classes: int, ignore_index: int, tmp_path: Path) -> None:
+    scheme = class_scheme("folder", classes=names(num_classes), ignore_index=ignore_index)
+    borders = {0, *range(num_classes - 2, num_classes + 3), ignore_index, 77, 253, 254, 255}
+    for value in borders & set(range(256)):
+        path = save(np.full((2, 2), value, np.uint8), tmp_path / "a.png")
+        if value < num_classes or value == ignore_index:
+            assert (read_mask(path, scheme) == value).all()
+        else:
+            with pytest.raises(DataError, match=rf" {value} \(4 px\)"):
+                read_mask(path, scheme)
+
+
+def test_grey_mask_with_alpha_keeps_its_ids(scheme: ClassScheme, tmp_path: Path) -> None:
+    ids = draw_mask(0, 9, 14)
+    path = save(ids, tmp_path / "a.png", transparency=0)
+    np.testing.assert_array_equal(read_mask(path, scheme), ids)
+
+
+def test_one_pixel_with_wrong_id_is_found(tmp_path: Path) -> None:
+    ids = np.zeros((500, 600), np.uint8)
+    ids[321, 123] = 5
+    with pytest.raises(DataError, match=r"5 \(1 px\)"):
+        read_mask(save(ids, tmp_path / "a.png"), class_scheme("folder", classes=names(5)))
+
+
+def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
+    path = save(np.array([[0, 70_000, 65_536, -3]], np.int32), tmp_path / "a.tif")
+    with pytest.raises(DataError, match=r"-3 \(1 px\), 65536 \(1 px\), 70000 \(1 px\)"):
+        read_mask(path, class_scheme("folder", classes=names(2)))
+    path = save(np.array([[1, 65_535]], np.int32), tmp_path / "b.tif")
+    scheme = class_scheme("folder", classes=names(2), label_map={65_535: 0})
+    np.testing.assert_array_equal(read_mask(path, scheme), [[1, 0]])
+
+
+@pytest.mark.parametrize(
+    ("mode", "suffix", "message"),
+    [
+        ("RGB", ".png", "RGB colours, not class ids: set data.rgb_masks"),
+        ("RGBA", ".png", "RGBA colours, not class ids"),
+        ("LA", ".png", "LA colours, not class ids"),
+        ("L", ".jpg", "saved as JPEG has wrong ids"),
+        ("F", ".tif", "numbers with fractions"),
+    ],
+)
+def test_formats_that_hold_no_ids_are_refused(
+    mode: str, suffix: str, message: str, scheme: ClassScheme, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        read_mask(save(draw_mask(0, 9, 9), tmp_path / f"a{suffix}", mode), scheme)
+
+
+def test_masks_of_several_frames_are_refused(scheme: ClassScheme, tmp_path: Path) -> None:
+    first, second = (Image.fromarray(draw_mask(i, 9, 9)) for i in range(2))
+    first.save(tmp_path / "a.tif", save_all=True, append_images=[second])
+    with pytest.raises(DataError, match="several frames"):
+        read_mask(tmp_path / "a.tif", scheme)
+
+
+def test_mask_follows_the_exif_rotation_of_its_image(scheme: ClassScheme, tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    ids = draw_mask(0, 10, 20)
+    np.testing.assert_array_equal(read_mask(save(ids, tmp_path / "a.png", exif=exif), scheme), np.rot90(ids, -1))
+
+
+# --- the check of headers
+
+
+def test_check_pairs_returns_upright_sizes(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> None:
+    assert check_pairs(write_pairs([(10, 20), (31, 7)])) == ((10, 20), (31, 7))
+
+
+def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tuple[ImagePair, ...]]) -> None:
+    pairs = write_pairs([(20, 30)] * 9)
+    pairs[1].image.unlink()
+    pairs[2].mask.write_bytes(b"")
+    pairs[3].image.write_bytes(b"not an image")
+    save(draw_mask(0, 30, 20), pairs[4].mask)
+    pairs[5].image.write_bytes(pairs[5].image.read_bytes()[:-20])
+    pairs[6].mask.write_bytes(jpeg_bytes(draw_mask(0, 20, 30)))
+    pairs[7].image.write_bytes(jpeg_bytes(draw_image(0, 20, 30))[:-30])
+    with pytest.raises(DataError) as error:
+        check_pairs(pairs)
+    message = str(error.value)
+    assert message.startswith("7 of 9 image and mask pairs cannot be used")
+    assert message.endswith("and 2 more")
+    for text in (
+        "001.png: the file does not exist",
+        "002_mask.png: the file is empty",
+        "003.png: no readable image",
+        "004_mask.png: the mask has 20x30 pixels, its image",
+        "EXIF rotation",
+        "005.png: cannot be decoded (truncated PNG",
+    ):
+        assert text in message
+    with pytest.raises(DataError, match=r"^7 of 9 .*(\n  .+){7}$"):
+        check_pairs(pairs, max_named=7)
+    with pytest.raises(DataError, match=r"^\S+006_mask\.png: a mask saved as JPEG"):  # one problem, without a count
+        check_pairs(pairs[6:7])
+    with pytest.raises(DataError, match=r"007\.png: .*truncated JPEG"):
+        check_pairs(pairs[7:8])
+
+
+def test_real_camvid_passes_the_check_and_matches_pillow(camvid_root: Path) -> None:
+    from segapp.datasets.layouts.formats import DataLocation, find_pairs
+
+    pairs = find_pairs(DataLocation("camvid", camvid_root), "val")
+    assert set(check_pairs(pairs)) == {(360, 480)}
+    scheme = class_scheme("camvid")
+    for pair in pairs[::25]:
+        assert np.abs(read_image(pair.image).astype(int) - np.array(Image.open(pair.image))).max() <= 4
+        ids = np.array(Image.open(pair.mask))
+        np.testing.assert_array_equal(read_mask(pair.mask, scheme), np.where(ids == 11, 255, ids))

@@ -1,0 +1,207 @@
+"""Several masks for each image (classes, objects, annotators): training reads the drawing, pixel by pixel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+from PIL import Image
+
+from segapp.onboarding.convert.pixels.planes import combine, overlap_share
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.survey.questions import OpenQuestionError
+from tests.support.drawn_folders import IDS, draw_image, draw_mask, proposed, seeded, targets_read
+
+HEIGHT, WIDTH = 48, 64
+NAMES = [f"{number:04}" for number in range(10)]
+Plane = NDArray[np.bool_]
+
+
+def stripe(name: str, part: int) -> Plane:
+    """Columns of a third of the image, with rows that depend on the name: stripes of other parts are apart."""
+    plane = np.zeros((HEIGHT, WIDTH), bool)
+    top = int(seeded(f"{name}{part}").integers(0, 20))
+    plane[top : top + 25, 20 * part : 20 * part + 20] = True
+    return plane
+
+
+def disk(name: str, radius: int = 14) -> Plane:
+    rows, columns = np.ogrid[:HEIGHT, :WIDTH]
+    y, x = seeded(name).integers(18, 30), seeded(name).integers(20, 44)
+    return np.asarray((rows - y) ** 2 + (columns - x) ** 2 < radius**2)
+
+
+def save(path: Path, plane: Plane) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(plane.astype(np.uint8) * 255).save(path)
+
+
+FOLDERS = {
+    "masks/{class}/{}.png": "images/{}.jpg",
+    "masks/{class}/{split}/{}.png": "images/{split}/{}.jpg",
+    "{split}/labels/{class}/{}.png": "{split}/images/rgb/{}.jpg",
+    "masks/{}_{class}.png": "images/{}.jpg",
+    "masks/{}/{class}.png": "images/{}.jpg",
+    "{}/masks/{class}.png": "{}/images/{}.png",
+    "all/{}_{class}.png": "all/{}.jpg",
+}
+
+
+@pytest.mark.parametrize("pattern", FOLDERS)
+def test_masks_of_classes_that_are_apart_become_ids(pattern: str, tmp_path: Path) -> None:
+    root, wanted = tmp_path / "d", {}
+    for number, name in enumerate(NAMES):
+        split = "val" if number > 7 else "train"
+        wanted[name] = np.zeros((HEIGHT, WIDTH), np.uint8)
+        draw_image(root / FOLDERS[pattern].replace("{split}", split).replace("{}", name), (HEIGHT, WIDTH))
+        for part, kind in enumerate(("bicyclist", "car", "road")):
+            if kind == "bicyclist" and number % 2:
+                continue
+            save(
+                root / pattern.replace("{class}", kind).replace("{split}", split).replace("{}", name),
+                stripe(name, part),
+            )
+            wanted[name][stripe(name, part)] = part + 1
+    config, result, names = proposed(root, tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "bicyclist", "car", "road"]
+    assert config.data.multilabel is None
+    read = targets_read(config)
+    assert sorted(read) == NAMES
+    for name, mask in wanted.items():
+        assert (read[name] == mask).all()
+    if "{split}" in pattern:
+        assert sorted(names["val"]) == ["0008.jpg", "0009.jpg"]
+    lines = "\n".join(result.lines)
+    assert "bicyclist has no mask for 5 of 10 images: it is absent there" in lines
+    assert "0.0% of the labelled pixels belong to several classes: one class per pixel" in lines
+
+
+def test_masks_of_classes_that_overlap_become_sets(tmp_path: Path) -> None:
+    root = tmp_path / "CelebAMask-HQ"
+    kinds = {"skin": 16, "nose": 3, "l_eye": 2, "mouth": 4}
+    for number, name in enumerate(NAMES):
+        draw_image(root / "CelebA-HQ-img" / f"{number}.jpg", (2 * HEIGHT, 2 * WIDTH))
+        for kind, radius in kinds.items():
+            save(root / "CelebAMask-HQ-mask-anno" / str(number // 5) / f"0{name}_{kind}.png", disk(name, radius))
+    result = propose_config(InitRequest(root, tmp_path / "made.yaml"))
+    from segapp.config import load_config
+
+    config = load_config(result.configs[0])
+    assert (config.data.multilabel, config.data.classes) == ("bits", ["l_eye", "mouth", "nose", "skin"])
+    assert (config.loss.name, [term.name for term in config.loss.plus]) == ("bce", ["dice"])
+    for name, target in targets_read(config).items():
+        sets = sum(disk(f"{int(name):04}", kinds[kind]) << bit for bit, kind in enumerate(config.data.classes or []))
+        assert (target == np.kron(sets, np.ones((2, 2), int))).all()
+
+
+def test_little_overlap_is_asked(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        save(root / "masks" / "car" / f"{name}.png", stripe(name, 0))
+        wider = stripe(name, 1)
+        wider[10:30, 18:20] = True
+        save(root / "masks" / "road" / f"{name}.png", wider)
+    with pytest.raises(OpenQuestionError, match="belong to several classes") as caught:
+        propose_config(InitRequest(root, tmp_path / "made.yaml"))
+    assert {answer.value for answer in caught.value.answers} == {"class-masks", "class-masks-multilabel"}
+    config, _, _ = proposed(root, tmp_path / "made.yaml", layout="class-masks")
+    assert config.data.classes == ["background", "car", "road"]
+
+
+def test_masks_of_annotators_are_asked(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        for number in (1, 2, 3):
+            save(root / "masks" / f"annotator{number}" / f"{name}.png", disk(name, 9 + number))
+    with pytest.raises(OpenQuestionError, match="can be read in 3 ways") as caught:
+        propose_config(InitRequest(root, tmp_path / "made.yaml"))
+    assert [answer.value for answer in caught.value.answers] == [f"masks/annotator{number}" for number in (1, 2, 3)]
+    config, _, _ = proposed(root, tmp_path / "made.yaml", layout="masks/annotator2")
+    for name, target in targets_read(config).items():
+        assert (target == disk(name, 11)).all()
+
+
+def test_masks_that_mostly_agree_are_opinions_not_classes(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        for who, radius in (("anna", 12), ("bert", 13)):
+            save(root / "masks" / who / f"{name}.png", disk(name, radius))
+    with pytest.raises(OpenQuestionError, match=r"--layout masks/anna.*--layout masks/bert"):
+        propose_config(InitRequest(root, tmp_path / "made.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("image", "mask"),
+    [("stage1_train/{}/images/{}.png", "stage1_train/{}/masks/c{n}{}.png"), ("images/{}.png", "masks/{}/{n}.png")],
+    ids=["DSB 2018", "folders of masks"],
+)
+def test_masks_of_objects_are_united(image: str, mask: str, tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for number, name in enumerate(NAMES):
+        draw_image(root / image.replace("{}", name), (HEIGHT, WIDTH))
+        for part in range(1 + number % 3):
+            save(root / mask.replace("{}", name).replace("{n}", str(part)), stripe(name, part))
+    config, result, _ = proposed(root, tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "object"]
+    for number, name in enumerate(NAMES):
+        wanted = np.any([stripe(name, part) for part in range(1 + number % 3)], axis=0)
+        assert (targets_read(config)[name] == wanted).all()
+    assert "19 masks of single objects" in "\n".join(result.lines)
+
+
+def test_numbered_masks_are_asked_whether_they_are_classes(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
+        for part in range(3):
+            save(root / "labels" / name / f"{name}_lbl{part:02}.png", stripe(name, part))
+    with pytest.raises(OpenQuestionError, match=r"--layout object-masks.*--layout class-masks") as caught:
+        propose_config(InitRequest(root, tmp_path / "made.yaml"))
+    assert [answer.value for answer in caught.value.answers] == ["object-masks", "class-masks"]
+    config, _, _ = proposed(root, tmp_path / "made.yaml", layout="class-masks")
+    assert config.data.classes == ["background", "lbl00", "lbl01", "lbl02"]
+    for name, target in targets_read(config).items():
+        assert all((target[stripe(name, part)] == part + 1).all() for part in range(3))
+
+
+@pytest.mark.parametrize(
+    ("image", "masks"),
+    [
+        ("images/{s}/{}.jpg", ("masks/{s}/{}.png",)),
+        ("{}/images/{}.png", ("{}/masks/{}.png",)),
+        ("images/a/{}.png", ("labels/a/{}.png",)),
+    ],
+)
+def test_one_mask_for_each_image_is_read_as_before(image: str, masks: tuple[str, ...], tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for number, name in enumerate(NAMES):
+        split = "val" if number > 7 else "train"
+        draw_image(root / image.replace("{s}", split).replace("{}", name))
+        for mask in masks:
+            draw_mask(root / mask.replace("{s}", split).replace("{}", name), IDS)
+    config, _, _ = proposed(root, tmp_path / "made.yaml")
+    assert config.data.mask_root is None
+    assert config.data.classes == ["class_0", "class_1", "class_2"]
+
+
+@given(st.integers(1, 12), st.data())
+def test_combined_planes_hold_each_plane(num_classes: int, data: st.DataObject) -> None:
+    bits = data.draw(st.lists(st.integers(0, 2**num_classes - 1), min_size=12, max_size=12))
+    sets = np.array(bits).reshape(3, 4)
+    planes = {number: (sets >> number) & 1 == 1 for number in range(num_classes)}
+    assert (combine(planes, (3, 4), num_classes, is_multilabel=True) == sets).all()
+    ids = combine(planes, (3, 4), num_classes, is_multilabel=False)
+    areas = {number: plane.sum() for number, plane in planes.items()}
+    for pixel, value in zip(sets.ravel(), ids.ravel(), strict=True):
+        own = [number for number in planes if pixel >> number & 1]
+        assert value == 0 if not own else areas[value - 1] == min(areas[number] for number in own)
+        assert not own or value - 1 in own
+    several = sum(bin(pixel).count("1") > 1 for pixel in bits) / max(1, sum(pixel > 0 for pixel in bits))
+    assert overlap_share([list(planes.values())]) == pytest.approx(several)

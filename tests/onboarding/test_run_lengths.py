@@ -1,0 +1,225 @@
+"""Tables of run lengths: training reads the drawing, pixel by pixel; orders, classes, empty rows, several tables."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from segapp.errors import DataError
+from segapp.onboarding.convert.drawing import decode_starts
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.survey.questions import OpenQuestionError
+from tests.support.drawn_folders import draw_image, proposed, seeded, targets_read
+
+TALL, WIDE = (48, 64), (40, 96)
+
+
+def runs_of(plane: NDArray[np.bool_], order: str = "F", first: int = 1) -> str:
+    """Runs of a plane, by a loop over its pixels."""
+    runs: list[int] = []
+    previous = False
+    for number, pixel in enumerate(plane.ravel(order).tolist()):  # type: ignore[arg-type]
+        if pixel and not previous:
+            runs += [number + first, 0]
+        if pixel:
+            runs[-1] += 1
+        previous = pixel
+    return " ".join(map(str, runs))
+
+
+def disk(name: str, size: tuple[int, int] = TALL) -> NDArray[np.bool_]:
+    """A disk whose place depends on the name."""
+    random = seeded(name)
+    y, x = random.integers(14, size[0] - 14), random.integers(14, size[1] - 14)
+    rows, columns = np.ogrid[: size[0], : size[1]]
+    return np.asarray((rows - y) ** 2 + (columns - x) ** 2 <= random.integers(5, 12) ** 2)
+
+
+def table(path: Path, head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "w", newline="") as file:
+        csv.writer(file).writerows([head, *rows])
+
+
+NAMES = [f"{number:04}" for number in range(10)]
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data(), st.sampled_from("CF"), st.sampled_from([0, 1]))
+def test_decoded_runs_are_the_plane_that_a_loop_encoded(
+    height: int, width: int, data: st.DataObject, order: str, first: int
+) -> None:
+    bits = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
+    plane = np.array(bits).reshape(height, width)
+    assert (decode_starts(runs_of(plane, order, first), height, width, first, order) == plane).all()
+
+
+@given(st.integers(1, 12), st.integers(1, 12), st.data())
+def test_decoded_runs_agree_with_pycocotools(height: int, width: int, data: st.DataObject) -> None:
+    masks = pytest.importorskip("pycocotools.mask")
+    bits = data.draw(st.lists(st.booleans(), min_size=height * width, max_size=height * width))
+    plane = np.array(bits).reshape(height, width)
+    encoded = masks.encode(np.asfortranarray(plane.astype(np.uint8)))
+    assert (decode_starts(runs_of(plane), height, width) == masks.decode(encoded).astype(bool)).all()
+
+
+@pytest.mark.parametrize(
+    ("runs", "problem"),
+    [("1 2 3", "3 numbers"), ("12 2", "12 2 leaves the image of 4 x 3"), ("0 1", "0 1 leaves"), ("a 1", "invalid")],
+)
+def test_runs_that_do_not_fit_are_refused(runs: str, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        decode_starts(runs, 3, 4)
+
+
+@pytest.mark.parametrize("is_joined", [False, True], ids=["ImageId, ClassId", "ImageId_ClassId"])
+def test_severstal_rows_are_classes_and_no_row_is_background(is_joined: bool, tmp_path: Path) -> None:
+    root, wanted, rows = tmp_path / "d", {}, []
+    for number, name in enumerate(NAMES):
+        draw_image(root / "train_images" / f"{name}.jpg", WIDE)
+        wanted[name] = np.zeros(WIDE, np.uint8)
+        for defect in ([], [3], [1, 4])[number % 3]:
+            plane = disk(f"{name}{defect}", WIDE) & (wanted[name] == 0)
+            wanted[name][plane] = {1: 1, 3: 2, 4: 3}[defect]
+            rows.append((f"{name}.jpg", str(defect), runs_of(plane)))
+    draw_image(root / "test_images" / "9999.jpg", WIDE)
+    if is_joined:
+        full = {(name, kind): "" for name in NAMES for kind in "1234"}
+        full |= {(image[:4], kind): runs for image, kind, runs in rows}
+        joined = [(f"{name}.jpg_{kind}", runs) for (name, kind), runs in full.items()]
+        table(root / "train.csv", ["ImageId_ClassId", "EncodedPixels"], joined)
+        wanted = {name: np.where(mask > 1, mask + 1, mask) for name, mask in wanted.items()}  # class 2 is named too
+    else:
+        table(root / "train.csv", ["ImageId", "ClassId", "EncodedPixels"], rows)
+        table(root / "sample_submission.csv", ["ImageId", "EncodedPixels", "ClassId"], [("9999.jpg", "1 9", "1")])
+    config, result, _ = proposed(root, tmp_path / "made.yaml")
+    known = ["class_1", "class_2", "class_3", "class_4"] if is_joined else ["class_1", "class_3", "class_4"]
+    assert config.data.classes == ["background", *known]
+    read = targets_read(config)
+    assert sorted(read) == NAMES
+    for name, mask in wanted.items():
+        assert (read[name] == mask).all()
+    lines = "\n".join(result.lines)
+    if is_joined:
+        assert "4 images whose runs are empty are background, such as train_images/0000.jpg" in lines
+    else:
+        assert "4 images without a row are background, such as train_images/0000.jpg" in lines
+    assert "pixels are numbered by columns from 1" in lines
+
+
+@pytest.mark.parametrize(
+    ("head", "order", "ending"),
+    [(("img", "rle_mask"), "C", ".jpg"), (("id", "rle_mask"), "F", ""), (("file", "pixels"), "C", ".jpg")],
+    ids=["Carvana", "TGS", "unknown columns"],
+)
+def test_order_of_the_pixels_is_that_of_smooth_shapes(
+    head: tuple[str, str], order: str, ending: str, tmp_path: Path
+) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "train" / f"{name}.jpg")
+    table(root / "train.csv", head, [(f"{name}{ending}", runs_of(disk(name), order)) for name in NAMES])
+    config, result, _ = proposed(root, tmp_path / "made.yaml")
+    assert config.data.classes == ["background", "object"]
+    for name, target in targets_read(config).items():
+        assert (target == disk(name)).all()
+    assert "times as ragged" in "\n".join(result.lines)
+
+
+@pytest.mark.parametrize(("head", "order"), [(("id", "rle_mask"), "F"), (("img", "rle_mask"), "C")])
+def test_order_of_square_images_is_that_of_published_tables(head: tuple[str, str], order: str, tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.png", (48, 48))
+    rows = [(f"{name}.png", runs_of(disk(name, (48, 48)), order)) for name in NAMES]
+    table(root / "train.csv", head, rows)
+    config, result, _ = proposed(root, tmp_path / "made.yaml")
+    for name, target in targets_read(config).items():
+        assert (target == disk(name, (48, 48))).all()
+    assert "as in published tables with the column rle_mask" in "\n".join(result.lines)
+
+
+def test_order_that_nothing_tells_is_asked(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.png", (48, 48))
+    rows = [(f"{name}.png", runs_of(disk(name, (48, 48)), "C", 0)) for name in NAMES]
+    rows[0] = (rows[0][0], "0 4 48 4 96 4")
+    table(root / "train.csv", ("file", "pixels"), rows)
+    request = InitRequest(root, tmp_path / "made.yaml")
+    with pytest.raises(OpenQuestionError, match="shapes of square images do not tell") as caught:
+        propose_config(request)
+    assert sorted(answer.value for answer in caught.value.answers) == ["rle-columns", "rle-rows"]
+    config, _, _ = proposed(root, tmp_path / "made.yaml", layout="rle-rows")
+    read = targets_read(config)
+    assert (read["0005"] == disk("0005", (48, 48))).all()
+    assert np.argwhere(read["0000"]).tolist() == [[row, column] for row in range(3) for column in range(4)]
+
+
+def test_rows_of_an_image_are_united_in_the_last_version(tmp_path: Path) -> None:
+    root, rows = tmp_path / "d", []
+    for name in [*NAMES, "0010"]:
+        draw_image(root / "train_v2" / f"{name}.jpg")
+    for name in NAMES[1:]:
+        rows += [(f"{name}.jpg", runs_of(disk(f"{name}{ship}"))) for ship in "ab"]
+    rows.append((f"{NAMES[0]}.jpg", ""))
+    table(root / "train_ship_segmentations.csv", ("ImageId", "EncodedPixels"), [(name, "1 5") for name, _ in rows])
+    table(root / "train_ship_segmentations_v2.csv", ("ImageId", "EncodedPixels"), rows)
+    config, result, _ = proposed(root, tmp_path / "made.yaml")
+    read = targets_read(config)
+    assert sorted(read) == NAMES
+    assert not read["0000"].any()
+    for name in NAMES[1:]:
+        assert (read[name] == (disk(f"{name}a") | disk(f"{name}b"))).all()
+    assert "1 images without a row are not used, such as train_v2/0010.jpg" in "\n".join(result.lines)
+
+
+def clouds(root: Path) -> None:
+    rows = []
+    for name in NAMES:
+        draw_image(root / "train_images" / f"{name}.jpg")
+        rows += [(f"{name}.jpg_Fish", runs_of(disk(name))), (f"{name}.jpg_Sugar", runs_of(np.roll(disk(name), 3, 1)))]
+        rows.append((f"{name}.jpg_Gravel", ""))
+    table(root / "train.csv", ("Image_Label", "EncodedPixels"), rows)
+
+
+def test_overlapping_classes_become_sets_of_classes(tmp_path: Path) -> None:
+    clouds(tmp_path / "d")
+    config, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (config.data.multilabel, config.data.classes) == ("bits", ["Fish", "Gravel", "Sugar"])
+    assert config.loss.name == "bce"
+    for name, target in targets_read(config).items():
+        assert (target == disk(name) + 4 * np.roll(disk(name), 3, 1)).all()
+    assert "of the labelled pixels belong to several classes: several classes per pixel" in "\n".join(result.lines)
+
+
+def test_overlapping_classes_exclude_each_other_on_request(tmp_path: Path) -> None:
+    clouds(tmp_path / "d")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", layout="rle")
+    assert (config.data.multilabel, config.data.classes) == (None, ["background", "Fish", "Gravel", "Sugar"])
+    for target in targets_read(config).values():
+        assert set(np.unique(target)) == {0, 1, 3}
+
+
+def test_row_that_leaves_its_image_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    for name in NAMES:
+        draw_image(root / "images" / f"{name}.jpg")
+    rows = [(f"{name}.jpg", runs_of(disk(name))) for name in NAMES]
+    rows[3] = (rows[3][0], "3000 500")
+    table(root / "t.csv", ("id", "rle"), rows)
+    _, result, names = proposed(root, tmp_path / "made.yaml")
+    assert "t.csv: image images/0003.jpg: the entry cannot be read (the run 3000 500 leaves" in "\n".join(result.lines)
+    assert "0003.jpg" not in names["train"] + names["val"]
+
+
+def test_table_without_images_is_no_table_of_run_lengths(tmp_path: Path) -> None:
+    table(tmp_path / "d" / "t.csv", ("id", "rle"), [("a.jpg", "1 2")])
+    with pytest.raises(DataError, match="no images with masks"):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))

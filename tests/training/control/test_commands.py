@@ -1,0 +1,522 @@
+"""The controller: its answers without a training, and its effects in trainings in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from segapp import failpoints
+from segapp.config import LiveSettings
+from segapp.datasets.loader import EvalLoader
+from segapp.errors import OutOfMemoryError, RunError
+from segapp.parallel import DataParallelModel
+from segapp.run.commands import parse_command, send_command
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.training.control.batch_split import BatchSplitController
+from segapp.training.control.commands import CommandController, TrainingPosition
+from segapp.training.process.inbox import Inbox
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from segapp.training.telemetry.device_memory import DeviceMemoryTracker
+from segapp.training.telemetry.event_log import EventLog
+from tests.support.live_runs import assert_answered_once, seen, small, three_devices
+from tests.support.runs import alerts, differing, events, train
+
+MIDDLE = TrainingPosition(epoch=2, step=15, next_epoch=3, epochs=9)
+
+
+class ControllerHarness:
+    """A controller with a real inbox, without a training."""
+
+    def __init__(self, path: Path, num_devices: int = 3, mode: str = "dp") -> None:
+        self.folder = RunFolder.create(path=path)
+        self.writer = EventWriter(self.folder.events)
+        event_log = EventLog(self.writer)
+        network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * num_devices, full_batch=8)
+        self.batch_split = BatchSplitController(network, 8, mode)
+        self.controller = CommandController(
+            Inbox(self.folder, event_log), event_log, self.batch_split, DeviceMemoryTracker(), LiveSettings()
+        )
+
+    def send(self, text: str, position: TrainingPosition = MIDDLE) -> str:
+        command_id = send_command(self.folder.path, parse_command(text))
+        self.controller.inbox._polled_s = -1e9
+        if self.controller.inbox.has_commands():
+            self.controller.handle_commands(position)
+        return command_id
+
+    def answers(self, command_id: str) -> list[str]:
+        return [event["status"] for event in events(self.folder.path, "command") if event["id"] == command_id]
+
+    def last(self) -> dict[str, Any]:
+        return events(self.folder.path, "command")[-1]
+
+
+@pytest.fixture
+def harness(tmp_path: Path) -> ControllerHarness:
+    return ControllerHarness(tmp_path / "run")
+
+
+def test_new_split_is_applied_after_a_full_batch_succeeds(harness: ControllerHarness) -> None:
+    command_id = harness.send("set gpu0_bsz=2 lr_factor=0.5")
+    assert harness.controller.settings == LiveSettings()
+    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=2, lr_factor=0.5)
+    harness.send("set gpu0_bsz=0")
+    harness.controller.apply(harness.controller.settings_for_step(20), MIDDLE)
+    assert harness.controller.settings == LiveSettings(gpu0_bsz=0, lr_factor=0.5)
+    assert harness.batch_split.current == (0, 4, 4)
+    assert harness.answers(command_id) == ["accepted", "applied"]  # lr_factor needs no full batch
+    harness.controller.after_step([0, 3, 3], 6, 21)
+    assert seen(harness.folder.path, "gpu0_bsz")[-1]["status"] == "pending"  # a short batch does not confirm the split
+    harness.controller.after_step([0, 4, 4], 8, 22)
+    statuses = [(event["status"], event["new"], event["split"]) for event in seen(harness.folder.path, "gpu0_bsz")]
+    assert statuses == [
+        ("pending", 2, [2, 3, 3]),
+        ("cancelled", 2, [2, 3, 3]),
+        ("pending", 0, [0, 4, 4]),
+        ("applied", 0, [0, 4, 4]),
+    ]
+    assert {event["status"] for event in assert_answered_once(harness.folder.path).values()} == {"applied"}
+    changes = [event["changes"] for event in events(harness.folder.path, "command") if event["status"] == "applied"]
+    assert changes == [{"lr_factor": 0.5}, {"gpu0_bsz": 0}]  # of the first only what was not superseded
+
+
+@pytest.mark.parametrize(("num_full", "num_short"), [(0, 0), (0, 25), (1, 0), (19, 0), (2, 17), (20, 0), (2, 18)])
+def test_split_is_reverted_within_twenty_steps_only(harness: ControllerHarness, num_full: int, num_short: int) -> None:
+    harness.send("set gpu0_bsz=6")
+    controller, before = harness.controller, harness.batch_split.current
+    controller.apply(controller.settings_for_step(15), MIDDLE)
+    for step in range(num_short):
+        controller.after_step([4, 1, 1], 6, 16 + step)
+    for step in range(num_full):
+        controller.after_step([6, 1, 1], 8, 16 + num_short + step)
+    done = controller.revert_split("no memory", 36)
+    if num_full and num_full + num_short >= 20:
+        assert done is None, "its trial is over: the batch did not change, the memory did"
+        assert harness.batch_split.current == (6, 1, 1)
+        assert not harness.batch_split.facts().failed
+    else:
+        assert done == "split 6·1·1 does not fit: back to split 2·3·3"
+        assert harness.batch_split.current == before == (2, 3, 3)
+        assert events(harness.folder.path, "gpu0_bsz")[-1]["status"] == "reverted"
+        assert controller.revert_split("no memory", 37) is None, "the split before is not on trial"
+
+
+def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> None:
+    harness.send("set gpu0_bsz=6")
+    harness.controller.apply(harness.controller.settings_for_step(15), MIDDLE)
+    harness.controller.revert_split("no memory", 15)
+    for text in ("set gpu0_bsz=6", "set gpu0_bsz=7", "set shares=6,2,0"):
+        harness.send(text)
+        assert harness.last()["status"] == "rejected"
+        assert "device 0 ran out of memory with 6 samples: use fewer" in harness.last()["reason"]
+    harness.send("set gpu0_bsz=5")
+    assert harness.last()["status"] == "accepted"
+    harness.send("set gpu0_bsz=6 force")
+    assert harness.last()["status"] == "accepted"
+
+
+@pytest.mark.parametrize(("num_devices", "status"), [(1, "rejected"), (2, "accepted")])
+def test_split_of_two_devices_is_the_least_to_steer(tmp_path: Path, num_devices: int, status: str) -> None:
+    harness = ControllerHarness(tmp_path / "run", num_devices)
+    harness.send("set gpu0_bsz=3")
+    assert harness.last()["status"] == status
+
+
+def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
+    def controller_of() -> BatchSplitController:
+        network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * 3, gpu0_bsz=6, full_batch=8)
+        return BatchSplitController(network, 8, "dp")
+
+    fresh = controller_of()
+    fresh.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    best = fresh.auto_move([1000.0] * 3)
+    assert best is not None
+    failed = controller_of()
+    failed.record_failure(best.split, (6, 1, 1))
+    assert failed.facts().ceiling is None, "device 0 had fewer samples than before: another device ran out of memory"
+    failed.record_peaks((6, 1, 1), (900.0, 250.0, 250.0))
+    resumed = controller_of()
+    resumed.load_state_dict(failed.state_dict())
+    for batch_split in (failed, resumed):
+        move = batch_split.auto_move([1000.0] * 3)
+        assert move is not None
+        assert move.split != best.split
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "reason"),
+    [
+        ("set gpu0_bsz=9", "rejected", "gpu0_bsz=9 is more than the batch of 8"),
+        ("set shares=4,4", "rejected", "names 2 devices"),
+        ("set shares=4,4,4", "rejected", "add up to 12"),
+        ("set gpu0_bsz=auto", "rejected", "use a number"),
+        ("set gpu0_bsz=none", "applied", "in force already"),
+        ("set shares=2,3,3", "applied", "in force already"),
+        ("resume", "applied", "not paused"),
+        ("cancel", "rejected", "nothing to cancel"),
+        ("cancel 0123456789ab", "rejected", "0123456789ab"),
+    ],
+)
+def test_invalid_or_redundant_command_is_answered_at_once(
+    harness: ControllerHarness, text: str, status: str, reason: str
+) -> None:
+    harness.send(text)
+    assert harness.last()["status"] == status
+    assert reason in harness.last()["reason"]
+    assert_answered_once(harness.folder.path)
+
+
+@pytest.mark.parametrize("mode", ["model", "single"])
+def test_gpu0_bsz_in_modes_without_split_is_rejected_with_why(tmp_path: Path, mode: str) -> None:
+    harness = ControllerHarness(tmp_path / "run", num_devices=1, mode=mode)
+    harness.send("set gpu0_bsz=1")
+    assert harness.last()["status"] == "rejected"
+    assert {"model": "whole batch", "single": "one device"}[mode] in harness.last()["reason"]
+
+
+def test_pending_auto_is_superseded_by_a_newer_request(
+    harness: ControllerHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceMemoryTracker, "usable_mib", lambda _: [1000.0] * 3)
+    first, second = harness.send("set gpu0_bsz=auto"), harness.send("set gpu0_bsz=auto")
+    assert (harness.answers(first), harness.answers(second)) == (["accepted", "cancelled"], ["accepted"])
+    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz_auto=True)
+    harness.controller.apply(harness.controller.settings_for_step(20), MIDDLE)
+    assert harness.last()["changes"] == {"gpu0_bsz_auto": True}
+    harness.send("set gpu0_bsz=5")
+    harness.send("set gpu0_bsz=2")  # the split in force, but no longer by auto
+    assert harness.last()["status"] == "accepted"
+    assert harness.controller.requests.settings == LiveSettings(gpu0_bsz=2)
+
+
+def test_settings_are_rejected_in_the_last_epoch(harness: ControllerHarness) -> None:
+    harness.send("set lr_factor=2", TrainingPosition(9, 80, 10, 9))
+    assert (harness.last()["status"], "9 is the last" in harness.last()["reason"]) == ("rejected", True)
+    harness.send("set lr_factor=2", TrainingPosition(9, 80, 9, 9))
+    assert harness.last()["status"] == "accepted"
+
+
+def test_cancel_removes_one_or_all_pending_commands(harness: ControllerHarness) -> None:
+    first, second = harness.send("set gpu0_bsz=3"), harness.send("set lr_factor=0.1")
+    stop = harness.send("stop epoch")
+    harness.send(f"cancel {first}")
+    assert harness.controller.requests.settings == LiveSettings(lr_factor=0.1)
+    assert harness.controller.requests.stop == "epoch"
+    harness.send("cancel")
+    assert harness.controller.requests.settings is None
+    assert harness.controller.requests.stop is None
+    for command_id in (first, second, stop):
+        assert harness.answers(command_id) == ["accepted", "cancelled"]
+
+
+def test_resume_cancels_pending_pause_and_stop_a_later_stop(harness: ControllerHarness) -> None:
+    pause = harness.send("pause")
+    assert harness.controller.requests.is_paused
+    harness.send("resume")
+    assert not harness.controller.requests.is_paused
+    assert harness.answers(pause) == ["cancelled"]
+    later = harness.send("stop epoch")
+    now = harness.send("stop")
+    assert harness.controller.requests.stop == "now"
+    assert harness.answers(later) == ["accepted", "cancelled"]
+    harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
+    assert harness.answers(now) == ["applied"]
+
+
+def test_pending_settings_survive_a_stop_and_others_are_answered(harness: ControllerHarness) -> None:
+    command_id = harness.send("set gpu0_bsz=3")
+    unread = send_command(harness.folder.path, parse_command("pause"))
+    harness.controller.answer_at_end(MIDDLE, "stopped", is_finished=False)
+    assert harness.answers(unread) == ["rejected"]
+    again = Inbox(harness.folder, EventLog(harness.writer))
+    assert [received.id for received in again.take()] == [command_id]
+    harness.controller.answer_at_end(MIDDLE, "finished", is_finished=True)
+    assert harness.answers(command_id) == ["accepted", "cancelled"]
+
+
+def test_open_commands_are_answered_at_the_end(harness: ControllerHarness) -> None:
+    kinds = ("stop", "checkpoint", "pause")
+    read = [harness.send(kind) for kind in kinds]
+    unread = [send_command(harness.folder.path, parse_command(kind)) for kind in kinds]
+    harness.controller.answer_at_end(MIDDLE, "the end", is_finished=False)
+    assert [harness.answers(each) for each in read] == [["applied"], ["applied"], ["cancelled"]]
+    assert [harness.answers(each) for each in unread] == [["applied"], ["applied"], ["rejected"]]
+
+
+def test_answered_command_left_by_a_crash_is_not_repeated(harness: ControllerHarness) -> None:
+    command_id = harness.send("checkpoint")
+    path = harness.controller._open["checkpoint"][0].path
+    content = path.read_bytes()
+    harness.controller.answer_checkpoints(15, None)
+    assert not path.exists()
+    path.write_bytes(content)  # the crash came between the answer and the removal
+    again = Inbox(harness.folder, EventLog(harness.writer))
+    assert again.take() == []
+    assert not path.exists()
+    assert harness.answers(command_id) == ["applied"]
+
+
+# --- in a training ---------------------------------------------------------------------------------------------------
+
+
+def sent_before(folder: Path, *texts: str) -> None:
+    """Send commands before the training begins; a `set` then holds from its first epoch on."""
+    RunFolder.create(path=folder)
+    for text in texts:
+        send_command(folder, parse_command(text))
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder, "step")]
+
+
+def model_of(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return state
+
+
+@pytest.fixture(scope="module")
+def even(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path]:
+    """A reference run over three devices without commands: 5 images a step, 2 steps an epoch, split 1·2·2."""
+    tiny: dict[str, Any] = {
+        "name": "tiny",
+        "seed": 3,
+        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+    folder = tmp_path_factory.mktemp("even") / "run"
+    assert train(three_devices(tiny), folder) == 0
+    return tiny, folder
+
+
+@pytest.mark.parametrize(("text", "split"), [("set gpu0_bsz=3", [3, 1, 1]), ("set shares=0,1,4", [0, 1, 4])])
+def test_run_with_changed_split_equals_the_unchanged_run(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, text: str, split: list[int]
+) -> None:
+    tiny, reference = even
+    folder = tmp_path / "run"
+    sent_before(folder, text)
+    assert train(three_devices(tiny), folder) == 0
+    assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
+    pending, applied = events(folder, "gpu0_bsz")
+    assert (pending["status"], applied["status"]) == ("pending", "applied")
+    assert applied["split"] == split == events(folder, "step")[0]["split"]
+    assert applied["observed_mib"][0] > 10
+    assert [event["split"] for event in events(folder, "epoch_start")] == [split] * 3
+    assert assert_answered_once(folder)[text]["status"] == "applied"
+    saved = model_of(folder)["settings"]
+    assert (saved["gpu0_bsz"], saved["shares"]) == ((3, None) if "gpu0" in text else (None, split))
+
+
+@pytest.mark.parametrize("hit", [1, 2])
+def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, hit: int
+) -> None:
+    tiny, reference = even
+    folder = tmp_path / "run"
+    sent_before(folder, "set gpu0_bsz=3")
+    failpoints.arm(f"train.backward={hit}:oom")
+    try:
+        assert train(three_devices(tiny), folder) == 0
+    finally:
+        failpoints.arm("")
+    if hit == 1:  # every step had the old split: equal bit for bit
+        assert losses(folder) == losses(reference)
+        assert not [
+            path
+            for path in differing(model_of(folder), model_of(reference))
+            if not path.startswith(("/best", "/memory"))
+        ]
+    else:
+        assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
+    assert [event["split"] for event in events(folder, "step")] == [[3, 1, 1]] * (hit - 1) + [[1, 2, 2]] * (7 - hit)
+    reverted = events(folder, "gpu0_bsz")[-1]
+    assert (reverted["status"], reverted["old"], reverted["new"]) == ("reverted", None, 3)
+    assert "out of memory" in reverted["reason"]
+    assert [event["kind"] for event in alerts(folder)] == ["oom"]
+    assert assert_answered_once(folder)["set gpu0_bsz=3"]["status"] == ("rejected" if hit == 1 else "applied")
+
+
+def test_oom_in_a_replica_reverts_the_split(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, reference = even
+    from segapp.inference.normalize import NormalizedInput
+
+    forward = NormalizedInput.forward
+
+    def bounded(self: NormalizedInput, images: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if self.training and len(images) > 2 and images.device.type == "cpu":
+            raise torch.OutOfMemoryError("more than two images")
+        return forward(self, images)
+
+    monkeypatch.setattr(NormalizedInput, "forward", bounded)
+    folder = tmp_path / "run"
+    sent_before(folder, "set gpu0_bsz=3")
+    assert train(three_devices(tiny), folder) == 0
+    assert losses(folder) == losses(reference)
+    assert "more than two images" in assert_answered_once(folder)["set gpu0_bsz=3"]["reason"]
+
+
+def test_second_oom_in_a_step_saves_and_exits(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+    tiny, _ = even
+    failpoints.arm("train.backward=4:oom*2")
+    try:
+        with pytest.raises(OutOfMemoryError, match=r"lower train\.batch_size"):
+            train(three_devices(tiny), tmp_path / "run")
+    finally:
+        failpoints.arm("")
+    assert model_of(tmp_path / "run")["position"]["step"] == 3
+    assert events(tmp_path / "run", "run_end")[-1]["exit_code"] == 6
+
+
+def test_lr_factor_holds_from_next_epoch_and_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = small(tiny, 3, schedule={"name": "constant", "warmup_steps": 0})
+    folder = tmp_path / "run"
+    sent_before(folder, "set lr_factor=0.5", "stop epoch")
+    assert train(config, folder) == 75
+    assert [event["lr"] for event in events(folder, "step")] == [0.0005] * 5
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert {event["lr"] for event in events(folder, "step")} == {0.0005}
+    assert assert_answered_once(folder)["stop epoch"]["reason"].startswith("asked to stop after the epoch: saved")
+
+
+def test_stop_in_validation_resumes_bitwise(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small(tiny, 2)
+    assert train(config, tmp_path / "whole") == 0
+    folder = tmp_path / "run"
+    batches = EvalLoader.__iter__
+    num_seen = []
+
+    def watched(self: EvalLoader) -> Any:
+        for number, batch in enumerate(batches(self)):
+            if len(num_seen) == 1:
+                send_command(folder, parse_command("stop"))
+                time.sleep(0.3)  # the inbox is polled four times a second
+            num_seen.append(number)
+            yield batch
+
+    with monkeypatch.context() as patch:
+        patch.setattr(EvalLoader, "__iter__", watched)
+        assert train(config, folder) == 75
+    assert num_seen[-1] == 1  # of 0 to 3
+    assert not events(folder, "val")
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert not differing(model_of(folder), model_of(tmp_path / "whole"))
+    assert_answered_once(folder)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_pause_changes_neither_losses_nor_reported_speed(tiny: dict[str, Any], tmp_path: Path, accumulate: int) -> None:
+    config = small(tiny, 2, train={"accumulate": accumulate})
+    assert train(config, tmp_path / "whole") == 0
+    folder = tmp_path / "run"
+    sent_before(folder, "pause")
+
+    def resume_later() -> None:
+        while not any(event["status"] == "applied" for event in seen(folder, "command")):
+            time.sleep(0.05)
+        time.sleep(1.5)
+        send_command(folder, parse_command("checkpoint"))
+        send_command(folder, parse_command("resume"))
+
+    thread = threading.Thread(target=resume_later)
+    thread.start()
+    assert train(config, folder) == 0
+    thread.join()
+    assert losses(folder) == losses(tmp_path / "whole")
+    assert not differing(model_of(folder), model_of(tmp_path / "whole"))
+    first, others = events(folder, "step")[0], events(folder, "step")[1:]
+    assert first["step_s"] < 1.0 + 5 * max(event["step_s"] for event in others)  # without the 1.5 s of the pause
+    phases = [event["phase"] for event in events(folder, "heartbeat")]
+    assert "paused" in phases
+    assert_answered_once(folder)
+
+
+def test_settings_applied_after_checkpoint_replay_at_same_step(
+    even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny, reference = even
+    folder = tmp_path / "run"
+    batches = EvalLoader.__iter__
+
+    def with_a_wish(self: EvalLoader) -> Any:
+        send_command(folder, parse_command("set gpu0_bsz=0 lr_factor=0.25"))
+        time.sleep(0.3)
+        return batches(self)
+
+    failpoints.arm("train.step=4:raise:RuntimeError")
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(EvalLoader, "__iter__", with_a_wish)
+            with pytest.raises(RunError):
+                train(three_devices(tiny), folder)
+    finally:
+        failpoints.arm("")
+    saved = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, "lr_factor": 1.0}
+    assert model_of(folder)["settings"] == saved  # before
+    assert run_session(TrainRequest(three_devices(tiny), RunFolder(folder))) == 0
+    steps, expected = events(folder, "step"), events(reference, "step")
+    assert [event["split"] for event in steps] == [[1, 2, 2]] * 2 + [[0, 3, 2]] * 4
+    factors = [event["lr"] / other["lr"] for event, other in zip(steps, expected, strict=True)]
+    assert factors == pytest.approx([1.0] * 2 + [0.25] * 4)
+    assert_answered_once(folder)
+
+
+def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness) -> None:
+    from segapp.config import ParallelConfig
+
+    saved = {"gpu0_bsz": None, "shares": None}
+    harness.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig().model_dump())
+    assert harness.batch_split.current == (5, 2, 1)
+    harness.controller.schedule_replay([(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})])
+    harness.controller.restore_settings(
+        LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1).model_dump()
+    )
+    assert harness.controller.settings == LiveSettings(gpu0_bsz=1, lr_factor=0.5)
+    assert harness.controller._replay == [(20, {"lr_factor": 0.25})]
+    assert harness.controller.settings_for_step(20) == LiveSettings(gpu0_bsz=1, lr_factor=0.25)
+    # Settings of a machine with two devices.
+    harness.controller.restore_settings(LiveSettings(shares=[4, 4]), saved, ParallelConfig().model_dump())
+    assert harness.batch_split.current == (2, 3, 3)
+    assert "impossible on these devices" in seen(harness.folder.path, "alert")[-1]["message"]
+
+
+def test_sample_images_show_all_three_and_change_nothing(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import cv2
+
+    from segapp.training.telemetry import sample_images
+
+    modes: list[bool] = []
+
+    def predict(model: nn.Module, *rest: Any) -> Any:
+        modes.append(model.training)
+        return predict_image(model, *rest)  # type: ignore[arg-type]
+
+    config, predict_image = small(tiny, 1), sample_images.predict_image
+    monkeypatch.setattr(sample_images, "predict_image", predict)
+    assert train(config, tmp_path / "run") == 0
+    assert modes == [False] * 3
+    paths = sorted((tmp_path / "run" / "samples").iterdir())
+    assert [path.name for path in paths] == ["epoch_0001_0.png", "epoch_0001_1.png", "epoch_0001_2.png"]
+    drawn = cv2.imread(str(paths[0]))
+    assert drawn.shape == (48, 3 * 64, 3)
+    palette = [tuple(color) for color in seen(tmp_path / "run", "run_start")[0]["palette"]]
+    assert {tuple(bgr[::-1]) for bgr in drawn[:, 64:].reshape(-1, 3).tolist()} <= {*palette, (0, 0, 0)}
+    assert len(palette) == 3
+    monkeypatch.setattr(sample_images.SamplePictures, "_write", lambda *_: (_ for _ in ()).throw(OSError("no space")))
+    assert train(config, tmp_path / "none") == 0
+    assert not differing(model_of(tmp_path / "run"), model_of(tmp_path / "none"))

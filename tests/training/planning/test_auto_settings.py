@@ -1,0 +1,143 @@
+"""`auto`: the split that follows the measured memory, and the largest safe batch, on logical devices with budgets."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.build.pairs import build_pairs
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError
+from segapp.memory.saved_plan import read_saved_plan
+from segapp.run.commands import parse_command, send_command
+from segapp.run.folder import RunFolder
+from segapp.training.planning.auto_settings import _num_training_images, allowed_batches
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from tests.support.live_runs import assert_answered_once, three_devices
+from tests.support.runs import events, merged, train
+
+
+@pytest.mark.parametrize(
+    ("effective_batch_size", "num_images", "batches"),
+    [(12, 100, [1, 2, 3, 4, 6, 12]), (12, 5, [1, 2, 3, 4]), (None, 3, [1, 2, 3]), (1, 9, [1])],
+)
+def test_batches_divide_the_effective_one(
+    effective_batch_size: int | None, num_images: int, batches: list[int]
+) -> None:
+    assert allowed_batches(effective_batch_size, num_images) == batches
+
+
+def test_images_to_train_with_bound_the_batch(tiny: dict[str, Any]) -> None:
+    data = merged(tiny).data
+    num_train, num_val = (len(build_pairs(data, split)) for split in ("train", "val"))
+    assert _num_training_images(merged(tiny)) == num_train != num_val
+    swapped = merged(tiny, data={"train_split": "val", "val_split": "train"})
+    assert _num_training_images(swapped) == num_val
+
+
+def on_budgets(tiny: dict[str, Any], epochs: int, budget_mib: float, train_section: Any = (), **parallel: Any) -> Any:
+    return merged(
+        three_devices(tiny, epochs).model_dump(mode="json"),
+        train={"batch_size": 8, **dict(train_section)},
+        parallel={"memory_budget_mib": [budget_mib] * 3, **parallel},
+        eval={"every_epochs": 9},
+    )
+
+
+def test_bad_start_reaches_best_split_within_three_epochs(tiny: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    RunFolder.create(path=folder)
+    send_command(folder, parse_command("set gpu0_bsz=auto"))
+    assert train(on_budgets(tiny, 5, 30.0, gpu0_bsz=8), folder) == 0
+    splits = [event["split"] for event in events(folder, "epoch_start")]
+    observed = {tuple(split): peaks for split, peaks in state_of(folder)["memory"]["observed"]}
+    print(splits, observed)
+    assert splits[0] == [8, 0, 0]
+    assert splits[3] == splits[4]
+    # The splits around it, each trained with for one step; the far ones hold more images on some device.
+    for gpu0_bsz in (1, 3):
+        other = tmp_path / str(gpu0_bsz)
+        assert train(on_budgets(tiny, 1, 30.0, gpu0_bsz=gpu0_bsz), other) == 0
+        ((split, peaks),) = state_of(other)["memory"]["observed"]
+        observed.setdefault(tuple(split), peaks)
+    best = min(max(peaks) for peaks in observed.values())
+    assert max(observed[tuple(splits[3])]) <= best + 0.02 * 30
+    moves = events(folder, "gpu0_bsz")
+    assert [event["new"] for event in moves] == [split[0] for a, split in itertools.pairwise(splits) if a != split]
+    assert all("auto: device" in event["reason"] and event["is_auto"] and event["predicted_mib"] for event in moves)
+    assert_answered_once(folder)
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return state
+
+
+@pytest.mark.slow
+def test_auto_split_starts_from_plan_and_can_be_switched(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = on_budgets(tiny, 2, 30.0, gpu0_bsz="auto")
+    folder = tmp_path / "run"
+    RunFolder.create(path=folder)
+    send_command(folder, parse_command("stop epoch"))
+    assert train(config, folder) == 75
+    saved_plan = read_saved_plan(folder.joinpath("memory_plan.json"))
+    assert saved_plan is not None
+    assert events(folder, "run_start")[0]["split"] == list(saved_plan.best_split)
+    assert state_of(folder)["settings"]["gpu0_bsz_auto"] is True
+    kept = folder.joinpath("memory_plan.json").stat().st_mtime_ns
+    send_command(folder, parse_command("set gpu0_bsz=5"))
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert folder.joinpath("memory_plan.json").stat().st_mtime_ns == kept  # not simulated again
+    assert "auto is switched off" in assert_answered_once(folder)["set gpu0_bsz=5"]["reason"]
+    assert events(folder, "epoch_start")[-1]["split"] == [5, 2, 1]
+    assert state_of(folder)["settings"]["gpu0_bsz_auto"] is False
+
+
+def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(on_budgets(tiny, 1, 15.5, gpu0_bsz=2), folder) == 0
+    send_command(folder, parse_command("set gpu0_bsz=3"))
+    assert run_session(TrainRequest(on_budgets(tiny, 2, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
+    send_command(folder, parse_command("set gpu0_bsz=8"))
+    assert run_session(TrainRequest(on_budgets(tiny, 3, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
+    refused = assert_answered_once(folder)["set gpu0_bsz=8"]
+    assert refused["status"] == "rejected"
+    assert "won't fit" in refused["reason"]
+    send_command(folder, parse_command("set gpu0_bsz=8 force"))
+    assert run_session(TrainRequest(on_budgets(tiny, 4, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
+    assert "out of memory" in assert_answered_once(folder)["set gpu0_bsz=8 force"]["reason"]
+    assert [event["split"][0] for event in events(folder, "step")] == [2, 3, 3, 3]
+
+
+@pytest.mark.slow
+def test_auto_batch_keeps_the_step_and_holds_after_resume(tiny: dict[str, Any], tmp_path: Path) -> None:
+    section = {"batch_size": "auto", "effective_batch_size": 12}
+    config = on_budgets(tiny, 1, 9.0, section, gpu0_bsz="auto")
+    folder = tmp_path / "run"
+    assert train(config, folder) == 0
+    settled = load_config(folder / "config.yaml")
+    batch, accumulate = settled.train.batch_size, settled.train.accumulate
+    assert batch * accumulate == 12
+    assert 2 <= batch < 12
+    assert not events(folder, "oom")
+    assert events(folder, "run_start")[0]["batch_size"] == batch
+    more = merged(config.model_dump(mode="json"), train={"epochs": 2}, parallel={"memory_budget_mib": [900.0] * 3})
+    assert run_session(TrainRequest(more, RunFolder(folder))) == 0  # more memory changes nothing
+    assert load_config(folder / "config.yaml").train.batch_size == batch
+
+
+def test_auto_without_known_memory_error_names_next_move(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config: RunConfig = merged(tiny, train={"batch_size": "auto"})
+    with pytest.raises(ConfigError, match=r"parallel\.memory_budget_mib"):
+        train(config, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_config_that_fits_no_batch_is_refused(tiny: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="would not fit"):
+        train(on_budgets(tiny, 1, 0.5, {"batch_size": "auto"}, gpu0_bsz="auto"), tmp_path / "run")

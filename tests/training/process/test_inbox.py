@@ -1,0 +1,130 @@
+"""The inbox: when the file of a command is removed, and which settings a resumed training applies again."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp import failpoints
+from segapp.run.commands import parse_command, send_command
+from segapp.run.events import EventWriter, Heartbeat
+from segapp.run.folder import RunFolder
+from segapp.training.process import inbox as inbox_module
+from segapp.training.process.inbox import Inbox, applied_after
+from segapp.training.telemetry.event_log import EventLog
+from tests.support.live_runs import events
+
+
+def events_file(folder: Path, *events: dict[str, Any]) -> Path:
+    path = folder / "events.jsonl"
+    lines = [json.dumps({"v": 1, "seq": i, "t": float(i), **event}) for i, event in enumerate(events, 1)]
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def answer(command_id: str, text: str, step: int, **fields: Any) -> dict[str, Any]:
+    status = fields.pop("status", "applied")
+    return {"type": "command", "id": command_id, "command": text, "by": "a@b", "status": status, "step": step, **fields}
+
+
+def test_changes_of_the_event_are_read_and_not_the_text(tmp_path: Path) -> None:
+    path = events_file(
+        tmp_path,
+        answer("a", "set gpu0_bsz=2 lr_factor=0.5", 10, changes={"lr_factor": 0.5}),
+        answer("b", "set gpu0_bsz=none", 10, changes={}),
+        answer("c", "set gpu0_bsz=auto", 12, changes={"gpu0_bsz_auto": True}),
+        answer("d", "set lr_factor=9", 14, status="rejected"),
+        answer("e", "checkpoint", 14),
+    )
+    assert applied_after(path, 10) == [(10, {"lr_factor": 0.5}), (12, {"gpu0_bsz_auto": True})]
+    assert applied_after(path, 11) == [(12, {"gpu0_bsz_auto": True})]
+
+
+def test_events_without_changes_are_read_by_their_text(tmp_path: Path) -> None:
+    path = events_file(
+        tmp_path,
+        answer("a", "set gpu0_bsz=2 lr_factor=0.5", 10),
+        answer("b", "set gpu0_bsz=auto lr_factor=0.25", 12),
+        answer("c", "pause", 12),
+    )
+    expected = [(10, {"gpu0_bsz": 2, "lr_factor": 0.5}), (12, {"lr_factor": 0.25, "gpu0_bsz_auto": True})]
+    assert applied_after(path, 0) == expected
+
+
+def test_reverted_split_is_left_out_and_auto_moves_are_kept(tmp_path: Path) -> None:
+    def split(status: str, **fields: Any) -> dict[str, Any]:
+        return {"type": "gpu0_bsz", "status": status, "old": None, "new": 3, "epoch": 2, "step": 10, **fields}
+
+    path = events_file(
+        tmp_path,
+        answer("a", "set gpu0_bsz=3 lr_factor=0.5", 10, changes={"gpu0_bsz": 3, "lr_factor": 0.5}),
+        split("reverted", id="a", step=None),
+        split("applied", epoch=3, step=20),
+        split("applied", epoch=4, step=30, new=4),
+        split("reverted", epoch=4, step=None, new=4),
+    )
+    expected = [(10, {"lr_factor": 0.5}), (20, {"gpu0_bsz": 3, "gpu0_bsz_auto": True}), (30, {"gpu0_bsz_auto": True})]
+    assert applied_after(path, 0) == expected
+    assert applied_after(path, 20) == expected[1:]
+
+
+@pytest.fixture
+def inbox(tmp_path: Path) -> Iterator[Inbox]:
+    """The inbox of a run with a command."""
+    folder = RunFolder.create(path=tmp_path / "run")
+    send_command(folder.path, parse_command("pause"))
+    event_log = EventLog(EventWriter(folder.events))
+    yield Inbox(folder, event_log)
+    failpoints.arm("")
+    event_log.close()
+
+
+def files_of(inbox: Inbox) -> list[Path]:
+    assert inbox._path is not None
+    return list((inbox._path / "commands").iterdir())
+
+
+def test_an_event_of_another_thread_does_not_keep_the_file(inbox: Inbox, monkeypatch: pytest.MonkeyPatch) -> None:
+    (received,) = inbox.take()
+    writer, writing, write_line = inbox._event_log.writer, threading.Event(), EventWriter._write_line
+    assert writer is not None
+
+    def slow_write_line(self: EventWriter, body: dict[str, Any]) -> None:
+        if body["type"] == "heartbeat":
+            writing.set()
+            time.sleep(0.2)
+        write_line(self, body)
+
+    def write_beside(name: str) -> None:
+        assert name == "command.answered"
+        threading.Thread(target=writer.write, args=(Heartbeat(phase="train"),)).start()
+        assert writing.wait(5)
+
+    monkeypatch.setattr(EventWriter, "_write_line", slow_write_line)
+    monkeypatch.setattr(inbox_module, "failpoint", write_beside)
+    assert files_of(inbox)
+    inbox.answer(received, "applied", None, 1)
+    assert not files_of(inbox)
+
+
+def test_the_file_stays_until_the_answer_is_on_disk(inbox: Inbox) -> None:
+    (received,) = inbox.take()
+    failpoints.arm("events.before_write=raise:ENOSPC")
+    inbox.answer(received, "applied", None, 1)
+    inbox._polled_s = -1e9
+    assert not inbox.has_commands()
+    assert files_of(inbox)
+    failpoints.arm("")
+    assert inbox._event_log.writer is not None
+    assert inbox._event_log.writer.flush()
+    inbox._polled_s = -1e9
+    assert not inbox.has_commands()
+    assert not files_of(inbox)
+    assert inbox._path is not None
+    assert [event["status"] for event in events(inbox._path, "command")] == ["applied"]

@@ -1,0 +1,120 @@
+"""The process-wide switches: set before CUDA starts, in trainers and their ranks, and undone at the end."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.config import load_config
+from segapp.errors import ConfigError
+from segapp.inference.sliding import without_cudnn_benchmark
+from segapp.training.process import numerics as module
+from segapp.training.process.numerics import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
+from segapp.training.recovery.failures import as_segapp_error
+from tests.support import ROOT
+
+PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True, "cudnn_benchmark": True}
+
+
+def switches() -> dict[str, Any]:
+    return {
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn": torch.backends.cudnn.deterministic,
+        "matmul": torch.backends.cuda.matmul.fp32_precision == "tf32",
+        "convolution": torch.backends.cudnn.conv.fp32_precision == "tf32",
+        "environment": {name: os.environ.get(name) for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE)},
+    }
+
+
+@pytest.fixture(autouse=True)
+def _empty_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*ALLOCATOR_VARIABLES, CUBLAS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("tf32", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_switches_are_set_and_undone(deterministic: bool, tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    before = switches()
+    with numerics(deterministic=deterministic, tf32=tf32, cudnn_benchmark=True):
+        inside = switches()
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")  # torch.compile reads this
+    assert switches() == before
+    assert (inside["deterministic"], inside["cudnn"], inside["benchmark"]) == (
+        deterministic,
+        deterministic,
+        not deterministic,
+    )
+    assert (inside["matmul"], inside["convolution"]) == (tf32, tf32)
+    assert inside["environment"][CUBLAS_VARIABLE] == (":4096:8" if deterministic else None)
+
+
+def test_products_on_the_cpu_stay_exact() -> None:
+    with numerics(**PLAIN):
+        assert torch.get_float32_matmul_precision() == "highest"
+
+
+@pytest.mark.parametrize(
+    ("platform", "cuda", "user", "expected"),
+    [
+        ("linux", "13.0", {}, "expandable_segments:True"),
+        ("linux", None, {}, None),
+        ("win32", "13.0", {}, None),
+        ("linux", "13.0", {"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ("linux", "13.0", {"PYTORCH_CUDA_ALLOC_CONF": "backend:cudaMallocAsync"}, None),
+    ],
+)
+def test_expandable_segments_unless_the_user_chose(
+    platform: str, cuda: str | None, user: dict[str, str], expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module.sys, "platform", platform)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    for name, value in user.items():
+        monkeypatch.setenv(name, value)
+    with numerics(**PLAIN):
+        assert os.environ.get("PYTORCH_ALLOC_CONF") == expected
+    assert {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES} == {
+        name: user.get(name) for name in ALLOCATOR_VARIABLES
+    }
+
+
+def test_users_workspace_is_kept_and_children_inherit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")
+    with numerics(deterministic=True, tf32=True, cudnn_benchmark=True):
+        code = f"import os; print(os.environ[{CUBLAS_VARIABLE!r}], os.environ.get('PYTORCH_ALLOC_CONF'))"
+        words = subprocess.check_output([sys.executable, "-c", code], text=True).split()
+    assert words[0] == ":16:8"
+    assert os.environ[CUBLAS_VARIABLE] == ":16:8"
+
+
+def test_benchmark_is_off_inside_and_restored_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    first, second = without_cudnn_benchmark(), without_cudnn_benchmark()
+    first.__enter__()
+    second.__enter__()  # as another thread would
+    first.__exit__(None, None, None)
+    assert torch.backends.cudnn.benchmark is False
+    assert torch.backends.cudnn.enabled is True
+    second.__exit__(None, None, None)
+    assert torch.backends.cudnn.benchmark is True
+
+
+def test_missing_deterministic_form_is_an_error_of_the_config() -> None:
+    error = RuntimeError("grid_sampler_2d_backward_cuda does not have a deterministic implementation, but you set")
+    known = as_segapp_error(error)
+    assert isinstance(known, ConfigError)
+    assert "train.deterministic = true: grid_sampler_2d_backward_cuda" in str(known)
+
+
+def test_the_config_has_both_switches() -> None:
+    train = load_config(str(ROOT / "configs" / "demo.yaml")).train
+    assert (train.deterministic, train.tf32) == (False, True)

@@ -1,0 +1,48 @@
+"""Signals to a training process set flags, which the loop reads where its state is consistent."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from segapp.training.process.signals import StopRequest, StopSignals
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def test_stop_is_raised_where_the_loop_asks_for_it() -> None:
+    before = [signal.getsignal(number) for number in HANDLED]
+    lines: list[str] = []
+    with StopSignals(lines.append) as signals:
+        os.kill(os.getpid(), signal.SIGHUP)  # the terminal was closed
+        signals.check()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.is_set, signals.number) == (True, signal.SIGTERM)
+        with pytest.raises(StopRequest, match=r"^SIGTERM$"):
+            signals.check()
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(StopRequest, match=r"^SIGINT$"):
+            signals.check()
+    assert [line.partition(":")[0] for line in lines] == ["SIGTERM", "SIGINT"]
+    assert "saving a checkpoint" in lines[0]
+    assert "once more to exit at once" in lines[1]
+    assert [signal.getsignal(number) for number in HANDLED] == before
+
+
+def test_checkpoint_request_is_taken_once() -> None:
+    forwarded: list[int] = []
+    with StopSignals() as signals:
+        signals.forward_checkpoint_requests(lambda: forwarded.append(1))
+        assert not signals.take_checkpoint_request()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert [signals.take_checkpoint_request() for _ in range(2)] == [True, False]
+        assert not signals.is_set
+    assert forwarded == [1]
+
+
+def test_inactive_signals_leave_the_handlers_alone() -> None:
+    before = [signal.getsignal(number) for number in HANDLED]
+    with StopSignals(is_active=False):
+        assert [signal.getsignal(number) for number in HANDLED] == before

@@ -1,0 +1,120 @@
+"""A diverged run ends as one, with exit code 5 and no best checkpoint; healthy losses are not taken for it."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from segapp.errors import NonFiniteError
+from segapp.inference.evaluate import EvaluationSettings
+from segapp.training.recovery.divergence import LossWatch, judge_epoch
+from segapp.training.step.first_outputs import FirstOutputs
+from tests.support.runs import events, merged, train
+
+INF = math.inf
+
+
+@pytest.mark.parametrize(
+    ("first", "losses", "has_diverged"),
+    [
+        (2.4, [3364.0, 11502.0], True),
+        (2.4, [9.0, 9.0, 2.3], None),  # one step below: it may fall yet
+        (2.4, [2.5, 2.6, 2.5], None),  # noise of the first epoch
+        (2.4, [4.0, 4.5], False),
+        (0.05, [0.4, 0.5], False),  # a fine-tuned network
+        (0.05, [6.0, 7.0], False),  # up to three guesses, ln 11 = 2.4
+        (0.05, [7.5, 8.0], True),
+        (120.0, [200.0, 220.0], False),  # a sum of many terms
+        (120.0, [400.0, 500.0], True),
+        (2.4, [INF, 1e6], None),  # one finite step is no epoch
+        (2.4, [INF, 1e6, 1e6], True),
+        (math.nan, [9.0, 9.0], None),
+        (2.4, [], None),
+        (-3.0, [-1.0, -0.5], False),
+    ],
+)
+def test_verdict_on_an_epoch(first: float, losses: list[float], has_diverged: bool | None) -> None:
+    found = judge_epoch(first, losses, 11)
+    assert (None if found is None else found[0]) == has_diverged
+
+
+@given(st.floats(0.05, 500), st.lists(st.floats(0, 3), min_size=1, max_size=40), st.integers(2, 200), st.floats(1, 3))
+def test_no_run_ends_below_three_times_its_start(
+    first: float, shares: list[float], num_classes: int, factor: float
+) -> None:
+    scale = max(first, math.log(num_classes))
+    found = judge_epoch(first, [share * scale for share in shares], num_classes)
+    assert found is None or not found[0]
+    above = judge_epoch(first, [scale * 3 * factor + 1e-3 * scale] * 2, num_classes)
+    assert above is not None
+    assert above[0]
+
+
+def test_only_whole_epochs_are_judged_and_warnings_come_once() -> None:
+    watch = LossWatch(11)
+    for loss in (2.4, 4.5, 4.5):
+        watch.add(torch.tensor(loss))
+    found = watch.end_epoch(3)
+    assert found is not None
+    assert not found[0]
+    for loss in (4.5, 4.5, 4.5):
+        watch.add(torch.tensor(loss))
+    assert watch.end_epoch(3) is None, "said before"
+    watch.add(torch.tensor(900.0))
+    assert watch.end_epoch(3) is None, "the rest of an epoch, after a resume"
+    for _ in range(3):
+        watch.add(torch.tensor(900.0))
+    found = watch.end_epoch(3)
+    assert found is not None
+    assert found[0]
+
+
+def test_a_diverged_run_ends_with_5_and_has_no_best(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = merged(tiny, optim={"name": "sgd", "lr": 1000}, schedule={"warmup_steps": 0}, train={"ema": None})
+    with pytest.raises(NonFiniteError, match=r"the training has diverged: .* lower optim\.lr = 1000") as raised:
+        train(config, tmp_path / "run")
+    assert raised.value.exit_code == 5
+    assert [each["exit_code"] for each in events(tmp_path / "run", "run_end")] == [5]
+    (alert,) = [each for each in events(tmp_path / "run", "alert") if each["kind"] == "diverged"]
+    assert alert["message"] in str(raised.value)
+    assert not (tmp_path / "run" / "checkpoints" / "best.pt").exists()
+    assert not [each for each in events(tmp_path / "run", "checkpoint") if each["is_best"]]
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EvaluationSettings, "finalize", lambda *_: None)
+    with pytest.raises(NonFiniteError, match="the validation loss is not finite after step 5"):
+        train(merged(tiny, schedule={"warmup_steps": 0}), tmp_path / "run")
+    assert [each["step"] for each in events(tmp_path / "run", "val")] == [5]
+    assert events(tmp_path / "run", "checkpoint") == []
+
+
+def test_healthy_runs_say_nothing_of_it(tiny: dict[str, Any], tmp_path: Path) -> None:
+    assert train(tiny_of(tiny), tmp_path / "run") == 0
+    assert [each["kind"] for each in events(tmp_path / "run", "alert")] == []
+
+
+def tiny_of(tiny: dict[str, Any]) -> Any:
+    return merged(tiny, schedule={"warmup_steps": 0})
+
+
+def test_outputs_that_are_probabilities_are_told_from_logits() -> None:
+    torch.manual_seed(0)
+    logits = torch.randn(2, 5, 4, 4)
+    for outputs in (logits, [(logits, logits)], logits.sigmoid(), torch.zeros(2, 5, 4, 4), logits.log_softmax(1)):
+        look = FirstOutputs()
+        look.take(outputs)
+        assert look.note() is None
+    look = FirstOutputs()
+    assert look.note() is None
+    look.take([(logits.softmax(1).half(), logits)])
+    look.take(logits)  # of a later micro-batch
+    assert "return logits" in (look.note() or "")

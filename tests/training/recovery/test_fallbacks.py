@@ -1,0 +1,77 @@
+"""Ways of working that need less memory: what remains when two are joined, and which one comes next."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+
+from segapp.inference.normalize import Normalizer
+from segapp.inference.sliding import Inference
+from segapp.parallel.ranks import Ranks
+from segapp.training.recovery.fallbacks import MemoryFallbacks, next_eval_fallback
+from segapp.training.recovery.policy import BatchSizes, OomPolicy
+from segapp.training.saving.position import Position
+
+WHOLE = Inference(Normalizer((0.5,) * 3, (0.25,) * 3))
+"""Whole images."""
+
+PAIRS = [
+    (MemoryFallbacks(num_pieces=4), MemoryFallbacks(num_pieces=2), MemoryFallbacks(num_pieces=4)),
+    (MemoryFallbacks(is_eval_single=True), MemoryFallbacks(), MemoryFallbacks(is_eval_single=True)),
+    (MemoryFallbacks(window_px=(64, 96)), MemoryFallbacks(window_px=(128, 96)), MemoryFallbacks(window_px=(64, 96))),
+    (MemoryFallbacks(window_px=(64, 256)), MemoryFallbacks(window_px=(96, 96)), MemoryFallbacks(window_px=(96, 96))),
+    (MemoryFallbacks(window_px=(64, 96)), MemoryFallbacks(), MemoryFallbacks(window_px=(64, 96))),
+    (MemoryFallbacks(num_bn_pieces=8), MemoryFallbacks(num_bn_pieces=2), MemoryFallbacks(num_bn_pieces=8)),
+    (
+        MemoryFallbacks(failed_splits=((3, 5),)),
+        MemoryFallbacks(failed_splits=((2, 6), (3, 5))),
+        MemoryFallbacks(failed_splits=((2, 6), (3, 5))),
+    ),
+]
+
+
+@pytest.mark.parametrize(("one", "two", "both"), PAIRS)
+def test_joined_fallbacks_need_as_little_as_either(
+    one: MemoryFallbacks, two: MemoryFallbacks, both: MemoryFallbacks
+) -> None:
+    for first, second in permutations((one, two)):
+        assert first.joined(second) == both
+        assert MemoryFallbacks.from_json(first.joined(second).to_json()) == both
+
+
+def test_window_is_no_larger_than_the_config_s() -> None:
+    fallbacks = MemoryFallbacks(window_px=(64, 96))
+    assert fallbacks.adapted(WHOLE).window_px == (64, 96)
+    assert fallbacks.adapted(replace(WHOLE, window_px=(48, 128))).window_px == (48, 96)
+    assert MemoryFallbacks().adapted(replace(WHOLE, window_px=(48, 128))).window_px == (48, 128)
+
+
+def test_evaluation_shrinks_until_nothing_is_left() -> None:
+    """Single images, windows of the crop's size, then half of it along each side, down to 64 px."""
+    fallbacks, found = MemoryFallbacks(), []
+    while True:
+        inference = fallbacks.adapted(WHOLE)
+        result = next_eval_fallback(fallbacks, inference, 4, (256, 100), is_fixed=False)
+        if result is None:
+            break
+        fallbacks = result[0]
+        found.append((fallbacks.is_eval_single, fallbacks.window_px))
+    assert found == [(True, None), (True, (256, 100)), (True, (128, 64)), (True, (64, 64))]
+    assert next_eval_fallback(MemoryFallbacks(), WHOLE, 1, (256, 100), is_fixed=True) is None
+    small = MemoryFallbacks(window_px=(32, 32))
+    assert next_eval_fallback(small, small.adapted(WHOLE), 1, (32, 32), is_fixed=False) is None
+
+
+def test_later_fallbacks_are_adopted_at_their_steps() -> None:
+    later = [(3, MemoryFallbacks(num_pieces=2)), (6, MemoryFallbacks(num_pieces=4)), (7, MemoryFallbacks(num_pieces=8))]
+    engine, sizes = types.SimpleNamespace(ranks=Ranks()), BatchSizes(4, 1, 2, (32, 32))
+
+    def policy() -> OomPolicy:
+        return OomPolicy(None, engine, None, WHOLE, sizes, later=later)  # type: ignore[arg-type]
+
+    step_by_step = policy()
+    assert [step_by_step.begin(Position(step=step)).num_pieces for step in (2, 3, 5, 6)] == [1, 2, 2, 4]
+    assert policy().begin(Position(step=9)) == MemoryFallbacks(num_pieces=8)

@@ -1,0 +1,125 @@
+"""The report of an out-of-memory error, on devices that answer no question."""
+
+from __future__ import annotations
+
+import types
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, report_event
+from segapp.parallel import ReplicaError
+from segapp.parallel.ranks import Ranks
+from segapp.run.events import EventReader, EventWriter
+from segapp.run.folder import RunFolder
+from segapp.training.process.context import RunContext
+from segapp.training.recovery import out_of_memory
+from segapp.training.recovery.out_of_memory import OomHandler
+from segapp.training.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
+from segapp.training.telemetry.event_log import EventLog
+
+
+class Dead(types.ModuleType):
+    """`torch.cuda` after which nothing works."""
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*_args: Any, **_kwargs: Any) -> Any:
+            raise torch.AcceleratorError(f"CUDA error in {name}")
+
+        return call
+
+
+@pytest.fixture
+def context(tmp_path: Path) -> RunContext:
+    folder = RunFolder.create("tiny", path=tmp_path / "run")
+    log = EventLog(EventWriter(folder.events))
+    memory = DeviceMemoryTracker([DeviceInfo("cpu"), DeviceInfo("cpu")])
+    return RunContext(folder, log, Ranks(), None, memory, None)  # type: ignore[arg-type]
+
+
+def reported(context: RunContext, error: Exception) -> dict[str, Any]:
+    handler = OomHandler(context, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    snapshot = handler.examine(error)
+    handler.release(error, torch.device("cuda"))
+    handler.report(OomReport(snapshot, 1, 2, str(error), "nothing"), is_final=True)
+    found = [raw for raw in EventReader(context.folder.events).read_raw() if raw["type"] == "oom"]
+    assert len(found) == 1
+    return found[0]
+
+
+def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = ReplicaError(1, torch.device("cuda:1"), "CUDA out of memory. Tried to allocate 2.00 GiB")
+    monkeypatch.setattr(torch, "cuda", Dead("cuda"))
+    event = reported(context, error)
+    assert (event["device"], event["index"], event["requested_mib"]) == ("cuda:1", 1, 2048.0)
+    assert (event.get("total_mib"), event.get("largest"), event.get("others")) == (None, [], [])
+
+
+@pytest.mark.parametrize(("free_gib", "others_mib"), [(1, 3072.0), (4, 0.0), (6, 0.0)])
+def test_report_keeps_counters_without_a_snapshot(
+    context: RunContext,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    free_gib: int,
+    others_mib: float,
+) -> None:
+    def refused() -> Any:
+        raise RuntimeError("cudaMallocAsync does not yet support snapshot")
+
+    fake = types.SimpleNamespace(
+        mem_get_info=lambda _: (free_gib << 30, 24 << 30),
+        memory_reserved=lambda _: 20 << 30,
+        memory_allocated=lambda _: 18 << 30,
+        get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
+        memory_snapshot=refused,
+        empty_cache=lambda: None,
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(out_of_memory, "processes_on", lambda *_, **__: [])
+    event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
+    assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
+    assert (event["others_mib"], event.get("largest")) == (others_mib, [])
+    assert "the device does not tell its largest tensors" in caplog.text
+    assert "cudaMallocAsync does not yet support snapshot" in caplog.text
+
+
+def test_event_has_the_largest_tensors_in_hundredths_of_a_mib() -> None:
+    snapshot = OomSnapshot(0, "cuda:0", "forward", largest=(LiveTensor(1.23456, "a"), LiveTensor(0.5, "b")))
+    event = report_event(OomReport(snapshot, 1, 2, "", ""))
+    assert [(tensor.mib, tensor.what) for tensor in event.largest] == [(1.23, "a"), (0.5, "b")]
+
+
+@pytest.mark.parametrize("has_cause", [True, False])
+def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: bool) -> None:
+    """The frames of an error, and of the one that it was raised from or after, hold the activations."""
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def deeper() -> None:
+        activations = torch.zeros(3)
+        held.append(weakref.ref(activations))
+        raise RuntimeError("no memory")
+
+    def step() -> None:
+        inputs = torch.zeros(3)
+        held.append(weakref.ref(inputs))
+        try:
+            deeper()
+        except RuntimeError as inner:
+            raise ReplicaError(1, torch.device("cuda:1"), "no memory") from (inner if has_cause else None)
+
+    with pytest.raises(ReplicaError) as caught:
+        step()
+    assert [ref() is None for ref in held] == [False, False]
+    OomHandler(context, lambda: ()).release(caught.value, torch.device("cpu"))
+    assert [ref() is None for ref in held] == [True, True]
+
+
+@pytest.mark.parametrize(
+    ("amount", "mib"), [("512.00 KiB", 0.5), ("20.00 MiB", 20.0), ("1.50 GiB", 1536.0), ("many bytes", None)]
+)
+def test_requested_memory_is_read_in_any_unit(context: RunContext, amount: str, mib: float | None) -> None:
+    error = RuntimeError(f"CUDA out of memory. Tried to allocate {amount}. GPU 0 has a total capacity of 23.68 GiB")
+    assert OomHandler(context, lambda: ()).examine(error).requested_mib == mib

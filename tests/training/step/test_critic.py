@@ -1,0 +1,130 @@
+"""The critic's update by hand: its random numbers, and the steps in which it must stay as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from segapp.checkpoint.snapshot import snapshot
+from segapp.datasets.loader import Batch
+from segapp.models import Critic
+from segapp.models.critic import SelfAttention
+from segapp.optim import adam
+from segapp.parallel.ranks import Ranks
+from segapp.precision import Precision
+from segapp.training.step import critic as module
+from segapp.training.step.critic import CriticTrainer, PenaltySettings
+
+CPU = torch.device("cpu")
+
+
+def build(kind: Any = "wgan-gp", seed: int = 7) -> CriticTrainer:
+    torch.manual_seed(0)
+    critic = Critic(5, (8, 8), width=2)
+    optimizer = adam([{"params": list(critic.parameters()), "lr_factor": 1.0}], 0.01, (0.0, 0.9))
+    penalty = PenaltySettings(kind, 10.0, seed)
+    return CriticTrainer(critic, critic, optimizer, Precision("fp32", CPU), penalty, Ranks())
+
+
+def test_shapes_of_the_layers_by_hand() -> None:
+    """4x4 convolutions that double the channels; SAGAN's attention, query and key an eighth as wide; one score."""
+    critic = Critic(5, (8, 8), width=16)
+    assert [tuple(weight.shape) for weight in critic.parameters() if weight.ndim == 4] == [
+        *[(16, 5, 4, 4), (32, 16, 4, 4), (64, 32, 4, 4)],
+        *[(8, 64, 1, 1), (8, 64, 1, 1), (64, 64, 1, 1)],
+        (1, 64, 1, 1),
+    ]
+
+
+def test_self_attention_is_that_of_torch() -> None:
+    torch.manual_seed(0)
+    layer, features = SelfAttention(16).double(), torch.randn(2, 16, 3, 5, dtype=torch.float64)
+    torch.nn.init.constant_(layer.strength, 0.5)
+    query, key, value = (part(features).flatten(2).mT for part in (layer.query, layer.key, layer.value))
+    expected = F.scaled_dot_product_attention(query, key, value, scale=1.0).mT.view_as(features)
+    torch.testing.assert_close(layer(features), features + 0.5 * expected)
+
+
+def batch_of(*indices: int) -> Batch:
+    return Batch(torch.zeros(len(indices), 3, 1, 1), torch.zeros(len(indices), 1, 1), indices)
+
+
+def make_step(trainer: CriticTrainer, *indices: int, is_step_bad: bool = False, factor: float = 1.0) -> None:
+    generator = torch.Generator().manual_seed(trainer.num_steps)
+    real, fake = torch.rand(2, len(indices), 5, 8, 8, generator=generator)
+    trainer.begin(trainer.critic)
+    trainer.take((None, None, (real, factor * fake)))
+    trainer.backward([batch_of(*indices)])
+    trainer.finish_gradients()
+    trainer.apply(torch.tensor(float(is_step_bad)))
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """The random numbers of every gradient penalty: places between real and fake, or noise."""
+    numbers: list[Tensor] = []
+    penalty = module.gradient_penalty
+
+    def recorded(*arguments: Any, alpha: Tensor | None, noise: Tensor | None) -> Tensor:
+        (given,) = (each for each in (alpha, noise) if each is not None)
+        numbers.append(given)
+        return penalty(*arguments, alpha=alpha, noise=noise)
+
+    monkeypatch.setattr(module, "gradient_penalty", recorded)
+    return numbers
+
+
+@pytest.mark.parametrize("kind", ["wgan-gp", "wgan-lp", "dragan"])
+def test_random_numbers_depend_on_seed_step_and_image(kind: str, drawn: list[Tensor]) -> None:
+    trainer = build(kind)
+    make_step(trainer, 4, 5)
+    state = snapshot(trainer.state_dict())
+    make_step(trainer, 5, 4)
+    first, second = drawn
+    assert len({row.flatten()[0].item() for numbers in drawn for row in numbers}) == 4, "a number was drawn twice"
+
+    again = build(kind)
+    make_step(again, 5)
+    assert torch.equal(drawn[-1][0], first[1]), "other images of the batch change nothing"
+    resumed = build(kind)
+    resumed.load_state_dict(state)
+    make_step(resumed, 4)
+    assert torch.equal(drawn[-1][0], second[1]), "a resumed training draws what the other one would have drawn"
+    other = build(kind, seed=8)
+    make_step(other, 4, 5)
+    assert not torch.equal(drawn[-1], first)
+
+
+def everything_of(trainer: CriticTrainer) -> dict[str, Any]:
+    state: dict[str, Any] = snapshot(trainer.state_dict())
+    return {"critic": state["critic"], "optimizer": state["optimizer"]["state"]}
+
+
+def num_different(one: Any, two: Any) -> int:
+    if isinstance(one, dict):
+        assert one.keys() == two.keys()
+        return sum(num_different(one[key], two[key]) for key in one)
+    return int(not torch.equal(one, two))
+
+
+@pytest.mark.parametrize(
+    ("how", "bad_in_row"),
+    [(lambda t: make_step(t, 1, 2, is_step_bad=True), 0), (lambda t: make_step(t, 1, 2, factor=float("inf")), 1)],
+    ids=["the student's step is skipped", "its own gradient is not finite"],
+)
+def test_skipped_step_leaves_the_critic_as_it_was(how: Callable[[CriticTrainer], None], bad_in_row: int) -> None:
+    trainer = build()
+    make_step(trainer, 0, 1)
+    before = everything_of(trainer)
+    how(trainer)
+    assert num_different(everything_of(trainer), before) == 0, "weights, BatchNorm statistics or moments have changed"
+    assert (trainer.num_steps, int(trainer.bad_in_row)) == (2, bad_in_row)
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in trainer.critic.parameters())
+    make_step(trainer, 1, 2)
+    assert num_different(everything_of(trainer), before) > len(list(trainer.critic.parameters()))
+    assert int(trainer.bad_in_row) == 0

@@ -1,0 +1,252 @@
+"""The step: exact means over micro-batches, bad steps without a trace, steps left half way."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from segapp import failpoints
+from segapp.build.criterion import build_criterion
+from segapp.build.optimizer import build_optimizer
+from segapp.config import LossConfig, OptimConfig
+from segapp.datasets.loader import Batch
+from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
+from segapp.optim import WeightAverage
+from segapp.precision import Precision
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.modules import StepModules
+
+CPU = torch.device("cpu")
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+class TinyNet(nn.Module):
+    """Logits at a quarter of the size; BatchNorm or dropout where a test wants them."""
+
+    def __init__(self, *extra: nn.Module) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 6, 3, stride=4, padding=1), *extra, nn.Tanh(), nn.Conv2d(6, 3, 1))
+
+    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
+        return (self.body(images),)
+
+
+def batch(num: int, ignored: float = 0.0, seed: int = 0) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (num, 3, 16, 24), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (num, 16, 24), generator=generator, dtype=torch.uint8)
+    target[torch.rand(target.shape, generator=generator) < ignored] = 255
+    return Batch(images, target, tuple(range(num)))
+
+
+def engine_of(
+    criterion: AdditiveCriterion, *extra: nn.Module, clip: float | None = None, average: bool = False, lr: float = 0.1
+) -> StepEngine:
+    torch.manual_seed(0)
+    model = TinyNet(*extra)
+    groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
+    modules = StepModules(
+        model,  # type: ignore[arg-type]
+        NormalizedInput(model, Normalizer(MEAN, STD)),
+        criterion,
+        WeightAverage(model, 0.5) if average else None,  # type: ignore[arg-type]
+    )
+    return StepEngine(
+        modules,
+        build_optimizer(OptimConfig(lr=lr, momentum=0.9), groups),
+        Precision("fp32", CPU),
+        clip_grad_norm=clip,
+    )
+
+
+def parameters(engine: StepEngine) -> list[Tensor]:
+    return [p.detach().clone() for p in engine.model.parameters()]
+
+
+def test_normalizer_equals_the_formula() -> None:
+    images = batch(2).images
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (MEAN, STD))
+    expected = (images.double() / 255 - mean) / std
+    torch.testing.assert_close(Normalizer(MEAN, STD)(images).double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_one_step_equals_torchs_own_operators() -> None:
+    engine = engine_of(CriterionCE())
+    torch.manual_seed(0)
+    model = TinyNet()
+    data = batch(3, ignored=0.3)
+    mean, std = (torch.tensor(v).view(1, 3, 1, 1) for v in (MEAN, STD))
+    logits = model((data.images.float() / 255 - mean) / std)[0]
+    full = F.interpolate(logits, (16, 24), mode="bilinear", align_corners=True)
+    loss = F.cross_entropy(full, data.target.long(), ignore_index=255)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    loss.backward()
+    optimizer.step()
+    result = engine.step([data])
+    torch.testing.assert_close(result.loss.float(), loss.detach(), rtol=1e-5, atol=1e-6)
+    for ours, theirs in zip(engine.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [
+        lambda: CriterionCE(),
+        lambda: CriterionCE(weight=torch.tensor([1.0, 2.0, 0.5]), label_smoothing=0.1),
+        lambda: CriterionDice(),
+        lambda: CriterionOHEM(0.7, 100),
+    ],
+    ids=["ce", "weighted-ce", "dice", "ohem"],
+)
+def test_accumulation_equals_the_whole_batch(criterion: Callable[[], AdditiveCriterion]) -> None:
+    whole = Batch(
+        *(torch.cat(parts) for parts in zip(*((b.images, b.target) for b in _uneven()), strict=True)),
+        (0, 1, 2, 3, 4, 5),
+    )
+    together, apart = engine_of(criterion(), lr=1.0), engine_of(criterion(), lr=1.0)
+    a, b = together.step([whole]), apart.step(_uneven())
+    torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
+    for x, y in zip(parameters(together), parameters(apart), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+def _uneven() -> list[Batch]:
+    """Micro-batches of different sizes and shares of ignored pixels: a mean of means is far off."""
+    return [batch(1, 0.95, seed=1), batch(3, 0.0, seed=2), batch(2, 0.5, seed=3)]
+
+
+def test_mean_of_means_differs_from_engine_loss() -> None:
+    criterion = CriterionCE()
+    engine = engine_of(criterion)
+    with torch.no_grad():
+        means = torch.stack([criterion(engine.network(b.images), b.target) for b in _uneven()])
+    exact = engine.step(_uneven()).loss
+    assert abs(float(means.mean() - exact)) > 1e-3
+
+
+def test_dice_over_micro_batches_runs_dropout_and_norm_once() -> None:
+    engine = engine_of(CriterionDice(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
+    engine.step(_uneven())
+    assert int(engine.model.body[1].num_batches_tracked) == 3
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    other = engine_of(CriterionDice(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
+    for part in _uneven():  # three forward passes draw as much as the step did
+        other.network(part.images)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_bad_step_changes_nothing_and_is_counted() -> None:
+    engine = engine_of(CriterionCE(), nn.BatchNorm2d(6), average=True)
+    engine.step([batch(2)])
+    before = parameters(engine)
+    buffers = [b.clone() for b in engine.model.buffers()]
+    average = [t.clone() for t in engine.average.module.state_dict().values()]
+    momentum = [s["momentum_buffer"].clone() for s in engine.optimizer.state.values()]
+    handle = engine.model.body[0].register_forward_hook(lambda _m, _i, output: output * math.inf)
+    result = engine.step([batch(2)])
+    handle.remove()
+    assert float(result.is_bad) == 1.0
+    assert (int(engine.bad_steps), int(engine.bad_in_row)) == (1, 1)
+    after = [s["momentum_buffer"] for s in engine.optimizer.state.values()]
+    for old, new in (
+        *zip(before, parameters(engine), strict=True),
+        *zip(buffers, engine.model.buffers(), strict=True),
+        *zip(average, engine.average.module.state_dict().values(), strict=True),
+        *zip(momentum, after, strict=True),
+    ):
+        assert torch.equal(old, new)
+    engine.step([batch(2)])
+    assert (int(engine.bad_steps), int(engine.bad_in_row)) == (1, 0)
+
+
+def test_interrupted_step_is_rolled_back() -> None:
+    engine = engine_of(CriterionCE(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
+    untouched = engine_of(CriterionCE(), nn.BatchNorm2d(6), nn.Dropout2d(0.5))
+    visits = iter([None, KeyError("leave")])
+
+    def check() -> None:
+        error = next(visits)
+        if error is not None:
+            raise error
+
+    torch.manual_seed(5)
+    with pytest.raises(KeyError):
+        engine.step(_uneven(), check)
+    ours = engine.step(_uneven())
+    torch.manual_seed(5)
+    theirs = untouched.step(_uneven())
+    assert torch.equal(ours.loss, theirs.loss)
+    for a, b in zip(engine.model.state_dict().values(), untouched.model.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_clipping_bounds_the_whole_gradient() -> None:
+    free, clipped = engine_of(CriterionCE(), lr=1.0), engine_of(CriterionCE(), clip=1e-3, lr=1.0)
+    start = parameters(clipped)
+    norm = float(free.step([batch(2)]).grad_norm)
+    assert float(clipped.step([batch(2)]).grad_norm) == pytest.approx(norm)
+    moved = torch.cat([(a - b).flatten() for a, b in zip(start, parameters(clipped), strict=True)])
+    assert float(moved.norm()) == pytest.approx(1e-3, rel=1e-2)
+
+
+def test_step_without_valid_pixels_has_loss_0_and_no_update() -> None:
+    engine = engine_of(CriterionCE())
+    before = parameters(engine)
+    result = engine.step([batch(2, ignored=1.1)])
+    assert (float(result.loss), float(result.grad_norm), float(result.is_bad)) == (0.0, 0.0, 0.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, parameters(engine), strict=True))
+
+
+def test_first_non_finite_layer_is_named_without_update() -> None:
+    engine = engine_of(CriterionCE(), nn.BatchNorm2d(6))
+    assert engine.first_non_finite_layer(batch(2)) is None
+    before = {name: t.clone() for name, t in engine.model.state_dict().items()}
+    with torch.no_grad():
+        engine.model.body[3].weight.mul_(math.inf)
+    assert engine.first_non_finite_layer(batch(2)) == "body.3"
+    for name, tensor in engine.model.state_dict().items():
+        assert name == "body.3.weight" or torch.equal(tensor, before[name])
+
+
+@pytest.mark.parametrize("implementation", ["auto", "compiled", "reference"])
+def test_config_selects_the_cross_entropy_implementation(implementation: str) -> None:
+    section = LossConfig.model_validate({"name": "ce", "implementation": implementation})
+    criterion = build_criterion(section, 3, 255, lambda _: torch.ones(3))
+    assert isinstance(criterion, CriterionCE)
+    assert criterion.implementation == implementation
+
+
+def test_split_of_a_step_is_that_of_its_first_micro_batch() -> None:
+    engine = engine_of(CriterionCE())
+    assert engine.step([batch(4), batch(2)]).split == [4]
+    assert engine.step([batch(4), batch(2)], num_samples=9).split == [9]
+
+
+@pytest.mark.parametrize("phase", ["forward", "loss", "backward", "optimizer"])
+def test_armed_phase_runs_out_of_memory_and_is_rolled_back(phase: str) -> None:
+    engine = engine_of(CriterionCE())
+    before = parameters(engine)
+    failpoints.arm(f"train.{phase}=1:oom")
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match=f"failpoint train.{phase}"):
+            engine.step([batch(2)])
+    finally:
+        failpoints.arm("")
+    assert all(torch.equal(old, new) for old, new in zip(before, parameters(engine), strict=True))
+    assert float(engine.step([batch(2)]).is_bad) == 0.0
+
+
+@pytest.mark.parametrize(("scale", "is_diverged"), [(2.0, False), (1.0, False), (0.5, True)])
+def test_loss_scale_below_1_is_divergence(scale: float, is_diverged: bool) -> None:
+    engine = engine_of(CriterionCE())
+    engine.precision.scaler = types.SimpleNamespace(scale=torch.tensor(scale))  # type: ignore[assignment]
+    expected = ("the loss scale fell below 1", "") if is_diverged else None
+    assert engine.divergence(batch(2), max_bad_steps=1) == expected

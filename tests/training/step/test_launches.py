@@ -1,0 +1,94 @@
+"""Kernel launches of a whole step, with a stored upper limit for each mode; see `tests.support.launches`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from segapp.build.pairs import build_scheme
+from segapp.config import RunConfig, validate_config
+from segapp.training.planning.blank_data import blank_batch
+from segapp.training.planning.trial_step import build_trial_engine
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.layout import StepLayout
+from tests.support.launches import LaunchCounter, launches_of_lists
+
+CPU = torch.device("cpu")
+DEMO = {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"}
+R50 = {"library": "torchvision", "name": "deeplabv3_resnet50"}
+
+
+def config_of(model: dict[str, Any], **train: Any) -> RunConfig:
+    data = {"format": "folder", "root": "nowhere", "classes": [f"c{i}" for i in range(5)], "crop_px": [64, 64]}
+    return validate_config({"name": "r", "data": data, "model": model, "train": {"batch_size": 2, "ema": 0.9, **train}})
+
+
+def launches_of_second_step(config: RunConfig, mode: Any) -> tuple[LaunchCounter, StepEngine]:
+    engine = build_trial_engine(config, StepLayout(mode, (CPU,)))
+    engine.network.train()
+    batches = [blank_batch(build_scheme(config.data), 2, (64, 64))] * config.train.accumulate
+    engine.step(batches)
+    with LaunchCounter() as counter:
+        engine.step(batches)
+    return counter, engine
+
+
+@pytest.fixture
+def _one_rank() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("train", "most"),
+    [
+        ({}, 275),
+        ({"ema": None}, 273),
+        ({"accumulate": 2}, 620),
+        ({"precision": "amp-bf16"}, 340),
+        ({"precision": "fp16"}, 320),
+    ],
+    ids=["fp32", "no-average", "accumulate", "amp-bf16", "fp16"],
+)
+def test_launches_of_a_single_step(train: dict[str, Any], most: int) -> None:
+    counter, _ = launches_of_second_step(config_of(DEMO, **train), "single")
+    assert counter.total <= most, counter.by_operator.most_common()
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_launches_of_a_ddp_step() -> None:
+    counter, _ = launches_of_second_step(config_of(DEMO), "ddp")
+    assert counter.total <= 365, counter.by_operator.most_common()
+
+
+def test_undo_and_average_take_at_most_20_launches() -> None:
+    engine = build_trial_engine(config_of(R50), StepLayout("single", (CPU,)))
+    assert engine.average is not None
+    is_bad = torch.zeros(())
+    with LaunchCounter() as counter:
+        engine.guard.remember()
+        engine.guard.restore_where(is_bad)
+        engine.average.update(is_bad)
+    assert counter.total <= 11, counter.by_operator  # 183 buffers, 187 parameters
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_lists", "launches"),
+    [([10] * 110, 1, 1), ([10] * 111, 1, 2), ([10] * 128, 2, 2), ([65536 * 320], 1, 1), ([65536 * 321], 1, 2)],
+)
+def test_launches_of_lists_follow_cudas_limits(sizes: list[int], num_lists: int, launches: int) -> None:
+    tensors = [torch.empty(size, device="meta") for size in sizes]
+    assert launches_of_lists([tensors] * num_lists) == launches
+    assert (
+        launches_of_lists([tensors, [t.half() for t in tensors[:-1]] + tensors[-1:]]) == len(sizes) or len(sizes) == 1
+    )
+
+
+def test_lists_of_mixed_types_launch_for_every_tensor() -> None:
+    tensors = [torch.empty(3), torch.empty(3, dtype=torch.int64), torch.empty(3)]
+    assert launches_of_lists([tensors, tensors]) == 3

@@ -1,0 +1,85 @@
+"""The printed lines: throttled, complete, and free of control codes."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from segapp.run.events import Alert, Device, Event, RunStart, Step
+from segapp.training.telemetry.console import PlainReporter, format_duration, iou_table
+
+START = RunStart(
+    classes=["a", "b"],
+    num_params=1_500_000,
+    batch_size=4,
+    epochs=2,
+    steps_per_epoch=10,
+    devices=[Device(device="cpu")],
+)
+
+
+def step(number: int, **fields: Any) -> Step:
+    times = {"images_per_s": 12.0, "data_wait_frac": 0.25, "eta_epoch_s": 61.0, "eta_run_s": 3700.0}
+    return Step(**{"epoch": 1, "step": number, "loss": 0.5, "lr": 0.01, **times, **fields})
+
+
+def lines(*events: Event, interval_s: float = 1e9) -> list[str]:
+    stream = io.StringIO()
+    reporter = PlainReporter(stream, interval_s)
+    for event in (START, *events):
+        reporter.handle(event)
+    reporter.close()
+    return stream.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(None, "-"), (7.4, "0:07"), (754, "12:34"), (3723, "1:02:03"), (-1, "0:00")]
+)
+def test_durations_are_formatted(seconds: float | None, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+def test_step_line_has_every_field() -> None:
+    line = lines(step(1))[-1]
+    for part in (
+        "epoch 1/2",
+        "step 1/10",
+        "loss 0.5000",
+        "1.00e-02",
+        "12.0 images/s",
+        "data wait 25 %",
+        "1:01",
+        "1:01:40",
+    ):
+        assert part in line
+
+
+def test_step_lines_are_throttled_except_the_last_of_an_epoch() -> None:
+    shown = lines(*(step(number) for number in range(1, 11)))
+    assert [line.split("step ")[1].split("/")[0] for line in shown[1:]] == ["1", "10"]
+
+
+def test_non_finite_loss_is_shown_as_such() -> None:
+    assert "loss not finite" in lines(step(1, loss=None, skipped=3))[-1]
+    assert "skipped 3" in lines(step(1, loss=None, skipped=3))[-1]
+
+
+def test_hostile_names_send_no_control_codes() -> None:
+    alert = Alert(kind="data", message="bad \x1b[2J name")
+    assert "\x1b" not in "".join(lines(alert))
+    assert "\x1b" not in "".join(iou_table(["\x1b[2J"], [0.5]))
+
+
+def test_worst_class_comes_first_and_absent_ones_last() -> None:
+    table = iou_table(["a", "bb", "c"], [0.9, None, 0.1])
+    assert [row.split()[0] for row in table] == ["c", "a", "bb"]
+    assert table[-1].endswith("absent")
+
+
+def test_closed_stream_does_not_end_the_training() -> None:
+    stream = io.StringIO()
+    reporter = PlainReporter(stream, 0.0)
+    stream.close()
+    reporter._line("nobody reads this")

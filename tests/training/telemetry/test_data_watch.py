@@ -1,0 +1,109 @@
+"""What a training says about its data: where a cache is filled, how far it is, and that the device waits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from segapp import failpoints
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.cache import pixel_cache
+from segapp.datasets.cache.pixel_cache import PixelCache
+from segapp.datasets.cache.places import cache_digest, disk_files
+from segapp.datasets.dataset import SegmentationDataset, image_sizes
+from segapp.datasets.files import ImagePair
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.loader import TrainLoader
+from segapp.training.telemetry.data_watch import DataWatch
+from tests.support.drawn_data import draw_image, draw_mask
+
+SCHEME = class_scheme("folder", classes=list("abcde"))
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> list[ImagePair]:
+    pairs = []
+    for i in range(8):
+        image, mask = tmp_path / f"{i}.png", tmp_path / f"{i}_mask.png"
+        Image.fromarray(draw_image(i, 40, 50)).save(image)
+        Image.fromarray(draw_mask(i, 40, 50)).save(mask)
+        pairs.append(ImagePair(image, mask, str(i)))
+    return pairs
+
+
+@pytest.fixture
+def cached(tmp_path: Path, pairs: list[ImagePair], monkeypatch: pytest.MonkeyPatch) -> SegmentationDataset:
+    monkeypatch.setattr(pixel_cache, "RESERVE_BYTES", 0)
+    files = disk_files(tmp_path / "cache", "train", cache_digest("root", "train", SCHEME), SCHEME.dtype)
+    cache = PixelCache(files, pairs, image_sizes(pairs), SCHEME.dtype)
+    return SegmentationDataset(pairs, SCHEME, TrainTransform((24, 32)), cache=cache)
+
+
+def watch_of(dataset: SegmentationDataset, pairs: list[ImagePair]) -> DataWatch:
+    validation = SegmentationDataset(pairs, SCHEME, notes=["a note"])
+    return DataWatch(TrainLoader(dataset, 2), validation, cores=8)
+
+
+def test_cache_on_disk_is_announced_and_followed(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
+    watch = watch_of(cached, pairs)
+    note, start = watch.at_start()
+    assert note == "a note"
+    assert start.startswith("data.cache = disk: 0 of 8 training images are in ")
+    assert "cache/train-" in start
+    assert "(0.0 MiB); the others are stored when they are first read, 0.1 MiB of " in start
+    said = []
+    for index in range(8):
+        cached.read(index)
+        said.append(watch.after_interval(0, 1))
+    stored = [[f"data.cache: {n} of 8 training images are stored"] for n in (2, 4, 6, 8)]
+    assert [each for each in said if each] == stored
+    assert watch.after_interval(0, 1) == []
+
+
+def test_full_disk_is_told_once(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
+    watch = watch_of(cached, pairs)
+    watch.at_start()
+    failpoints.arm("cache.before_pixels=raise:ENOSPC")
+    try:
+        cached.read(0)
+    finally:
+        failpoints.arm("")
+    (message,) = watch.after_interval(0, 1)
+    assert message.startswith("data.cache = disk has no room in ")
+    assert "for 8 of 8 training images, 0.1 MiB (No space left on device)" in message
+    assert message.endswith("name another disk in data.cache_dir")
+    assert watch.after_interval(0, 1) == []
+
+
+def test_damaged_records_are_told(cached: SegmentationDataset, pairs: list[ImagePair]) -> None:
+    watch = watch_of(cached, pairs)
+    for index in range(8):
+        cached.read(index)
+    watch.at_start()
+    pixels = Path(cached.cache.files.pixels)  # type: ignore[union-attr]
+    with pixels.open("r+b") as file:
+        file.write(b"damage")
+    cached.read(0)
+    (message,) = watch.after_interval(0, 1)
+    assert message.startswith("data.cache: 1 damaged training images in ")
+    assert watch.after_interval(0, 1) == []
+
+
+def test_batch_larger_than_the_data_set_is_told(pairs: list[ImagePair]) -> None:
+    dataset = SegmentationDataset(pairs, SCHEME, TrainTransform((24, 32)))
+    assert DataWatch(TrainLoader(dataset, 8), dataset, cores=8).at_start() == []
+    (message,) = DataWatch(TrainLoader(dataset, 64), dataset, cores=8).at_start()
+    assert message.startswith("train.batch_size = 64 is more than the 8 training images: each step takes 8")
+
+
+def test_waiting_for_data_is_told_once_it_costs(pairs: list[ImagePair]) -> None:
+    watch = watch_of(SegmentationDataset(pairs, SCHEME, TrainTransform((24, 32))), pairs)
+    watch.at_start()
+    assert watch.after_interval(5, 10) == []  # too little to speak of
+    (message,) = watch.after_interval(5, 10)
+    assert message.startswith("the device waits for data 50% of the time (0 data workers, 8 processors)")
+    assert watch.after_interval(50, 50) == []
+    busy = watch_of(SegmentationDataset(pairs, SCHEME, TrainTransform((24, 32))), pairs)
+    assert busy.after_interval(15, 100) == []

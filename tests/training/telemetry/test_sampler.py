@@ -1,0 +1,283 @@
+"""The memory sampler against independent fakes: counters set by the test, and a fake nvidia-smi."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from segapp.memory.gpus import GpuPoller
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.training.telemetry import sampler as sampler_module
+from segapp.training.telemetry.device_memory import (
+    CudaCounters,
+    DeviceInfo,
+    DeviceMemoryTracker,
+    ProcessCounters,
+    host_memory_mib,
+)
+from segapp.training.telemetry.event_log import EventLog
+from segapp.training.telemetry.sampler import MemorySampler
+from tests.support.fault_table import case
+from tests.support.runs import events
+
+SMI = """\
+0, GPU-aaaa, 10, 24220, 4220, 20000, 535.1, Fast Card, 1, Disabled, Disabled, 50
+1, GPU-bbbb, [N/A], 24220, 1000, 23220, 535.1, Fast Card, 2, Disabled, Disabled, [N/A]
+2, GPU-cccc, 99, 11019, 11000, 19, 535.1, Small Card, 3, Disabled, Disabled, 80
+"""
+
+
+class Counters:
+    """An allocator whose numbers are set by the test."""
+
+    def __init__(self) -> None:
+        self.now, self.peak = 0.0, 0.0
+
+    def use(self, mib: float) -> None:
+        self.now = mib
+        self.peak = max(self.peak, mib)
+
+    def used_mib(self) -> float | None:
+        return None
+
+    def allocated_mib(self) -> float | None:
+        return self.now
+
+    def reserved_mib(self) -> float | None:
+        return self.now + 1
+
+    def pop_peak_mib(self) -> float | None:
+        peak, self.peak = self.peak, self.now
+        return peak
+
+    def utilization(self) -> float | None:
+        return None
+
+
+def gpu_infos() -> list[DeviceInfo]:
+    """Return devices in torch's order, which is not nvidia-smi's."""
+    uuids = ("cccc", "aaaa", "bbbb")
+    return [DeviceInfo(f"cuda:{i}", uuid, 1000.0, name=f"card {uuid}") for i, uuid in enumerate(uuids)]
+
+
+def step(watch: DeviceMemoryTracker, counters: Counters, peaks: dict[str, float]) -> None:
+    for phase, mib in peaks.items():
+        watch.mark(phase)
+        counters.use(mib)
+        counters.use(10.0)
+    watch.mark("data")
+
+
+def test_each_phase_of_a_profiled_step_gets_its_own_peak() -> None:
+    counters = Counters()
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    peaks = {"forward": 300.0, "loss": 350.0, "backward": 500.0, "step": 120.0}
+    watch.mark("data")
+    watch.sample()  # asks for the profile of the steps that follow
+    for _ in range(2):
+        step(watch, counters, peaks)
+    (found,) = watch.sample()
+    assert found["phase_peak_mib"] == peaks
+    assert (found["peak_mib"], found["phase"]) == (500.0, "backward")
+    assert (found["allocated_mib"], found["reserved_mib"]) == (10.0, 11.0)
+    step(watch, counters, {"forward": 200.0})
+    watch.mark("eval")
+    watch.sample()
+    counters.use(90.0)
+    assert watch.sample()[0]["phase_peak_mib"]["eval"] == 90.0
+
+
+def test_peak_that_comes_again_is_named_by_its_last_phase() -> None:
+    counters = Counters()
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    watch.mark("data")
+    watch.sample()
+    step(watch, counters, {"forward": 300.0, "backward": 300.0, "step": 120.0})
+    (found,) = watch.sample()
+    assert (found["peak_mib"], found["phase"]) == (300.0, "backward")
+
+
+def test_observed_peaks_restart_with_a_new_split() -> None:
+    counters = Counters()
+    watch = DeviceMemoryTracker([DeviceInfo("cuda:0", "aaaa")], [counters])
+    counters.use(900.0)
+    counters.use(100.0)
+    watch.reset_observed()
+    step(watch, counters, {"forward": 400.0})
+    assert watch.observed_mib() == [400.0]
+    assert watch.sample()[0]["peak_mib"] == 900.0  # of the interval, before the change too
+
+
+def test_logical_devices_share_the_numbers_of_the_real_one() -> None:
+    watch = DeviceMemoryTracker([DeviceInfo("cpu", pid=os.getpid())] * 3)
+    found = watch.sample()
+    assert watch.is_shared
+    assert len({device["used_mib"] for device in found}) == 1
+    assert [device["device"] for device in found] == ["cpu"] * 3
+
+
+def test_process_memory_equals_that_of_the_system() -> None:
+    import resource
+
+    counters = ProcessCounters()
+    counters.pop_peak_mib()
+    before = counters.used_mib()
+    mapped = mmap.mmap(-1, 64 * 2**20)  # not from the heap, which may hold freed memory
+    block = np.frombuffer(mapped, np.uint8)
+    block[:] = 1
+    after, peak = counters.used_mib(), counters.pop_peak_mib()
+    assert before is not None
+    assert after is not None
+    assert peak is not None
+    assert after - before == pytest.approx(64, abs=8)
+    assert after - 1 <= peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 + 1
+    assert host_memory_mib() > peak  # type: ignore[operator]
+    assert ProcessCounters(2**22 + 1).used_mib() is None  # no such process
+    assert counters.utilization() is None
+    began = time.perf_counter()
+    while time.perf_counter() - began < 0.3:
+        block.sum()
+    busy = counters.utilization()
+    assert busy is not None
+    assert 0 < busy <= 1
+
+
+def test_peak_of_a_gpu_counts_from_the_last_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, peak_bytes, current_bytes = torch.device("cuda:1"), 5 * 2**20, 2**20
+
+    def reset(of: torch.device) -> None:
+        nonlocal peak_bytes
+        assert of == device
+        peak_bytes = current_bytes
+
+    fake = types.SimpleNamespace(
+        max_memory_allocated=lambda of: peak_bytes if of == device else 0, reset_peak_memory_stats=reset
+    )
+    monkeypatch.setattr(torch, "cuda", fake)
+    counters = CudaCounters(device)
+    assert [counters.pop_peak_mib() for _ in range(2)] == [5.0, 1.0]
+
+
+def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[Path] = []
+
+    def refused(path: Path, _: bytes) -> int:
+        tried.append(path)
+        raise PermissionError
+
+    monkeypatch.setattr(Path, "write_bytes", refused)
+    counters = ProcessCounters()
+    assert [(counters.pop_peak_mib() or 0) > 0 for _ in range(3)] == [True] * 3
+    assert tried == [Path("/proc/self/clear_refs")]  # not tried again
+
+
+def smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = folder / "nvidia-smi"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
+
+
+def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
+    run = RunFolder.create(path=folder / "run")
+    infos = gpu_infos()
+    watch = DeviceMemoryTracker(infos, [Counters() for _ in infos])
+    watch.mark("data")
+    return MemorySampler(EventLog(EventWriter(run.events)), watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
+
+
+def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "out").write_text(SMI)
+    smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
+    monitor, run = monitored(tmp_path, GpuPoller())
+    with monitor:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline and not any(e["devices"][0]["used_mib"] for e in samples(run)):
+            time.sleep(0.05)
+    devices = samples(run)[-1]["devices"]
+    assert [device["used_mib"] for device in devices] == [11000, 4220, 1000]
+    assert [device["utilization"] for device in devices] == [0.99, 0.1, None]
+    assert [device["temperature"] for device in devices] == [80, 50, None]
+    assert devices[0]["name"] == "card cccc"
+    assert events(run.path, "heartbeat")[0]["phase"] == "train"
+
+
+def test_driver_is_asked_about_own_gpus_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking about the GPU of another rank would make a context there."""
+    asked: list[str] = []
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        asked.append(str(device))
+        if device.index == 2:
+            raise RuntimeError("CUDA error")
+        return 3 * 2**20, 10 * 2**20
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    infos = [DeviceInfo(f"cuda:{i}", uuid, is_own=i != 1) for i, uuid in enumerate(("a", "b", "c"))]
+    tracker = DeviceMemoryTracker([*infos, infos[0]])  # two logical devices on the first
+    assert tracker.driver_used_mib() == {"a": 7.0}
+    assert asked == ["cuda:0", "cuda:2"]
+
+
+def samples(run: RunFolder) -> list[dict[str, Any]]:
+    return events(run.path, "memory") if run.events.exists() else []
+
+
+@case("G01", how="nvidia-smi fails or hangs under a monitor", passes="its numbers are missing, one call, no storm")
+@pytest.mark.parametrize("script", ["echo 'No devices were found'", "exit 9", "sleep 30"])
+def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
+    monitor, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0))
+    began = time.monotonic()
+    with monitor:
+        while len(samples(run)) < 5:
+            assert time.monotonic() - began < 30
+            time.sleep(0.05)
+    assert time.monotonic() - began < 20  # leaving did not wait for it
+    devices = samples(run)[-1]["devices"]
+    assert [device["used_mib"] for device in devices] == [None] * 3
+    assert [device["reserved_mib"] for device in devices] == [1.0] * 3
+    assert (tmp_path / "calls").read_text().count("x") == 1  # no second call beside a hanging one, no repeated failures
+
+
+def test_monitor_error_ends_neither_monitor_nor_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monitor, run = monitored(tmp_path, GpuPoller(retry_s=60.0))
+    found = monitor.device_memory.sample
+    calls = iter(range(1000))
+    monkeypatch.setattr(monitor.device_memory, "sample", lambda: found() if next(calls) else 1 / 0)
+    with monitor:
+        deadline = time.monotonic() + 20
+        while not samples(run):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
+def test_intervals_are_those_of_the_documentation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ "A `memory` event is written every 2 s and a `heartbeat` every 5 s": on a clock that the waits move."""
+    run = RunFolder.create(path=tmp_path / "run")
+    watch = DeviceMemoryTracker([DeviceInfo("cpu")], [Counters()])
+    watch.mark("data")
+    monitor = MemorySampler(EventLog(EventWriter(run.events)), watch)
+    now_s = 1000.0
+
+    def wait(seconds: float) -> bool:
+        nonlocal now_s
+        now_s += seconds
+        return now_s > 1020.5
+
+    monkeypatch.setattr(sampler_module, "time", types.SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(monitor, "_stop", types.SimpleNamespace(wait=wait))
+    monitor._run()
+    assert len(events(run.path, "memory")) == 11  # at 0, 2, ..., 20 s
+    assert len(events(run.path, "heartbeat")) == 5  # at 0, 5, ..., 20 s

@@ -1,0 +1,168 @@
+"""When the watchdog ends a training: its limits by hand, on a clock that only the test moves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import types
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from segapp.training.telemetry import watchdog as module
+from segapp.training.telemetry.device_memory import DeviceMemoryTracker, device_info_of
+from segapp.training.telemetry.event_log import EventLog
+from segapp.training.telemetry.watchdog import HangLimits, Watchdog
+
+
+class Clock:
+    """Stands for `time` and for the event that stops the thread: each wait takes the next of the given seconds."""
+
+    def __init__(self, waits_s: Sequence[float]) -> None:
+        self.now_s, self._waits_s = 1000.0, iter(waits_s)
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+    def wait(self, timeout_s: float) -> bool:
+        taken_s = next(self._waits_s, None)
+        self.now_s += taken_s or 0.0
+        return taken_s is None
+
+
+class Watched:
+    """A watchdog whose loop runs in the test, and the seconds after which it reports a hang."""
+
+    def __init__(self, folder: Path, limits: HangLimits) -> None:
+        self.memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
+        self.dog = Watchdog(folder, EventLog(None), self.memory, limits)
+        self.num_steps = 7
+        self.dog.follow(lambda: self.num_steps, lambda _: None, lambda: False)
+
+    def reported_after(self, waits_s: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float | None:
+        """Return the seconds of silence with which a hang was reported; None if it was not."""
+        reported: list[float] = []
+        clock = Clock(waits_s)
+        monkeypatch.setattr(module, "time", types.SimpleNamespace(monotonic=clock.monotonic))
+        monkeypatch.setattr(self.dog, "_stop", clock)
+        monkeypatch.setattr(self.dog, "_report_hang", lambda place, silent_s, is_still: reported.append(silent_s) or 1)
+        self.dog._run()
+        return reported[0] if reported else None
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path, HangLimits(60.0))
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "data_timeout_s", "num_workers", "place", "has_stepped", "limit_s"),
+    [
+        (60.0, 0.0, 0, "step", True, 60.0),
+        (60.0, 0.0, 0, "step", False, 600.0),
+        (900.0, 0.0, 0, "step", False, 900.0),
+        (60.0, 120.0, 2, "step", True, 60.0),
+        (60.0, 120.0, 2, "read", True, 135.0),
+        (60.0, 120.0, 2, "read", False, 135.0),
+        (60.0, 0.0, 2, "read", True, float("inf")),
+        (60.0, 120.0, 0, "read", True, 60.0),
+    ],
+)
+def test_limits_by_hand(
+    tmp_path: Path,
+    timeout_s: float,
+    data_timeout_s: float,
+    num_workers: int,
+    place: str,
+    has_stepped: bool,
+    limit_s: float,
+) -> None:
+    dog = Watched(tmp_path, HangLimits(timeout_s, data_timeout_s, num_workers)).dog
+    assert dog.limit_s(place, has_stepped=has_stepped) == limit_s
+
+
+@pytest.mark.parametrize(("timeout_s", "runs"), [(0.0, False), (0.5, True)])
+def test_timeout_of_zero_watches_nothing(tmp_path: Path, timeout_s: float, runs: bool) -> None:
+    with Watched(tmp_path, HangLimits(timeout_s)).dog as dog:
+        assert dog._thread.is_alive() == runs
+    assert not dog._thread.is_alive()
+
+
+def test_training_hangs_after_its_timeout(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched.num_steps += 1
+    assert watched.reported_after([1.0] * 60, monkeypatch) is None, "the first look sees the last progress"
+    assert watched.reported_after([1.0] * 61, monkeypatch) == 60.0
+
+
+@pytest.mark.parametrize("num_steps", [0, 7])
+def test_first_step_of_a_process_has_ten_minutes(
+    watched: Watched, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed training begins at a step that another process made."""
+    watched.num_steps = num_steps
+    watched.dog.follow(lambda: watched.num_steps, lambda _: None, lambda: False)
+    assert watched.reported_after([1.0] * 600, monkeypatch) is None
+    assert watched.reported_after([1.0] * 601, monkeypatch) == 600.0
+
+
+def test_time_asleep_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGSTOP, or a machine that was suspended for an hour: one look that comes late counts two seconds."""
+    watched.num_steps += 1
+    asleep = [1.0] * 10 + [3600.0] + [1.0] * 10
+    assert watched.reported_after(asleep, monkeypatch) is None
+    assert watched.reported_after(asleep + [1.0] * 38, monkeypatch) is None
+    assert watched.reported_after(asleep + [1.0] * 39, monkeypatch) == 60.0
+
+
+def test_progress_ends_the_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
+    watched.num_steps += 1
+
+    def waits() -> Iterator[float]:
+        yield from [1.0] * 50
+        watched.memory.report_progress()
+        yield from [1.0] * 50
+
+    assert watched.reported_after(waits(), monkeypatch) is None  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "is_writing", "says", "exit_code"),
+    [
+        (1, False, "the disk of the run folder does not answer", 10),
+        (1, True, "the disk of the run folder does not answer", 10),
+        (2, True, "the disk of the run folder does not answer", 10),
+        (2, False, "a device or another rank does not answer", 8),  # a save needs the state of every rank
+    ],
+)
+def test_save_that_hangs_blames_the_disk_only_while_it_writes(
+    tmp_path: Path, num_ranks: int, is_writing: bool, says: str, exit_code: int
+) -> None:
+    memory, pids = (
+        DeviceMemoryTracker([device_info_of(torch.device("cpu"))]),
+        [("elsewhere", n) for n in range(num_ranks)],
+    )
+    with Watchdog(tmp_path, EventLog(None), memory, HangLimits(0.0), rank_pids=pids) as dog:
+        dog.follow(lambda: 7, lambda _: "not gathered", lambda: is_writing)
+        error = dog._reason("save", 60.0)
+        problem = dog._save_problem("save", lambda: True)
+    assert says in str(error)
+    assert error.exit_code == exit_code
+    assert problem == ("the disk does not answer" if exit_code == 10 else "not gathered")
+
+
+def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    here, own = socket.gethostname(), os.getpid()
+    memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
+    heard: list[int] = []
+    slept: list[float] = []
+    monkeypatch.setattr(module, "child_pids", lambda: [own + 1])
+    monkeypatch.setattr(module.os, "kill", lambda pid, number: heard.append(pid))
+    monkeypatch.setattr(module.time, "sleep", slept.append)
+    for others in ([], [("elsewhere", own + 3)], [(here, own + 2), ("elsewhere", own + 3)]):
+        ranks = [(here, own), *others]
+        with Watchdog(tmp_path, EventLog(None), memory, HangLimits(0.0), rank_pids=ranks) as dog:  # 0: no thread
+            dog._write_stacks("step", 61.0)
+    assert heard == [own + 1, own + 1, own + 1, own + 2]
+    assert slept == [module._OTHERS_S]

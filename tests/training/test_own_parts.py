@@ -1,0 +1,297 @@
+"""Trainings with own parts: model, loss, data, optimizer and schedule of the user's code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.build.trained import read_trained
+from segapp.checkpoint.training_state import load_checkpoint
+from segapp.config import RunConfig, load_config
+from segapp.errors import ConfigError, DataError, RunError
+from segapp.run.folder import RunFolder
+from segapp.training.request import TrainRequest, plan_request
+from segapp.training.session import run_session
+from segapp.training.step.update import may_update
+from tests.support import ROOT
+from tests.support.runs import differing, events, merged, train
+
+PARTS = "tests.support.own_parts"
+
+
+@pytest.fixture(autouse=True)
+def _no_trust(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEGAPP_TRUST_PARTS", raising=False)
+
+
+def trained(config: Any, folder: Path) -> dict[str, Any]:
+    """Trains and returns the last state without the names of the parts and the folder."""
+    assert train(config, folder) == 0
+    state = load_checkpoint(folder).state
+    return {key: state[key] for key in ("model", "ema", "optimizer", "rng", "position", "best")}
+
+
+def short(tiny: dict[str, Any], **sections: Any) -> Any:
+    """A config of one epoch with a network of two convolutions."""
+    model = {"library": "python", "name": f"{PARTS}:Net"}
+    return merged({**tiny, "model": model, "schedule": {"warmup_steps": 0}}, train={"epochs": 1}, **sections)
+
+
+def test_own_data_equal_to_a_folder_gives_the_same_weights(tiny: dict[str, Any], tmp_path: Path) -> None:
+    own = short(tiny, data={"format": f"{PARTS}:FolderData"})
+    assert differing(trained(own, tmp_path / "own"), trained(short(tiny), tmp_path / "folder")) == []
+
+
+def test_own_data_in_workers_gives_the_same_weights(tiny: dict[str, Any], tmp_path: Path) -> None:
+    own = {"format": f"{PARTS}:FolderData"}
+    alone, shared = (short(tiny, data={**own, "workers": workers}) for workers in (0, 2))
+    assert differing(trained(alone, tmp_path / "alone"), trained(shared, tmp_path / "workers")) == []
+
+
+def test_own_data_of_another_type_names_the_image(tiny: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"the image is float32 of shape \(48, 64, 3\): return uint8 RGB"):
+        train(short(tiny, data={"format": f"{PARTS}:BadData"}), tmp_path / "run")
+
+
+def test_additive_own_loss_equals_the_built_in_one_in_dp(tiny: dict[str, Any], tmp_path: Path) -> None:
+    dp = {"mode": "dp", "devices": ["cpu", "cpu"]}
+    own = short(tiny, loss={"name": f"{PARTS}:additive_ce"}, parallel=dp)
+    assert differing(trained(own, tmp_path / "own"), trained(short(tiny, parallel=dp), tmp_path / "ce")) == []
+
+
+def test_torch_cross_entropy_equals_ce_on_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
+    own = short(tiny, loss={"name": "torch.nn:CrossEntropyLoss"})
+    trained(own, tmp_path / "own")
+    trained(short(tiny), tmp_path / "ce")
+    losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in ("own", "ce")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert events(tmp_path / "own", "alert") == []
+
+
+def test_plain_loss_divided_over_devices_is_told(tiny: dict[str, Any], tmp_path: Path) -> None:
+    dp = {"mode": "dp", "devices": ["cpu", "cpu"]}
+    config = short(tiny, loss={"name": f"{PARTS}:ce"}, parallel=dp)
+    one = short(tiny, loss={"name": f"{PARTS}:ce"})
+    trained(config, tmp_path / "dp")
+    trained(one, tmp_path / "one")
+    (alert,) = events(tmp_path / "dp", "alert")
+    assert alert["kind"] == "parts"
+    assert "tests.support.own_parts:ce: a plain loss, computed at full resolution" in alert["message"]
+    losses = [[event["loss"] for event in events(tmp_path / name, "step")] for name in ("dp", "one")]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)  # a mean over valid pixels is exact in parts too
+
+
+def test_own_optimizer_makes_the_steps_of_torch(tiny: dict[str, Any], tmp_path: Path) -> None:
+    optim = {"name": "torch.optim:SGD", "lr": 0.01, "options": {"momentum": 0.9, "foreach": True}}
+    own = trained(short(tiny, optim=optim), tmp_path / "own")
+    built_in = trained(short(tiny, optim={"name": "sgd", "lr": 0.01}), tmp_path / "fused")
+    for name, weights in built_in["model"].items():
+        torch.testing.assert_close(own["model"][name], weights, rtol=1e-5, atol=1e-6)
+
+
+def test_rmsprop_resumes_bit_for_bit(tiny: dict[str, Any], tmp_path: Path) -> None:
+    optim = {"name": "torch.optim:RMSprop", "lr": 0.001, "options": {"momentum": 0.9}}
+    first = short(tiny, optim=optim, schedule={"name": "constant"})
+    second = first.model_copy(update={"train": first.train.model_copy(update={"epochs": 2})})
+    reference = trained(second, tmp_path / "whole")
+    train(first, tmp_path / "parts")
+    assert run_session(TrainRequest(second, RunFolder(tmp_path / "parts"))) == 0
+    assert differing(load_checkpoint(tmp_path / "parts").state["model"], reference["model"]) == []
+
+
+def test_own_optimizer_makes_no_bad_step() -> None:
+    weights = [torch.nn.Parameter(torch.ones(3))]
+    own, fused = torch.optim.RMSprop(weights, lr=0.1), torch.optim.Adam(weights, lr=0.1, fused=True)
+    assert [may_update(own, torch.tensor(is_bad)) for is_bad in (0.0, 1.0)] == [True, False]
+    assert may_update(fused, torch.tensor(1.0))  # it leaves the weights as they are by itself
+    assert fused.found_inf == 1
+
+
+def test_own_schedule_gives_the_factor_at_every_step(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = short(tiny, schedule={"name": f"{PARTS}:falling", "options": {"end": 0.0}})
+    trained(config, tmp_path / "run")
+    rates = [event["lr"] for event in events(tmp_path / "run", "step")]
+    assert rates == pytest.approx([0.001, 0.0008, 0.0006, 0.0004, 0.0002])
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        ({"schedule": {"name": f"{PARTS}:negative"}}, r"gave -1.0 at step 1: give a number from 0 on"),
+        ({"optim": {"name": "torch.optim:LBFGS"}}, "LBFGS doesn't support per-parameter options"),
+        ({"optim": {"name": f"{PARTS}:ce"}}, "takes fewer than the 1 arguments"),
+        ({"loss": {"name": f"{PARTS}:ce", "class_weights": [1, 1, 1]}}, "takes no argument `weight`"),
+        ({"data": {"format": f"{PARTS}:falling"}}, "total_steps is missing"),
+        ({"model": {"library": "python", "name": f"{PARTS}:WrongChannels"}}, r"shape \(1, 4, .*return \(1, 3, h, w\)"),
+        ({"model": {"library": "python", "name": f"{PARTS}:ce"}}, "made a function: return a torch.nn.Module"),
+    ],
+)
+def test_wrong_parts_are_refused(tiny: dict[str, Any], tmp_path: Path, sections: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        train(short(tiny, **sections), tmp_path / "run")
+
+
+def test_problems_of_all_parts_come_together(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = short(
+        tiny,
+        model={"library": "python", "name": f"{PARTS}:Net", "options": {"widht": 3}},
+        loss={"name": f"{PARTS}:nothing"},
+        optim={"name": "torch.optim:RMSprop", "options": {"lr": 1.0}},
+    )
+    with pytest.raises(ConfigError, match="3 problems in own parts") as error:
+        train(config, tmp_path / "run")
+    for text in ("did you mean width?", "has no 'nothing'", "optim.options.lr is given by segapp"):
+        assert text in str(error.value)
+
+
+def test_file_beside_the_config_is_named_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(ROOT)
+    config = load_config("segapp/docs/examples/own_parts.yaml")
+    assert config.model.name == "segapp/docs/examples/own_parts.py:SmallNet"
+    monkeypatch.chdir(ROOT / "segapp" / "docs" / "examples")
+    assert load_config("own_parts.yaml").model.name == "own_parts.py:SmallNet"
+
+
+def own_run(tiny: dict[str, Any], folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Trains a network of a file in the folder, and returns that file."""
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder / "none"))
+    name = f"net_of_{folder.name}"
+    file = folder / f"{name}.py"
+    file.write_text("from tests.support.own_parts import Net\n")
+    model = {"library": "python", "name": f"{name}.py:Net", "options": {"width": 4}}
+    assert train(short(tiny, model=model), folder / "run") == 0
+    return file
+
+
+def test_source_is_kept_and_a_change_is_told(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = own_run(tiny, tmp_path, monkeypatch)
+    copy = tmp_path / "run" / "parts" / file.name
+    assert copy.read_bytes() == file.read_bytes()
+    assert read_trained(str(tmp_path / "run")).messages == ()
+    before = file.read_text()
+    file.write_text(before + "# changed\n")
+    (message,) = read_trained(str(tmp_path / "run")).messages
+    assert "its file has changed since the checkpoint was saved" in message
+    request = plan_request(None, ["train.epochs=2"], None, str(tmp_path / "run"))
+    assert run_session(request) == 0
+    assert [alert["kind"] for alert in events(tmp_path / "run", "alert")] == ["parts"]
+    assert sorted(path.read_text() for path in copy.parent.iterdir()) == sorted([before, before + "# changed\n"])
+
+
+def test_code_of_a_run_from_elsewhere_is_not_imported(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own_run(tiny, tmp_path, monkeypatch)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state of another user"))
+    config, trace = tmp_path / "run" / "config.yaml", tmp_path / "trace"
+    text = config.read_text().replace("width: 4", f"path: {trace}")
+    config.write_text(text.replace(f"{tmp_path.name}.py:Net", "x:y").replace("net_of_x:y", f"{PARTS}:attack"))
+    assert f"{PARTS}:attack" in config.read_text()
+    for call in (
+        lambda: plan_request(None, [], None, str(tmp_path / "run")),
+        lambda: read_trained(str(tmp_path / "run")),
+    ):
+        with pytest.raises(ConfigError, match=r"names code that would be imported.*add --trust-parts"):
+            call()
+    assert not trace.exists()
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "1")
+    assert read_trained(str(tmp_path / "run")).model.library == "python"
+    monkeypatch.delenv("SEGAPP_TRUST_PARTS")
+    assert read_trained(str(tmp_path / "run")).model.library == "python"  # remembered
+
+
+BROKEN = """import torch
+from torch import nn
+import torch.nn.functional as F
+
+
+class Net(nn.Module):
+    def __init__(self, num_classes):
+        super().__init__()
+        self.head = nn.Conv2d(3, num_classes, 1)
+
+    def forward(self, images):
+        if self.training and images.shape[-1] == 32:
+            images = F.linear(images, self.head.weight)
+        return self.head(images)
+
+
+class Soft(Net):
+    def forward(self, images):
+        return self.head(images).softmax(1)
+
+
+def outside(logits, target):
+    shifted = target + 300
+    return F.cross_entropy(logits, shifted)
+
+
+def unreduced(logits, target):
+    return F.cross_entropy(logits, target, ignore_index=255, reduction="none")
+
+
+def loss(which):
+    return {"outside": outside, "unreduced": unreduced}[which]
+"""
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of components of which each fails in its own way; Python imports one module of a name."""
+    file = tmp_path_factory.mktemp("parts") / "broken.py"
+    file.write_text(BROKEN)
+    return file
+
+
+def once(tiny: dict[str, Any], **sections: Any) -> RunConfig:
+    return merged(tiny, train={"epochs": 1, "ema": None}, schedule={"warmup_steps": 0}, **sections)
+
+
+@pytest.mark.parametrize("devices", ["cpu", ["cpu", "cpu"]])
+def test_code_that_raises_is_named_with_file_and_line(
+    tiny: dict[str, Any], broken: Path, tmp_path: Path, devices: Any
+) -> None:
+    name = f"{broken}:Net"
+    parallel = {"devices": devices, "mode": "auto" if devices == "cpu" else "dp"}
+    config = once({**tiny, "model": {"library": "python", "name": name}}, parallel=parallel)
+    with pytest.raises(RunError) as raised:
+        train(config, tmp_path / "run")
+    message = str(raised.value).partition("\n")[0]
+    assert message.startswith(f"model.name = {name} raised RuntimeError at broken.py:13: ")
+    assert "segapp check-part --config FILE" in message
+    assert "replica" not in message
+    assert (raised.value.exit_code, raised.value.topic) == (1, "own-parts")
+
+
+@pytest.mark.parametrize(
+    ("which", "words"),
+    [
+        ("outside", "raised IndexError at broken.py:24: Target "),
+        ("unreduced", "the loss returned a tensor of shape (2, 32, 32): return a scalar tensor, the mean over"),
+    ],
+)
+def test_a_loss_that_fails_is_named(tiny: dict[str, Any], broken: Path, tmp_path: Path, which: str, words: str) -> None:
+    name = f"{broken}:loss"
+    config = once(tiny, loss={"name": name, "options": {"which": which}})
+    with pytest.raises(RunError) as raised:
+        train(config, tmp_path / "run")
+    assert str(raised.value).startswith(f"loss.name = {name}")
+    assert words in str(raised.value)
+    assert "segapp check-part --config FILE" in str(raised.value)
+    assert raised.value.exit_code == 1
+
+
+def test_outputs_that_are_probabilities_are_reported_once(tiny: dict[str, Any], broken: Path, tmp_path: Path) -> None:
+    model = {"library": "python", "name": f"{broken}:Soft"}
+    assert train(once({**tiny, "model": model}), tmp_path / "run") == 0
+    (alert,) = [each for each in events(tmp_path / "run", "alert") if each["kind"] == "model"]
+    assert "return logits" in alert["message"]
+    assert alert["step"] == 1

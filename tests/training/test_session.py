@@ -1,0 +1,153 @@
+"""The process of a training: which ranks it watches, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.build.devices import DevicePlan, plan_devices
+from segapp.errors import DistributedError, OutOfMemoryError
+from segapp.parallel import DistributedSetupError
+from segapp.parallel.ranks import Ranks
+from segapp.run.folder import RunFolder
+from segapp.training import session
+from segapp.training.process.context import RunContext
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from segapp.training.telemetry.event_log import EventLog
+from tests.support.runs import events, merged
+
+
+def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[tuple[list[int], int]] = []
+
+    def end_with_peers(pids: list[int], exit_code: int, _before: Callable[[], None]) -> Callable[[], None]:
+        watched.append((pids, exit_code))
+        return lambda: None
+
+    monkeypatch.setattr(session, "end_with_peers", end_with_peers)
+    here, own = socket.gethostname(), os.getpid()
+    for elsewhere in ([], [("elsewhere", own + 1), ("elsewhere", own)]):
+        session._watch_peers(EventLog(None), [(here, own), *elsewhere], None)()  # type: ignore[arg-type]
+    assert watched == []
+    ranks = [(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)]
+    session._watch_peers(EventLog(None), ranks, None)  # type: ignore[arg-type]
+    assert watched == [([own + 1, own + 3], session.DistributedError.exit_code)]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_full_disk_of_the_log_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+    with session._logging_to(types.SimpleNamespace(log=Path("/dev/full"))):  # type: ignore[arg-type]
+        logging.getLogger("segapp").error("a line")
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def test_run_stopped_before_its_first_save_begins_anew(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build_until_a_signal(_: Any, context: RunContext, *__: Any, **___: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        context.signals.check()
+        raise AssertionError("the signal was not noticed")
+
+    config, folder = merged(tiny, train={"epochs": 1, "batch_size": 5}), tmp_path / "run"
+    with monkeypatch.context() as patched:
+        patched.setattr(session, "build_trainer", build_until_a_signal)
+        assert run_session(TrainRequest(config, run=folder)) == 128 + signal.SIGTERM
+    (end,) = events(folder, "run_end")
+    assert (end["status"], end["exit_code"]) == ("stopped", 128 + signal.SIGTERM)
+    assert end["reason"] == "SIGTERM: nothing was there to save yet"
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0
+    assert "the run has no checkpoint yet: it begins anew" in capsys.readouterr().out
+    assert [(end["status"], end["exit_code"]) for end in events(folder, "run_end")[1:]] == [("finished", 0)]
+    assert len(events(folder, "step")) == 2
+
+
+def test_log_names_the_rank_of_all_but_the_first(tmp_path: Path) -> None:
+    folder = RunFolder.create("tiny", path=tmp_path / "run")
+    for options in ({}, {"rank": 2}):
+        with session._logging_to(folder, **options):
+            logging.getLogger("segapp").error("a line")
+    first, second = folder.log.read_text().splitlines()
+    assert "rank" not in first
+    assert " rank 2 ERROR segapp: a line" in second
+
+
+@pytest.mark.parametrize(
+    ("devices", "by_environment"), [(["cpu"], False), (["cpu", "cpu"], True), (["cpu", "cpu"], False)]
+)
+def test_devices_are_told_once_where_there_are_several(
+    devices: list[str],
+    by_environment: bool,
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv(session._DEVICES, raising=False)
+    if by_environment:
+        monkeypatch.setenv(session._DEVICES, "[]")
+    config = merged(tiny, parallel={"devices": devices})
+    plan = plan_devices(config.parallel)
+    with session._opened_folder(TrainRequest(config, run=tmp_path / "run"), plan, Ranks()):
+        pass
+    assert ("devices: cpu, cpu" in capsys.readouterr().out) == (len(devices) > 1 and not by_environment)
+
+
+@pytest.mark.parametrize(
+    ("devices", "by_environment", "expected"),
+    [("auto", False, None), ("auto", True, "cpu"), (["cpu", "cpu"], False, "cpu")],
+)
+def test_rank_takes_its_device_where_config_or_launcher_chose(
+    devices: Any, by_environment: bool, expected: str | None, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[torch.device | None] = []
+
+    def join(device: torch.device | None) -> None:
+        taken.append(device)
+        raise DistributedSetupError("no peers")
+
+    monkeypatch.setattr(session, "init_from_env", join)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv(session._DEVICES, raising=False)
+    if by_environment:
+        monkeypatch.setenv(session._DEVICES, "[]")
+    plan = DevicePlan("ddp", (torch.device("cpu"), torch.device("cpu")), "")
+    config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
+    with pytest.raises(DistributedError, match="no peers"), session._joined_ranks(config, plan):
+        pass
+    assert taken == [None if expected is None else torch.device(expected)]
+
+
+@pytest.mark.parametrize("steps", [[0], [0, 2], []], ids=["in the first step", "and in a later one", "without a way"])
+def test_ranks_start_again_while_they_report_a_way(
+    steps: list[int], tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[list[str]] = []
+    lessons = iter(steps)
+
+    def launch(command: list[str], num_ranks: int, *, env: dict[str, str]) -> int:
+        commands.append(command)
+        step = next(lessons, None)
+        if step is not None:
+            reports = RunFolder(tmp_path / "run").reports
+            reports.mkdir(exist_ok=True)
+            (reports / f"rank_1_step_{step}.json").write_text(json.dumps({"step": step, "lessons": {"num_pieces": 2}}))
+        return 0 if step is None and steps else OutOfMemoryError.exit_code
+
+    monkeypatch.setattr(session, "launch_local", launch)
+    config = merged(tiny, parallel={"mode": "ddp", "devices": ["cpu", "cpu"]})
+    code = run_session(TrainRequest(config, run=tmp_path / "run"), ["--debug", "train"])
+    assert code == (0 if steps else OutOfMemoryError.exit_code)
+    again = ["-m", "segapp", "--debug", "train", "--plain", "--resume", str(tmp_path / "run")]
+    assert commands[1:] == [again] * len(steps)

@@ -1,0 +1,143 @@
+"""What is said before the first step: a table of facts and alerts, and whole runs that say it once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+
+from segapp.config import dump_config, validate_config
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.targets import ClassFrequencies, Targets
+from segapp.errors import DataError
+from segapp.training.start_checks import StartFacts, schedule_notes, start_alerts, start_notes
+from tests.support.runs import draw_scene, events, merged, segapp, train
+
+CLASSES = ["ground", "box", "disc"]
+SCHEME = class_scheme("folder", classes=CLASSES)
+
+
+def counted(split: str, pixels: tuple[int, ...], ignored_px: int = 0) -> Targets:
+    frequencies = ClassFrequencies(pixels, pixels, pixels, ignored_px, 4, ())
+    return Targets(split, frequencies, sum(pixels), 4, 4)
+
+
+def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -> list[tuple[str, str]]:
+    """Returns kind and message of the alerts of a sound set of 48 x 64 px images with some keys changed."""
+    config = merged(merged(tiny, schedule={"warmup_steps": 0}).model_dump(mode="json"), **sections)
+    train_set, val_set = counted("train", (50, 20, 30)), counted("val", (9, 1, 1))
+    facts = StartFacts(config, SCHEME, train_set, val_set, (48, 64), num_batches, "cpu")
+    return [(alert.kind, alert.message) for alert in start_alerts(facts)]
+
+
+@pytest.mark.parametrize(
+    ("sections", "kind", "words"),
+    [
+        ({}, None, ""),
+        ({"schedule": {"warmup_steps": 60}}, None, ""),
+        ({"schedule": {"warmup_steps": 61}}, "schedule", "for 20% of the 300 steps of this run: set it to 15,"),
+        ({"schedule": {"warmup_steps": 45}, "train": {"steps": 3}}, "schedule", "for all of the 3 steps of this run"),
+        ({"schedule": {"name": "step", "step_epochs": [1, 2]}}, None, ""),
+        ({"schedule": {"name": "step", "step_epochs": [2, 3]}}, "schedule", "ends with epoch 3, so the learning rate"),
+        ({"schedule": {"name": "step", "step_steps": [9, 400]}}, "schedule", "lowered after step 400: name steps bef"),
+        ({"schedule": {"name": "poly", "step_steps": [9, 400]}}, None, ""),
+        ({"data": {"crop_px": [96, 128]}}, None, ""),  # data.scale reaches 2
+        ({"data": {"crop_px": [96, 160]}}, "data", "(at most 48 x 64 px, enlarged by at most 2 (data.scale))"),
+        ({"data": {"crop_px": [96, 160], "resize_px": [90, 90]}}, None, ""),
+        ({"data": {"crop_px": [64, 64], "scale": [1, 1]}}, "data", "every training image (at most 48 x 64 px)"),
+        ({"data": {"val_split": "test"}}, "data", "data.val_split = test: the best checkpoint is chosen on this split"),
+        ({"data": {"val_split": "latest"}}, None, ""),
+        ({"data": {"val_split": "test_2017"}}, "data", "segapp eval --split test_2017"),
+        ({"train": {"precision": "fp16"}}, "precision", "train.precision = fp16 on the CPU"),
+        ({"train": {"precision": "amp-bf16"}}, None, ""),
+    ],
+)
+def test_alerts_of_a_config(tiny: dict[str, Any], sections: dict[str, Any], kind: str | None, words: str) -> None:
+    found = said(tiny, **sections)
+    assert [each for each, _ in found] == ([] if kind is None else [kind])
+    assert all(words in message for _, message in found)
+
+
+def test_the_length_of_a_trial_says_nothing_about_the_schedule(tiny: dict[str, Any]) -> None:
+    assert said(tiny, num_batches=None, schedule={"warmup_steps": 1000}) == []
+    config = merged(tiny, schedule={"warmup_steps": 1000})
+    assert "for all of the 15 steps" in schedule_notes(config, 5)[0]
+
+
+def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
+    def of(train_set: Targets, val_set: Targets) -> tuple[list[str], list[str]]:
+        config = merged(tiny, schedule={"warmup_steps": 0})
+        facts = StartFacts(config, SCHEME, train_set, val_set, (48, 64), 100, "cpu")
+        alerts = start_alerts(facts)
+        assert {alert.kind for alert in alerts} <= {"classes"}
+        return [alert.message for alert in alerts], start_notes(facts)
+
+    full = counted("val", (1, 1, 1))
+    assert of(counted("train", (9, 9, 0)), full)[0] == [
+        "class without a pixel in the 4 masks of split train: disc; the network cannot learn it"
+    ]
+    assert of(full, counted("val", (9, 0, 0)))[0] == [
+        "in the 4 masks of split val only ground has pixels: the scores of the other classes say nothing"
+    ]
+    assert of(full, counted("val", (9, 1, 0))) == ([], [])
+    assert of(counted("train", (90, 1, 1), 8), full) == (
+        [],
+        ["8.0% of the pixels of the 4 masks of split train are ignored: value 255 (data.ignore_index)"],
+    )
+    assert of(counted("train", (97, 1, 1), 1), full) == ([], [])
+
+
+@pytest.fixture
+def black_and_white(tmp_path: Path) -> Path:
+    """A set of two classes whose masks hold 0 and 255."""
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 4), ("val", 2)):
+        for kind in ("images", "masks"):
+            (tmp_path / "set" / kind / split).mkdir(parents=True)
+        for number in range(count):
+            image, mask = draw_scene(rng, 48, 64)
+            cv2.imwrite(str(tmp_path / "set" / "images" / split / f"{number}.png"), image)
+            cv2.imwrite(str(tmp_path / "set" / "masks" / split / f"{number}.png"), np.where(mask == 1, 255, 0))
+    return tmp_path / "set"
+
+
+def test_train_smoke_and_check_refuse_black_and_white_masks(
+    tiny: dict[str, Any], black_and_white: Path, tmp_path: Path
+) -> None:
+    raw = {**tiny["data"], "root": str(black_and_white), "classes": ["background", "road"]}
+    config = validate_config({**tiny, "data": raw})
+    with pytest.raises(DataError, match=r"set data\.label_map: \{255: 1\} and data\.ignore_index: -1") as refused:
+        train(config, tmp_path / "run")
+    assert refused.value.exit_code == 3
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "bw.yaml").write_text(dump_config(config))
+    smoke = segapp("train", "--config", "bw.yaml", "--smoke", cwd=tmp_path)
+    assert (smoke.returncode, smoke.stdout) == (3, "")
+    assert str(refused.value) in smoke.stderr
+    check = segapp("check", "--config", "bw.yaml", "--json", cwd=tmp_path)
+    assert check.returncode == 3, check.stderr
+    errors = [each["message"] for each in json.loads(check.stdout)["findings"] if each["severity"] == "error"]
+    assert str(refused.value) in errors
+    mended = validate_config({**tiny, "data": {**raw, "label_map": {255: 1}, "ignore_index": -1}})
+    assert train(mended, tmp_path / "mended") == 0
+
+
+def test_a_run_says_each_thing_once_and_a_trial_too(
+    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = merged(tiny, train={"epochs": 1}, data={"classes": [*CLASSES, "tree"]}, schedule={"warmup_steps": 4})
+    assert train(config, tmp_path / "run") == 0
+    alerts = [(each["kind"], each["message"]) for each in events(tmp_path / "run", "alert")]
+    assert [kind for kind, _ in alerts] == ["classes", "schedule"]
+    assert "train: tree; the network cannot learn it" in alerts[0][1]
+    printed = capsys.readouterr().out
+    assert printed.count("of the pixels of the 10 masks of split train are ignored: value 255") == 1
+    assert [printed.count(f"alert: {message}") for _, message in alerts] == [1, 1]
+    (tmp_path / "tiny.yaml").write_text(dump_config(config))
+    smoke = segapp("train", "--config", "tiny.yaml", "--smoke", cwd=tmp_path)
+    assert smoke.returncode == 0, smoke.stderr
+    assert [smoke.stderr.count(message) for _, message in alerts] == [1, 1]

@@ -1,0 +1,73 @@
+"""What the loop of a training saves when it ends by an error, and whose random state it takes up again."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+
+from segapp.config import LiveSettings
+from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
+from segapp.training import trainer as module
+from segapp.training.process.signals import StopRequest
+from segapp.training.saving.position import Best, Position
+from segapp.training.trainer import Trainer
+
+
+@pytest.mark.parametrize(
+    ("error", "world_size", "is_required", "waits"),
+    [
+        (StopRequest("SIGTERM"), 2, True, False),
+        (NonFiniteError("x"), 2, False, False),
+        (OutOfMemoryError("x"), 2, False, True),
+        (DataError("x"), 1, False, True),
+        (DataError("x"), 2, None, True),  # no save: the other ranks would not come to it
+        (WorkerError("x"), 1, False, True),
+        (WorkerError("x"), 3, None, True),
+        (ValueError("x"), 1, None, True),
+    ],
+)
+def test_state_is_saved_where_every_rank_has_it_whole(
+    error: Exception, world_size: int, is_required: bool | None, waits: bool
+) -> None:
+    trainer = Mock(Trainer)
+    trainer.saver, trainer.oom_policy, trainer.ranks = Mock(), Mock(can_save=True), Mock(world_size=world_size)
+    trainer.position, trainer.has_diverged = Position(2, 3, 7), False
+    with pytest.raises(type(error)), Trainer._saved_on_failure(trainer):
+        raise error
+    saves = [call.kwargs["is_required"] for call in trainer.saver.finish.call_args_list]
+    assert saves == ([] if is_required is None else [is_required])
+    assert trainer.saver.wait_for_writer.called == waits
+    assert trainer._answer_commands.called == isinstance(error, StopRequest)
+
+
+def test_nothing_is_saved_from_a_diverged_state() -> None:
+    trainer = Mock(Trainer)
+    trainer.saver, trainer.has_diverged = Mock(), True
+    with pytest.raises(NonFiniteError), Trainer._saved_on_failure(trainer):
+        raise NonFiniteError("diverged")
+    assert not trainer.saver.finish.called
+    assert trainer.saver.wait_for_writer.called
+
+
+@pytest.mark.parametrize(("rank", "restored"), [(0, ["first"]), (1, ["second"]), (2, [])])
+def test_rank_takes_its_own_random_state_up_again(
+    rank: int, restored: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that the saved run did not have keeps the one of its seed."""
+    found: list[str] = []
+    monkeypatch.setattr(module, "restore_rng", found.append)
+    trainer = Mock(Trainer)
+    trainer.engine = trainer.progress = trainer.controller = trainer.oom_policy = Mock()
+    trainer.plateau, trainer.facts, trainer.ranks = None, Mock(config={"parallel": {}}), Mock(rank=rank)
+    state: dict[str, Any] = {
+        "position": dataclasses.asdict(Position()),
+        "best": dataclasses.asdict(Best()),
+        "config": {"parallel": {}},
+        "settings": LiveSettings().model_dump(),
+        "rng": ["first", "second"],
+    }
+    Trainer.load_state_dict(trainer, state)
+    assert found == restored

@@ -1,0 +1,230 @@
+"""Status of a run from real folders and locks: live, crashed, damaged, replaced, removed, with clock skew."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from segapp.errors import RunError
+from segapp.run.folder import RunFolder
+from segapp.view.replay import ReplaySource
+from segapp.view.source import LiveSource, newest_pictures
+from tests.support.recorded_runs import RecordedRun, live_run
+
+
+def read_all(source: LiveSource | ReplaySource) -> None:
+    while source.poll():
+        pass
+
+
+def small_run(path: Path, **keywords: object) -> RecordedRun:
+    run = RecordedRun(path, steps_per_epoch=20, epochs=5, **keywords)  # type: ignore[arg-type]
+    run.epoch()
+    run.train(5)
+    return run
+
+
+def test_live_run_and_its_pause_are_shown(tmp_path: Path) -> None:
+    run = live_run(tmp_path / "run", steps_per_epoch=40, epochs=20)
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.status().state == "live"
+    assert source.status().age_s == pytest.approx(0.4, abs=2)
+    later = LiveSource(run.folder, clock=lambda: time.time() + 60)
+    read_all(later)
+    assert later.status().state == "stale"
+    run.folder.release()
+
+
+def test_trainer_gone_without_run_end_is_crashed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    code = "import sys; from segapp.run.folder import RunFolder; RunFolder(sys.argv[1]).acquire()"
+    subprocess.run([sys.executable, "-c", code, str(run.folder.path)], check=True)
+    run.shift_to_now()
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.status().state == "crashed"
+    assert source.status().is_over
+
+
+def test_silent_trainer_on_another_host_is_lost(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    here = socket.gethostname()
+    for file in (run.folder.run_json, run.folder.lock):
+        if file.exists():
+            file.write_text(file.read_text().replace(f'"{here}"', '"elsewhere"'))
+    source = LiveSource(run.folder, clock=lambda: run.clock.now_s + 100)
+    read_all(source)
+    assert source.status().state == "lost"
+    assert not source.status().is_over
+
+
+def test_resumed_finished_run_is_not_finished(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.end()
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.status().state == "finished"
+    with run.folder:
+        again = LiveSource(run.folder)
+        read_all(again)
+        assert again.status().state != "finished"
+
+
+def test_torn_line_is_kept_back_and_bad_lines_skipped(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    whole = run.folder.events.read_bytes()
+    run.folder.events.write_bytes(whole[:-10])
+    source = LiveSource(run.folder)
+    read_all(source)
+    assert source.view.step is not None
+    assert source.view.step.step == 24
+    with run.folder.events.open("ab") as file:
+        file.write(whole[-10:] + b'garbage\n{"v":1,"seq":9999,"t":1.0,"type":"from_the_future","x":1}\n')
+    read_all(source)
+    assert source.view.step.step == 25
+    assert source.view.num_bad == 0
+
+
+def test_replaced_event_file_resets_the_view(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    source = LiveSource(run.folder)
+    read_all(source)
+    before = source.view
+    run.writer.rewind(20, epoch=99, batch=1)
+    read_all(source)
+    assert source.view is not before
+    assert source.view.history.step.tolist() == list(range(1, 21))
+
+
+def test_removed_folder_keeps_the_last_view(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    source = LiveSource(run.folder, monotonic=iter(range(0, 10_000, 3)).__next__)
+    read_all(source)
+    shutil.rmtree(run.folder.path)
+    read_all(source)
+    status = source.status()
+    assert not status.is_there
+    assert status.is_over
+    assert source.view.history.size == 25
+    other = RecordedRun(tmp_path / "run", steps_per_epoch=20, epochs=5)
+    other.train(3)
+    read_all(source)
+    assert source.view.history.size == 3
+
+
+def test_slice_that_reads_the_last_block_has_caught_up(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.clock.now_s = time.time() + 7200
+    source = LiveSource(run.folder, monotonic=itertools.count().__next__)  # each slice is over after its first block
+    assert not source.poll()
+    run.train(3)
+    assert not source.poll()
+    assert source.status().skew_s == pytest.approx(7200, abs=30)
+
+
+def test_damaged_block_is_not_the_end(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    content = run.folder.events.read_bytes()
+    run.folder.events.write_bytes(b"damaged\n" * 2**14 + content)
+    source = LiveSource(run.folder, monotonic=lambda: 0.0)  # one slice, however slow the machine
+    assert not source.poll()
+    assert source.view.history.size == 25
+
+
+@pytest.mark.parametrize("skew_s", [-7200.0, 7200.0])
+def test_clock_difference_does_not_change_the_state(tmp_path: Path, skew_s: float) -> None:
+    run = small_run(tmp_path / "run")
+    run.shift_to_now(age_s=-skew_s)
+    run.clock.now_s = time.time() + skew_s
+    run.folder.acquire()
+    source = LiveSource(run.folder)
+    read_all(source)
+    run.train(3)
+    read_all(source)
+    status = source.status()
+    assert status.state == "live"
+    assert status.age_s is not None
+    assert status.age_s < 5
+    assert status.skew_s == pytest.approx(skew_s, abs=10)
+    assert status.now_s == pytest.approx(time.time() + skew_s, abs=10)
+    run.folder.release()
+
+
+@pytest.mark.parametrize("ahead_s", [-3600.0, -5.5, -4.5, 0.0, 4.5, 5.5, 3600.0])
+def test_clock_difference_is_shown_above_five_seconds(tmp_path: Path, ahead_s: float) -> None:
+    """Below it, the time that a line takes to arrive would be taken for a difference of the clocks."""
+    run = small_run(tmp_path / "run")
+    source = LiveSource(run.folder, clock=lambda: run.clock.now_s - ahead_s, monotonic=lambda: 50.0)
+    read_all(source)
+    run.train(1)
+    read_all(source)
+    assert source.view.last_s == pytest.approx(run.clock.now_s, abs=1e-5)
+    wanted = ahead_s if abs(ahead_s) > 5 else 0.0
+    assert source.status().skew_s == pytest.approx(wanted, abs=1e-4)
+    assert source.status().now_s == pytest.approx(run.clock.now_s - ahead_s + wanted, abs=1e-4)
+
+
+def test_two_viewers_have_equal_views(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    first, second = LiveSource(run.folder), LiveSource(run.folder)
+    read_all(first)
+    run.train(4)
+    read_all(first)
+    read_all(second)
+    assert first.view.history.step.tolist() == second.view.history.step.tolist()
+    assert first.view.step == second.view.step
+
+
+def test_run_without_events_is_shown(tmp_path: Path) -> None:
+    folder = RunFolder.create(path=tmp_path / "run")
+    folder.write_info()
+    source = LiveSource(folder)
+    assert source.status().loaded_frac == 1.0  # before its first look too
+    assert not source.poll()
+    assert source.status().age_s is None
+    with pytest.raises(RunError, match="no events to replay"):
+        ReplaySource(folder, 10)
+
+
+def test_replay_takes_the_run_time_divided_by_speed(tmp_path: Path) -> None:
+    run = small_run(tmp_path / "run")
+    run.write_start()
+    run.clock.now_s += 86_400  # a night between two sessions counts as a minute
+    run.train(10)
+    run.end()
+    now = [0.0]
+    source = ReplaySource(run.folder, 10.0, monotonic=lambda: now[0])
+    read_all(source)
+    assert source.view.history.size == 0
+    seen: list[int] = []
+    states: list[str] = []
+    for tick in range(1, 20):
+        now[0] = tick * 0.5
+        read_all(source)
+        seen.append(source.view.history.size)
+        assert source.status().is_replay
+        states.append(source.status().state)
+    assert seen == sorted(seen)
+    assert states[2] == "live"  # while the first steps are played
+    assert states[-1] == "stale"  # in the night between
+    now[0] = 1000.0
+    read_all(source)
+    assert source.view.history.size == 35
+    assert source.status().state == "finished"
+
+
+def test_sample_images_are_newest_first(tmp_path: Path) -> None:
+    for i, name in enumerate(("a.png", "b.png", ".tmp.png", "c.txt")):
+        (tmp_path / name).write_bytes(b"")
+        os.utime(tmp_path / name, (i, i))
+    assert [path.name for path in newest_pictures(tmp_path)] == ["b.png", "a.png"]
+    assert newest_pictures(tmp_path / "nothing") == []

@@ -1,0 +1,372 @@
+"""The fold of events: equal in any pieces, skimmed or not; what a resume removes; robust to any content."""
+
+from __future__ import annotations
+
+import gc
+import math
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from textual.geometry import Size
+
+from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Heartbeat, Val
+from segapp.tui.panes.devices import evaluate_split, gpu_content
+from segapp.tui.panes.glyphs import ASCII
+from segapp.view.view import View, fold_events
+from tests.support.recorded_runs import RecordedRun
+
+
+def summary(view: View) -> dict[str, Any]:
+    """Return all fields of a view that the screen shows."""
+    history = view.history
+    curves = (history.step, history.low, history.average(0.9))
+    return {
+        "curve": [np.nan_to_num(c, nan=-1.0).round(9).tolist() for c in curves],
+        "step": view.step, "epoch": view.epoch, "vals": list(view.vals), "best": view.best, "marks": view.marks,
+        "split": view.split, "gpu0": view.gpu0, "peaks": view.peaks_mib, "devices": view.devices, "log": list(view.log),
+        "pending": view.pending, "answers": view.answers, "end": view.end, "last": (view.last_s, view.last_step_s),
+        "num": view.num_events,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def canned(tmp_path_factory: pytest.TempPathFactory) -> RecordedRun:
+    run = RecordedRun(tmp_path_factory.mktemp("view") / "run", steps_per_epoch=20, epochs=6)
+    run.epoch()
+    run.change_gpu0(5)
+    run.epoch(loss=math.nan)
+    run.beat("eval")
+    run.epoch()
+    run.end()
+    return run
+
+
+def folded(run: RecordedRun) -> View:
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_raw())
+    return view
+
+
+@given(sizes=st.lists(st.integers(1, 30), min_size=1, max_size=20))
+@settings(max_examples=25)
+def test_events_folded_in_any_parts_give_the_same_view(canned: RecordedRun, sizes: list[int]) -> None:
+    raws = EventReader(canned.folder.events).read_raw()
+    view, start = View(), 0
+    for size in [*sizes, len(raws)]:
+        fold_events(view, raws[start : start + size])
+        start += size
+    assert summary(view) == summary(folded(canned))
+
+
+@given(sizes=st.lists(st.integers(1, 4000), min_size=1, max_size=10))
+@settings(max_examples=25)
+def test_skimmed_events_give_the_same_view(canned: RecordedRun, sizes: list[int]) -> None:
+    reader, view = EventReader(canned.folder.events), View()
+    for size in sizes:
+        fold_events(view, reader.read_skimmed(size))
+    fold_events(view, reader.read_raw())
+    skimmed, full = summary(view), summary(folded(canned))
+    assert skimmed == full
+
+
+def test_view_has_the_values_of_the_run(canned: RecordedRun) -> None:
+    view = folded(canned)
+    assert view.history.num_steps == 60
+    assert view.step is not None
+    assert view.step.step == 60
+    assert [val.epoch for val in view.vals] == [1, 2, 3]
+    assert view.history.is_bad.sum() == 20
+    assert view.split == (5, 9, 9, 9)
+    assert view.gpu0.value == 5
+    assert view.gpu0.pending is None
+    assert [mark.kind for mark in view.marks if mark.kind == "gpu0_bsz"] == ["gpu0_bsz"]
+    assert view.end is not None
+    assert view.end.status == "finished"
+    assert set(view.peaks_mib) == {(4, 10, 9, 9), (5, 9, 9, 9)}
+
+
+def test_resume_removes_steps_that_are_repeated(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=10, epochs=4)
+    run.epoch()
+    run.epoch()
+    run.train(5)
+    run.step = 10
+    run.write_start(resumed_from_step=10)
+    run.train(3)
+    view = folded(run)
+    assert view.history.step.tolist() == [*range(1, 11), 11, 12, 13]
+    assert [val.epoch for val in view.vals] == [1]
+    assert view.best == view.vals[0]
+    assert [(mark.kind, mark.step) for mark in view.marks] == [("best", 10), ("resume", 10)]
+    assert view.step is not None
+    assert view.step.step == 13
+    assert view.num_starts == 2
+
+
+def test_resumed_run_shows_the_share_it_resumes_with(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=10)
+    run.epoch()
+    run.change_gpu0(6)
+    run.write(Gpu0Bsz(status="applied", old=6, new=7, split=[7, 9, 8, 8], epoch=2, is_auto=True), 1.0)
+    view = folded(run)
+    assert (view.gpu0.value, view.is_auto) == (7, True)
+    run.gpu0_bsz = None
+    run.clock.now_s += 1
+    run.write_start(resumed_from_step=10)
+    view = folded(run)
+    assert (view.gpu0.value, view.is_auto, view.split) == (None, False, (8, 8, 8, 8))
+
+
+def test_skimmed_steps_before_a_heartbeat_are_kept(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(5)
+    run.beat("eval")
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_skimmed())
+    assert view.step is not None
+    assert (view.step.step, view.phase) == (5, "eval")
+    assert summary(view) == summary(folded(run))
+
+
+def test_skimmed_steps_are_folded_before_what_follows(tmp_path: Path) -> None:
+    """A new epoch, and memory of a split that changed without a command."""
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=3)
+    run.train(3)
+    run.write(EpochStart(epoch=2, lr=0.007, step=3))
+    run.gpu0_bsz = 6
+    run.train(3, memory_every=2)
+    run.write(EpochStart(epoch=3, lr=0.006, step=6))
+    view = View()
+    fold_events(view, EventReader(run.folder.events).read_skimmed())
+    assert (view.epoch, view.lr, view.split) == (3, 0.006, (6, 9, 9, 8))
+    assert summary(view) == summary(folded(run))
+    assert view.last_s == pytest.approx(run.clock.now_s, abs=1e-5)
+
+
+def test_interval_of_steps_leaves_out_the_time_before_a_resume(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(5)
+    assert folded(run).step_interval_s == pytest.approx(0.777, abs=1e-3)
+    run.clock.now_s += 1000
+    run.write_start(resumed_from_step=5)
+    run.train(1)
+    assert folded(run).step_interval_s == 0
+    run.train(1)
+    assert folded(run).step_interval_s == pytest.approx(0.777, abs=1e-3)
+
+
+@pytest.mark.parametrize("does_end", [True, False])
+def test_commands_and_changes_do_not_outlive_their_trainer(tmp_path: Path, does_end: bool) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(1)
+    run.change_gpu0(6, apply=False)
+    assert folded(run).pending
+    run.end() if does_end else run.write_start(resumed_from_step=1)
+    view = folded(run)
+    assert (view.pending, view.gpu0.pending) == ({}, None)
+
+
+def test_short_last_batch_is_not_a_new_split(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(2)
+    raws = EventReader(run.folder.events).read_raw()
+    step = dict(next(raw for raw in raws if raw["type"] == "step"), step=3, split=[2, 2, 2, 1])
+    view = View()
+    fold_events(view, [*raws, step])
+    assert view.split == (4, 10, 9, 9)
+
+
+def test_split_of_an_epoch_is_known_at_its_start(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(2)
+    run.write(EpochStart(epoch=2, lr=0.01, split=[6, 9, 9, 8], step=2))
+    assert folded(run).split == (6, 9, 9, 8)
+
+
+def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(3)
+    run.change_gpu0(6, apply=False)
+    view = folded(run)
+    assert view.gpu0.pending is not None
+    assert view.gpu0.value == 4
+    assert list(view.pending) == ["0123456789ab"]
+    run.write(Gpu0Bsz(status="applied", old=4, new=6, split=[6, 9, 9, 8], epoch=2, observed_mib=[1.0, 2.0, 3.0, 4.0]))
+    run.write(CommandAnswer(id="0123456789ab", command="set gpu0_bsz=6", by="a@b", status="applied"))
+    view = folded(run)
+    assert view.gpu0.value == 6
+    assert view.gpu0.previous == [4]
+    assert not view.pending
+    assert view.answers["0123456789ab"].status == "applied"
+    assert view.peaks_mib[(6, 9, 9, 8)] == [1.0, 2.0, 3.0, 4.0]
+    run.write(Gpu0Bsz(status="reverted", old=4, new=6, split=[4, 10, 9, 9], epoch=2, reason="out of memory on cuda:0"))
+    view = folded(run)
+    assert view.gpu0.value == 4
+    assert view.gpu0.previous == []
+    assert view.gpu0.ceiling == 6
+    assert "out of memory" in view.alerts["reverted"].last.message
+    assert evaluate_split(view, 6).level == "won't fit"
+    assert evaluate_split(view, 7).level == "won't fit"
+
+
+def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:
+    """The sample after a change may hold a peak from before it."""
+    run = RecordedRun(tmp_path / "run")
+    run.train(3)
+    raws = EventReader(run.folder.events).read_raw()
+
+    def memory_of(*peaks_mib: float) -> dict[str, Any]:
+        devices = [{"device": f"cuda:{i}", "used_mib": 1.0, "peak_mib": mib} for i, mib in enumerate(peaks_mib)]
+        return {"v": 1, "seq": 99, "t": 99.0, "type": "memory", "devices": devices}
+
+    step = next(raw for raw in raws if raw["type"] == "step")
+    moved = dict(step, step=9, split=[6, 9, 9, 8])
+    view = View()
+    fold_events(view, [*raws, memory_of(900.0, 1.0, 1.0, 1.0), moved])
+    assert view.split == (6, 9, 9, 8)
+    before = view.peaks_mib[4, 10, 9, 9]
+    fold_events(view, [memory_of(900.0, 800.0, 800.0, 800.0)])
+    assert (6, 9, 9, 8) not in view.peaks_mib
+    assert "900M" not in gpu_content(view, (), Size(68, 20), ASCII).plain
+    fold_events(view, [memory_of(500.0, 400.0, 400.0, 400.0), memory_of(450.0, 410.0, 400.0, 400.0)])
+    assert view.peaks_mib == {(4, 10, 9, 9): before, (6, 9, 9, 8): [500.0, 410.0, 400.0, 400.0]}
+    assert gpu_content(view, (), Size(68, 20), ASCII).plain.count("500M") == 2
+
+
+@pytest.mark.parametrize("new", [2, 4])
+def test_failed_smaller_share_sets_no_limit_for_device_0(tmp_path: Path, new: int) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(1)
+    for old, applied in ((5, 3), (3, 4)):
+        run.write(Gpu0Bsz(status="applied", old=old, new=applied, epoch=2))
+    run.write(Gpu0Bsz(status="applied", old=4, new=new, epoch=2))
+    run.write(Gpu0Bsz(status="reverted", old=4, new=new, split=[4, 10, 9, 9], epoch=2, reason="out of memory"))
+    assert folded(run).gpu0.ceiling is None
+    assert folded(run).gpu0.previous == [5, 3]
+
+
+def test_evaluation_ends_with_its_result(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=5)
+    run.train(5)
+    run.write(Heartbeat(phase="eval", step=5, num_evaluated=0, num_images=10))
+    begun = folded(run).evaluating
+    assert begun is not None
+    assert (begun.num_done, begun.num_images) == (0, 10)
+    run.write(Heartbeat(phase="eval", step=5, num_evaluated=9, num_images=10))
+    assert folded(run).evaluating is not None
+    run.write(Val(epoch=1, step=5, loss=0.1, miou=0.5, iou=[0.5]))
+    assert folded(run).evaluating is None
+
+
+def test_events_with_invalid_fields_are_counted_and_skipped(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(1)
+    raws = EventReader(run.folder.events).read_raw()
+    step, memory = (next(raw for raw in raws if raw["type"] == kind) for kind in ("step", "memory"))
+    wrong = ({**step, "lr": "fast"}, {**step, "step": -1}, {**memory, "devices": 3}, {**raws[0], "epochs": None})
+    view = View()
+    for count, raw in enumerate(wrong, start=1):
+        fold_events(view, [raw])
+        assert view.num_bad == count
+    assert view.step is None
+    assert view.start is None
+    assert view.devices == []
+
+
+def test_last_answers_are_kept() -> None:
+    view = View()
+    answers = [CommandAnswer(id=str(i), command="pause", by="a@b", status="rejected", t=1.0) for i in range(202)]
+    for num_before, num_kept in ((199, 199), (200, 200), (202, 200)):
+        fold_events(view, [answer.model_dump() for answer in answers[len(view.answers) : num_before]])
+        assert list(view.answers) == [str(i) for i in range(num_before - num_kept, num_before)]
+
+
+def test_cancelled_change_restores_the_view(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(1)
+    run.change_gpu0(6, apply=False)
+    run.write(Gpu0Bsz(status="cancelled", old=4, new=6))
+    view = folded(run)
+    assert view.gpu0.pending is None
+    assert view.gpu0.value == 4
+    assert not [mark for mark in view.marks if mark.kind == "gpu0_bsz"]
+
+
+def test_pause_follows_answer_heartbeat_and_next_step(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run")
+    run.train(1)
+    run.write(CommandAnswer(id="a" * 12, command="pause", by="a@b", status="applied"))
+    assert folded(run).is_paused
+    run.train(1)
+    assert not folded(run).is_paused
+    run.beat("paused")
+    assert folded(run).is_paused
+    run.write_start(resumed_from_step=2)
+    assert not folded(run).is_paused
+
+
+junk = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+fields = st.sampled_from(
+    sorted({name for model in EVENT_TYPES.values() for name in model.model_fields} - {"v", "seq", "t", "type"})
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(sorted(EVENT_TYPES)), st.dictionaries(fields, junk, max_size=8)), max_size=8))
+def test_any_content_of_known_types_is_folded(events: list[tuple[str, dict[str, Any]]]) -> None:
+    view = View()
+    raws = [{"v": 1, "seq": i, "t": 1e9 + i, "type": kind, **body} for i, (kind, body) in enumerate(events, 1)]
+    fold_events(view, raws)
+    assert view.num_events == len(raws)
+
+
+@given(st.lists(st.tuples(fields, junk), min_size=1, max_size=3), st.integers(0, 10**6))
+def test_any_changed_field_of_a_good_run_is_folded(
+    canned: RecordedRun, changes: list[tuple[str, Any]], at: int
+) -> None:
+    raws = EventReader(canned.folder.events).read_raw()
+    for i, (name, value) in enumerate(changes):
+        index = (at + 7 * i) % len(raws)
+        raws[index] = {**raws[index], name: value}
+    view = View()
+    fold_events(view, raws)
+    assert view.num_events == len(raws)
+
+
+@pytest.mark.slow
+def test_old_evaluations_take_little_memory() -> None:
+    """Evaluations every few seconds for hours must not grow memory; they once took a kilobyte each."""
+    vals = [
+        {
+            "v": 1,
+            "seq": n,
+            "t": float(n),
+            "type": "val",
+            "epoch": n,
+            "step": n,
+            "loss": n / 7,
+            "miou": n / 1e5,
+            "iou": [0.5],
+        }
+        for n in range(1, 6001)
+    ]
+    view = View()
+    fold_events(view, vals[:2000])  # the log is full by then
+    gc.collect()
+    tracemalloc.start()
+    fold_events(view, [dict(val) for val in vals[2000:]])
+    gc.collect()
+    grown_bytes, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(view.vals) == 6000
+    assert view.best is not None
+    assert view.best.epoch == 6000
+    assert grown_bytes < 300 * 4000
