@@ -8,7 +8,6 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target.
 
 from __future__ import annotations
 
-import warnings
 from typing import Any, Literal
 
 import torch
@@ -35,7 +34,7 @@ from segapp.losses.fused.reference import (
 )
 from segapp.losses.fused.triton_trial import has_kernels, load_kernels, note_failure
 
-Implementation = Literal["auto", "reference", "bands", "compiled", "triton", "sums"]
+Implementation = Literal["auto", "reference", "bands", "triton", "sums"]
 """How the loss is computed; "auto" chooses by device, sizes and number of classes."""
 
 BAND_DEVICES = frozenset({"cpu"})
@@ -74,9 +73,8 @@ def upsample_cross_entropy(
         ignore_index: id that counts nowhere.
         weight: (C,) factor of each class, or None.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
-        implementation: "auto"; "bands" (CPU); "compiled" (CPU, through torch.compile; falls back to "bands" without a
-            compiler, and to "auto" on another device); "triton" (CUDA; where "auto" chooses it and it fails, "sums"
-            takes its place); "sums" (any device: torch's operators on bands, gradient by recomputation); "reference"
+        implementation: "auto"; "bands" (CPU); "triton" (CUDA; where "auto" chooses it and it fails, "sums" takes its
+            place); "sums" (any device: torch's operators on bands, gradient by recomputation); "reference"
             (interpolate + cross-entropy).
 
     Returns:
@@ -105,8 +103,8 @@ def upsample_cross_entropy(
             )
     check_inputs(logits, target, weight)
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
-    if implementation in ("bands", "compiled") and not logits.is_cpu:
-        implementation = _off_the_cpu(implementation, logits)
+    if implementation == "bands" and not logits.is_cpu:
+        raise ValueError(f'implementation="bands" is for the CPU and the logits are on {logits.device}: give "auto"')
     is_automatic = implementation == "auto"
     if is_automatic:
         implementation = choose_implementation(logits, target)
@@ -121,20 +119,6 @@ def upsample_cross_entropy(
     except KernelError as error:
         note_failure(logits.device, error)
     return _sums(logits, target, weight, options)
-
-
-def _off_the_cpu(implementation: Implementation, logits: Tensor) -> Implementation:
-    """Return "auto" in place of "compiled", with a warning, for logits that are not on the CPU.
-
-    Raises:
-        ValueError: the implementation is "bands".
-    """
-    if implementation == "bands":
-        raise ValueError(f'implementation="bands" is for the CPU and the logits are on {logits.device}: give "auto"')
-    if not torch.compiler.is_compiling() and not is_simulated(logits):
-        message = 'implementation="compiled" of the loss is for the CPU: on other devices "auto" is used'
-        warnings.warn(message, RuntimeWarning, stacklevel=3)
-    return "auto"
 
 
 def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
@@ -275,14 +259,10 @@ def _operator(
     options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
     if implementation == "triton":
         compute = load_kernels(logits.device).cross_entropy_by_triton
-    elif implementation == "compiled":
-        from segapp.losses.fused.compiled import cross_entropy_on_cells as compute
     elif implementation == "bands":
         compute = cross_entropy_on_bands
     else:
-        raise ValueError(
-            f'implementation={implementation!r}: give "auto", "reference", "bands", "compiled", "triton" or "sums"'
-        )
+        raise ValueError(f'implementation={implementation!r}: give "auto", "reference", "bands", "triton" or "sums"')
     loss_sum, weight_sum, gradient = compute(logits, target, weight, options, with_gradient=with_gradient)
     dtype = compute_dtype(logits)
     return loss_sum.to(dtype), weight_sum, logits.new_empty(0, dtype=dtype) if gradient is None else gradient

@@ -78,15 +78,6 @@ def test_time_of_loss_and_gradient(case):
     report(case, kept, num_quiet, "naive")
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("case", ["cityscapes", "crop-769", "ade20k", "camvid"])
-def test_time_of_the_compiled_loss(case, num_threads):
-    torch.set_num_threads(num_threads)
-    logits, target = make(case)
-    kept, num_quiet = interleave(["naive", "bands", "compiled"], lambda way: seconds(way, logits, target))
-    report(f"{case}, {num_threads} threads", kept, num_quiet, "naive")
-
-
 def fresh_process(arguments, extra_environment=None):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **(extra_environment or {})}
     done = subprocess.run(
@@ -101,7 +92,7 @@ def fresh_process(arguments, extra_environment=None):
 
 @pytest.mark.parametrize("case", ["cityscapes", "crop-769", "ade20k", "camvid", "stride-2"])
 def test_memory_of_loss_and_gradient(case):
-    mib = {way: fresh_process([case, way]) for way in ("naive", "auto", "compiled")}
+    mib = {way: fresh_process([case, way]) for way in ("naive", "auto")}
     print(f"\n{case}: " + ", ".join(f"{way} {m:.1f} MiB (x {m / mib['naive']:.3f})" for way, m in mib.items()))
 
 

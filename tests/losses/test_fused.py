@@ -284,15 +284,10 @@ def test_simulated_accelerator_is_planned_as_cuda(num_classes, low, expected):
     assert choose_implementation(torch.empty(2, num_classes, *low, device="meta"), target) == expected
 
 
-def test_compiled_and_bands_are_for_the_cpu(monkeypatch):
+def test_bands_are_for_the_cpu():
     logits, target = torch.empty(2, 19, 97, 97, device="meta"), torch.empty(2, 769, 769, device="meta").byte()
     with pytest.raises(ValueError, match='"bands" is for the CPU and the logits are on meta'):
         upsample_cross_entropy(logits, target, implementation="bands")
-    loss_sum, _ = upsample_cross_entropy(logits, target, implementation="compiled")  # simulated: no warning
-    assert loss_sum.is_meta
-    monkeypatch.setattr(cross_entropy, "is_simulated", lambda _: False)
-    with pytest.warns(RuntimeWarning, match='"auto" is used'):
-        assert cross_entropy._off_the_cpu("compiled", logits) == "auto"
 
 
 def test_unknown_implementation_is_named():

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
-from segapp.losses.fused.compiled import cross_entropy_on_cells
 from tests.support.loss_cases import relative_error
 
 SHAPES = [  # N, C, h, w, H, W
@@ -25,14 +24,13 @@ SHAPES = [  # N, C, h, w, H, W
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 IGNORED = ["none", "30 %", "a border", "all"]
-WAYS = ["bands", "small bands", "cells"]
+WAYS = ["bands", "small bands"]
 
 
 def all_cases():
-    """Yield 2560 cases: implementation, shape, align_corners, dtype, weighted, smoothing, ignored pixels."""
+    """Return 1280 cases: implementation, shape, align_corners, dtype, weighted, smoothing, ignored pixels."""
     options = itertools.product(SHAPES, [True, False], DTYPES, [False, True], [0.0, 0.1], IGNORED)
-    cases = [(("bands", "cells")[k % 2], *case) for k, case in enumerate(options)]
-    return cases + [("small bands" if case[0] == "cells" else "cells", *case[1:]) for case in cases]
+    return [(WAYS[k % 2], *case) for k, case in enumerate(options)]
 
 
 def sample_of_cases(count):
@@ -40,8 +38,6 @@ def sample_of_cases(count):
 
 
 def compute(way, logits, target, weight, options):
-    if way == "cells":
-        return cross_entropy_on_cells(logits, target, weight, options, with_gradient=True, compiled=False)
     band_bytes = 3000 if way == "small bands" else None
     return cross_entropy_on_bands(logits, target, weight, options, with_gradient=True, band_bytes=band_bytes)
 

@@ -57,7 +57,6 @@ LOSSES = {
     "naive": naive,
     "auto": small("auto"),
     "bands": small("bands"),
-    "compiled": small("compiled"),
     "sums": small("sums"),
 }
 

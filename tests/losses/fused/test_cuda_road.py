@@ -12,7 +12,6 @@ from segapp.losses import CriterionLovasz, CriterionOHEM, lovasz, ohem
 from segapp.losses.fused import checks, triton_trial
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
 from segapp.losses.fused.checks import raise_reported, report_range
-from segapp.losses.fused.compiled import cross_entropy_on_cells
 from segapp.losses.fused.grid import Axis, _cached_grid, products_are_exact
 from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks
 from segapp.losses.fused.reference import cross_entropy_sums
@@ -159,7 +158,7 @@ def test_reports_are_taken_by_one_thread_each(monkeypatch):
     assert [str(error)[:24] for error in raised] == ["target holds the ids 777"]
 
 
-@pytest.mark.parametrize("way", ["bands", "cells", "criteria", "bounds"])
+@pytest.mark.parametrize("way", ["bands", "criteria", "bounds"])
 def test_default_device_does_not_change_the_losses(way):
     """With a default device, tensors without one are made there: `meta` stands for a CUDA device."""
     _cached_grid.cache_clear()
@@ -168,10 +167,8 @@ def test_default_device_does_not_change_the_losses(way):
     options, weight, good = CrossEntropyOptions(False, 255, 0.1), class_weight(), torch.tensor([5, -5])
     made = criteria().values()
     with torch.device("meta"):
-        if way in ("bands", "cells"):
-            compute = {"bands": cross_entropy_on_bands, "cells": cross_entropy_on_cells}[way]
-            extra = {"compiled": False} if way == "cells" else {}
-            results = compute(logits, target, weight, options, with_gradient=True, **extra)
+        if way == "bands":
+            results = cross_entropy_on_bands(logits, target, weight, options, with_gradient=True)
             assert all(result.is_cpu for result in results)
         elif way == "criteria":
             for criterion in made:
