@@ -296,7 +296,7 @@ def train(
         if config is None:
             raise ConfigError("config is missing: give a file, a dictionary or a RunConfig")
         request = TrainRequest(_read(config, overrides), run=folder)
-    devices = plan_devices(request.config.parallel, is_one_process=True)
+    devices = plan_devices(request.config, is_one_process=True)
     if devices.mode == "ddp":
         raise ConfigError("parallel.mode = ddp starts processes: use segapp train, or parallel.mode=dp here")
     parallel = request.config.parallel.model_copy(update={"mode": devices.mode})

@@ -99,8 +99,8 @@ COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _segapp segapp; printf '%s\\n' "
     ("line", "expected"),
     [
         ("segapp tr", ["train"]),
-        ("segapp train optim.nest", ["optim.nesterov="]),
-        ("segapp train optim.nesterov=t", ["true"]),  # bash splits the word at the sign
+        ("segapp train optim.options.nest", ["optim.options.nesterov="]),
+        ("segapp train optim.options.nesterov=t", ["true"]),  # bash splits the word at the sign
         ("segapp status dem", ["demo-7"]),
         ("segapp status my", [RUN]),
         ("segapp train --config mi", ["mine.yaml"]),

@@ -16,12 +16,11 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from segapp.build.optimizer import build_optimizer, build_plateau, build_schedule
 from segapp.config import OptimConfig, ScheduleConfig
-from segapp.optim import WeightAverage, lr_at, set_lr
+from segapp.optim.optimizers import WeightAverage, set_lr
 
 
 def rate(step: int, **schedule: object) -> float:
-    curve = build_schedule(ScheduleConfig.model_validate(schedule))
-    return lr_at(step, curve, lr=0.1, total_steps=100, steps_per_epoch=10)
+    return build_schedule(ScheduleConfig.model_validate(schedule), 0.1, total_steps=100, steps_per_epoch=10)(step)
 
 
 @pytest.mark.parametrize(
@@ -34,11 +33,11 @@ def rate(step: int, **schedule: object) -> float:
         (101, {"name": "poly", "min_lr": 0.02}, 0.02),
         (51, {"name": "cosine"}, 0.05),
         (101, {"name": "cosine", "min_lr": 0.01}, 0.01),
-        (20, {"name": "step", "step_epochs": [2, 5]}, 0.1),
-        (21, {"name": "step", "step_epochs": [2, 5]}, 0.01),
-        (51, {"name": "step", "step_epochs": [2, 5]}, 0.001),
-        (30, {"name": "step", "step_steps": [30, 60]}, 0.1),
-        (61, {"name": "step", "step_steps": [30, 60]}, 0.001),
+        (20, {"name": "step", "options": {"epochs": [2, 5]}}, 0.1),
+        (21, {"name": "step", "options": {"epochs": [2, 5]}}, 0.01),
+        (51, {"name": "step", "options": {"epochs": [2, 5]}}, 0.001),
+        (30, {"name": "step", "options": {"steps": [30, 60]}}, 0.1),
+        (61, {"name": "step", "options": {"steps": [30, 60]}}, 0.001),
         (1, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.02),
         (3, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.06),
         (5, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.1),
@@ -73,10 +72,10 @@ class Training:
         """Compare every step's rate with torch's, times the factor of torch's LinearLR during a warm-up."""
         warmup_steps, factor = self.warmup.get("warmup_steps", 0), self.warmup.get("warmup_factor", 1.0)
         factors = rates(lambda o: lrs.LinearLR(o, factor, 1.0, max(warmup_steps, 1)), 1.0, self.num_steps)
-        curve = build_schedule(ScheduleConfig.model_validate({**schedule, **self.warmup}))
+        section = ScheduleConfig.model_validate({**schedule, **self.warmup})
+        rate_at = build_schedule(section, self.lr, total_steps=self.num_steps, steps_per_epoch=self.steps_per_epoch)
         for step, (rate, of_warmup) in enumerate(zip(expected, factors, strict=True), start=1):
-            ours = lr_at(step, curve, lr=self.lr, total_steps=self.num_steps, steps_per_epoch=self.steps_per_epoch)
-            assert ours == pytest.approx(rate * of_warmup, rel=1e-8, abs=1e-10 * self.lr), step
+            assert rate_at(step) == pytest.approx(rate * of_warmup, rel=1e-8, abs=1e-10 * self.lr), step
 
 
 trainings = st.builds(
@@ -108,12 +107,10 @@ def test_cosine_equals_torchs_scheduler(training: Training, floor: float) -> Non
 
 @drawn
 @given(trainings, *[st.lists(st.integers(1, most), max_size=4) for most in (20, 150)], st.floats(0.05, 2.0))
-def test_step_equals_torchs_scheduler(
-    training: Training, step_epochs: list[int], step_steps: list[int], gamma: float
-) -> None:
-    milestones = [*(epoch * training.steps_per_epoch for epoch in step_epochs), *step_steps]
+def test_step_equals_torchs_scheduler(training: Training, epochs: list[int], steps: list[int], gamma: float) -> None:
+    milestones = [*(epoch * training.steps_per_epoch for epoch in epochs), *steps]
     theirs = rates(lambda o: lrs.MultiStepLR(o, sorted(milestones), gamma), training.lr, training.num_steps)
-    training.assert_rates(theirs, name="step", step_epochs=step_epochs, step_steps=step_steps, gamma=gamma)
+    training.assert_rates(theirs, name="step", options={"epochs": epochs, "steps": steps, "gamma": gamma})
 
 
 @drawn
@@ -128,7 +125,7 @@ def test_one_cycle_equals_torchs_scheduler(
         training.lr,
         training.num_steps,
     )
-    training.assert_rates(theirs, name="onecycle", **options)
+    training.assert_rates(theirs, name="onecycle", options=options)
 
 
 @drawn
@@ -152,7 +149,7 @@ def test_plateau_equals_torchs_scheduler_and_resumes(
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
     mode = "max" if larger_is_better else "min"
     scheduler = lrs.ReduceLROnPlateau(optimizer, mode, gamma, patience, min_lr=low, eps=0.0)
-    section = ScheduleConfig(name="plateau", gamma=gamma, patience=patience, min_lr=low)
+    section = ScheduleConfig(name="plateau", options={"gamma": gamma, "patience": patience}, min_lr=low)
     plateau = build_plateau(section, 0.1, larger_is_better=larger_is_better)
     for value in values:
         again = build_plateau(section, 0.1, larger_is_better=larger_is_better)
@@ -185,22 +182,23 @@ def test_training_equals_torchs_optimizer_and_schedule(
     generator = torch.Generator().manual_seed(len(steps))
     start = [torch.randn(5, dtype=torch.float64, generator=generator) for _ in factors]
     ours, theirs = ([nn.Parameter(each.clone()) for each in start] for _ in range(2))
-    section = OptimConfig(name=name, lr=0.01, momentum=beta, nesterov=nesterov and beta > 0, betas=(beta, 0.99))
+    options: dict[str, Any] = {"nesterov": nesterov and beta > 0} if name == "sgd" else {"betas": (beta, 0.99)}
+    section = OptimConfig(name=name, lr=0.01, momentum=beta, options=options)
     keys = [{"lr_factor": factor, "weight_decay": decay} for factor, decay in factors]
     optimizer = build_optimizer(section, [{"params": [each], **key} for each, key in zip(ours, keys, strict=True)])
-    own = {"momentum": beta, "nesterov": section.nesterov} if name == "sgd" else {"betas": (beta, 0.99)}
+    own = {"momentum": beta, **options} if name == "sgd" else options
     groups = [
         {"params": [each], "lr": 0.01 * factor, "weight_decay": decay}
         for each, (factor, decay) in zip(theirs, factors, strict=True)
     ]
     plain = KINDS[name](groups, **own, foreach=False)
     scheduler = lrs.PolynomialLR(plain, len(steps), 0.9)
-    curve = build_schedule(ScheduleConfig(name="poly", power=0.9))
+    rate_at = build_schedule(ScheduleConfig(name="poly", power=0.9), 0.01, total_steps=len(steps), steps_per_epoch=1)
     for step, kind in enumerate(steps, start=1):
         for mine, other in zip(ours, theirs, strict=True):
             gradient = torch.randn(5, dtype=torch.float64, generator=generator)
             mine.grad, other.grad = (gradient, gradient) if kind == "good" else (gradient * math.nan, None)
-        set_lr(optimizer, lr_at(step, curve, lr=0.01, total_steps=len(steps), steps_per_epoch=1))
+        set_lr(optimizer, rate_at(step))
         optimizer.found_inf = torch.tensor(float(kind == "bad"))  # type: ignore[attr-defined]
         optimizer.step()
         plain.step()

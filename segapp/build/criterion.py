@@ -2,41 +2,18 @@
 
 from __future__ import annotations
 
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from segapp.build.own_parts import own_criterion
 from segapp.config import LossConfig, LossTerm
-from segapp.custom import is_part
+from segapp.config.options import LOSSES
+from segapp.custom import build_part, is_part
 from segapp.errors import ConfigError
-from segapp.losses import LOSSES, AdditiveCriterion, CriterionMaskClassification, CriterionSum, MaskLossFactors
-
-OPTIONS: dict[str, Callable[[LossTerm, Tensor | None], dict[str, Any]]] = {
-    "ce": lambda term, weight: {
-        "weight": weight,
-        "label_smoothing": term.label_smoothing,
-        "implementation": term.implementation,
-    },
-    "bce": lambda term, weight: {
-        "weight": weight,
-        "label_smoothing": term.label_smoothing,
-        "pos_weight": term.bce_pos_weight,
-    },
-    "ohem": lambda term, weight: {"threshold": term.ohem_threshold, "min_kept": term.ohem_min_kept, "weight": weight},
-    "dice": lambda term, _: {"smooth": term.dice_smooth},
-    "tversky": lambda term, _: {
-        "weights": (term.tversky_alpha, term.tversky_beta),
-        "gamma": term.tversky_gamma,
-        "smooth": term.dice_smooth,
-    },
-    "focal": lambda term, weight: {"gamma": term.focal_gamma, "alpha": weight},
-    "lovasz": lambda *_: {},
-    "boundary": lambda *_: {},
-}
-"""The arguments of each criterion of `LOSSES`, besides those that all have; from its term and the class weights."""
+from segapp.losses import AdditiveCriterion, CriterionSum
 
 
 def build_criterion(
@@ -61,52 +38,44 @@ def build_criterion(
     Raises:
         ConfigError: the number of class weights is not the number of classes.
     """
-    terms = [section, *section.plus]
-    if section.name == "mask_classification":
-        return _mask_classification(section, num_classes, ignore_index, num_queries)
-    common = {"ignore_index": ignore_index} | ({"multilabel": True} if multilabel else {})
-    criteria = [(term.weight, _build_term(term, num_classes, weights_of, common)) for term in terms]
+    given = {
+        "num_classes": num_classes,
+        "num_queries": num_queries,
+        "ignore_index": ignore_index,
+        "multilabel": multilabel,
+    }
+    if section.name == "mask_classification":  # its terms are weighted one by one
+        options = {
+            key: section.weight * value if key.endswith("_factor") else value for key, value in section.options.items()
+        }
+        return _build_term(section.model_copy(update={"options": options}), given, weights_of)
+    criteria = [(term.weight, _build_term(term, given, weights_of)) for term in [section, *section.plus]]
     return criteria[0][1] if len(criteria) == 1 and criteria[0][0] == 1.0 else CriterionSum(criteria)
 
 
 def needs_distances(section: LossConfig) -> bool:
     """Return True if a term needs targets with distance maps."""
-    return any(LOSSES.get(term.name, AdditiveCriterion).needs_distances for term in [section, *section.plus])
-
-
-def _mask_classification(
-    term: LossTerm, num_classes: int, ignore_index: int, num_queries: int
-) -> CriterionMaskClassification:
-    weight = term.weight
-    return CriterionMaskClassification(
-        num_queries,
-        num_classes,
-        factors=MaskLossFactors(
-            weight * term.mask_class_factor,
-            weight * term.mask_bce_factor,
-            weight * term.mask_dice_factor,
-            term.mask_no_object,
-        ),
-        ignore_index=ignore_index,
-        align_corners=term.align_corners,
-        aux_weight=term.aux_weight,
-    )
+    built_in = [LOSSES[term.name] for term in [section, *section.plus] if term.name in LOSSES]
+    return any(pkgutil.resolve_name(each.factory).needs_distances for each in built_in)
 
 
 def _build_term(
-    term: LossTerm, num_classes: int, weights_of: Callable[[str], list[float]], common: Mapping[str, Any]
+    term: LossTerm, given: Mapping[str, Any], weights_of: Callable[[str], list[float]]
 ) -> AdditiveCriterion:
-    weights = term.class_weights
+    num_classes, weights = given["num_classes"], term.class_weights
     if isinstance(weights, str):
         weights = weights_of(weights)
     if weights is not None and len(weights) != num_classes:
         raise ConfigError(f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class")
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
     if is_part(term.name):
-        return own_criterion(term, num_classes, common["ignore_index"], weight)
-    return LOSSES[term.name](
-        **OPTIONS[term.name](term, weight),
-        **common,
-        align_corners=term.align_corners,
-        aux_weight=term.aux_weight,
-    )
+        return own_criterion(term, num_classes, given["ignore_index"], weight)
+    offered = {
+        **given,
+        "weight": weight,
+        "align_corners": term.align_corners,
+        "aux_weight": term.aux_weight,
+        "label_smoothing": term.label_smoothing,
+    }
+    made: AdditiveCriterion = build_part(LOSSES[term.name].factory, "loss.name", term.options, offered=offered)
+    return made

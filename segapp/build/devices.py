@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from segapp.config import ParallelConfig
+from segapp.config import RunConfig
+from segapp.config.modes import Mode, auto_mode, check_mode
 from segapp.errors import ConfigError, did_you_mean
 from segapp.memory.gpus import cuda_uuids, order_by_free_memory, query_gpus
 from segapp.parallel import is_launched, resolve_devices
-
-Mode = Literal["single", "dp", "ddp", "model"]
 
 
 @dataclass(frozen=True)
@@ -41,24 +39,23 @@ class DevicePlan:
         return f"devices: {names} ({self.reason}), {mode}"
 
 
-def plan_devices(section: ParallelConfig, *, batch_size: int = 0, is_one_process: bool = False) -> DevicePlan:
-    """Return mode and devices of a `parallel` section.
+def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePlan:
+    """Return mode and devices of a training.
 
     Args:
-        section: the section.
-        batch_size: `train.batch_size`; 0 while it is not known.
+        config: the complete config.
         is_one_process: the caller starts no ranks: `auto` does not choose ddp.
 
     Raises:
-        ConfigError: a device does not exist, or there are too few for the mode.
+        ConfigError: a device does not exist, there are too few for the mode, or it does not do what the config asks.
     """
-    devices, reason = choose_devices(section.devices)
-    mode: Mode
-    mode_reason = ""
-    if section.mode == "auto":
-        mode, mode_reason = _auto_mode(section, devices, batch_size, is_one_process=is_one_process)
-    else:
-        mode = section.mode
+    devices, reason = choose_devices(config.parallel.devices)
+    mode, mode_reason = config.parallel.mode, ""
+    if mode == "auto" and is_launched():
+        mode, mode_reason = "ddp", "started as a rank"
+    elif mode == "auto":
+        mode, mode_reason = auto_mode(config, len(devices), _against_ddp(devices, is_one_process=is_one_process))
+    check_mode(config, mode)
     if is_launched() and mode != "ddp":
         raise ConfigError(
             f"parallel.mode = {mode} under torchrun: use ddp or auto, or start segapp without torchrun"
@@ -72,25 +69,15 @@ def plan_devices(section: ParallelConfig, *, batch_size: int = 0, is_one_process
     return DevicePlan(mode, tuple(devices), reason, mode_reason)
 
 
-def _auto_mode(
-    section: ParallelConfig, devices: Sequence[torch.device], batch_size: int, *, is_one_process: bool
-) -> tuple[Mode, str]:
-    """Return the mode of `parallel.mode: auto`, and the reason; no reason on one device."""
-    if is_launched():
-        return "ddp", "started as a rank"
-    if len(devices) == 1:
-        return "single", ""
-    if section.has_split:
-        return "dp", "gpu0_bsz or shares is set"
+def _against_ddp(devices: Sequence[torch.device], *, is_one_process: bool) -> str | None:
+    """Return why `parallel.mode: auto` cannot start a rank for each device; None if it can."""
     if any(device.type != "cuda" for device in devices) or len(set(devices)) < len(devices):
-        return "dp", "logical devices"
+        return "logical devices"
     if is_one_process:
-        return "dp", "one process"
-    if batch_size and batch_size < len(devices):
-        return "dp", f"a batch of {batch_size} does not give every device an image"
+        return "one process"
     if not (dist.is_available() and dist.is_nccl_available()):
-        return "dp", "this torch has no NCCL"
-    return "ddp", "one process for each GPU is the fastest"
+        return "this torch has no NCCL"
+    return None
 
 
 _DEVICES = ("cpu", "cuda", "auto")

@@ -7,23 +7,15 @@ from typing import Any
 
 import torch
 
-from segapp.build.own_parts import own_optimizer
+from segapp.build.own_parts import own_optimizer, own_schedule
 from segapp.config import OptimConfig, ScheduleConfig
-from segapp.custom import is_part
+from segapp.config.options import OPTIMIZERS, SCHEDULES
+from segapp.custom import build_part, is_part
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
 from segapp.models.depth import layer_depths
-from segapp.optim import (
-    GroupSettings,
-    Plateau,
-    Schedule,
-    adam,
-    adamw,
-    as_optimizer_group,
-    norm_and_bias,
-    parameter_groups,
-    sgd,
-)
+from segapp.optim.optimizers import GroupSettings, as_optimizer_group, norm_and_bias, parameter_groups
+from segapp.optim.schedules import Plateau, Shape, warmed_up
 from segapp.precision import Precision
 from segapp.run.events import ParamGroup
 
@@ -110,17 +102,32 @@ def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -
     """Return the optimizer of an `optim` section over parameter groups."""
     if is_part(section.name):
         return own_optimizer(section, groups)
-    if section.name == "adamw":
-        return adamw(groups, section.lr, section.betas)
-    if section.name == "adam":
-        return adam(groups, section.lr, section.betas)
-    return sgd(groups, section.lr, momentum=section.momentum, nesterov=section.nesterov)
+    factory, offered = OPTIMIZERS[section.name].factory, {"lr": section.lr, "momentum": section.momentum}
+    made: torch.optim.Optimizer = build_part(factory, "optim.name", section.options, groups, offered=offered)
+    return made
 
 
-def build_schedule(section: ScheduleConfig) -> Schedule:
-    """Return the learning-rate schedule of a `schedule` section."""
-    values = {name: value for name, value in section if name not in ("patience", "options")}
-    return Schedule(**{**values, "step_epochs": tuple(section.step_epochs), "step_steps": tuple(section.step_steps)})
+def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, steps_per_epoch: int) -> Shape:
+    """Return the learning rate at each step, from 1, before the factors of the parameter groups.
+
+    Args:
+        section: the schedule.
+        lr: base learning rate, that after warm-up.
+        total_steps: of the run.
+        steps_per_epoch: of an epoch.
+    """
+    if is_part(section.name):
+        factor = own_schedule(section, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
+        return lambda step: lr * factor(step)
+    offered = {
+        "lr": lr,
+        "total_steps": total_steps,
+        "steps_per_epoch": steps_per_epoch,
+        "power": section.power,
+        "min_lr": section.min_lr,
+    }
+    shape: Shape = build_part(SCHEDULES[section.name].factory, "schedule.name", section.options, offered=offered)
+    return warmed_up(shape, section.warmup_steps, section.warmup_factor)
 
 
 def build_plateau(section: ScheduleConfig, lr: float, *, larger_is_better: bool) -> Plateau | None:
@@ -133,4 +140,4 @@ def build_plateau(section: ScheduleConfig, lr: float, *, larger_is_better: bool)
     """
     if section.name != "plateau":
         return None
-    return Plateau(section.patience, section.gamma, section.min_lr / lr, larger_is_better=larger_is_better)
+    return Plateau(**section.options, lowest=section.min_lr / lr, larger_is_better=larger_is_better)

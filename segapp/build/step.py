@@ -30,6 +30,7 @@ from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedState
 from segapp.config import RunConfig
+from segapp.config.modes import check_mode
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
@@ -37,7 +38,7 @@ from segapp.losses import AdditiveCriterion
 from segapp.memory.simulation.jobs import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.eomt import EomtModel
-from segapp.optim import WeightAverage
+from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import (
     BalancedDataParallel,
     DataParallelModel,
@@ -285,6 +286,7 @@ class StepAssembler:
             ConfigError: the split, the batch or a stage does not suit the model or the devices.
         """
         config, device, model = self.config, layout.devices[0], parts.model
+        check_mode(config, layout.mode if len(layout.devices) > 1 or layout.mode == "ddp" else "single")
         ranks = ranks or Ranks()
         if backend is None:
             views = config.parallel.gradient_as_bucket_view
@@ -295,8 +297,6 @@ class StepAssembler:
         inner = self._inner(parts, layout, backend, normalizer)
         rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
         network = self._wrapped(inner, bare, layout, backend, rank_split)
-        if config.train.compile and layout.mode == "dp" and len(layout.devices) > 1:
-            raise ConfigError("train.compile does not support dp over several devices: use parallel.mode=ddp")
         if config.train.compile and backend.has_values:  # after the checks, which run the network in other ways
             inner.compile_training()
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -16,21 +15,19 @@ from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
 from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
-from segapp.build.own_parts import own_schedule, part_hashes
+from segapp.build.own_parts import part_hashes
 from segapp.build.pairs import build_scheme, check_splits_apart, split_names
 from segapp.build.sampling import build_order
 from segapp.build.step import StepAssembler
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash
-from segapp.custom import is_part
 from segapp.datasets.dataset import OwnDataset, SegmentationDataset, compute_class_frequencies
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError, OutOfMemoryError
 from segapp.memory.saved_plan import SavedMemoryPlan
-from segapp.optim import lr_at
 from segapp.parallel.ranks import Ranks
 from segapp.run.starting import announce
 from segapp.training.control.batch_split import BatchSplitController
@@ -176,24 +173,14 @@ def _check_host_memory(config: RunConfig, num_train: int, ranks: Ranks) -> None:
 def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
     """Return the fixed numbers of a training with `num_batches` micro-batches an epoch."""
     train, optim, checkpoint = config.train, config.optim, config.checkpoint
-    schedule = build_schedule(config.schedule)
     epochs, total, steps_per_epoch = run_length(train, num_batches)
-    own: Callable[[int], float] | None = None
-    if is_part(config.schedule.name):
-        own = own_schedule(config.schedule, total_steps=total, steps_per_epoch=steps_per_epoch)
-
-    def learning_rate(step: int) -> float:
-        if own is not None:
-            return optim.lr * own(step)
-        return lr_at(step, schedule, lr=optim.lr, total_steps=total, steps_per_epoch=steps_per_epoch)
-
     return TrainerSettings(
         epochs=epochs,
         total_steps=train.steps,
         batch_size=train.batch_size,
         accumulate=train.accumulate,
         base_lr=optim.lr,
-        learning_rate=learning_rate,
+        learning_rate=build_schedule(config.schedule, optim.lr, total_steps=total, steps_per_epoch=steps_per_epoch),
         save_rules=SaveRules(checkpoint.every_steps, checkpoint.every_minutes, checkpoint.grace_s),
         save_every_epochs=checkpoint.every_epochs,
         monitor=checkpoint.monitor,

@@ -99,7 +99,7 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
 
 
 def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
-    plan = plan_devices(config.parallel, is_one_process=True)
+    plan = plan_devices(config, is_one_process=True)
     if plan.mode not in ("single", "dp"):
         raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")
     if config.train.precision == "auto":

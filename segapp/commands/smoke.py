@@ -98,7 +98,7 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
     Raises:
         SegappError: as the training itself raises it.
     """
-    devices = plan_devices(request.config.parallel, is_one_process=True)
+    devices = plan_devices(request.config, is_one_process=True)
     if devices.mode == "ddp":
         raise ConfigError("parallel.mode = ddp: --smoke runs in one process: add parallel.mode=dp, or single")
     try:

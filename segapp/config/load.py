@@ -14,9 +14,12 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from segapp.config.older import say, upgraded
+from segapp.config.options import BUILT_INS, BuiltIn
 from segapp.config.parts import parts_beside
 from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
+from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError, closest_words
 
@@ -103,7 +106,22 @@ def _merge(raw: dict[str, Any], overrides: Mapping[tuple[str, ...], Any]) -> Non
             if not isinstance(node.get(part), dict):
                 node[part] = {}
             node = node[part]
+        if path[-1] == "name" and path[0] in BUILT_INS:
+            _drop_defaults(node, BUILT_INS[path[0]])
         node[path[-1]] = value
+
+
+def _drop_defaults(section: dict[str, Any], table: Mapping[str, BuiltIn]) -> None:
+    """Remove options that say nothing from a section that is to name another loss, optimizer or schedule.
+
+    The config of a run has all of them; another name would be refused for options that nobody gave.
+    """
+    options, named = section.get("options"), table.get(section.get("name", ""))
+    if named is not None and isinstance(options, Mapping):
+        defaults = named.options().model_dump(mode="json")
+        section["options"] = {
+            key: value for key, value in options.items() if key not in defaults or value != defaults[key]
+        }
 
 
 def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
@@ -152,10 +170,17 @@ def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = None) -> RunConfig:
-    """Return a nested mapping as a config; raise one ConfigError that lists every problem."""
+    """Return a nested mapping as a config; raise one ConfigError that lists every problem.
+
+    Names of older versions are read as those of today, and said once.
+    """
     locations = locations or KeyLocations(None, {}, frozenset())
+    today = upgraded(raw)
+    if today.notes:
+        say(today.notes, "" if locations.path is None else str(locations.path))
+        locations = locations.moved(today.origins)
     try:
-        config = RunConfig.model_validate(raw)
+        config = RunConfig.model_validate(today.raw)
     except ValidationError as error:
         items = error.errors()
         raise _all_problems(describe_problems(items[:MAX_PROBLEMS], locations), len(items) - MAX_PROBLEMS) from None
@@ -204,18 +229,6 @@ def config_hash(config: RunConfig) -> str:
 def config_schema() -> dict[str, Any]:
     """Return the JSON schema of a config file, for editors."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **RunConfig.model_json_schema()}
-
-
-#: Keys that may differ when a run is resumed: they change neither the order of the data nor the computed weights.
-RESUME_MAY_CHANGE = (
-    "name", "data.root", "data.list_dir", "data.mask_root",
-    "data.workers", "data.cache", "data.cache_dir", "data.timeout_s", "data.val_split",
-    "data.allow_outside_root", "data.allow_overlap",
-    "model.weights", "model.weights_backbone", "model.partial_weights", "train.epochs", "train.steps",
-    "train.max_bad_steps", "train.early_stop",
-    "train.hang_timeout_s", "train.cudnn_benchmark", "train.deterministic", "train.tf32", "train.channels_last",
-    "train.compile", "parallel", "eval", "checkpoint", "log", "distill.teacher",
-)  # fmt: skip
 
 
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
@@ -271,7 +284,16 @@ def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def _may_change(key: str) -> bool:
-    return any(key == allowed or key.startswith(allowed + ".") for allowed in RESUME_MAY_CHANGE)
+    """Return True if the field of a dotted key, or a section around it, is marked with `OnResume`."""
+    model: Any = RunConfig
+    for part in key.split("."):
+        field = model.model_fields.get(part) if model is not None else None
+        if field is None:
+            return False
+        if field.json_schema_extra == OnResume.json_schema_extra:
+            return True
+        model = section_of(model, part)
+    return False
 
 
 def _changed(old: Any, new: Any, key: str) -> Iterator[tuple[str, Any, Any]]:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from segapp.config.parts import part_names, part_sections
-from segapp.config.sections import (
-    DataConfig,
-    LossConfig,
-    ParallelConfig,
-    RunConfig,
-    section_of,
-)
-from segapp.config.sections.data import MAX_LABELS
+from segapp.config.modes import unsupported
+from segapp.config.older import upgraded
+from segapp.config.options import UNKNOWN_OPTION
+from segapp.config.parts import part_names
+from segapp.config.sections import MAX_LABELS, DataConfig, LossConfig, ParallelConfig, RunConfig
+from segapp.config.values import section_of
 from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
 from segapp.custom import PART_PATTERN, is_part
 
@@ -38,6 +35,12 @@ class KeyLocations:
     lines: Mapping[tuple[str, ...], int]
     overrides: frozenset[tuple[str, ...]]
     wrong_in_file: frozenset[tuple[str, ...]] | None = None
+
+    def moved(self, origins: Mapping[tuple[str, ...], tuple[str, ...]]) -> KeyLocations:
+        """Return the locations with those of keys that stand elsewhere in the file: key path -> that in the file."""
+        lines = {key: self.lines[origin] for key, origin in origins.items() if origin in self.lines}
+        given = {key for key, origin in origins.items() if origin in self.overrides}
+        return replace(self, lines={**self.lines, **lines}, overrides=self.overrides | given)
 
     def place(self, loc: tuple[str, ...]) -> str:
         """Return the place that a problem with a key comes from.
@@ -85,8 +88,8 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
             is_field = part in model.model_fields
             model = section_of(model, part) if is_field else None
             if is_field and model is None and part not in LISTS_OF_SECTIONS:
-                rest = [str(each) for each in loc[len(path) :] if isinstance(each, int)]
-                return (*path, *rest)
+                rest = loc[len(path) :]
+                return (*path, *(str(each) for each in rest if isinstance(each, int) or part == "options"))
     return tuple(path)
 
 
@@ -96,7 +99,7 @@ def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
     None if there are problems with single values, for then the combinations of values are not known.
     """
     try:
-        config = RunConfig.model_validate(raw)
+        config = RunConfig.model_validate(upgraded(raw).raw)
     except ValidationError:
         return None
     return frozenset(loc for loc, _ in combination_problems(config))
@@ -128,6 +131,8 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
     """Return one line: place, key, value, what is accepted."""
     key = ".".join(loc)
     kind, value = item["type"], item["input"]
+    if kind == UNKNOWN_OPTION:
+        return f"{locations.place(loc)}: unknown key {key}: {item['msg']}"
     if kind == "extra_forbidden":
         return f"{locations.place(loc)}: unknown key {key}: {meant_key(loc)}"
     if kind == "missing":
@@ -169,8 +174,8 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
         yield from _mask_classification_problems(config)
     elif config.loss.name == "mask_classification":
         yield ("loss", "name"), "mask_classification is for model.library: segapp: use ce, or model.name: eomt"
-    if config.optim.nesterov and config.optim.momentum == 0:
-        yield ("optim", "nesterov"), "needs optim.momentum > 0"
+    if config.optim.name == "sgd" and config.optim.options["nesterov"] and config.optim.momentum == 0:
+        yield ("optim", "options", "nesterov"), "needs optim.momentum > 0"
     if isinstance(parallel.gpu0_bsz, int) and train.batch_size and parallel.gpu0_bsz > train.batch_size:
         yield (
             ("parallel", "gpu0_bsz"),
@@ -195,25 +200,15 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], s
             )
     if parallel.memory_budget_mib is not None:
         yield from _budget_problems(parallel)
-    if parallel.stages is not None and parallel.mode != "model":
-        yield (
-            ("parallel", "stages"),
-            f"is for parallel.mode: model, not {parallel.mode}: set the mode, or leave it out",
-        )
-    if config.train.compile and parallel.mode in ("dp", "model"):
-        yield (
-            ("train", "compile"),
-            f"does not support parallel.mode: {parallel.mode}: use single or ddp, or set it to false",
-        )
+    if parallel.mode != "auto":
+        yield from ((feature.key, feature.problem(parallel.mode)) for feature in unsupported(config, parallel.mode))
     if config.train.compile and config.distill is not None:
         yield ("train", "compile"), "does not support distill: set it to false, or leave distill out"
     if isinstance(parallel.devices, list) and not parallel.devices:
         yield ("parallel", "devices"), "is empty: name at least one device, or auto"
-    if (distill := config.distill) is not None:
-        if parallel.mode == "model":
-            yield ("distill",), "does not support parallel.mode: model: use single, dp or ddp, or leave it out"
-        if not (distill.pixel_wise or distill.pair_wise or distill.holistic):
-            yield ("distill",), "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
+    distill = config.distill
+    if distill is not None and not (distill.pixel_wise or distill.pair_wise or distill.holistic):
+        yield ("distill",), "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
     num_classes = len(data.classes) if data.classes is not None else None
     for index, term in enumerate([config.loss, *config.loss.plus]):
         path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
@@ -242,21 +237,17 @@ def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[tuple[str
         yield ("loss", "class_weights"), "are not used by mask_classification: set them to null"
     if config.distill is not None:
         yield ("distill",), "needs logits per pixel, which eomt does not learn by: leave it out (it may be the teacher)"
-    if config.parallel.mode == "model":
-        yield ("parallel", "mode"), "model cannot place eomt's queries: use single, dp or ddp"
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     section = config.schedule
     if section.min_lr > config.optim.lr:
         yield ("schedule", "min_lr"), f"{section.min_lr} is above optim.lr = {config.optim.lr}: lower it"
-    if section.name == "step" and not (section.step_epochs or section.step_steps):
+    if section.name == "step" and not (section.options["epochs"] or section.options["steps"]):
         yield (
-            ("schedule", "step_epochs"),
-            "is empty, and so is step_steps, but schedule.name is step: list the epochs, e.g. [60, 80]",
+            ("schedule", "options"),
+            "has neither epochs nor steps, but schedule.name is step: list the epochs, e.g. {epochs: [60, 80]}",
         )
-    if section.name == "plateau" and section.gamma >= 1:
-        yield ("schedule", "gamma"), f"{section.gamma} is no reduction, as schedule.name = plateau needs: use e.g. 0.1"
     if section.name == "onecycle" and section.warmup_steps:
         yield (
             ("schedule", "warmup_steps"),
@@ -266,10 +257,8 @@ def _schedule_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str
 
 def _part_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
     named = part_names(config)
-    for key, options in part_sections(config).items():
-        section = key.rpartition(".")[0]
-        if options and key not in named and key != "model.name":
-            yield (*section.split("."), "options"), f"is for an own part, and {key} names none: leave it out"
+    if config.data.options and "data.format" not in named:
+        yield ("data", "options"), "is for an own part, and data.format names none: leave it out"
     if config.model.library == "python" and "model.name" not in named:
         yield (
             ("model", "name"),

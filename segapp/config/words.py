@@ -8,7 +8,9 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig, section_of
+from segapp.config.options import BUILT_INS
+from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
+from segapp.config.values import section_of
 from segapp.custom import PART_PATTERN
 from segapp.errors import closest_words, did_you_mean
 
@@ -78,9 +80,12 @@ VALUES_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
 
 
 def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key path of the config, including those of sections."""
+    """Yield every key path of the config, including those of sections and the options of built-in losses and such."""
     for name in model.model_fields:
         yield (*prefix, name)
+        if name == "options" and prefix[-1] in BUILT_INS:
+            built_ins = BUILT_INS[prefix[-1]].values()
+            yield from dict.fromkeys((*prefix, name, key) for each in built_ins for key in each.options.model_fields)
         section = section_of(model, name)
         if section is not None:
             yield from known_keys(section, (*prefix, name))

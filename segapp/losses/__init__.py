@@ -20,25 +20,12 @@ from segapp.losses.distillation import CriterionDistilled, node_features, pair_w
 from segapp.losses.focal import CriterionFocal
 from segapp.losses.fused.views import Tile, View
 from segapp.losses.lovasz import CriterionLovasz
-from segapp.losses.mask_classification import CriterionMaskClassification, MaskLossFactors
+from segapp.losses.mask_classification import CriterionMaskClassification
 from segapp.losses.ohem import CriterionOHEM
 from segapp.losses.overlap import CriterionDice, CriterionTversky
 from segapp.losses.plain import PlainCriterion, PlainLossError
 
-LOSSES: dict[str, type[AdditiveCriterion]] = {
-    "ce": CriterionCE,
-    "ohem": CriterionOHEM,
-    "bce": CriterionBCE,
-    "dice": CriterionDice,
-    "tversky": CriterionTversky,
-    "focal": CriterionFocal,
-    "lovasz": CriterionLovasz,
-    "boundary": CriterionBoundary,
-}
-"""The criteria of logits per pixel, by their names in a config."""
-
 __all__ = [
-    "LOSSES",
     "AdditiveCriterion",
     "CriterionBCE",
     "CriterionBoundary",
@@ -51,7 +38,6 @@ __all__ = [
     "CriterionOHEM",
     "CriterionSum",
     "CriterionTversky",
-    "MaskLossFactors",
     "Outputs",
     "PlainCriterion",
     "PlainLossError",

@@ -69,14 +69,14 @@ class CriterionFocal(MeanCriterion):
 
     Args:
         gamma: focusing exponent, at least 0.
-        alpha: one factor for each class, (C,), or None; a buffer.
+        weight: alpha, one factor for each class, (C,), or None; a buffer.
         multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
         ignore_index: target id that counts nowhere.
         align_corners: as in `F.interpolate`.
         aux_weight: factor of each auxiliary head's loss.
 
     Raises:
-        ValueError: gamma or alpha out of range.
+        ValueError: gamma or weight out of range.
     """
 
     alpha: Tensor | None
@@ -84,7 +84,7 @@ class CriterionFocal(MeanCriterion):
     def __init__(
         self,
         gamma: float = 2.0,
-        alpha: Tensor | Sequence[float] | None = None,
+        weight: Tensor | Sequence[float] | None = None,
         *,
         multilabel: bool = False,
         ignore_index: int = 255,
@@ -96,7 +96,7 @@ class CriterionFocal(MeanCriterion):
             raise ValueError(f"gamma={gamma}: give a number of at least 0")
         self.gamma, self.is_sigmoid = float(gamma), multilabel
         self.options = PixelOptions(align_corners, ignore_index, multilabel, is_sigmoid=multilabel)
-        self.register_buffer("alpha", normalised(alpha, "alpha") if multilabel else as_class_weight(alpha, "alpha"))
+        self.register_buffer("alpha", normalised(weight) if multilabel else as_class_weight(weight))
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, sum of alpha) of one head."""

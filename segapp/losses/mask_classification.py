@@ -26,23 +26,6 @@ from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.matching import match_queries
 
 
-@dataclass(frozen=True)
-class MaskLossFactors:
-    """Factors of the terms in the loss and in the cost of a match; the values of Mask2Former.
-
-    Attributes:
-        classes: of the cross-entropy of the queries' classes.
-        bce: of the binary cross-entropy of the masks.
-        dice: of the Dice loss of the masks.
-        no_object: weight of the class "no object", which queries without a match learn, in the cross-entropy.
-    """
-
-    classes: float = 2.0
-    bce: float = 5.0
-    dice: float = 5.0
-    no_object: float = 0.1
-
-
 class CriterionMaskClassification(AdditiveCriterion):
     """Cross-entropy of the queries' classes, and binary cross-entropy and Dice loss of the matched masks.
 
@@ -55,7 +38,10 @@ class CriterionMaskClassification(AdditiveCriterion):
 
     Args:
         num_queries: Q.
-        factors: of the terms.
+        class_factor: factor of the cross-entropy of the queries' classes, here and in the cost of a match.
+        bce_factor: factor of the binary cross-entropy of the masks.
+        dice_factor: factor of the Dice loss of the masks.
+        no_object: weight of the class "no object", which queries without a match learn, in the cross-entropy.
         ignore_index: target id that counts nowhere.
         align_corners: of the upsampling of the semantic logits in an evaluation.
         aux_weight: factor of each earlier block's loss.
@@ -72,19 +58,22 @@ class CriterionMaskClassification(AdditiveCriterion):
         num_queries: int,
         num_classes: int,
         *,
-        factors: MaskLossFactors | None = None,
+        class_factor: float = 2.0,
+        bce_factor: float = 5.0,
+        dice_factor: float = 5.0,
+        no_object: float = 0.1,
         ignore_index: int = 255,
         align_corners: bool = False,
         aux_weight: float = 1.0,
     ) -> None:
         super().__init__()
-        factors = factors or MaskLossFactors()
         if num_queries < 1:
             raise ValueError(f"num_queries={num_queries}: give at least 1")
-        for name, value in vars(factors).items():
+        self.factors = {"class": class_factor, "bce": bce_factor, "dice": dice_factor}
+        for name, value in {**self.factors, "no_object": no_object}.items():
             if not value >= 0:
                 raise ValueError(f"{name}={value}: give a number of at least 0")
-        self.num_queries, self.num_classes, self.factors = num_queries, num_classes, factors
+        self.num_queries, self.num_classes, self.no_object = num_queries, num_classes, no_object
         self.ignore_index, self.aux_weight = ignore_index, float(aux_weight)
         self._task = CriterionCE(ignore_index=ignore_index, align_corners=align_corners)
 
@@ -132,14 +121,13 @@ class CriterionMaskClassification(AdditiveCriterion):
         present = torch.zeros(len(ids), self.num_classes + 1, dtype=torch.bool, device=target.device)
         present.scatter_(1, torch.where(valid, ids, self.num_classes), True)
         num_masks = present[:, :-1].sum(1).clamp_max(self.num_queries).double()
-        weights = num_masks + self.factors.no_object * (self.num_queries - num_masks)
+        weights = num_masks + self.no_object * (self.num_queries - num_masks)
         zero = torch.zeros((), device=target.device)
         return zero, zero, zero, num_masks.sum(), torch.where(num_masks > 0, weights, 0.0).sum()
 
     def finalize(self, totals: Statistics) -> Tensor:
         """Return the weighted sum of the terms; 0 where no pixel was valid."""
-        factors = (self.factors.classes, self.factors.bce, self.factors.dice)
-        loss = sum(factor * mean for factor, mean in zip(factors, _means(totals), strict=True))
+        loss = sum(factor * mean for factor, mean in zip(self.factors.values(), _means(totals), strict=True))
         assert isinstance(loss, Tensor)
         return loss.to(totals[0].dtype)
 
@@ -157,9 +145,8 @@ class CriterionMaskClassification(AdditiveCriterion):
 
     def _cost(self, pairs: _PairLosses, logs: Tensor) -> Tensor:
         """Return the cost of each match, (N, Q, C): the loss, with -probability in place of the cross-entropy."""
-        factors = self.factors
-        cost = factors.bce * pairs.bce + factors.dice * pairs.dice - factors.classes * logs[..., :-1].exp()
-        return cost.detach()
+        pixels = self.factors["bce"] * pairs.bce + self.factors["dice"] * pairs.dice
+        return (pixels - self.factors["class"] * logs[..., :-1].exp()).detach()
 
     def _sums(self, pairs: _PairLosses, logs: Tensor, match: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         """Return the sums of one prediction: class loss, BCE, Dice.
@@ -181,7 +168,7 @@ class CriterionMaskClassification(AdditiveCriterion):
         labels = torch.full((N, Q + 1), C, device=logs.device)  # slot Q takes the classes without a query
         labels = labels.scatter(1, torch.where(is_matched, match, Q), classes)[:, :Q]
         is_object = (labels < C).to(logs.dtype)
-        weights = (is_object + self.factors.no_object * (1 - is_object)) * counts[:, None]
+        weights = (is_object + self.no_object * (1 - is_object)) * counts[:, None]
         return -(logs.gather(2, labels[..., None])[..., 0] * weights).sum(), bce, dice
 
 

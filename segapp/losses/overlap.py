@@ -118,7 +118,8 @@ class CriterionTversky(_OverlapCriterion):
     Statistics: those of `CriterionDice`.
 
     Args:
-        weights: alpha and beta, of false positives and of false negatives, at least 0.
+        alpha: weight of false positives, at least 0.
+        beta: weight of false negatives, at least 0.
         gamma: exponent, above 0; below 1 the focal Tversky loss, which weights classes that are nearly right more.
         smooth: added to numerator and denominator, at least 0.
         multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
@@ -127,12 +128,13 @@ class CriterionTversky(_OverlapCriterion):
         aux_weight: factor of each auxiliary head's loss.
 
     Raises:
-        ValueError: weights, gamma or smooth out of range.
+        ValueError: alpha, beta, gamma or smooth out of range.
     """
 
     def __init__(
         self,
-        weights: tuple[float, float] = (0.3, 0.7),
+        alpha: float = 0.3,
+        beta: float = 0.7,
         gamma: float = 1.0,
         *,
         smooth: float = 1.0,
@@ -142,12 +144,11 @@ class CriterionTversky(_OverlapCriterion):
         aux_weight: float = 0.4,
     ) -> None:
         super().__init__(smooth, "present", multilabel, ignore_index, align_corners, aux_weight)
-        if not min(weights) >= 0:
-            raise ValueError(f"weights={weights}: give two numbers of at least 0")
+        if not min(alpha, beta) >= 0:
+            raise ValueError(f"alpha={alpha}, beta={beta}: give numbers of at least 0")
         if not gamma > 0:
             raise ValueError(f"gamma={gamma}: give a number above 0")
-        self.alpha, self.beta = weights
-        self.gamma = float(gamma)
+        self.alpha, self.beta, self.gamma = float(alpha), float(beta), float(gamma)
 
     def class_losses(self, intersection: Tensor, mass: Tensor, count: Tensor) -> Tensor:
         """See the base class."""

@@ -1,16 +1,74 @@
-"""Optimizers in torch's fused form, their state allocated before the first step.
+"""Optimizers in torch's fused form, their parameter groups, and the moving average of the weights.
 
-Fused, because that implementation takes `found_inf`: a tensor on the device that skips the step without a host
-synchronisation.
+The fused implementations take `found_inf`: a tensor on the device that skips the step without a host synchronisation.
+The state of an optimizer is allocated before the first step.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+Module = TypeVar("Module", bound=nn.Module)
+
+_NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+
+
+@dataclass(frozen=True, order=True)
+class GroupSettings:
+    """What the parameters of a group share. Groups are ordered by these fields, which a resume relies on.
+
+    Attributes:
+        is_head: outside the backbone.
+        layer: depth of the block, from 0 at the stem; 0 everywhere without layer-wise decay.
+        pattern: number of the entry of `optim.groups`, from 1; 0: none.
+        is_norm_or_bias: exempt from weight decay where `optim.decay_norm_and_bias` is false.
+        lr_factor: factor on the learning rate.
+        weight_decay: weight decay.
+    """
+
+    is_head: bool
+    layer: int
+    pattern: int
+    is_norm_or_bias: bool
+    lr_factor: float
+    weight_decay: float
+
+
+def parameter_groups(
+    named: Iterable[tuple[str, nn.Parameter]], settings: Mapping[str, GroupSettings]
+) -> dict[GroupSettings, dict[str, nn.Parameter]]:
+    """Return the trainable parameters by their settings, in the order of the groups.
+
+    Args:
+        named: parameters by name; those that need no gradient are left out.
+        settings: of each parameter, by name.
+    """
+    groups: dict[GroupSettings, dict[str, nn.Parameter]] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            groups.setdefault(settings[name], {})[name] = parameter
+    return {key: groups[key] for key in sorted(groups)}
+
+
+def as_optimizer_group(settings: GroupSettings, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
+    """Return a group as torch's optimizers take it, with the key `lr_factor` for `set_lr`."""
+    return {
+        "params": list(parameters),
+        "lr_factor": settings.lr_factor,
+        "weight_decay": settings.weight_decay,
+    }
+
+
+def norm_and_bias(model: nn.Module) -> set[int]:
+    """Return the `id` of every bias and of every parameter of a normalisation layer."""
+    found = {id(p) for m in model.modules() if isinstance(m, _NORM_LAYERS) for p in m.parameters(recurse=False)}
+    return found | {id(p) for name, p in model.named_parameters() if name.rsplit(".", 1)[-1] == "bias"}
 
 
 def adamw(groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
@@ -72,3 +130,70 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set every group's learning rate to lr times its `lr_factor`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group["lr_factor"]
+
+
+class WeightAverage(Generic[Module]):
+    """Exponential moving average of weights and floating-point buffers, kept as a second module in float32.
+
+    A non-finite step is left out (`is_bad`), decided on the device.
+
+    Args:
+        model: what is averaged.
+        decay: share of the average that an update keeps.
+        has_warmup: the decay after n updates is min(decay, (1 + n) / (10 + n)), so that the initial weights are soon
+            forgotten (as tf.train.ExponentialMovingAverage with num_updates); False: it is `decay` from the start.
+    """
+
+    def __init__(self, model: Module, decay: float, *, has_warmup: bool = True) -> None:
+        self.decay, self.has_warmup = decay, has_warmup
+        self.num_updates = 0
+        self.module: Module = copy.deepcopy(model).eval().requires_grad_(False).float()
+        pairs: dict[Any, list[tuple[Tensor, Tensor]]] = {}
+        for average, current in zip(_floating(self.module), _floating(model), strict=True):
+            is_alike = current.dtype == average.dtype and current.stride() == average.stride()
+            pairs.setdefault((average.device, average.dtype, current.dtype, is_alike), []).append((average, current))
+        self._groups = [([a for a, _ in group], [c for _, c in group], key[-1]) for key, group in pairs.items()]
+
+    @torch.no_grad()
+    def update(self, is_bad: Tensor) -> None:
+        """Move the average towards the model.
+
+        Args:
+            is_bad: 0-dim float32 tensor, 0 or 1; 1 leaves the average unchanged.
+        """
+        self.num_updates += 1
+        n = self.num_updates
+        rate = 1.0 - (min(self.decay, (1 + n) / (10 + n)) if self.has_warmup else self.decay)
+        for averages, sources, is_alike in self._groups:
+            if not is_alike:
+                current, sources = sources, [torch.empty_like(average) for average in averages]
+                torch._foreach_copy_(sources, current)
+            # average += rate * (source - average) is a step of SGD along the gradient average - source, which torch's
+            # fused kernel forms as weight decay minus `source`. It goes over 64 tensors in a launch, and leaves all as
+            # they are where found_inf is set, without asking the host.
+            torch._fused_sgd_(
+                averages,
+                sources,
+                [],
+                weight_decay=1.0,
+                momentum=0.0,
+                lr=rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=True,
+                is_first_step=False,
+                found_inf=is_bad.to(averages[0].device),
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averaged module's state and the number of updates."""
+        return {"module": self.module.state_dict(), "num_updates": self.num_updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        self.module.load_state_dict(state["module"])
+        self.num_updates = int(state["num_updates"])
+
+
+def _floating(module: nn.Module) -> list[Tensor]:
+    return [t for t in (*module.parameters(), *module.buffers()) if t.is_floating_point()]

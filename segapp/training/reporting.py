@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from segapp.checkpoint.training_state import CheckpointStore
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.normalize import NormalizedInput
-from segapp.optim import Plateau
+from segapp.optim.schedules import Plateau
 from segapp.run.events import Alert, EpochStart, RunStart, Step, Val
 from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import TrainingProgress

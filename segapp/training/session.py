@@ -90,7 +90,7 @@ def run_session(
     train = request.config.train
     switches = numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
     with signals or StopSignals() as signals, switches:
-        devices = _devices_of_launcher() or plan_devices(request.config.parallel, batch_size=train.batch_size)
+        devices = _devices_of_launcher() or plan_devices(request.config)
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)
             return _launch_ranks(request, devices, arguments, signals)

@@ -121,14 +121,14 @@ def _past_the_end(section: ScheduleConfig, total_steps: int, steps_per_epoch: in
         return
     last_epoch = math.ceil(total_steps / max(steps_per_epoch, 1))
     for key, entries, unit, end in (
-        ("step_epochs", section.step_epochs, "epoch", last_epoch),
-        ("step_steps", section.step_steps, "step", total_steps),
+        ("epochs", section.options["epochs"], "epoch", last_epoch),
+        ("steps", section.options["steps"], "step", total_steps),
     ):
         late = [entry for entry in entries if entry >= end]
         if late:
             yield (
-                f"schedule.{key} = {entries}: the run ends with {unit} {end}, so the learning rate is not lowered "
-                f"after {unit} {', '.join(map(str, late))}: name {unit}s before {end}, or train longer"
+                f"schedule.options.{key} = {entries}: the run ends with {unit} {end}, so the learning rate is not "
+                f"lowered after {unit} {', '.join(map(str, late))}: name {unit}s before {end}, or train longer"
             )
 
 

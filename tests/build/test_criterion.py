@@ -1,37 +1,59 @@
 """The criterion of a `loss` section."""
 
-from typing import get_args
+import inspect
+import pkgutil
 
 import pytest
 import torch
 
-from segapp.build.criterion import OPTIONS, build_criterion
+from segapp.build.criterion import build_criterion
 from segapp.config import LossConfig, LossTerm
+from segapp.config.options import BUILT_INS, LOSSES
 from segapp.errors import ConfigError
-from segapp.losses import LOSSES, CriterionDice, CriterionSum
+from segapp.losses import CriterionDice, CriterionMaskClassification, CriterionSum
+from segapp.optim.schedules import Plateau
 
 
 def no_rule(rule: str) -> list[float]:
     raise AssertionError(rule)
 
 
-def test_config_names_are_those_of_the_criteria() -> None:
-    named, _own_part = get_args(LossTerm.model_fields["name"].annotation)
-    names = set(get_args(named))
-    assert names - {"mask_classification"} == set(LOSSES) == set(OPTIONS)
+@pytest.mark.parametrize(
+    ("section", "name"), [(section, name) for section, table in BUILT_INS.items() for name in table]
+)
+def test_factory_takes_the_options_of_its_name_with_the_same_defaults(section: str, name: str) -> None:
+    built_in = BUILT_INS[section][name]
+    parameters = inspect.signature(pkgutil.resolve_name(built_in.factory)).parameters
+    if name == "plateau":
+        parameters = inspect.signature(Plateau).parameters
+    for key, field in built_in.options.model_fields.items():
+        default = parameters[key].default
+        expected = tuple(field.default) if isinstance(field.default, list) else field.default
+        assert default in (inspect.Parameter.empty, expected), key
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("name", sorted(LOSSES.keys() - {"mask_classification"}))
 def test_every_name_builds_its_criterion(name: str) -> None:
     criterion = build_criterion(LossConfig(name=name), 3, 255, no_rule)
-    assert type(criterion) is LOSSES[name]
+    assert type(criterion) is pkgutil.resolve_name(LOSSES[name].factory)
     target = torch.zeros(1, 4, 8, 8, dtype=torch.int32)  # with the distance maps of 3 classes
     loss = criterion(torch.zeros(1, 3, 4, 4), target if criterion.needs_distances else target[:, 0])
     assert loss.isfinite()
 
 
+def test_weight_of_mask_classification_multiplies_its_terms() -> None:
+    section = LossConfig(
+        name="mask_classification", weight=0.5, options={"bce_factor": 3.0, "no_object": 0.2}, align_corners=False
+    )
+    criterion = build_criterion(section, 2, 255, no_rule, num_queries=7)
+    assert isinstance(criterion, CriterionMaskClassification)
+    assert criterion.num_queries == 7
+    assert criterion.factors == {"class": 1.0, "bce": 1.5, "dice": 2.5}
+    assert criterion.no_object == 0.2
+
+
 def test_terms_are_summed_with_their_options_and_weights() -> None:
-    section = LossConfig(class_weights=[1.0, 2.0], plus=[LossTerm(name="dice", weight=0.5, dice_smooth=3.0)])
+    section = LossConfig(class_weights=[1.0, 2.0], plus=[LossTerm(name="dice", weight=0.5, options={"smooth": 3.0})])
     criterion = build_criterion(section, 2, 255, no_rule)
     assert isinstance(criterion, CriterionSum)
     assert criterion.factors == (1.0, 0.5)

@@ -9,7 +9,9 @@ import torch
 
 from segapp.build import devices as module
 from segapp.build.devices import plan_devices
-from segapp.config import ParallelConfig, RunConfig
+from segapp.config import RunConfig, validate_config
+from segapp.config.modes import FEATURES, Feature
+from segapp.errors import ConfigError
 from segapp.training.planning.plan import choose_mode
 
 
@@ -25,6 +27,11 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: True)
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
+
+
+def config_of(parallel: dict[str, Any] | None = None, batch_size: int = 8, **sections: Any) -> RunConfig:
+    raw = {"name": "x", "data": {"format": "camvid", "root": "."}, "train": {"batch_size": batch_size}}
+    return validate_config({**raw, "parallel": parallel or {}, **sections})
 
 
 @pytest.mark.parametrize(
@@ -43,7 +50,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_mode_of_a_section_and_the_reason_for_it(section: dict[str, Any], mode: str, why: str) -> None:
-    plan = plan_devices(ParallelConfig(**section), batch_size=8)
+    plan = plan_devices(config_of(section))
     assert plan.mode == mode
     assert why in plan.mode_reason
     assert bool(why) == bool(plan.mode_reason)
@@ -51,25 +58,77 @@ def test_mode_of_a_section_and_the_reason_for_it(section: dict[str, Any], mode: 
 
 
 def test_auto_takes_dp_where_ranks_are_impossible(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plan_devices(ParallelConfig(), batch_size=2).mode == "dp"
-    assert plan_devices(ParallelConfig(), batch_size=3).mode == "ddp"
-    assert plan_devices(ParallelConfig(), batch_size=8, is_one_process=True).mode == "dp"
+    assert plan_devices(config_of(batch_size=2)).mode == "dp"
+    assert plan_devices(config_of(batch_size=3)).mode == "ddp"
+    assert plan_devices(config_of(), is_one_process=True).mode == "dp"
     monkeypatch.setattr(module.dist, "is_nccl_available", lambda: False)
-    assert plan_devices(ParallelConfig(), batch_size=8).mode == "dp"
+    assert plan_devices(config_of()).mode == "dp"
 
 
 def test_auto_is_ddp_in_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    assert plan_devices(ParallelConfig(), batch_size=8).mode == "ddp"
+    assert plan_devices(config_of()).mode == "ddp"
 
 
 @pytest.mark.parametrize("section", [{}, {"gpu0_bsz": 2}, {"shares": [2, 3, 3]}, {"mode": "ddp", "shares": [0, 4, 4]}])
 @pytest.mark.parametrize("batch_size", [2, 8])
-def test_planned_mode_is_the_mode_of_the_training(section: dict[str, Any], batch_size: int, tiny: Any) -> None:
+def test_planned_mode_is_the_mode_of_the_training(section: dict[str, Any], batch_size: int) -> None:
     if "shares" in section and batch_size == 2:
         pytest.skip("the shares are for a batch of 8")
-    parallel = ParallelConfig(**section)
-    train = {"epochs": 1, "batch_size": batch_size}
-    config = RunConfig(**{**tiny, "parallel": parallel.model_dump(), "train": train})
-    assert choose_mode(config, 3) == plan_devices(parallel, batch_size=batch_size).mode
+    config = config_of(section, batch_size)
+    assert choose_mode(config, 3) == plan_devices(config).mode
+
+
+COMPILED = {"train": {"compile": True}}
+DISTILLED = {"distill": {"teacher": "t"}}
+EOMT = {
+    "model": {"library": "segapp", "name": "eomt", "encoder": "tu-vit"},
+    "loss": {"name": "mask_classification"},
+}
+
+
+@pytest.mark.parametrize(
+    ("parallel", "sections", "mode", "why"),
+    [
+        ({"gpu0_bsz": 2}, COMPILED, "ddp", "train.compile works with single or ddp only"),
+        ({"devices": ["cpu", "cpu"]}, COMPILED, "single", "train.compile works with single or ddp only"),
+        ({}, COMPILED, "ddp", "the fastest"),
+        ({}, DISTILLED, "ddp", "the fastest"),
+        ({"devices": ["cpu", "cpu"]}, EOMT, "dp", "logical devices"),
+        ({"stages": {"backbone": 0, "classifier": 1}}, {}, "model", "parallel.stages works with model only"),
+    ],
+)
+def test_auto_takes_a_mode_that_does_what_the_config_asks(
+    parallel: dict[str, Any], sections: dict[str, Any], mode: str, why: str
+) -> None:
+    config = config_of(parallel, **sections)
+    plan = plan_devices(config)
+    assert (plan.mode, choose_mode(config, 3)) == (mode, "ddp" if "devices" in parallel else mode)
+    assert why in plan.mode_reason
+
+
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: ".".join(feature.key))
+def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> None:
+    asked: dict[tuple[str, ...], dict[str, Any]] = {
+        ("train", "compile"): COMPILED,
+        ("distill",): DISTILLED,
+        ("model", "library"): EOMT,
+        ("parallel", "stages"): {},
+    }
+    parallel = {"stages": {"backbone": 0}} if feature.key == ("parallel", "stages") else {}
+    for mode in ("single", "dp", "ddp", "model"):
+        config = config_of(parallel, **asked[feature.key])  # `auto`, so that no check has been made yet
+        forced = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": mode})})
+        num_gpus = 1 if mode == "single" else 3
+        if mode in feature.modes:
+            config_of({**parallel, "mode": mode}, **asked[feature.key])
+            assert plan_devices(forced).mode == choose_mode(forced, num_gpus) == mode
+            continue
+        for act in (
+            lambda mode=mode: config_of({**parallel, "mode": mode}, **asked[feature.key]),
+            lambda forced=forced: plan_devices(forced),
+            lambda forced=forced, num_gpus=num_gpus: choose_mode(forced, num_gpus),
+        ):
+            with pytest.raises(ConfigError, match=f"{'.'.join(feature.key)}:? {feature.problem(mode)}"):
+                act()

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from segapp.losses import LOSSES, CriterionCE, CriterionDice, CriterionSum, surrogate
+from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, CriterionSum, surrogate
 from segapp.losses.additive import reciprocal_or_zero
 from tests.support.loss_cases import criteria, draw, relative_error, suited
 
@@ -141,6 +141,6 @@ def test_statistics_sum_adds_and_scales():
     expected = CriterionCE()(logits, target) + 0.5 * CriterionDice()(logits, target)
     assert torch.allclose(total(logits, target), expected, rtol=1e-14)
     assert not total.is_linear
-    assert CriterionSum([(1.0, CriterionCE()), (2.0, LOSSES["lovasz"]())]).is_linear
+    assert CriterionSum([(1.0, CriterionCE()), (2.0, CriterionLovasz())]).is_linear
     with pytest.raises(ValueError, match="no terms"):
         CriterionSum([])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from segapp.losses import CriterionMaskClassification, MaskLossFactors, surrogate
+from segapp.losses import CriterionMaskClassification, surrogate
 from segapp.losses.matching import match_queries
 from tests.support.loss_cases import relative_error
 
@@ -44,13 +44,13 @@ def least_cost(num_queries, present, pairs, probability, factors):
 
     def cost(queries):
         matches = list(zip(queries, present, strict=True))
-        masks = sum(factors.bce * pairs[match][0] + factors.dice * pairs[match][1] for match in matches)
-        return float(masks.detach()) - factors.classes * sum(float(probability[match]) for match in matches)
+        masks = sum(factors["bce"] * pairs[match][0] + factors["dice"] * pairs[match][1] for match in matches)
+        return float(masks.detach()) - factors["class"] * sum(float(probability[match]) for match in matches)
 
     return min(itertools.permutations(range(num_queries), len(present)), key=cost)
 
 
-def plain_loss(outputs, target, factors, aux_weight, num_images=None):
+def plain_loss(outputs, target, factors, no_object, aux_weight, num_images=None):
     """The loss image by image, mask by mask, with every permutation tried; normalised over the whole step."""
     sums, num_masks, weights = torch.zeros(3, dtype=torch.float64), 0, 0.0
     for image in range(num_images or len(target)):
@@ -67,7 +67,7 @@ def plain_loss(outputs, target, factors, aux_weight, num_images=None):
             best = least_cost(len(masks), present, pairs, classes.detach().softmax(-1), factors)
             labels = torch.full((len(masks),), C)
             labels[list(best)] = torch.tensor(present)
-            weight = torch.tensor([1.0 if label < C else factors.no_object for label in labels], dtype=torch.float64)
+            weight = torch.tensor([1.0 if label < C else no_object for label in labels], dtype=torch.float64)
             terms = torch.stack([
                 (F.cross_entropy(classes, labels, reduction="none") * weight).sum(),
                 sum(pairs[q, c][0] for q, c in zip(best, present, strict=True)),
@@ -76,15 +76,17 @@ def plain_loss(outputs, target, factors, aux_weight, num_images=None):
             sums = sums + (1.0 if number == 0 else aux_weight) * terms
         num_masks += len(present)
         weights += float(weight.sum())
-    return factors.classes * sums[0] / weights + (factors.bce * sums[1] + factors.dice * sums[2]) / num_masks
+    return factors["class"] * sums[0] / weights + (factors["bce"] * sums[1] + factors["dice"] * sums[2]) / num_masks
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_loss_matches_plain_form_with_all_permutations(seed):
-    factors = MaskLossFactors(1.5, 4.0, 3.0, 0.2)
-    criterion = CriterionMaskClassification(5, C, factors=factors, aux_weight=0.7)
+    factors = {"class": 1.5, "bce": 4.0, "dice": 3.0}
+    criterion = CriterionMaskClassification(
+        5, C, class_factor=1.5, bce_factor=4.0, dice_factor=3.0, no_object=0.2, aux_weight=0.7
+    )
     outputs, target = drawn(seed=seed)
-    loss, truth = criterion(outputs, target), plain_loss(outputs, target, factors, 0.7)
+    loss, truth = criterion(outputs, target), plain_loss(outputs, target, factors, 0.2, 0.7)
     assert relative_error(loss.detach(), truth.detach()) < 1e-12
     mine, theirs = torch.autograd.grad(loss, outputs), torch.autograd.grad(truth, outputs)
     for own, other in zip(mine, theirs, strict=True):
@@ -185,7 +187,7 @@ def test_masks_that_do_not_divide_the_target_are_refused():
     with pytest.raises(ValueError, match="ids 7"):
         CriterionMaskClassification(5, C)(outputs, torch.where(target == 0, 7, target))
     with pytest.raises(ValueError, match="dice=-1"):
-        CriterionMaskClassification(5, C, factors=MaskLossFactors(dice=-1))
+        CriterionMaskClassification(5, C, dice_factor=-1)
 
 
 def test_evaluations_report_cross_entropy_of_semantic_logits():

@@ -67,7 +67,7 @@ def criteria() -> dict[str, AdditiveCriterion]:
         "dice-all": CriterionDice(0.5, classes="all", align_corners=False),
         "dice-multilabel": CriterionDice(multilabel=True),
         "tversky": CriterionTversky(),
-        "tversky-focal": CriterionTversky((0.6, 0.4), 0.75, smooth=0.5),
+        "tversky-focal": CriterionTversky(0.6, 0.4, 0.75, smooth=0.5),
         "tversky-multilabel": CriterionTversky(gamma=1.5, multilabel=True),
         "bce": CriterionBCE(),
         "bce-multilabel": CriterionBCE(weight, pos_weight=3.0, label_smoothing=0.1, multilabel=True),

@@ -193,7 +193,7 @@ def test_run_stopped_at_evaluations_in_steps_resumes_bitwise(base: dict[str, Any
         train={"steps": 5, "ema": None},
         eval={"every_steps": 1},
         optim={"name": "sgd", "lr": 3.0, "clip_grad_norm": None},
-        schedule={"name": "plateau", "patience": 0, "gamma": 0.5},
+        schedule={"name": "plateau", "options": {"patience": 0, "gamma": 0.5}},
         checkpoint={"monitor": "loss"},
     )
     assert train(config, tmp_path / "whole") == 0

@@ -98,7 +98,7 @@ def test_devices_are_told_once_where_there_are_several(
     if by_environment:
         monkeypatch.setenv(session._DEVICES, "[]")
     config = merged(tiny, parallel={"devices": devices})
-    plan = plan_devices(config.parallel)
+    plan = plan_devices(config)
     with session._opened_folder(TrainRequest(config, run=tmp_path / "run"), plan, Ranks()):
         pass
     assert ("devices: cpu, cpu" in capsys.readouterr().out) == (len(devices) > 1 and not by_environment)

@@ -41,10 +41,18 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
         ({"schedule": {"warmup_steps": 60}}, None, ""),
         ({"schedule": {"warmup_steps": 61}}, "schedule", "for 20% of the 300 steps of this run: set it to 15,"),
         ({"schedule": {"warmup_steps": 45}, "train": {"steps": 3}}, "schedule", "for all of the 3 steps of this run"),
-        ({"schedule": {"name": "step", "step_epochs": [1, 2]}}, None, ""),
-        ({"schedule": {"name": "step", "step_epochs": [2, 3]}}, "schedule", "ends with epoch 3, so the learning rate"),
-        ({"schedule": {"name": "step", "step_steps": [9, 400]}}, "schedule", "lowered after step 400: name steps bef"),
-        ({"schedule": {"name": "poly", "step_steps": [9, 400]}}, None, ""),
+        ({"schedule": {"name": "step", "options": {"epochs": [1, 2]}}}, None, ""),
+        (
+            {"schedule": {"name": "step", "options": {"epochs": [2, 3]}}},
+            "schedule",
+            "ends with epoch 3, so the",
+        ),
+        (
+            {"schedule": {"name": "step", "options": {"steps": [9, 400]}}},
+            "schedule",
+            "after step 400: name steps",
+        ),
+        ({"schedule": {"name": "poly"}}, None, ""),
         ({"data": {"crop_px": [96, 128]}}, None, ""),  # data.scale reaches 2
         ({"data": {"crop_px": [96, 160]}}, "data", "(at most 48 x 64 px, enlarged by at most 2 (data.scale))"),
         ({"data": {"crop_px": [96, 160], "resize_px": [90, 90]}}, None, ""),

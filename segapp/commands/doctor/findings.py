@@ -258,8 +258,8 @@ def _triton(facts: Facts) -> Iterator[Finding]:
         sudo = "" if machine["is_root"] or manager == "brew" else "sudo "
         fix = sudo + _COMPILERS.get(manager, f"{manager} install -y gcc")
     found = "no C compiler in CC, and neither gcc nor clang on PATH"
-    needed = has_gpu and result["status"] == "ok"  # loss.implementation: auto takes Triton then
-    fix += "; without one: loss.implementation: reference" if needed else ""
+    needed = has_gpu and result["status"] == "ok"  # loss.options.implementation: auto takes Triton then
+    fix += "; without one: loss.options.implementation: reference" if needed else ""
     yield Finding("c compiler", "missing", found, needed, "Triton: the loss on GPUs", fix)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from segapp.config import RunConfig
+from segapp.config.modes import Mode, auto_mode, check_mode
 from segapp.errors import ConfigError
 from segapp.memory.advice import (
     Variant,
@@ -30,7 +31,7 @@ from segapp.memory.planner import (
     PlanRow,
     context_mib,
 )
-from segapp.memory.simulation.jobs import Mode, SimulationJob
+from segapp.memory.simulation.jobs import SimulationJob
 from segapp.training.planning.simulation_pool import NUM_PROCESSES, SimulationPool
 
 
@@ -55,11 +56,10 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
             f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_gpus}: "
             "make them equal"
         )
-    if num_gpus == 1 and mode in ("auto", "dp"):
-        return "single"
     if mode == "auto":
-        return "dp" if section.has_split or 0 < config.train.batch_size < num_gpus else "ddp"
-    return mode
+        mode = auto_mode(config, num_gpus)[0]
+    check_mode(config, mode)
+    return "single" if mode == "dp" and num_gpus == 1 else mode
 
 
 def plan_memory(

@@ -18,7 +18,7 @@ from segapp.errors import CheckpointError
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.models import Critic, critic_input
-from segapp.optim import set_lr
+from segapp.optim.optimizers import set_lr
 from segapp.training.step.critic import CriticTrainer
 from segapp.training.step.participant import StepParticipant
 

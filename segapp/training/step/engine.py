@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from segapp.failpoints import failpoint
 from segapp.losses import Statistics, surrogate
 from segapp.memory.oom_failpoint import oom_failpoint
-from segapp.optim import add_groups, set_lr
+from segapp.optim.optimizers import add_groups, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision

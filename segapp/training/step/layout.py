@@ -6,8 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from segapp.build.devices import DevicePlan, Mode
+from segapp.build.devices import DevicePlan
 from segapp.config import RunConfig
+from segapp.config.modes import Mode
 from segapp.memory.simulation.jobs import LossStyle
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from segapp.losses import AdditiveCriterion
-from segapp.optim import WeightAverage
+from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import RankSplit
 
 if TYPE_CHECKING:

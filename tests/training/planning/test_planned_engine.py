@@ -46,7 +46,7 @@ def trained_engine(config: Any, folder: Path) -> dict[str, Any]:
     run = RunFolder.create(path=folder)
     log = EventLog(EventWriter(run.events))
     context = RunContext(run, log, Ranks(), StopSignals(), DeviceMemoryTracker(), Inbox(run, log))
-    trainer = build_trainer(config, context, plan_devices(config.parallel))
+    trainer = build_trainer(config, context, plan_devices(config))
     log.close()
     found: dict[str, Any] = json.loads(json.dumps(description(trainer.engine)))
     return found

@@ -14,7 +14,7 @@ from segapp.checkpoint.snapshot import snapshot
 from segapp.datasets.loader import Batch
 from segapp.models import Critic
 from segapp.models.critic import SelfAttention
-from segapp.optim import adam
+from segapp.optim.optimizers import adam
 from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.training.step import critic as module

@@ -33,13 +33,23 @@ def no_bool(value: object) -> object:
     return value
 
 
+OnResume = Field(json_schema_extra={"may_change_on_resume": True})
+"""Marks a key that may differ when a run is resumed: it changes neither the order of the data nor the weights."""
+
 PositiveInt = Annotated[int, Field(ge=1), BeforeValidator(no_bool)]
 Count = Annotated[int, Field(ge=0), BeforeValidator(no_bool)]
+Byte = Annotated[int, Field(ge=0, le=255), BeforeValidator(no_bool)]
+Seed = Annotated[int, Field(ge=0, lt=2**31), BeforeValidator(no_bool)]
 Number = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(no_bool)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False), BeforeValidator(no_bool)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeValidator(no_bool)]
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(no_bool)]
-Byte = Annotated[int, Field(ge=0, le=255), BeforeValidator(no_bool)]
+PositiveFraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(no_bool)]
+OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(no_bool)]
+"""A number between 0 and 1, neither of them."""
+Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(no_bool)]
+Text = Annotated[str, Field(min_length=1)]
+RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 PartName = Annotated[str, Field(pattern=PART_PATTERN)]
 """Name of an own part: package.module:factory, or file.py:factory."""
 HeightWidth = tuple[PositiveInt, PositiveInt]

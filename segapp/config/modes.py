@@ -1,0 +1,93 @@
+"""Which feature works in which parallel mode: one table, read by the config's checks, `auto`, planner and assembly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from segapp.config.sections import RunConfig
+from segapp.errors import ConfigError
+
+Mode = Literal["single", "dp", "ddp", "model"]
+
+
+@dataclass(frozen=True)
+class Feature:
+    """What a config may ask for, and the modes in which it works.
+
+    Attributes:
+        key: of the config.
+        modes: in which it works.
+        is_on: whether a config asks for it.
+        otherwise: what to do to use another mode.
+        value: of the key, for messages.
+    """
+
+    key: tuple[str, ...]
+    modes: tuple[Mode, ...]
+    is_on: Callable[[RunConfig], bool]
+    otherwise: str = "leave it out"
+    value: str = ""
+
+    def problem(self, mode: str) -> str:
+        """Return the end of a message that begins with the key, for a mode in which the feature does not work."""
+        value = f"{self.value} " if self.value else ""
+        return f"{value}does not support parallel.mode: {mode}: use {_listed(self.modes)}, or {self.otherwise}"
+
+
+FEATURES = (
+    Feature(("train", "compile"), ("single", "ddp"), lambda config: config.train.compile, "set it to false"),
+    Feature(("distill",), ("single", "dp", "ddp"), lambda config: config.distill is not None),
+    Feature(
+        ("model", "library"),
+        ("single", "dp", "ddp"),
+        lambda config: config.model.library == "segapp",
+        "use a network of another library",
+        "segapp",
+    ),
+    Feature(("parallel", "stages"), ("model",), lambda config: config.parallel.stages is not None),
+)
+
+
+def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
+    """Yield the features of a config that do not work in a mode."""
+    return (feature for feature in FEATURES if feature.is_on(config) and mode not in feature.modes)
+
+
+def check_mode(config: RunConfig, mode: Mode) -> None:
+    """Check that all that a config asks for works in a mode.
+
+    Raises:
+        ConfigError: something does not.
+    """
+    for feature in unsupported(config, mode):
+        raise ConfigError(f"{'.'.join(feature.key)} {feature.problem(mode)}")
+
+
+def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = None) -> tuple[Mode, str]:
+    """Return the mode of `parallel.mode: auto`, and the reason; no reason on one device.
+
+    It is the fastest one in which all works that the config asks for.
+
+    Args:
+        config: the complete config; `train.batch_size` is 0 while it is not known.
+        num_devices: number of devices.
+        against_ddp: why ranks cannot be started on them; None: they can.
+    """
+    if num_devices == 1:
+        return "single", ""
+    if against_ddp is None and 0 < config.train.batch_size < num_devices:
+        against_ddp = f"a batch of {config.train.batch_size} does not give every device an image"
+    reason = "gpu0_bsz or shares is set" if config.parallel.has_split else against_ddp
+    wanted: Mode = "ddp" if reason is None else "dp"
+    against_wanted = next(unsupported(config, wanted), None)
+    if against_wanted is None:
+        return wanted, reason or "one process for each GPU is the fastest"
+    others: tuple[Mode, ...] = ("ddp", "dp", "single", "model") if against_ddp is None else ("dp", "single", "model")
+    mode = next((mode for mode in others if next(unsupported(config, mode), None) is None), wanted)
+    return mode, f"{'.'.join(against_wanted.key)} works with {_listed(against_wanted.modes)} only"
+
+
+def _listed(words: tuple[str, ...]) -> str:
+    return " or ".join(filter(None, (", ".join(words[:-1]), words[-1])))

@@ -1,0 +1,226 @@
+"""The built-in losses, optimizers and schedules: name -> what makes one, and the options that belong to it alone.
+
+A new one is its own file and an entry here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import ValidationError, ValidationInfo, field_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from segapp.config.values import (
+    Count,
+    Decay,
+    NonNegativeFloat,
+    OpenFraction,
+    PositiveFloat,
+    PositiveFraction,
+    PositiveInt,
+    Section,
+)
+from segapp.errors import accepted_words
+
+
+class NoOptions(Section):
+    """No options of its own."""
+
+
+class CrossEntropyOptions(Section):
+    """Cross-entropy."""
+
+    implementation: Literal["auto", "reference"] = "auto"
+    """auto: fused, Triton on GPUs; reference: from full-resolution logits."""
+
+
+class OhemOptions(Section):
+    """Cross-entropy of the hard pixels."""
+
+    threshold: PositiveFraction = 0.7
+    """A pixel is hard if the probability of its target class is below this."""
+    min_kept: Count = 100_000
+    """Smallest number of valid pixels of a step that contribute."""
+
+
+class BinaryOptions(Section):
+    """Binary cross-entropy."""
+
+    pos_weight: PositiveFloat = 1.0
+    """Factor of the pixels that are of a class."""
+
+
+class DiceOptions(Section):
+    """Dice loss."""
+
+    smooth: NonNegativeFloat = 1.0
+    """Added to numerator and denominator."""
+
+
+class TverskyOptions(DiceOptions):
+    """Tversky loss."""
+
+    alpha: NonNegativeFloat = 0.3
+    """Weight of false positives."""
+    beta: NonNegativeFloat = 0.7
+    """Weight of false negatives."""
+    gamma: PositiveFloat = 1.0
+    """Exponent; 0.75 is the focal Tversky loss."""
+
+
+class FocalOptions(Section):
+    """Focal loss."""
+
+    gamma: NonNegativeFloat = 2.0
+    """Focusing exponent."""
+
+
+class MaskClassificationOptions(Section):
+    """The loss of eomt."""
+
+    class_factor: NonNegativeFloat = 2.0
+    """Factor of the cross-entropy of the queries' classes."""
+    bce_factor: NonNegativeFloat = 5.0
+    """Factor of the masks' binary cross-entropy."""
+    dice_factor: NonNegativeFloat = 5.0
+    """Factor of the masks' Dice loss."""
+    no_object: NonNegativeFloat = 0.1
+    """Weight of queries without a match in the cross-entropy of the classes."""
+
+
+class SgdOptions(Section):
+    """SGD."""
+
+    nesterov: bool = False
+    """Nesterov momentum."""
+
+
+class AdamOptions(Section):
+    """Adam and AdamW."""
+
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    """Decay rates of the first and second moment."""
+
+
+class StepOptions(Section):
+    """Steps down."""
+
+    epochs: list[PositiveInt] = []
+    """Epochs after which the learning rate is multiplied by gamma."""
+    steps: list[PositiveInt] = []
+    """Steps after which the learning rate is multiplied by gamma."""
+    gamma: PositiveFloat = 0.1
+    """Factor at each of epochs and steps."""
+
+
+class OneCycleOptions(Section):
+    """One cycle."""
+
+    pct_start: OpenFraction = 0.3
+    """Share of the steps in which the learning rate rises."""
+    div_factor: PositiveFloat = 25.0
+    """optim.lr divided by the first learning rate."""
+    final_div_factor: PositiveFloat = 1e4
+    """First learning rate divided by the last."""
+
+
+class PlateauOptions(Section):
+    """Reductions when evaluations stop improving."""
+
+    gamma: OpenFraction = 0.1
+    """Factor of a reduction."""
+    patience: Count = 10
+    """Evaluations without a better result that are accepted before a reduction."""
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A loss, optimizer or schedule of segapp.
+
+    Attributes:
+        factory: what makes one, as `package.module:name`, like that of an own part: the config imports no torch.
+        options: its keys in `options`.
+    """
+
+    factory: str
+    options: type[Section] = NoOptions
+
+
+LOSSES: Mapping[str, BuiltIn] = {
+    "ce": BuiltIn("segapp.losses:CriterionCE", CrossEntropyOptions),
+    "ohem": BuiltIn("segapp.losses:CriterionOHEM", OhemOptions),
+    "bce": BuiltIn("segapp.losses:CriterionBCE", BinaryOptions),
+    "dice": BuiltIn("segapp.losses:CriterionDice", DiceOptions),
+    "tversky": BuiltIn("segapp.losses:CriterionTversky", TverskyOptions),
+    "focal": BuiltIn("segapp.losses:CriterionFocal", FocalOptions),
+    "lovasz": BuiltIn("segapp.losses:CriterionLovasz"),
+    "boundary": BuiltIn("segapp.losses:CriterionBoundary"),
+    "mask_classification": BuiltIn("segapp.losses:CriterionMaskClassification", MaskClassificationOptions),
+}
+OPTIMIZERS: Mapping[str, BuiltIn] = {
+    "sgd": BuiltIn("segapp.optim.optimizers:sgd", SgdOptions),
+    "adam": BuiltIn("segapp.optim.optimizers:adam", AdamOptions),
+    "adamw": BuiltIn("segapp.optim.optimizers:adamw", AdamOptions),
+}
+SCHEDULES: Mapping[str, BuiltIn] = {
+    "poly": BuiltIn("segapp.optim.schedules:poly"),
+    "cosine": BuiltIn("segapp.optim.schedules:cosine"),
+    "step": BuiltIn("segapp.optim.schedules:steps_down", StepOptions),
+    "constant": BuiltIn("segapp.optim.schedules:constant"),
+    "onecycle": BuiltIn("segapp.optim.schedules:one_cycle", OneCycleOptions),
+    "plateau": BuiltIn("segapp.optim.schedules:constant", PlateauOptions),
+}
+
+UNKNOWN_OPTION = "unknown_option"
+"""Type of the error of a key that the named one does not have."""
+
+BUILT_INS: Mapping[str, Mapping[str, BuiltIn]] = {"loss": LOSSES, "optim": OPTIMIZERS, "schedule": SCHEDULES}
+"""Section -> its table."""
+
+if TYPE_CHECKING:
+    LossName = str
+    OptimizerName = str
+    ScheduleName = str
+else:  # pydantic reads the accepted words from here
+    LossName, OptimizerName, ScheduleName = (Literal[tuple(table)] for table in BUILT_INS.values())
+
+
+def checked_options(table: Mapping[str, BuiltIn]) -> Any:
+    """Return the validator of a field `options` behind a field `name`: the named one's own keys, defaults filled in."""
+
+    def check(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        name: str = info.data.get("name", "")  # missing if it is wrong itself
+        if name not in table:
+            return options
+        try:
+            return table[name].options.model_validate(options).model_dump()
+        except ValidationError as error:
+            raise ValidationError.from_exception_data(
+                error.title, [_line_error(item, name, table[name].options) for item in error.errors()]
+            ) from None
+
+    return field_validator("options")(check)
+
+
+def _line_error(item: Any, name: str, model: type[Section]) -> InitErrorDetails:
+    """Return one of pydantic's errors again; that of an unknown key names the keys that there are."""
+    found = InitErrorDetails(type=item["type"], loc=item["loc"], input=item["input"], ctx=item.get("ctx", {}))
+    if item["type"] == "extra_forbidden":
+        known = accepted_words(str(item["loc"][0]), model.model_fields) if model.model_fields else "it has none"
+        found["type"] = PydanticCustomError(UNKNOWN_OPTION, "{text}", {"text": f"no option of {name}: {known}"})
+    return found
+
+
+def options_schema(table: Mapping[str, BuiltIn]) -> Callable[[dict[str, Any]], None]:
+    """Return what adds the options of all built-in ones to the JSON schema of a field `options`, for editors."""
+
+    def add(schema: dict[str, Any]) -> None:
+        found: dict[str, list[dict[str, Any]]] = {}
+        for name, built_in in table.items():
+            for key, field in built_in.options.model_json_schema().get("properties", {}).items():
+                found.setdefault(key, []).append({**field, "description": f"{field['description']} ({name})"})
+        schema["properties"] = {key: each[0] if len(each) == 1 else {"anyOf": each} for key, each in found.items()}
+
+    return add
