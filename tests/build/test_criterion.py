@@ -21,7 +21,7 @@ def no_rule(rule: str) -> list[float]:
 @pytest.mark.parametrize(
     ("section", "name"), [(section, name) for section, table in BUILT_INS.items() for name in table]
 )
-def test_factory_takes_the_options_of_its_name_with_the_same_defaults(section: str, name: str) -> None:
+def test_factory_takes_its_options_with_the_same_defaults(section: str, name: str) -> None:
     built_in = BUILT_INS[section][name]
     parameters = inspect.signature(pkgutil.resolve_name(built_in.factory)).parameters
     if name == "plateau":

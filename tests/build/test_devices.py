@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from segapp.build import devices as module
-from segapp.build.devices import plan_devices
+from segapp.build.devices import choose_devices, plan_devices
 from segapp.config import RunConfig, validate_config
 from segapp.config.modes import FEATURES, Feature
 from segapp.errors import ConfigError
@@ -132,3 +132,13 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
         ):
             with pytest.raises(ConfigError, match=f"{'.'.join(feature.key)}:? {feature.problem(mode)}"):
                 act()
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0", "meta", "foo"])
+def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
+    for value in (device, [device]):
+        with pytest.raises(
+            ConfigError, match=f"^parallel.devices: device '{device}' .*: use 'cpu', 'cuda:0' or"
+        ) as caught:
+            choose_devices(value)
+        assert caught.value.exit_code == 2

@@ -14,8 +14,8 @@ import yaml
 
 from segapp import errors
 from segapp.cli import app
-from segapp.config import RunConfig, validate_config
-from segapp.config.sections import section_of
+from segapp.config import validate_config
+from segapp.config.words import known_keys
 from segapp.docs.pages import FOLDER, headings, pages, slug
 from tests.support import ROOT
 from tests.support.page_blocks import Block, blocks, page_files
@@ -111,17 +111,6 @@ def test_named_commands_and_options_are_in_the_parser(path: Path) -> None:
     assert {command: why for command, why in problems.items() if why} == {}
 
 
-def keys_of(model: Any, prefix: str = "") -> set[str]:
-    """Return every key of the config, sections included."""
-    found = set()
-    for name in model.model_fields:
-        found.add(f"{prefix}{name}")
-        section = section_of(model, name)
-        if section is not None:
-            found |= keys_of(section, f"{prefix}{name}.")
-    return found
-
-
 SECTIONS = "data|model|loss|optim|schedule|train|parallel|eval|checkpoint|log|distill"
 NOT_KEYS = re.compile(r"\.(py|md|yaml|txt|log|json|jsonl|pt|onnx|csv)$|segapp|\.unet\b")
 
@@ -137,7 +126,7 @@ def test_named_config_keys_exist(path: Path) -> None:
         for part in code
         for key in re.findall(rf"(?<![\w./-])((?:{SECTIONS})(?:\.[a-z][a-z0-9_]*)+)(?![\w/(])", part)
     }
-    known = keys_of(RunConfig) | {f"loss.plus.{key}" for key in ("name",)}
+    known = {".".join(key) for key in known_keys()} | {"loss.plus.name"}
     assert {key for key in named if key not in known and not NOT_KEYS.search(key)} == set()
 
 
