@@ -61,7 +61,7 @@ LONG_FILES = (
     "e2e/test_tmux.py",
     "models/test_models_smp.py",
     "parallel/test_ranks.py",
-    "parallel/test_order_graph.py",
+    "parallel/test_issue_order.py",
     "training/planning/test_auto_settings.py",
     "training/planning/test_planned_engine.py",
     "export/test_export.py",

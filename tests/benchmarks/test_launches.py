@@ -6,7 +6,7 @@ uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_launches.py
 import pytest
 import torch
 
-from tests.support.launch_counts import build_step, count, least_cpu_s
+from tests.support.gpu.launch_counts import build_step, count, least_cpu_s
 
 pytestmark = pytest.mark.benchmark
 

@@ -12,7 +12,7 @@ from tests.support import ROOT
 
 @pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_simulated_tensors_are_those_of_a_device():
-    command = [sys.executable, "-m", "tests.support.simulated_devices"]
+    command = [sys.executable, "-m", "tests.support.gpu.simulated_devices"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)
     assert done.returncode == 0, done.stderr[-3000:]
     first, second = "simgpu:0", "simgpu:1"

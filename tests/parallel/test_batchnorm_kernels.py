@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
 from segapp.parallel.sync_batchnorm import layer as layers
-from tests.support.batchnorm_kernels import kernels_on_the_cpu
-from tests.support.launch_counts import OperatorCounter
+from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
+from tests.support.gpu.launch_counts import OperatorCounter
 from tests.support.parallel_cases import grads_of, relative_error, state_error
 
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(scope="module")
 def said():
     done = subprocess.run(
-        [sys.executable, "-m", "tests.support.fake_device_step"], capture_output=True, text=True, cwd=ROOT
+        [sys.executable, "-m", "tests.support.gpu.fake_device_step"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

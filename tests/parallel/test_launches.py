@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.batchnorm_kernels import kernels_on_the_cpu
-from tests.support.launch_counts import build_ddp_step, build_step, count
+from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
+from tests.support.gpu.launch_counts import build_ddp_step, build_step, count
 
 BOUNDS = {
     "single": (850, 480),

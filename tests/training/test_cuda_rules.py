@@ -50,7 +50,7 @@ def case_of(network: dict[str, Any], mode: str, precision: str, crop: int = 64) 
 def errors_of(cases: list[dict[str, Any]], tmp_path: Path) -> list[str | None]:
     file = tmp_path / "cases.json"
     file.write_text(json.dumps(cases))
-    command = [sys.executable, "-m", "tests.support.cuda_rules", str(file)]
+    command = [sys.executable, "-m", "tests.support.gpu.cuda_rules", str(file)]
     result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=True)
     found = [json.loads(line) for line in result.stdout.splitlines()]
     assert len(found) == len(cases)

@@ -15,7 +15,7 @@ from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import Axis, _cached_grid, products_are_exact
 from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks
 from segapp.losses.fused.reference import cross_entropy_sums
-from tests.support.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
+from tests.support.gpu.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
 from tests.support.loss_cases import class_weight, criteria, draw, relative_error, suited
 
 NAMES = list(criteria())

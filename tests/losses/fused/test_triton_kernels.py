@@ -13,8 +13,8 @@ triton = pytest.importorskip("triton", reason="Triton comes with CUDA builds of 
 
 import triton.language as tl  # noqa: E402
 
-from tests.support import kernel_usage  # noqa: E402
-from tests.support.fake_cuda_driver import pretend_card  # noqa: E402
+from tests.support.gpu import kernel_usage  # noqa: E402
+from tests.support.gpu.fake_cuda_driver import pretend_card  # noqa: E402
 
 
 def interpret(every):
@@ -24,7 +24,7 @@ def interpret(every):
         "OMP_NUM_THREADS": "1",
     }
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.support.kernel_cases", str(every)],
+        [sys.executable, "-W", "ignore", "-m", "tests.support.gpu.kernel_cases", str(every)],
         env=environment,
         capture_output=True,
         text=True,

@@ -14,13 +14,13 @@ from segapp.losses.fused import checks, triton_trial
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
 from segapp.losses.fused.kernel_errors import KernelError
 from segapp.parallel import DataParallelCriterion
-from tests.support.as_on_cuda import take_cuda_road
+from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.loss_cases import draw, relative_error
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch on Linux")
 
 from segapp.losses.fused import triton_cross_entropy
-from tests.support.fake_cuda_driver import pretend_card
+from tests.support.gpu.fake_cuda_driver import pretend_card
 
 CPU = torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""Kernel launches of a whole step, with a stored upper limit for each mode; see `tests.support.launches`."""
+"""Kernel launches of a whole step, with a stored upper limit for each mode; see `tests.support.gpu.launches`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segapp.training.planning.blank_data import blank_batch
 from segapp.training.planning.trial_step import build_trial_engine
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.layout import StepLayout
-from tests.support.launches import LaunchCounter, launches_of_lists
+from tests.support.gpu.launches import LaunchCounter, launches_of_lists
 
 CPU = torch.device("cpu")
 DEMO = {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"}

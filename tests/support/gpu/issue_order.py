@@ -1,16 +1,28 @@
-"""Records the order of a data-parallel step on 2 to 8 fake devices, for tests/parallel/test_order_graph.py.
+"""The order in which a data-parallel step issues its operators on 2 to 8 fake devices, for tests/parallel.
 
-Fake devices cannot be removed from a process, so this runs in one of its own and prints JSON: for every number of
-devices what `order_graph` finds in a step of the engine, and in steps with seeded defects.
+`Recording` runs a step on fake devices, where a tensor has a device but no values, and notes each operator with the
+thread that issues it, its devices and the tensors that it reads and writes. On CUDA every device has one stream here:
+an operator on one device waits for what was issued to its stream before; a copy between two devices waits for both
+streams, and both wait for it (torch's `copy_` records two events). Such a step cannot wait in a circle: events only
+point to what was issued before. A collective could, because its launches on the devices are not one unit, so a step
+must issue none.
+
+`unordered_reads` finds the reads that do not wait for the write: an operator that reads another device's tensor without
+a copy, and a read in one thread of a value from another that no exchange, start or end orders after the write.
+
+Fake devices cannot be removed from a process, so this runs in one of its own and prints JSON: the findings in a step
+of the engine for every number of devices, and in steps with seeded defects.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -23,12 +35,72 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, current_replica, replicas
 from segapp.parallel.rendezvous import ReplicaGroup
-from segapp.parallel.sync_batchnorm import layer
-from tests.support.fake_device_step import rebuild_on
-from tests.support.order_graph import Action, circles, unordered_reads
+from tests.support.gpu.fake_device_step import rebuild_on
 from tests.support.parallel_cases import PlainCE
 
 COPIES = ("_to_copy", "copy_")
+
+
+@dataclass(frozen=True)
+class Action:
+    """Something that a thread issues to the streams of devices.
+
+    Attributes:
+        thread: name of the issuing thread.
+        devices: whose streams it is issued to.
+        kind: "operator", "copy" or "collective".
+        reads: (value, its device) of what it reads.
+        writes: values it writes.
+        after: numbers of the actions of other threads that the host has waited for.
+        what: name, for messages.
+    """
+
+    thread: str
+    devices: tuple[int, ...]
+    kind: str = "operator"
+    reads: tuple[tuple[int, int], ...] = ()
+    writes: tuple[int, ...] = ()
+    after: frozenset[int] = frozenset()
+    what: str = ""
+
+
+@dataclass
+class Order:
+    """Actions in an order in which they were issued once, and what the host orders in all runs."""
+
+    actions: Sequence[Action]
+    before: list[int] = field(default_factory=list)
+    """For each action the set of actions that the host always issues before it, as bits."""
+
+    def __post_init__(self) -> None:
+        latest: dict[str, int] = {}
+        for number, action in enumerate(self.actions):
+            earlier = set(action.after) | ({latest[action.thread]} if action.thread in latest else set())
+            bits = 0
+            for other in earlier:
+                bits |= self.before[other] | 1 << other
+            self.before.append(bits)
+            latest[action.thread] = number
+
+    def are_concurrent(self, one: int, other: int) -> bool:
+        """Return True if threads may issue the two in either order."""
+        first, second = min(one, other), max(one, other)
+        return not self.before[second] >> first & 1
+
+
+def unordered_reads(actions: Sequence[Action]) -> list[str]:
+    """Return the reads that nothing orders after the write; empty if there is none."""
+    order, found = Order(actions), []
+    writers: dict[int, int] = {}
+    for number, action in enumerate(actions):
+        for value, device in action.reads:
+            if device not in action.devices:
+                found.append(f"{action.what} of {action.thread} on {list(action.devices)} reads from device {device}")
+            writer = writers.get(value)
+            if writer is not None and order.are_concurrent(writer, number):
+                found.append(f"{action.what} of {action.thread} reads what {actions[writer].thread} may still issue")
+        writers.update(dict.fromkeys(action.writes, number))
+    return found
 
 
 class Recording(TorchDispatchMode):
@@ -112,6 +184,18 @@ class Recording(TorchDispatchMode):
         ):
             yield
 
+    @contextmanager
+    def collectives(self) -> Iterator[None]:
+        """Note the collectives of `torch.cuda.nccl`, which all of `torch.cuda.comm` uses on distinct devices."""
+
+        def noted(what: str) -> Callable[..., None]:
+            return lambda inputs, *_, **__: self.note("collective", (0,), inputs, (), what)
+
+        with contextlib.ExitStack() as stack:
+            for name in ("all_reduce", "reduce", "broadcast", "all_gather", "reduce_scatter"):
+                stack.enter_context(mock.patch.object(torch.cuda.nccl, name, noted(name)))
+            yield
+
     def _latest_of(self, thread: str) -> set[int]:
         return {self._latest[thread]} if thread in self._latest else set()
 
@@ -175,34 +259,25 @@ def record(num_devices: int, sync_bn: bool = True, gpu0_bsz: int | None = None) 
     model = DataParallelModel(net, [f"fake:{i}" for i in range(num_devices)], gpu0_bsz)
     criterion = DataParallelCriterion(PlainCE(weight=torch.empty(4, device="fake:0")))
     recording = Recording()
-    with mock.patch.object(replicas, "_BUCKET_BYTES", 100), recording.waits(), recording:
+    with mock.patch.object(replicas, "_BUCKET_BYTES", 100), recording.waits(), recording.collectives(), recording:
         outputs = model(torch.empty(9, 3, 11, 11))
         recording.backward(criterion(outputs, torch.empty(9, 9, 9, dtype=torch.long)))
     return recording.actions
 
 
 # ---------------------------------------------------------------------------------------------------- seeded defects
-def old_scheme(num_devices: int) -> list[Action]:
-    """The scheme before: NCCL sums each bucket while synchronised BatchNorm copies between devices in other threads."""
+def with_collectives(num_devices: int) -> list[Action]:
+    """Return the actions of a step that sums each bucket of gradients with NCCL."""
 
     def reduce(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        count = len(ctx.layouts)
-        mode = next(m for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack() if type(m) is Recording)
-        sums = [None if grad is None else torch.empty_like(grad) for grad in grads[:count]]
-        given = ([each for each in tensors if each is not None] for tensors in (grads, sums))
-        mode.note("collective", tuple(device.index for device in ctx.devices), *given, "reduce")
+        sums = [None if grad is None else torch.empty_like(grad) for grad in grads[: len(ctx.layouts)]]
+        torch.cuda.nccl.reduce(
+            [grad for grad in grads if grad is not None], [each for each in sums if each is not None]
+        )
         return (None, *sums)
 
-    def join(parts: list[Any]) -> list[Tensor]:
-        main = parts[0].x.device
-        means = torch.stack([part.x.mean((0, 2, 3)).to(main) for part in parts]).mean(0)
-        return [part.x - means.to(part.x.device).view(1, -1, 1, 1) for part in parts]
-
-    with (
-        mock.patch.object(replicas._CopyToDevices, "backward", staticmethod(reduce)),
-        mock.patch.object(layer.SyncBatchNorm, "_normalize", lambda self, parts: join(parts)),
-    ):
-        return record(num_devices)
+    with mock.patch.object(replicas._CopyToDevices, "backward", staticmethod(reduce)):
+        return record(num_devices, sync_bn=False)
 
 
 def without_waiting(num_devices: int) -> list[Action]:
@@ -226,7 +301,6 @@ def without_copies(num_devices: int) -> list[Action]:
 def findings(actions: Sequence[Action]) -> dict[str, Any]:
     kinds = [action.kind for action in actions]
     return {
-        "circles": circles(actions)[:3],
         "unordered": unordered_reads(actions)[:3],
         "threads": sorted({action.thread for action in actions}),
         **{kind: kinds.count(kind) for kind in ("operator", "copy", "collective")},
@@ -242,7 +316,7 @@ if __name__ == "__main__":
             "dp": {n: findings(record(n)) for n in range(2, 9)},
             "dp without gpu 0": {n: findings(record(n, gpu0_bsz=0)) for n in (2, 3, 8)},
             "dp, sync_bn off": {n: findings(record(n, sync_bn=False)) for n in (2, 3, 8)},
-            "old": {n: findings(old_scheme(n)) for n in (2, 3, 8)},
+            "with collectives": {3: findings(with_collectives(3))},
             "without waiting": {3: findings(without_waiting(3))},
             "without copies": {3: findings(without_copies(3))},
         }

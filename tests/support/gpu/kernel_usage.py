@@ -1,6 +1,6 @@
 """Registers, spills and shared memory of the loss's Triton kernels, compiled for several cards without one.
 
-    python -m tests.support.kernel_usage [--all]
+    python -m tests.support.gpu.kernel_usage [--all]
 
 prints a markdown table. The kernels are specialised by Triton from the arguments of the loss's own launch.
 """
@@ -17,7 +17,7 @@ import triton
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
 from segapp.losses.fused.checks import _reports
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
-from tests.support.fake_cuda_driver import Usage, pretend_card
+from tests.support.gpu.fake_cuda_driver import Usage, pretend_card
 
 CLASSES = (2, 19, 60, 150, 256)
 CAPABILITIES = (75, 80, 90)

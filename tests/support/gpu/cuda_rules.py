@@ -3,7 +3,7 @@
 Fake tensors refuse operators on several devices. `CudaRules` also refuses the mixed dtypes that CUDA's kernels refuse
 and the CPU's accept. The simulated backend cannot be unregistered, so this runs in a process of its own:
 
-    python -m tests.support.cuda_rules CASES.json
+    python -m tests.support.gpu.cuda_rules CASES.json
 
 reads a list of cases and prints, for each, its error or null. Cases with "fault" come last: they run with two defects.
 """
