@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,43 +46,14 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     _watch.take()  # what was looked at here is no use by a test
 
 
-LONG_FILES = (
-    "faults/test_random_faults.py",
-    "faults/test_soak.py",
-    "faults/test_random_kills.py",
-    "training/test_parallel_training.py",
-    "commands/test_control.py",
-    "tui/test_screen.py",
-    "e2e/test_recipes.py",
-    "inference/test_evaluate.py",
-    "training/step/test_distill.py",
-    "training/test_own_parts.py",
-    "losses/fused/test_triton_kernels.py",
-    "training/recovery/test_out_of_memory.py",
-    "export/test_export_weights.py",
-    "e2e/test_tmux.py",
-    "models/test_models_smp.py",
-    "parallel/test_ranks.py",
-    "parallel/test_issue_order.py",
-    "training/planning/test_auto_settings.py",
-    "training/planning/test_planned_engine.py",
-    "export/test_export.py",
-    "tui/test_manual.py",
-    "commands/sweep/test_sweep_runs.py",
-    "parallel/test_fake_devices.py",
-    "models/test_models_torchvision.py",
-    "models/test_weight_keys.py",
-    "training/test_resume.py",
-    "test_floors.py",
-    "test_completion.py",
-    "parallel/test_launch.py",
-    "commands/test_doctor.py",
-    "test_api.py",
-    "e2e/test_bands.py",
-    "training/test_fine_tuning.py",
-    "commands/test_models.py",
-)
-"""Files that take longest, longest first: a worker that got one last would keep the others waiting."""
+DURATIONS = ROOT / "tests" / "durations.json"
+"""Seconds of each file that takes more than two; `pytest --store-durations` writes them."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--store-durations", action="store_true", help=f"write the seconds of each file to {DURATIONS.name}"
+    )
 
 
 def pytest_xdist_auto_num_workers() -> int:
@@ -90,8 +63,13 @@ def pytest_xdist_auto_num_workers() -> int:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     fault_table.note_cases(items)
-    ranks = {str(ROOT / "tests" / name): rank for rank, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: ranks.get(str(item.path), len(ranks)))
+    durations_s = json.loads(DURATIONS.read_text())
+    items.sort(key=lambda item: -durations_s.get(file_of(item.nodeid), 0))  # a long file at the end would be waited for
+
+
+def file_of(test: str) -> str:
+    """The file of a test below `tests/`."""
+    return test.partition("::")[0].removeprefix("tests/")
 
 
 @pytest.hookimpl(trylast=True)
@@ -119,6 +97,12 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 def pytest_sessionfinish(session: pytest.Session) -> None:
     if not is_controller(session):
         return
+    if session.config.getoption("--store-durations"):
+        durations_s: Counter[str] = Counter()
+        for report in _reports:
+            durations_s[file_of(report.nodeid)] += report.duration
+        rounded = {name: round(duration_s) for name, duration_s in sorted(durations_s.items()) if duration_s > 2}
+        DURATIONS.write_text(json.dumps(rounded, indent=1) + "\n")
     if os.environ.get(fault_table.RESULTS_VARIABLE):
         fault_table.write_results(_reports, time.monotonic() - _began_s)
     if written := visible_files() - _names_before:

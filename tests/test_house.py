@@ -67,3 +67,12 @@ def test_tests_marked_faults_are_in_tests_faults() -> None:
 def is_faults_mark(node: ast.AST) -> bool:
     """True for the expression `pytest.mark.faults`."""
     return isinstance(node, ast.Attribute) and node.attr == "faults" and ast.unparse(node) == "pytest.mark.faults"
+
+
+def test_page_of_the_stand_ins_for_a_gpu_names_each_module() -> None:
+    folder = ROOT / "tests" / "support" / "gpu"
+    rows = [line.split("|") for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `")]
+    assert sorted(row[1].strip(" `") for row in rows) == sorted(
+        {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    )
+    assert all(row[2].strip() and row[3].strip() for row in rows), "it says what each pretends and cannot show"

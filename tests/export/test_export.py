@@ -29,7 +29,7 @@ from segapp.export.network import SizedPooling
 from segapp.models import SegmentationModel, build_model
 from segapp.models.network import FamilyNote
 from tests.support.runs import merged, segapp, train
-from tests.train.test_modern_networks import DPT, DPT_V2, EOMT, NETWORKS
+from tests.training.test_modern_networks import DPT, DPT_V2, EOMT, NETWORKS
 
 CLASSES = ("ground", "box", "disc")
 

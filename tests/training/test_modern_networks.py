@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.train.test_resume import stop_at
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
@@ -16,6 +15,7 @@ from segapp.training.process import signals
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.runs import differing, events, merged, train
+from tests.training.test_resume import stop_at
 
 DINO_V3 = "tu-vit_small_patch16_dinov3"
 TINY_VIT: dict[str, Any] = {"depth": 4, "embed_dim": 48, "num_heads": 3}

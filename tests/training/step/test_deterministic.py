@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.train.step.test_launches import CPU, config_of
 from torch import Tensor, nn
 
 from segapp.build.network import build_network
 from segapp.config import ModelConfig, validate_config
 from segapp.training.process.numerics import numerics
 from segapp.training.step.deterministic import make_deterministic, nondeterministic_parts, refusal
+from tests.training.step.test_launches import CPU, config_of
 
 PSP = {"library": "smp", "name": "PSPNet", "encoder": "resnet18"}
 UPERNET = {"library": "smp", "name": "UPerNet", "encoder": "resnet18"}

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tests.train.telemetry.test_activities import Time
 
 from segapp.training.telemetry.clock import Clock, Spent
 from segapp.training.telemetry.remaining_time import Left, Observed, Place, RemainingTime, Schedule
+from tests.training.telemetry.test_activities import Time
 
 RECORDED = Path(__file__).parent / "recorded_times"
 
