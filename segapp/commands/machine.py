@@ -1,8 +1,8 @@
 """The facts of this machine as plain values: the "facts" of `segapp doctor --json`. Standard library only.
 
 torch and what depends on it are imported in a child process, because a wrongly installed torch may raise, crash or
-hang. One child tries all imports; if it dies or does not answer, the next child goes on behind the import that ended
-it. No function here raises for a missing or broken part; a value that is not known is None.
+hang. One child tries all imports; if it dies or does not answer, another child tries the imports that are left. No
+function here raises for a missing or broken part; a value that is not known is None.
 """
 
 from __future__ import annotations
@@ -11,11 +11,9 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import json
-import locale
 import os
 import platform
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -32,7 +30,6 @@ IMPORTS_S = 90.0
 """Longest wait for each child. The first import of torch from a slow disk takes tens of seconds."""
 NVIDIA_SMI_S = 10.0
 """Longest wait for nvidia-smi, which hangs with a driver in trouble."""
-PACKAGE_MANAGERS = ("apt-get", "dnf", "yum", "zypper", "pacman", "apk", "brew")
 
 _SMI_FIELDS = {
     "index": "index",
@@ -41,36 +38,29 @@ _SMI_FIELDS = {
     "total_mib": "memory.total",
     "used_mib": "memory.used",
     "name": "name",
-    "capability": "compute_cap",  # last: drivers before 2021 do not have it
 }
 _MARK = "segapp-doctor "
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from segapp.commands.doctor.facts import run_imports; run_imports(sys.argv[2:])"
+    "from segapp.commands.machine import run_imports; run_imports(sys.argv[2:])"
 )
 
 
 def collect_facts() -> Facts:
     """All facts of this machine; takes as long as the imports of torch and the trainer."""
-    folder = Path(__file__).resolve().parents[2]
-    requires_python = ""
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        requires_python = importlib.metadata.metadata("segapp")["Requires-Python"] or ""
+    folder = Path(__file__).resolve().parents[1]
     return {
         "segapp": _version("segapp"),
         "folder": str(folder),
         "python": platform.python_version(),
         "executable": sys.executable,
-        "requires_python": requires_python,
-        "is_python_in_range": _is_in_range(platform.python_version(), requires_python),
-        "installer": _installer(folder.parent),
+        "installer": "pip" if importlib.util.find_spec("pip") is not None else "uv",
         "packages": list(_packages()),
         "imports": try_imports(),
         "nvidia_smi": ask_nvidia_smi(),
         "compiler": find_compiler(os.environ),
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
-        "machine": _machine(),
-        "terminal": _terminal(os.environ),
+        "disks": _disks(),
     }
 
 
@@ -151,14 +141,6 @@ def _holds(marker: str) -> bool:
         return Marker(marker).evaluate()
     except (ImportError, ValueError):
         return False
-
-
-def _installer(checkout: Path) -> str:
-    """`uv-project` where the environment is that of a checkout, else `pip`, or `uv` where there is no pip."""
-    has_uv = shutil.which("uv") is not None
-    if has_uv and (checkout / "pyproject.toml").is_file() and Path(sys.prefix).parent == checkout:
-        return "uv-project"
-    return "uv" if has_uv and importlib.util.find_spec("pip") is None else "pip"
 
 
 # Imports in a child process
@@ -294,34 +276,29 @@ def ask_nvidia_smi(timeout_s: float = NVIDIA_SMI_S) -> Facts:
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"status": "absent", "error": "", "gpus": []}
-    for fields in (list(_SMI_FIELDS), list(_SMI_FIELDS)[:-1]):
-        query = ",".join(_SMI_FIELDS[field] for field in fields)
-        try:
-            answer = run_bounded([program, f"--query-gpu={query}", "--format=csv,noheader,nounits"], timeout_s)
-        except OSError as raised:
-            return {"status": "failed", "error": raised.strerror or str(raised), "gpus": []}
-        if answer.status is None:
-            return {"status": "hung", "error": f"no answer within {timeout_s:g} s", "gpus": []}
-        rows = [[cell.strip() for cell in line.split(",")] for line in answer.output.splitlines()]
-        rows = [row for row in rows if len(row) == len(fields) and row[0].isdigit()]
-        gpus = [_gpu(dict(zip(fields, row, strict=True))) for row in rows]
-        if answer.status == 0 and gpus:
-            return {"status": "ok", "error": "", "gpus": gpus}
-        error = ((answer.output + answer.errors).strip().splitlines() or [f"exit status {answer.status}"])[0][:300]
-        if "compute_cap" not in error:
-            break
+    try:
+        answer = run_bounded(
+            [program, f"--query-gpu={','.join(_SMI_FIELDS.values())}", "--format=csv,noheader,nounits"], timeout_s
+        )
+    except OSError as raised:
+        return {"status": "failed", "error": raised.strerror or str(raised), "gpus": []}
+    if answer.status is None:
+        return {"status": "hung", "error": f"no answer within {timeout_s:g} s", "gpus": []}
+    rows = [[cell.strip() for cell in line.split(",")] for line in answer.output.splitlines()]
+    gpus = [_gpu(dict(zip(_SMI_FIELDS, row, strict=True))) for row in rows if len(row) == len(_SMI_FIELDS)]
+    if answer.status == 0 and gpus:
+        return {"status": "ok", "error": "", "gpus": gpus}
+    error = ((answer.output + answer.errors).strip().splitlines() or [f"exit status {answer.status}"])[0][:300]
     return {"status": "failed", "error": error, "gpus": []}
 
 
 def _gpu(found: dict[str, str]) -> Facts:
-    capability = found.get("capability", "")
     return {
         **found,
         "index": int(found["index"]),
         "uuid": found["uuid"].removeprefix("GPU-"),
         "total_mib": _number(found["total_mib"]),
         "used_mib": _number(found["used_mib"]),
-        "capability": capability if _number(capability) is not None else None,
     }
 
 
@@ -329,73 +306,20 @@ def _number(text: str) -> float | None:
     return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
 
 
-# Processors, memory, disks, terminal
+# Disks
 
 
-def _machine() -> Facts:
-    num_cores = os.cpu_count() or 1
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else num_cores
-    groups = list(_control_groups())
-    quotas = [quota for group in groups if (quota := cpu_quota(_read(group / "cpu.max"))) is not None]
-    memory, available = parse_meminfo(_read(Path("/proc/meminfo")))
-    limits = [int(text) for group in groups if (text := _read(group / "memory.max").strip()).isdigit()]
-    if memory is not None and limits and min(limits) < memory:
-        memory = min(limits)
-        available = min(available or memory, max(0, memory - _used_bytes(groups[0])))
-    temporary_disk = None
+def _disks() -> Facts:
+    """The file systems of runs, of temporary files and of shared memory; None for one that this machine lacks."""
+    temporary = None
     with contextlib.suppress(OSError):  # no folder of the usual ones can be written
-        temporary_disk = _disk(Path(tempfile.gettempdir()))
+        temporary = _disk(Path(tempfile.gettempdir()))
     shared = Path("/dev/shm")
-    max_open_files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return {
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}",
-        "num_cores": num_cores,
-        "usable_cores": min([float(affinity), *quotas]),
-        "memory_bytes": memory,
-        "available_bytes": available,
-        "run_disk": _disk(Path("runs")),
-        "temporary_disk": temporary_disk,
+        "run": _disk(Path("runs")),
+        "temporary": temporary,
         "shared_memory": _disk(shared) if shared.is_dir() else None,
-        "max_open_files": None if max_open_files == resource.RLIM_INFINITY else max_open_files,
-        "package_manager": next((name for name in PACKAGE_MANAGERS if shutil.which(name)), None),
-        "is_root": os.geteuid() == 0,
     }
-
-
-def _control_groups() -> Iterator[Path]:
-    """The control group of this process and those above it (version 2)."""
-    root = Path("/sys/fs/cgroup")
-    match = re.search(r"^0::/(.*)$", _read(Path("/proc/self/cgroup")), re.MULTILINE)
-    group = root / (match[1] if match else "")
-    while group.is_relative_to(root):
-        yield group
-        group = group.parent
-
-
-def _used_bytes(group: Path) -> int:
-    """Memory of a control group without the page cache, which the kernel gives back on demand."""
-    used = _read(group / "memory.current").strip()
-    cached = re.search(r"^file (\d+)$", _read(group / "memory.stat"), re.MULTILINE)
-    return int(used) - (int(cached[1]) if cached else 0) if used.isdigit() else 0
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(errors="replace")
-    except OSError:
-        return ""
-
-
-def cpu_quota(cpu_max: str) -> float | None:
-    """Processors that a control group may use, from its `cpu.max`; None where there is no limit."""
-    words = cpu_max.split()
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() and int(words[1] or 0) else None
-
-
-def parse_meminfo(text: str) -> tuple[int | None, int | None]:
-    """Bytes of memory, and those available without swapping, from /proc/meminfo."""
-    found = {name: int(kib) * 1024 for name, kib in re.findall(r"^(\w+):\s+(\d+) kB$", text, re.MULTILINE)}
-    return found.get("MemTotal"), found.get("MemAvailable")
 
 
 def _disk(path: Path) -> Facts:
@@ -408,33 +332,3 @@ def _disk(path: Path) -> Facts:
         total, _, free = shutil.disk_usage(path)
     is_writable = os.access(path, os.W_OK | os.X_OK)
     return {"path": str(path), "total_bytes": total, "free_bytes": free, "is_writable": is_writable}
-
-
-def _terminal(environ: Mapping[str, str]) -> Facts:
-    columns = lines = None
-    is_terminal = False
-    with contextlib.suppress(OSError, ValueError):  # closed streams
-        is_terminal = all(stream is not None and stream.isatty() for stream in (sys.__stdin__, sys.__stderr__))
-        if is_terminal and sys.__stderr__ is not None:
-            columns, lines = os.get_terminal_size(sys.__stderr__.fileno())
-    term = environ.get("TERM", "")
-    return {
-        "is_terminal": is_terminal,
-        "columns": columns,
-        "lines": lines,
-        "term": term,
-        "num_colors": num_colors(environ),
-        "has_unicode": "utf" in locale.getpreferredencoding(False).lower(),
-        "is_tmux": "TMUX" in environ or term.startswith(("tmux", "screen")),
-        "is_ssh": "SSH_CONNECTION" in environ or "SSH_TTY" in environ,
-    }
-
-
-def num_colors(environ: Mapping[str, str]) -> int:
-    """Colours of the terminal, as its variables say; 0 with NO_COLOR."""
-    term = environ.get("TERM", "")
-    if environ.get("NO_COLOR") or term in ("", "dumb", "unknown"):
-        return 0
-    if environ.get("COLORTERM", "").lower() in ("truecolor", "24bit"):
-        return 1 << 24
-    return 256 if "256" in term else 8

@@ -1,17 +1,24 @@
-"""Pure functions from the facts of a machine to findings about training on it.
+"""`segapp doctor`: what this machine offers for training, what is missing, and the command that gets it.
 
-A finding is ok, a warning (it works, with less), or missing; if it is also required, training with default settings
-fails without it.
+Facts of the machine (`machine`) become findings: ok, a warning (it works, with less), or missing; if one that is
+required is missing, training with default settings fails. Only the standard library is needed, so that it works in a
+broken installation as long as typer starts.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
-from segapp.commands.doctor.facts import Facts
+from segapp.commands.machine import Facts, collect_facts
+from segapp.run.starting import announce_on_terminal
+from segapp.run.text import printable
+
+CANNOT_TRAIN = 1
+JSON_VERSION = 1
 
 GIB = 2**30
 MIN_RUN_DISK_BYTES = 5 * GIB
@@ -19,14 +26,9 @@ MIN_RUN_DISK_BYTES = 5 * GIB
 MIN_TEMPORARY_BYTES = GIB // 2
 MIN_SHARED_BYTES = GIB
 """Two batches for each data worker; containers get 64 MiB if nobody asks for more."""
-MIN_MEMORY_BYTES = 4 * GIB
-MIN_OPEN_FILES = 1024
-MIN_COLUMNS, MIN_LINES = 60, 15
-"""As `segapp.tui.panes.header`, which needs textual."""
 
 State = Literal["ok", "warning", "missing"]
 
-_COMPILERS = {"pacman": "pacman -S --noconfirm gcc", "apk": "apk add build-base", "brew": "xcode-select --install"}
 _EXTRAS = {"export": "segapp export; segapp predict with .onnx files", "wandb": "log.wandb", "mlflow": "log.mlflow"}
 _FAILURES = {"failed": "cannot be imported", "crashed": "its import crashes", "hung": "its import hangs"}
 
@@ -42,6 +44,43 @@ class Finding(NamedTuple):
     fix: str = ""
 
 
+def print_doctor(*, as_json: bool) -> int:
+    """Print what this machine offers.
+
+    Returns:
+        The exit code: 0 if training can run here, 1 if something that it requires is missing.
+    """
+    announce_on_terminal("looking at this machine")
+    facts = collect_facts()
+    findings = evaluate_machine(facts)
+    trains = can_train(findings)
+    if as_json:
+        plain = [finding._asdict() for finding in findings]
+        print(json.dumps({"v": JSON_VERSION, "can_train": trains, "findings": plain, "facts": facts}, indent=2))
+    else:
+        print("\n".join(report_lines(findings)))
+    return 0 if trains else CANNOT_TRAIN
+
+
+def report_lines(findings: Sequence[Finding]) -> list[str]:
+    """The report for a person: a line for each finding, then what to do, then the result."""
+    width = max(len(finding.name) for finding in findings)
+    lines, to_do = [], []
+    for name, state, found, is_required, needed_for, fix in findings:
+        affected = f" (affects {needed_for})" if needed_for and not fix else ""
+        lines.append(printable(f"{name:<{width}}  {state:<7}  {found}{affected}"))
+        if fix:
+            label = "required" if is_required and state == "missing" else f"for {needed_for}"
+            to_do += [printable(f"  {name} ({label}):"), printable(f"    {fix}")]
+    if to_do:
+        lines += ["", "to do:", *to_do]
+    missing = [finding.name for finding in findings if finding.is_required and finding.state == "missing"]
+    gpus = sum(finding.name.startswith("cuda:") and finding.state == "ok" for finding in findings)
+    where = f"{gpus} GPU{'s' if gpus > 1 else ''}" if gpus else "the CPU"
+    result = f"cannot run here: {', '.join(missing)} missing" if missing else f"can run here, on {where}"
+    return [*lines, "", f"training {result}"]
+
+
 def can_train(findings: Sequence[Finding]) -> bool:
     """True if nothing that is required is missing."""
     return not any(finding.is_required and finding.state == "missing" for finding in findings)
@@ -54,27 +93,18 @@ def evaluate_machine(facts: Facts) -> list[Finding]:
         *_packages(facts),
         *_gpus(facts),
         *_triton(facts),
-        *_machine(facts["machine"]),
-        _terminal(facts["terminal"]),
+        *_disks(facts["disks"]),
     ]
 
 
-def _install(facts: Facts, names: Sequence[str], *, extra: str | None = None, again: bool = False) -> str:
+def _install(facts: Facts, names: Sequence[str], *, again: bool = False) -> str:
     """The command that installs packages into this environment; `again` replaces what is there."""
     python = shlex.quote(facts["executable"])
-    if facts["installer"] == "uv-project":
-        options = f" --inexact --extra {extra}" if extra else ""
-        options += "".join(f" --reinstall-package {name}" for name in names if again)
-        return f"cd {_checkout(facts)} && uv sync{options}"
     requirements = {package["name"]: package["requirement"] for package in facts["packages"]}
     words = " ".join(shlex.quote(requirements.get(name, name)) for name in names)
     if facts["installer"] == "uv":
         return f"uv pip install --python {python} {'--reinstall ' if again else ''}{words}"
     return f"{python} -m pip install {'--force-reinstall ' if again else ''}{words}"
-
-
-def _checkout(facts: Facts) -> str:
-    return shlex.quote(facts["folder"].rpartition("/")[0])
 
 
 def _package(facts: Facts, name: str) -> dict[str, Any]:
@@ -85,17 +115,11 @@ def _package(facts: Facts, name: str) -> dict[str, Any]:
 def _software(facts: Facts) -> Iterator[Finding]:
     if facts["segapp"] is None:
         found = f"runs from {facts['folder']}, not installed as a package"
-        fix = f"{shlex.quote(facts['executable'])} -m pip install -e {_checkout(facts)}"
+        fix = f"{shlex.quote(facts['executable'])} -m pip install -e {shlex.quote(facts['folder'].rpartition('/')[0])}"
         yield Finding("segapp", "warning", found, False, "version checks", fix)
     else:
         yield Finding("segapp", "ok", f"{facts['segapp']} ({facts['folder']})")
-    found = f"{facts['python']} ({facts['executable']})"
-    if facts["is_python_in_range"] is False:
-        fix = f"make an environment with Python {facts['requires_python']}: uv venv --python 3.12"
-        found = f"{found}, {facts['requires_python']} is needed"
-        yield Finding("python", "missing", found, True, "everything", fix)
-    else:
-        yield Finding("python", "ok", found, True)
+    yield Finding("python", "ok", f"{facts['python']} ({facts['executable']})", True)
     yield from _torch(facts)
     if facts["imports"]["trainer"]["status"] != "skipped":
         yield _imported(facts, "trainer", "all its modules can be imported", "install what this error names")
@@ -154,7 +178,7 @@ def _packages(facts: Facts) -> Iterator[Finding]:
         packages = [package for package in facts["packages"] if package["extra"] == extra]
         absent = [package["name"] for package in packages if package["version"] is None]
         if absent:
-            fix = _install(facts, absent, extra=extra)
+            fix = _install(facts, absent)
             yield Finding(extra, "missing", f"{', '.join(absent)} not installed", False, needed_for, fix)
             continue
         yield from (_out_of_range(facts, package) for package in packages if package["is_in_range"] is False)
@@ -189,8 +213,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         yield _device(device, found, cuda["kernels"])
     for gpu in () if devices else smi["gpus"]:
         memory = "memory unknown" if gpu["total_mib"] is None else f"{gpu['total_mib'] / 1024:.1f} GiB"
-        capability = f", compute capability {gpu['capability']}" if gpu["capability"] else ""
-        found = f"{gpu['name']}, {memory}{capability}; torch does not see it"
+        found = f"{gpu['name']}, {memory}; torch does not see it"
         yield Finding(f"gpu {gpu['index']}", "warning", found, False, "training on this GPU", "see cuda above")
 
 
@@ -243,7 +266,7 @@ def runs_on(capability: str, kernels: Sequence[str]) -> bool:
 
 
 def _triton(facts: Facts) -> Iterator[Finding]:
-    result, machine = facts["imports"]["triton"], facts["machine"]
+    result = facts["imports"]["triton"]
     has_gpu = bool(facts["imports"]["cuda"]["facts"].get("devices"))
     if result["status"] == "ok":
         yield Finding("triton", "ok", str(result["facts"]["version"]))
@@ -253,33 +276,23 @@ def _triton(facts: Facts) -> Iterator[Finding]:
     if facts["compiler"] is not None:
         yield Finding("c compiler", "ok", facts["compiler"])
         return
-    manager, fix = machine["package_manager"], "install gcc, or set CC to a C compiler"
-    if manager is not None:
-        sudo = "" if machine["is_root"] or manager == "brew" else "sudo "
-        fix = sudo + _COMPILERS.get(manager, f"{manager} install -y gcc")
     found = "no C compiler in CC, and neither gcc nor clang on PATH"
     needed = has_gpu and result["status"] == "ok"  # loss.options.implementation: auto takes Triton then
-    fix += "; without one: loss.options.implementation: reference" if needed else ""
+    fix = "install gcc, or set CC to a C compiler" + (
+        "; without one: loss.options.implementation: reference" if needed else ""
+    )
     yield Finding("c compiler", "missing", found, needed, "Triton: the loss on GPUs", fix)
 
 
-def _machine(machine: Facts) -> Iterator[Finding]:
-    cores, free, files = machine["usable_cores"], machine["available_bytes"] or 0, machine["max_open_files"]
-    found = f"{cores:g} usable of {machine['num_cores']}, {machine['system']}"
-    yield _enough(cores >= 2, "cpu", found, "data workers beside the training", "use data.workers: 0 or 1")
-    if machine["memory_bytes"] is not None:
-        found = f"{_size(free)} free of {_size(machine['memory_bytes'])}"
-        fix = "end other programs, or lower train.batch_size and data.workers"
-        yield _enough(free >= MIN_MEMORY_BYTES, "memory", found, "the trainer and its data workers", fix)
-    fix = "choose another folder with --run"
-    yield _disk("run disk", machine["run_disk"], MIN_RUN_DISK_BYTES, "checkpoints", fix)
-    if machine["temporary_disk"] is None:
+def _disks(disks: Facts) -> Iterator[Finding]:
+    yield _disk("run disk", disks["run"], MIN_RUN_DISK_BYTES, "checkpoints", "choose another folder with --run")
+    if disks["temporary"] is None:
         fix = "export TMPDIR=/a/folder/that/can/be/written"
         yield Finding("temporary disk", "missing", "no temporary folder can be written", True, "training", fix)
     else:
         fix = "free space there, or set TMPDIR to another folder"
-        yield _disk("temporary disk", machine["temporary_disk"], MIN_TEMPORARY_BYTES, "compiled kernels", fix)
-    if (shared := machine["shared_memory"]) is not None:
+        yield _disk("temporary disk", disks["temporary"], MIN_TEMPORARY_BYTES, "compiled kernels", fix)
+    if (shared := disks["shared_memory"]) is not None:
         is_writable = shared["is_writable"]
         found = _space(shared) if is_writable else f"{shared['path']} cannot be written"
         fix = "start the container with --shm-size=8g (or --ipc=host), or set data.workers: 0"
@@ -287,9 +300,6 @@ def _machine(machine: Facts) -> Iterator[Finding]:
             fix = f"remove what fills it: ls -l {shared['path']}"
         is_enough = is_writable and shared["free_bytes"] >= MIN_SHARED_BYTES
         yield _enough(is_enough, "shared memory", found, "data workers", fix)
-    is_enough = files is None or files >= MIN_OPEN_FILES
-    found = str(files or "no limit") if is_enough else f"at most {files}"
-    yield _enough(is_enough, "open files", found, "data workers", f"ulimit -n {4 * MIN_OPEN_FILES}")
 
 
 def _enough(is_enough: bool, name: str, found: str, needed_for: str, fix: str) -> Finding:
@@ -306,24 +316,6 @@ def _disk(name: str, disk: Facts, least_bytes: int, needed_for: str, fix: str) -
 
 def _space(disk: Facts) -> str:
     return f"{_size(disk['free_bytes'])} free of {_size(disk['total_bytes'])} ({disk['path']})"
-
-
-def _terminal(terminal: Facts) -> Finding:
-    use = "the screen of segapp train and segapp attach"
-    inside = [where for where, key in (("tmux or screen", "is_tmux"), ("ssh", "is_ssh")) if terminal[key]]
-    where = f" in {' over '.join(inside)}" if inside else ""
-    if not terminal["is_terminal"]:
-        found = f"none{where}: stdin or stderr is redirected; training prints lines"
-        return Finding("terminal", "warning", found, False, use)
-    columns, lines, term = terminal["columns"] or 0, terminal["lines"] or 0, terminal["term"]
-    colors = {0: "no colours", 1 << 24: "true colour"}.get(terminal["num_colors"], f"{terminal['num_colors']} colours")
-    text = "Unicode" if terminal["has_unicode"] else "no Unicode"
-    found = f"{terminal['columns']} x {terminal['lines']}, TERM={term or '(nothing)'}, {colors}, {text}{where}"
-    if term in ("", "dumb", "unknown"):
-        return Finding("terminal", "missing", found, False, use, "export TERM=xterm-256color")
-    if columns < MIN_COLUMNS or lines < MIN_LINES:
-        return Finding("terminal", "warning", found, False, use, f"make it at least {MIN_COLUMNS} x {MIN_LINES}")
-    return _enough(terminal["has_unicode"], "terminal", found, "curves and pictures", "export LC_ALL=C.UTF-8")
 
 
 def _count(number: int, noun: str) -> str:
