@@ -95,7 +95,7 @@ def _one_line_errors(is_debug: bool) -> Iterator[None]:
 
 
 def _fail(message: str, code: int, topic: str | None = None) -> NoReturn:
-    from segapp.run.text import printable
+    from segapp.run.words import printable
 
     lines = "\n".join(printable(line) for line in message.splitlines())
     more = f"\nmore: segapp docs {topic}" if topic else ""

@@ -24,7 +24,7 @@ from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
 from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.precision import Precision
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 CONFIG_KEY = "config"
 """Key of the complete config, as JSON, in a safetensors file's metadata."""

@@ -39,7 +39,7 @@ from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.division.groups import find_shared_groups
 from segapp.onboarding.survey.accounting import Account, Uses, account_for
 from segapp.onboarding.survey.tree import survey_tree
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 if TYPE_CHECKING:
     from segapp.report.augmented import AugmentedSample

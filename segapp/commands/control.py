@@ -10,8 +10,8 @@ from segapp.run.commands import Command, SetCommand, format_command, parse_comma
 from segapp.run.events import CommandAnswer, EventReader
 from segapp.run.folder import RunFolder, find_run, run_folders
 from segapp.run.state import RunSummary, run_state, summarize
-from segapp.run.text import printable
 from segapp.run.verdict import SplitFacts, format_split, split_verdict, usable_mib
+from segapp.run.words import printable
 
 APPLIED, NOT_APPLIED = 0, 1
 

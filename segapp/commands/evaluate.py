@@ -35,7 +35,7 @@ from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_kn
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
 from segapp.run.scores import count_scored, loss_text, of_classes
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.telemetry.console import iou_table, worst_first
 
 

@@ -15,7 +15,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.run.folder import run_of_file
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 NUM_PICTURES = 3
 """Number of validation images used for the check."""

@@ -24,7 +24,7 @@ from segapp.inference.predict import (
 )
 from segapp.inference.progress_bar import progress_bar
 from segapp.run.folder import is_run
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 NETWORK_SUFFIXES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
 

@@ -14,7 +14,7 @@ from segapp.run.folder import find_run, last_start_s
 from segapp.run.scores import NOT_FINITE, loss_text, of_classes, with_count
 from segapp.run.state import RunSummary, list_runs, summarize
 from segapp.run.sweep import find_sweep, summarize_runs, summarize_sweep, sweep_folders
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.telemetry.console import format_duration
 
 CHECKPOINT_DAMAGED = 4

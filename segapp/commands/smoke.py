@@ -27,7 +27,7 @@ from segapp.datasets.sampling import num_batches
 from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.request import ImageLimit, TrainRequest
 from segapp.training.session import run_session
 from segapp.training.start_checks import run_length, schedule_notes

@@ -21,7 +21,7 @@ from segapp.errors import SegappError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.state import run_state
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.request import TrainRequest, taken_note
 

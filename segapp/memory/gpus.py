@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from segapp.memory.oom_report import OtherProcess
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 if TYPE_CHECKING:
     pass

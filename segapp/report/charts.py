@@ -10,7 +10,7 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import ArrayLike
 
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.view.plot import Columns, Floats, Scale, choose_scale, reduce_columns
 from segapp.view.wording import learning_rate, number
 

@@ -18,7 +18,7 @@ from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.scores import best_shown, count_scored, loss_text, with_count
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.telemetry.trackers import flat_settings
 from segapp.view import wording
 

@@ -15,7 +15,7 @@ from markupsafe import Markup, escape
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 PICTURE_SUFFIXES = (".png", ".svg")
 _MAX_LABEL_CHARS = 18

@@ -23,7 +23,7 @@ from segapp.report.confusion import confusion_figure
 from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.view import wording
 from segapp.view.history import SMOOTHINGS
 

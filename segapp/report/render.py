@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from segapp.errors import storage_errors
 from segapp.run.files import write_atomic
 from segapp.run.scores import NOT_FINITE, count_scored, of_classes, with_count
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.view import wording
 
 

@@ -27,7 +27,7 @@ from pydantic_core import from_json
 from segapp.errors import CommandError, accepted_words
 from segapp.failpoints import failpoint
 from segapp.run.files import TEMPORARY_PREFIX, fsync_directory, open_new, remove_quietly, temporary_name, write_all
-from segapp.run.text import encodable, printable
+from segapp.run.words import encodable, printable
 
 MAX_COMMAND_BYTES = 64 * 2**10
 """Files in the inbox that are larger are refused unread."""

@@ -12,7 +12,7 @@ from segapp.custom.trust import check_trusted
 from segapp.errors import SegappError
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.folder import RunFolder, find_run, is_run, run_folders
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 
 @dataclass(frozen=True)

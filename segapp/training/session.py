@@ -40,7 +40,7 @@ from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventWriter, RunEnd
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.planning.auto_settings import resolve_auto
 from segapp.training.process.context import RunContext
 from segapp.training.process.inbox import Inbox

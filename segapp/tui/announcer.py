@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.tui.panes.header import state_label
 from segapp.view.source import Status
 from segapp.view.view import View

@@ -28,7 +28,7 @@ from segapp.run.commands import (
 )
 from segapp.run.events import CommandAnswer
 from segapp.run.folder import RunFolder, find_run
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.tui import keys, themes
 from segapp.tui.browsing import BrowsingApp
 from segapp.tui.dialogs import SettingScreen, StopChoice, StopScreen

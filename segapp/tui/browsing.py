@@ -13,7 +13,7 @@ from textual.widgets import Input, OptionList
 
 from segapp.docs.pages import find_page
 from segapp.run.events import Alert, Event, Oom, RunEnd
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.tui import keys, themes
 from segapp.tui.dialogs import EventScreen, HelpScreen, TrainerLogScreen
 from segapp.tui.event_log import GROUPS, EventsPane

@@ -13,7 +13,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Log, Static
 
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.tui.widgets import drawable
 from segapp.view.details import Detail, details_text
 from segapp.view.tail import LogTail

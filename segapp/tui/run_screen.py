@@ -23,7 +23,7 @@ from textual.widget import Widget
 from segapp.failpoints import failpoint
 from segapp.memory.saved_plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder, is_sweep
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.tui import keys, layout, themes
 from segapp.tui.announcer import RESTORE_TITLE, SAVE_TITLE, Announcer
 from segapp.tui.event_log import EventsPane

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 
 class LogTail:

@@ -30,7 +30,7 @@ from segapp.run.events import (
 )
 from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.scores import EpochLoss, as_float, is_best_candidate
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.view.evaluations import Evaluations, PastVal
 from segapp.view.history import History
 from segapp.view.records import Evaluating, Gpu0, Mark, MemorySample, Raised

@@ -23,7 +23,7 @@ from segapp.run.events import (
     Weights,
 )
 from segapp.run.scores import NOT_FINITE, count_scored, with_count
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.view.evaluations import PastVal
 
 

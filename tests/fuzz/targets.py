@@ -37,7 +37,7 @@ from segapp.errors import CheckpointError, CommandError, ConfigError, DataError,
 from segapp.models.weights import read_weights_file
 from segapp.run.commands import drain_commands, format_command, parse_command
 from segapp.run.events import EventReader, StepRun
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.view.view import View, fold_events
 from tests.support import ROOT
 

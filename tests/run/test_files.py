@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from segapp import failpoints
 from segapp.run.files import remove_dead_temporaries, temporary_name, write_atomic, write_json
-from segapp.run.text import encodable, printable
+from segapp.run.words import encodable, printable
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from segapp.config.parts import part_sections
 from segapp.custom import is_part
 from segapp.custom.trust import remember_parts
 from segapp.errors import ConfigError, accepted_words
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 Kind = Literal["model", "loss", "data", "optim", "schedule", "transform"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

@@ -22,7 +22,7 @@ from segapp.commands.sweep.warm import WarmProcess, can_fork, modules_of
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
 from segapp.run.sweep import SweepFolder, SweepRun
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
 
 if TYPE_CHECKING:

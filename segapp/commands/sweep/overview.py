@@ -7,7 +7,7 @@ from typing import Any, TextIO
 
 from segapp.run.scores import EpochLoss, count_scored, loss_text, of_classes
 from segapp.run.sweep import SweepRun
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.telemetry.console import format_duration
 

@@ -21,7 +21,7 @@ from segapp.custom.trust import check_trusted, remember_parts
 from segapp.errors import ConfigError, did_you_mean, storage_errors
 from segapp.run.files import write_atomic
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info, sweep_folders
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 _MAX_NAME_CHARS = 80
 _MAX_SHOWN = 20

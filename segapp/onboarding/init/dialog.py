@@ -8,7 +8,7 @@ from typing import Any
 
 from segapp.onboarding.init import InitRequest, InitResult, propose_config
 from segapp.onboarding.survey.questions import OpenQuestionError
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 
 def init_folder(request: InitRequest) -> None:

@@ -18,7 +18,7 @@ from segapp.memory.gpus import count_visible_gpus
 from segapp.onboarding.init.splitting import TEST_VALIDATES, Division
 from segapp.onboarding.survey.content import MaskContent
 from segapp.onboarding.survey.encoding import Classes
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 LARGE_PX = 8_000_000
 """Images beyond this are evaluated in windows: whole, they need gigabytes on the device."""

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from segapp.run.text import encodable
+from segapp.run.words import encodable
 
 VERSION = 1
 """The `v` of every line this program writes; lines of another version are skipped by readers."""

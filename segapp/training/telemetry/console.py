@@ -21,7 +21,7 @@ from segapp.run.events import (
     Weights,
 )
 from segapp.run.scores import NOT_FINITE, count_scored, of_classes
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 
 def format_duration(seconds: float | None) -> str:

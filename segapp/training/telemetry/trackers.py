@@ -17,7 +17,7 @@ from segapp.errors import ConfigError
 from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.run.scores import count_scored
-from segapp.run.text import printable
+from segapp.run.words import printable
 
 _OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
 

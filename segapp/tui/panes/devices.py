@@ -13,8 +13,8 @@ from textual.geometry import Size
 
 from segapp.run.events import DeviceMemory
 from segapp.run.memory_fit import MemoryFit
-from segapp.run.text import printable
 from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, SplitFacts, SplitVerdict, split_verdict, usable_mib
+from segapp.run.words import printable
 from segapp.tui.panes.glyphs import Glyphs, progress
 from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
 from segapp.view.plot import Columns, Scale, draw_columns, pack_dots

@@ -12,7 +12,7 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from segapp.run.starting import last_announced
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.tui.panes.glyphs import Glyphs, progress, spark
 from segapp.view.records import Evaluating, Raised
 from segapp.view.source import Status

@@ -20,7 +20,7 @@ from textual.content import Content
 from textual.strip import Strip
 from textual.widget import Widget
 
-from segapp.run.text import printable
+from segapp.run.words import printable
 from segapp.tui.panes.arrangement import Arrangement, arrange
 from segapp.view.view import View
 from segapp.view.wording import clip
