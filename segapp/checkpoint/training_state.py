@@ -36,6 +36,7 @@ from segapp.run.checkpoints import (
     Manifest,
 )
 from segapp.run.files import hash_file
+from segapp.run.words import first_line
 
 __all__ = [
     "CheckpointStore",
@@ -345,8 +346,7 @@ def _why_not_loaded(error: Exception) -> str:
     refused = re.search(r"GLOBAL ([\w.]+)", text)
     if refused:
         return f"it holds more than tensors and plain values ({refused[1]}): refused, it could run code"
-    first_line = text.strip().partition("\n")[0][:200]
-    return f"torch cannot read it ({type(error).__name__}: {first_line})"
+    return f"torch cannot read it ({type(error).__name__}: {first_line(error)[:200]})"
 
 
 def _check_zip(file: BinaryIO, path: Path) -> None:

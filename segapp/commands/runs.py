@@ -11,11 +11,10 @@ from typing import Any
 
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.folder import find_run, last_start_s
-from segapp.run.scores import NOT_FINITE, loss_text, of_classes, with_count
+from segapp.run.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.run.state import RunSummary, list_runs, summarize
 from segapp.run.sweep import find_sweep, summarize_runs, summarize_sweep, sweep_folders
-from segapp.run.words import printable
-from segapp.training.telemetry.console import format_duration
+from segapp.run.words import duration, printable
 
 CHECKPOINT_DAMAGED = 4
 MAX_REASON_CHARS = 100
@@ -46,9 +45,9 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
         _progress(summary),
         "-" if summary.step is None else f"{summary.step}/{summary.steps}" if summary.steps else str(summary.step),
         loss_text(summary.loss, is_known=summary.loss_epoch is not None),
-        with_count(_number(summary.miou), summary.num_scored, summary.num_classes),
-        with_count(_number(summary.best_miou), summary.best_num_scored, summary.num_classes),
-        format_duration(summary.age_s),
+        with_count(score_text(summary.miou), summary.num_scored, summary.num_classes),
+        with_count(score_text(summary.best_miou), summary.best_num_scored, summary.num_classes),
+        duration(summary.age_s),
         _failure(summary),
     )
 
@@ -129,7 +128,7 @@ def _checkpoint_row(row: CheckpointStatus) -> tuple[str, ...]:
     entry = row.entry
     size_mib = f"{entry.size_bytes / 2**20:.1f}"
     names = " ".join(row.names) or f"objects/{entry.object}"
-    return (names, str(entry.epoch), str(entry.step), _number(entry.metric), size_mib, row.problem or "ok")
+    return (names, str(entry.epoch), str(entry.step), score_text(entry.metric), size_mib, row.problem or "ok")
 
 
 def _checkpoint_facts(row: CheckpointStatus) -> dict[str, Any]:
@@ -143,13 +142,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"
-
-
 def _text(key: str, value: Any) -> str:
     if key == "began_s":
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(value))
     if key.endswith("_s") and isinstance(value, (int, float)) and not key.endswith("per_s"):
-        return format_duration(value)
+        return duration(value)
     return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -27,11 +27,10 @@ from segapp.datasets.sampling import num_batches
 from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
-from segapp.run.words import printable
+from segapp.run.words import duration, printable, size
 from segapp.training.request import ImageLimit, TrainRequest
 from segapp.training.session import run_session
 from segapp.training.start_checks import run_length, schedule_notes
-from segapp.training.telemetry.console import format_duration
 
 NUM_STEPS = 4
 """Steps of the first training, and of each epoch of the second."""
@@ -286,11 +285,11 @@ def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -
         "writing",
         f"a full run: {full.epochs} epochs of {full.num_train} images in batches of {full.batch_size}, "
         f"{full.steps} steps, {full.evaluations} evaluations of {full.num_val} images",
-        f"  time    {format_duration(full.total_s)} (steps {format_duration(full.train_s)}, evaluations "
-        f"{format_duration(full.eval_s)}, saves {format_duration(full.save_s)})",
+        f"  time    {duration(full.total_s)} (steps {duration(full.train_s)}, evaluations "
+        f"{duration(full.eval_s)}, saves {duration(full.save_s)})",
         f"  memory  {peaks} at most{_more_memory(config)}",
-        f"  disk    {_size(full.disk_bytes)} (checkpoints {_size(full.checkpoints_bytes)}, TensorBoard and samples "
-        f"{_size(full.tensorboard_bytes)}, events {_size(full.events_bytes)}); {_size(full.disk_free_bytes)} are free",
+        f"  disk    {size(full.disk_bytes)} (checkpoints {size(full.checkpoints_bytes)}, TensorBoard and samples "
+        f"{size(full.tensorboard_bytes)}, events {size(full.events_bytes)}); {size(full.disk_free_bytes)} are free",
     ]
     lines += [
         f"  group   lr x {group['lr_factor']:g}, weight decay {group['weight_decay']:g}: {group['num_tensors']} "
@@ -313,7 +312,3 @@ def _more_memory(config: RunConfig) -> str:
     )
     cache = "; data.cache = ram adds all decoded images" if data.cache == "ram" else ""
     return workers + cache
-
-
-def _size(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -32,6 +32,7 @@ from segapp.datasets.sampling import SampleKey
 from segapp.errors import DataError, SegappError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.parallel.launch import signal_when_parent_dies
+from segapp.run.words import first_line
 
 _POLL_S = 1.0
 
@@ -118,7 +119,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tenso
         return tensor
     except RuntimeError as error:
         raise WorkerError(
-            f"a data worker got no shared memory ({str(error).splitlines()[0]}): make /dev/shm larger "
+            f"a data worker got no shared memory ({first_line(error)}): make /dev/shm larger "
             "(docker run --shm-size=8g), or lower data.workers or train.batch_size"
         ) from error
 

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from segapp.errors import CheckpointError, ConfigError, RunError
 from segapp.export.info import ExportInfo
+from segapp.run.words import first_line
 
 
 def is_exported(target: str) -> bool:
@@ -67,7 +68,7 @@ class ExportedModel:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:
             raise CheckpointError(
-                f"{path} cannot be read ({first_line(error, 200)}): the file is damaged or not an exported network; "
+                f"{path} cannot be read ({first_line(error)[:200]}): the file is damaged or not an exported network; "
                 "export it again"
             ) from None
         self.info = ExportInfo.from_properties(dict(self._session.get_modelmeta().custom_metadata_map), str(path))
@@ -87,12 +88,6 @@ class ExportedModel:
         except Exception as error:  # onnxruntime raises a dozen exception types
             raise RunError(
                 f"{self.path} cannot run on images of {images.shape[1]}x{images.shape[2]} px "
-                f"({first_line(error, 300)}): predict with the run itself"
+                f"({first_line(error)[:300]}): predict with the run itself"
             ) from error
         return outputs
-
-
-def first_line(error: Exception, max_chars: int) -> str:
-    """Return the first line of an exception's message, or the name of its type where it has none."""
-    text = str(error).strip()
-    return text.splitlines()[0][:max_chars] if text else type(error).__name__

@@ -28,9 +28,10 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import RunError, StorageError, cannot_be_written
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
-from segapp.export.runner import ExportedModel, first_line, require_packages
+from segapp.export.runner import ExportedModel, require_packages
 from segapp.models import SegmentationModel
 from segapp.run.files import remove_quietly, temporary_name
+from segapp.run.words import first_line
 
 Format = Literal["onnx", "pt2"]
 Compute = Callable[[NDArray[Any]], NDArray[Any]]
@@ -285,7 +286,7 @@ def _as_export_errors(network: ExportNetwork, what: str) -> Iterator[None]:
         model = network.model
         raise RunError(
             f"{model.library} {model.name} with backbone {model.encoder_name} cannot be written as {what} "
-            f"({first_line(error, 300)}): try the other --format"
+            f"({first_line(error)[:300]}): try the other --format"
         ) from error
     finally:
         logger.setLevel(level)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.memory.oom_errors import is_out_of_memory
+from segapp.run.words import first_line
 
 
 class CompiledCall:
@@ -37,7 +38,7 @@ class CompiledCall:
         except Exception as error:
             if is_out_of_memory(error) or not _is_of_the_compiler(error):
                 raise
-            reason = str(error).strip().partition("\n")[0]
+            reason = first_line(error)
             self._compiled = None
             self._notes.append(
                 f"train.compile: the network cannot be compiled ({type(error).__name__}: {reason}): it is trained"

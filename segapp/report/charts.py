@@ -10,9 +10,8 @@ import numpy as np
 from markupsafe import Markup
 from numpy.typing import ArrayLike
 
-from segapp.run.words import printable
+from segapp.run.words import learning_rate, number, printable
 from segapp.view.plot import Columns, Floats, Scale, choose_scale, reduce_columns
-from segapp.view.wording import learning_rate, number
 
 WIDTH_PX, HALF_PX, HEIGHT_PX = 1040, 510, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34

@@ -17,10 +17,10 @@ from segapp.report.charts import Frame
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
+from segapp.run import words
 from segapp.run.scores import best_shown, count_scored, loss_text, with_count
 from segapp.run.words import printable
 from segapp.training.telemetry.trackers import flat_settings
-from segapp.view import wording
 
 UNIMPORTANT_KEYS = frozenset({"name"})
 
@@ -130,10 +130,10 @@ def print_comparison(found: Mapping[str, Any]) -> None:
         "loss of the last epoch": [loss_text(row["last_loss"], is_known=row["steps"] > 0) for row in runs],
         "validation loss": [loss_text(row["last_val_loss"], is_known=row["num_evaluations"] > 0) for row in runs],
         "steps": [str(row["steps"]) for row in runs],
-        "images/s": [wording.number(row["images_per_s"]) for row in runs],
-        "time": [wording.duration(row["duration_s"]) for row in runs],
+        "images/s": [words.number(row["images_per_s"]) for row in runs],
+        "time": [words.duration(row["duration_s"]) for row in runs],
         "parameters": [f"{row['num_params']:,}" for row in runs],
-        "peak GiB": [wording.gib(row["peak_mib"]) for row in runs],
+        "peak GiB": [words.gib(row["peak_mib"]) for row in runs],
     }
     console.print(_table("", [row["name"] for row in runs], lines))
     if found.get("note"):

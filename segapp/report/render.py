@@ -14,10 +14,10 @@ from markupsafe import Markup
 from numpy.typing import NDArray
 
 from segapp.errors import storage_errors
+from segapp.run import words
 from segapp.run.files import write_atomic
 from segapp.run.scores import NOT_FINITE, count_scored, of_classes, with_count
 from segapp.run.words import printable
-from segapp.view import wording
 
 
 def render(template: str, values: dict[str, Any]) -> str:
@@ -27,15 +27,15 @@ def render(template: str, values: dict[str, Any]) -> str:
         lstrip_blocks=True, finalize=lambda value: value if isinstance(value, Markup) else printable(str(value)),
     )  # fmt: skip
     environment.filters.update(
-        number=lambda value: wording.number(value, 4),
+        number=lambda value: words.number(value, 4),
         with_count=with_count,
         of_classes=lambda iou: of_classes(count_scored(iou), len(iou)),
-        loss=lambda value, is_known: NOT_FINITE if value is None and is_known else wording.number(value, 4),
+        loss=lambda value, is_known: NOT_FINITE if value is None and is_known else words.number(value, 4),
         percent=lambda value: "-" if value is None else f"{100 * value:.1f} %",
-        gib=wording.gib,
-        duration=wording.duration,
-        split=wording.dots,
-        share=wording.share_text,
+        gib=words.gib,
+        duration=words.duration,
+        split=words.dots,
+        share=words.share_text,
         clock=lambda t: time.strftime("%Y-%m-%d %H:%M", time.localtime(t)),
     )
     return environment.get_template(template).render(**values)

@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from segapp.errors import StorageError
 from segapp.failpoints import failpoint
+from segapp.run.words import size
 
 TEMPORARY_PREFIX = ".tmp-"
 _TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-[0-9a-f]+(?:@(?P<host>[\w.-]*))?")
@@ -257,7 +258,7 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
-            reason += f" ({mebibytes(free_bytes(path if path.is_dir() else path.parent))} free)"
+            reason += f" ({size(free_bytes(path if path.is_dir() else path.parent))} free)"
         advice = "free some space there"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         advice = "make the folder writable"
@@ -266,8 +267,3 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     else:
         advice = "look at the disk and the system log"
     return StorageError(f"cannot {action} {path}: {reason}: {advice}")
-
-
-def mebibytes(num_bytes: float) -> str:
-    """Return a size as text: `"1.5 MiB"`."""
-    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 100 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"

@@ -64,6 +64,11 @@ def loss_text(value: float | None, *, is_known: bool, spec: str = ".4f") -> str:
     return format(value, spec)
 
 
+def score_text(value: float | None) -> str:
+    """Return a score with four decimals; "-" for None."""
+    return "-" if value is None else f"{value:.4f}"
+
+
 def is_best_candidate(miou: Any, loss: Any) -> bool:
     """Return True if an evaluation may be the best of a run: its mIoU and its loss are finite numbers."""
     return math.isfinite(as_float(miou)) and math.isfinite(as_float(loss))

@@ -1,6 +1,8 @@
-"""Makes names and messages safe to print: no control codes, no hidden or reordered text."""
+"""Numbers, times, sizes and names as every viewer writes them; text from data is made safe to print."""
 
+import math
 import re
+from collections.abc import Sequence
 
 # C0 and C1 controls and DEL drive the terminal; bidirectional controls and line separators reorder or hide text;
 # lone surrogates (file names that are not UTF-8) cannot be printed at all.
@@ -36,3 +38,91 @@ def _escaped(character: str) -> str:
     if 0xDC80 <= code <= 0xDCFF:
         code -= 0xDC00
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message; the name of its type if it has none."""
+    return str(error).strip().partition("\n")[0].strip() or type(error).__name__
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Return a loss or score with about `digits` significant digits; "-" for None and nan."""
+    if value is None or math.isnan(value):
+        return "-"
+    if math.isinf(value):
+        return "inf" if value > 0 else "-inf"
+    if value == 0 or 1e-3 <= abs(value) < 1e4:
+        decimals = max(0, digits - max(1, math.floor(math.log10(abs(value))) + 1)) if abs(value) >= 1 else digits
+        return f"{value:.{decimals}f}"
+    return _short_exponent(f"{value:.{max(0, digits - 2)}e}")
+
+
+def learning_rate(value: float | None) -> str:
+    """Return 0.0099 as 9.9e-3."""
+    return "-" if value is None or not math.isfinite(value) else _short_exponent(f"{value:.1e}")
+
+
+def duration(seconds: float | None) -> str:
+    """Return seconds as 45s, 4m05s, 7h26m or 3d04h; "-" for None."""
+    if seconds is None or not math.isfinite(seconds):
+        return "-"
+    seconds = round(max(seconds, 0.0))
+    if seconds < 60:
+        return f"{seconds}s"
+    if seconds < 3600:
+        return f"{seconds // 60}m{seconds % 60:02}s"
+    if seconds < 86_400:
+        return f"{seconds // 3600}h{seconds % 3600 // 60:02}m"
+    return f"{min(seconds // 86_400, 9999)}d{seconds % 86_400 // 3600:02}h"
+
+
+def age(seconds: float | None) -> str:
+    """Return an age as 0.4s ago, 12s ago or 3m10s ago."""
+    if seconds is None:
+        return "no data"
+    return f"{seconds:.1f}s ago" if seconds < 9.95 else f"{duration(seconds)} ago"
+
+
+def gib(mib: float | None) -> str:
+    """Return MiB as GiB with one decimal; "n/a" if unknown."""
+    if mib is None or not math.isfinite(mib):
+        return "n/a"
+    return f"{mib / 1024:.1f}" if mib < 99.95 * 1024 else f"{mib / 1024:.0f}"
+
+
+def memory_text(mib: float | None) -> str:
+    """Return MiB as GiB with one decimal, less than 1 GiB as `312M`; "n/a" if unknown."""
+    return f"{mib:.0f}M" if mib is not None and 0 < mib < 1023.5 else gib(mib)
+
+
+def percent(frac: float | None) -> str:
+    """Return 0.96 as 96%; "n/a" for None."""
+    return "n/a" if frac is None or not math.isfinite(frac) else f"{100 * frac:.0f}%"
+
+
+def dots(split: Sequence[int] | None) -> str:
+    """Return a split as 4·10·9·9."""
+    return "·".join(map(str, split)) if split else "-"
+
+
+def share_text(value: int | None) -> str:
+    """Return a `gpu0_bsz` as text: "even" for None."""
+    return "even" if value is None else str(value)
+
+
+def plural(count: int, word: str) -> str:
+    """Return `1 class`, `2 classes`."""
+    ending = "" if count == 1 else "es" if word.endswith("s") else "s"
+    return f"{count} {word}{ending}"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes as 1.5 MiB, 117 MiB or 2.3 GiB."""
+    if num_bytes >= 2**30:
+        return f"{num_bytes / 2**30:.1f} GiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 100 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"
+
+
+def _short_exponent(text: str) -> str:
+    mantissa, _, exponent = text.partition("e")
+    return f"{mantissa}e{int(exponent)}"

@@ -40,7 +40,7 @@ from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventWriter, RunEnd
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
-from segapp.run.words import printable
+from segapp.run.words import first_line, printable
 from segapp.training.planning.auto_settings import resolve_auto
 from segapp.training.process.context import RunContext
 from segapp.training.process.inbox import Inbox
@@ -315,7 +315,7 @@ def _run_in(
         logger.exception("training failed")
         has_begun = False  # the other ranks may be elsewhere
         console.is_error_shown = True  # on stderr, by whoever catches what is raised here
-        reason = str(known).partition("\n")[0]  # the report of an out-of-memory error has an event of its own
+        reason = first_line(known)  # the report of an out-of-memory error has an event of its own
         event_log.emit(RunEnd(status="failed", reason=reason, exit_code=known.exit_code, step=sampler.step()))
         if known is error:
             raise

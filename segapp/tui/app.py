@@ -28,7 +28,7 @@ from segapp.run.commands import (
 )
 from segapp.run.events import CommandAnswer
 from segapp.run.folder import RunFolder, find_run
-from segapp.run.words import printable
+from segapp.run.words import dots, learning_rate, printable
 from segapp.tui import keys, themes
 from segapp.tui.browsing import BrowsingApp
 from segapp.tui.dialogs import SettingScreen, StopChoice, StopScreen
@@ -42,7 +42,6 @@ from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
 from segapp.tui.widgets import Gpu0Pane
 from segapp.view.replay import ReplaySource
 from segapp.view.source import LiveSource, RunSource
-from segapp.view.wording import dots, learning_rate
 
 
 def run_ui(

@@ -16,7 +16,7 @@ from textual.widgets import Input, OptionList
 from segapp.errors import SegappError
 from segapp.run.folder import RunFolder
 from segapp.run.scores import with_count
-from segapp.run.words import printable
+from segapp.run.words import age, number, plural, printable
 from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
 from segapp.tui.panes.glyphs import Glyphs, spark
@@ -24,7 +24,7 @@ from segapp.tui.panes.header import STATE_STYLES, Part, fit_parts
 from segapp.tui.widgets import LiteralText, drawable
 from segapp.view.details import Detail
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
-from segapp.view.wording import age, clip, fit_cells, number, plural
+from segapp.view.wording import clip, fit_cells
 
 _SPARK = 14
 _SCORE = 13

@@ -11,8 +11,7 @@ from pydantic import BaseModel
 
 from segapp.run.events import Event, Gpu0Bsz, Oom, RunEnd, Val
 from segapp.run.scores import NOT_FINITE, count_scored, of_classes
-from segapp.run.words import printable
-from segapp.view.wording import share_text
+from segapp.run.words import printable, share_text
 
 _FRAME = {"v", "seq", "t", "type"}
 

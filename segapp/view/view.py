@@ -30,11 +30,11 @@ from segapp.run.events import (
 )
 from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.scores import EpochLoss, as_float, is_best_candidate
-from segapp.run.words import printable
+from segapp.run.words import printable, share_text
 from segapp.view.evaluations import Evaluations, PastVal
 from segapp.view.history import History
 from segapp.view.records import Evaluating, Gpu0, Mark, MemorySample, Raised
-from segapp.view.wording import LogLine, log_line, share_text
+from segapp.view.wording import LogLine, log_line
 
 PASSING_ALERTS = frozenset({"compile", "settings"})
 """Kinds of alert that are only logged; all others stay on the screen until the user has seen them."""

@@ -23,7 +23,7 @@ from segapp.run.events import (
     Weights,
 )
 from segapp.run.scores import NOT_FINITE, count_scored, with_count
-from segapp.run.words import printable
+from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
 from segapp.view.evaluations import PastVal
 
 
@@ -72,18 +72,6 @@ def _line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) 
     return None
 
 
-def number(value: float | None, digits: int = 3) -> str:
-    """Return a loss or score with about `digits` significant digits; "-" for None and nan."""
-    if value is None or math.isnan(value):
-        return "-"
-    if math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    if value == 0 or 1e-3 <= abs(value) < 1e4:
-        decimals = max(0, digits - max(1, math.floor(math.log10(abs(value))) + 1)) if abs(value) >= 1 else digits
-        return f"{value:.{decimals}f}"
-    return _short_exponent(f"{value:.{max(0, digits - 2)}e}")
-
-
 def loss(value: float | None, digits: int = 3) -> str:
     """Return the loss of an evaluation or a step that has been made: one that is None was not finite."""
     return NOT_FINITE if value is None or math.isnan(value) else number(value, digits)
@@ -100,59 +88,6 @@ def best_miou(best: Val | PastVal, last: Val | PastVal) -> str:
     return f"{number(best.miou) if has_same else miou(best)} e{best.epoch}"
 
 
-def learning_rate(value: float | None) -> str:
-    """Return 0.0099 as 9.9e-3."""
-    return "-" if value is None or not math.isfinite(value) else _short_exponent(f"{value:.1e}")
-
-
-def duration(seconds: float | None) -> str:
-    """Return seconds as 45s, 4m05s, 7h26m or 3d04h; "-" for None."""
-    if seconds is None or not math.isfinite(seconds):
-        return "-"
-    seconds = round(max(seconds, 0.0))
-    if seconds < 60:
-        return f"{seconds}s"
-    if seconds < 3600:
-        return f"{seconds // 60}m{seconds % 60:02}s"
-    if seconds < 86_400:
-        return f"{seconds // 3600}h{seconds % 3600 // 60:02}m"
-    return f"{min(seconds // 86_400, 9999)}d{seconds % 86_400 // 3600:02}h"
-
-
-def age(seconds: float | None) -> str:
-    """Return an age as 0.4s ago, 12s ago or 3m10s ago."""
-    if seconds is None:
-        return "no data"
-    return f"{seconds:.1f}s ago" if seconds < 9.95 else f"{duration(seconds)} ago"
-
-
-def gib(mib: float | None) -> str:
-    """Return MiB as GiB with one decimal; "n/a" if unknown."""
-    if mib is None or not math.isfinite(mib):
-        return "n/a"
-    return f"{mib / 1024:.1f}" if mib < 99.95 * 1024 else f"{mib / 1024:.0f}"
-
-
-def memory_text(mib: float | None) -> str:
-    """Return MiB as GiB with one decimal, less than 1 GiB as `312M`; "n/a" if unknown."""
-    return f"{mib:.0f}M" if mib is not None and 0 < mib < 1023.5 else gib(mib)
-
-
-def percent(frac: float | None) -> str:
-    """Return 0.96 as 96%; "n/a" for None."""
-    return "n/a" if frac is None or not math.isfinite(frac) else f"{100 * frac:.0f}%"
-
-
-def dots(split: Sequence[int] | None) -> str:
-    """Return a split as 4·10·9·9."""
-    return "·".join(map(str, split)) if split else "-"
-
-
-def share_text(value: int | None) -> str:
-    """Return a `gpu0_bsz` as text: "even" for None."""
-    return "even" if value is None else str(value)
-
-
 def fit_cells(text: str, width: int) -> str:
     """Return the text in exactly `width` cells: cut with an ellipsis, or padded; wide characters count as two."""
     if width <= 0:
@@ -165,17 +100,6 @@ def fit_cells(text: str, width: int) -> str:
 def clip(text: str, width: int) -> str:
     """Return the text in at most `width` cells."""
     return text if cell_len(text) <= width else fit_cells(text, width)
-
-
-def plural(count: int, word: str) -> str:
-    """Return `1 class`, `2 classes`."""
-    ending = "" if count == 1 else "es" if word.endswith("s") else "s"
-    return f"{count} {word}{ending}"
-
-
-def _short_exponent(text: str) -> str:
-    mantissa, _, exponent = text.partition("e")
-    return f"{mantissa}e{int(exponent)}"
 
 
 def _start(event: RunStart) -> str:

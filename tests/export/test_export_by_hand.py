@@ -19,7 +19,7 @@ from segapp.errors import CheckpointError, RunError
 from segapp.export import ExportNetwork, check_export, write
 from segapp.export.info import ExportInfo
 from segapp.export.network import SizedPooling, replace_adaptive_pooling
-from segapp.export.runner import first_line, is_exported
+from segapp.export.runner import is_exported
 from segapp.export.weights import write_weights
 from tests.export.test_export import SmallNet, info_of
 
@@ -156,10 +156,8 @@ def test_metadata_is_read_back_with_its_classes(
             ExportInfo.from_properties(properties, "x.onnx")
 
 
-def test_names_of_exports_and_first_lines_of_errors() -> None:
+def test_names_of_exports() -> None:
     assert [is_exported(name) for name in ("a.onnx", "b.PT2", "a.pt", "onnx")] == [True, True, False, False]
-    assert first_line(ValueError("\n abc\nd"), 2) == "ab"
-    assert first_line(ValueError(), 2) == "ValueError"
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

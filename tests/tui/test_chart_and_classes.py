@@ -16,6 +16,7 @@ from textual.geometry import Size
 from textual.pilot import Pilot
 
 from segapp.run.events import CommandAnswer, EventReader, Step, Val
+from segapp.run.words import number
 from segapp.tui.app import MonitorApp
 from segapp.tui.panes.chart import LossChart, Other
 from segapp.tui.panes.classes import TableOptions, classes_content
@@ -29,7 +30,6 @@ from segapp.view.plot import choose_scale, reduce_columns, usual_range
 from segapp.view.replay import ReplaySource
 from segapp.view.series import SeriesReader
 from segapp.view.view import View, fold_events
-from segapp.view.wording import number
 from tests.support.recorded_runs import CAMVID, RecordedRun
 from tests.tui.test_screen import press, run_screen, screen_text, sent, settled
 

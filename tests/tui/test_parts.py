@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from textual.content import Content
 
+from segapp.run.words import age, duration, gib, learning_rate, memory_text, number, percent
 from segapp.tui import keys
 from segapp.tui.layout import plan_layout
 from segapp.tui.panes.glyphs import ASCII, UNICODE, ascii_text, progress, spark
 from segapp.tui.panes.header import Part, fit_parts
 from segapp.tui.settings import UiSettings, load_settings, save_settings
-from segapp.view.wording import age, clip, duration, fit_cells, gib, learning_rate, memory_text, number, percent
+from segapp.view.wording import clip, fit_cells
 
 
 @pytest.mark.parametrize(

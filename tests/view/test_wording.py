@@ -19,7 +19,8 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.view.wording import log_line, plural
+from segapp.run.words import plural
+from segapp.view.wording import log_line
 
 START = RunStart(classes=["road"], num_params=11_249_000, batch_size=8, epochs=1, steps_per_epoch=20, t=5.0,
                  devices=[Device(device="cuda:0"), Device(device="cuda:1")])  # fmt: skip

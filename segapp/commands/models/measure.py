@@ -15,6 +15,7 @@ from segapp.errors import ConfigError, SegappError
 from segapp.memory.simulation.jobs import SimulationJob
 from segapp.models import SegmentationModel, build_model
 from segapp.models.by_name import weights_in_cache
+from segapp.run.words import first_line
 
 NUM_CLASSES = 19
 """Classes of the measured networks, those of Cityscapes."""
@@ -60,7 +61,7 @@ def measure_model(name: ModelName, size_px: tuple[int, int], *, with_memory: boo
             weights_in_cache(model),
         )
     except (SegappError, RuntimeError, ValueError) as error:
-        return ModelFacts(name.label, problem=str(error).partition("\n")[0])
+        return ModelFacts(name.label, problem=first_line(error))
 
 
 def _built(name: ModelName) -> SegmentationModel:

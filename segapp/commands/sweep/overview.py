@@ -7,9 +7,8 @@ from typing import Any, TextIO
 
 from segapp.run.scores import EpochLoss, count_scored, loss_text, of_classes
 from segapp.run.sweep import SweepRun
-from segapp.run.words import printable
+from segapp.run.words import duration, printable
 from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
-from segapp.training.telemetry.console import format_duration
 
 INTERVAL_S = 10.0
 """Time between two lines of one training."""
@@ -65,7 +64,7 @@ class Overview:
             self._miou[run.name] = _miou(raw)
         elif kind == "step" and time.monotonic() >= self._next_line_s.get(run.name, 0.0):
             self._next_line_s[run.name] = time.monotonic() + INTERVAL_S
-            eta, miou = format_duration(raw.get("eta_run_s")), self._miou.get(run.name, "-")
+            eta, miou = duration(raw.get("eta_run_s")), self._miou.get(run.name, "-")
             self.line(
                 f"{run.name}: epoch {raw.get('epoch')}/{self._epochs.get(run.name) or '?'}  step {raw.get('step')}  "
                 f"loss {loss_text(loss.mean, is_known=True)} (epoch mean)  mIoU {miou}  eta {eta}"
@@ -77,8 +76,7 @@ class Overview:
             self._num_done += 1
             self._seconds += [seconds] if seconds else []
             self.line(
-                f"{run.name}: ended after {format_duration(seconds)}, mIoU {self._miou.get(run.name, '-')}; "
-                f"{self._rest()}"
+                f"{run.name}: ended after {duration(seconds)}, mIoU {self._miou.get(run.name, '-')}; {self._rest()}"
             )
         else:
             saved = "a checkpoint was saved" if code == EXIT_STOPPED_AND_SAVED else "there was nothing to save yet"
@@ -95,7 +93,7 @@ class Overview:
         if not left or not self._seconds:
             return f"{self._num_done} of {self._num_runs} done"
         rest_s = sum(self._seconds) / len(self._seconds) * left / self._num_slots
-        return f"{self._num_done} of {self._num_runs} done, about {format_duration(rest_s)} left"
+        return f"{self._num_done} of {self._num_runs} done, about {duration(rest_s)} left"
 
 
 def _miou(val: dict[str, Any]) -> str:

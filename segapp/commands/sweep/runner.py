@@ -22,6 +22,7 @@ from segapp.errors import RunBusyError, SegappError
 from segapp.run.events import EventReader
 from segapp.run.folder import is_run
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
+from segapp.run.words import first_line
 from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 from segapp.training.request import TrainRequest, plan_request
 
@@ -117,7 +118,7 @@ class SweepRunner:
             return
         except SegappError as error:
             self._free.append(slot)
-            reason = str(error).partition("\n")[0]
+            reason = first_line(error)
             self._note(run, error.exit_code, reason)
             self.overview.failed(run, error.exit_code, reason)
             return

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import damaged, shown, tiff_tags
 from segapp.datasets.images.tiff_tags import has_rasterio
 from segapp.errors import DataError
+from segapp.run.words import first_line
 
 Pixels = NDArray[Any]
 Window = tuple[slice, slice]
@@ -62,7 +63,7 @@ def opened(path: Path, page: int | None = None) -> Iterator[Any]:
             with source:
                 yield source
     except (RasterioError, RasterioIOError) as error:
-        raise damaged(path, str(error).splitlines()[0] if str(error) else type(error).__name__) from error
+        raise damaged(path, first_line(error)) from error
 
 
 def read_bands(path: Path, bands: Sequence[int], window: Window | None = None) -> Pixels:

@@ -34,13 +34,13 @@ from segapp.run.files import (
     free_bytes,
     fsync_directory,
     hash_file,
-    mebibytes,
     open_new,
     remove_dead_temporaries,
     remove_quietly,
     storage_error,
     temporary_name,
 )
+from segapp.run.words import size
 
 
 @dataclass(frozen=True)
@@ -286,8 +286,8 @@ class CheckpointFolder:
         free = free_bytes(self.path)
         if free < _with_margin(need_bytes):
             raise StorageError(
-                f"cannot write a checkpoint in {self.path}: it needs {mebibytes(_with_margin(need_bytes))}, "
-                f"{mebibytes(free)} are free: free some space there, or lower checkpoint.keep"
+                f"cannot write a checkpoint in {self.path}: it needs {size(_with_margin(need_bytes))}, "
+                f"{size(free)} are free: free some space there, or lower checkpoint.keep"
             )
         return manifest
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Sequence
@@ -20,17 +19,8 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.run.scores import NOT_FINITE, count_scored, of_classes
-from segapp.run.words import printable
-
-
-def format_duration(seconds: float | None) -> str:
-    """Return seconds as 0:07, 12:34 or 1:02:03; "-" for None."""
-    if seconds is None:
-        return "-"
-    minutes, rest = divmod(round(max(seconds, 0.0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+from segapp.run.scores import count_scored, loss_text, of_classes, score_text
+from segapp.run.words import duration, printable
 
 
 def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
@@ -74,9 +64,9 @@ class PlainReporter:
                 self._show_step(event)
             case Val():
                 self._line(
-                    f"epoch {event.epoch}  val  mIoU {_score(event.miou)} over "
+                    f"epoch {event.epoch}  val  mIoU {score_text(event.miou)} over "
                     f"{of_classes(count_scored(event.iou), len(event.iou))}  "
-                    f"loss {_number(event.loss, '.4f')}  pixel accuracy {_score(event.pixel_accuracy)}"
+                    f"loss {loss_text(event.loss, is_known=True)}  pixel accuracy {score_text(event.pixel_accuracy)}"
                 )
             case Checkpoint():
                 best = " (best)" if event.is_best else ""
@@ -151,24 +141,18 @@ class PlainReporter:
         if now - self._last_line_s < self.interval_s and in_epoch < per_epoch:
             return
         self._last_line_s = now
-        more = "".join(f"  {printable(name)} {_number(value, '.4g')}" for name, value in (event.terms or {}).items())
+        more = "".join(
+            f"  {printable(name)} {loss_text(value, is_known=True, spec='.4g')}"
+            for name, value in (event.terms or {}).items()
+        )
         more += f"  skipped {event.skipped}" if event.skipped else ""
         self._line(
             f"epoch {event.epoch}/{self._start.epochs}  step {in_epoch}/{per_epoch}  "
-            f"loss {_number(event.loss, '.4f')}  lr {_number(event.lr, '.2e')}  "
+            f"loss {loss_text(event.loss, is_known=True)}  lr {loss_text(event.lr, is_known=True, spec='.2e')}  "
             f"{event.images_per_s or 0:.1f} images/s  data wait {100 * (event.data_wait_frac or 0):.0f} %  "
-            f"eta {format_duration(event.eta_epoch_s)} epoch, {format_duration(event.eta_run_s)} run{more}"
+            f"eta {duration(event.eta_epoch_s)} epoch, {duration(event.eta_run_s)} run{more}"
         )
 
 
 def _length(event: RunStart) -> str:
     return f"{event.epochs} epochs" if event.steps is None else f"{event.steps} steps in {event.epochs} epochs"
-
-
-def _number(value: float | None, spec: str) -> str:
-    """Return a number that every event of its type has: where it is None, it was not finite."""
-    return NOT_FINITE if value is None or not math.isfinite(value) else format(value, spec)
-
-
-def _score(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4f}"

@@ -9,6 +9,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.resources import cores_of_rank
 from segapp.datasets.workers import wait_advice
+from segapp.run.words import size
 
 MIN_WAIT_S = 10.0
 """Time that must be lost before advice is given; every run waits for its first batches."""
@@ -86,8 +87,8 @@ class CacheWatch:
         free = files.free_bytes()
         return [
             f"data.cache = disk: {state.num_stored} of {state.num_images} {self._name} images are in {files.place} "
-            f"({_gib(state.stored_bytes)}); the others are stored when they are first read, {_gib(state.missing_bytes)}"
-            + ("" if free is None else f" of {_gib(free)} that are free")
+            f"({size(state.stored_bytes)}); the others are stored when they are first read, {size(state.missing_bytes)}"
+            + ("" if free is None else f" of {size(free)} that are free")
         ]
 
     def poll(self) -> Iterator[str]:
@@ -120,13 +121,9 @@ class CacheWatch:
         return (
             f"data.cache = {self._cache.files.kind} has no room in {self._cache.files.place} for "
             f"{state.num_images - state.num_stored} of {state.num_images} {self._name} images, "
-            f"{_gib(state.missing_bytes)} ({state.stopped}): they are decoded each time they are read; {move}",
+            f"{size(state.missing_bytes)} ({state.stopped}): they are decoded each time they are read; {move}",
         )
 
 
 def _quarters(state: CacheState) -> int:
     return 4 * state.num_stored // max(1, state.num_images)
-
-
-def _gib(num_bytes: float) -> str:
-    return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

@@ -17,7 +17,7 @@ from segapp.errors import ConfigError
 from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.run.scores import count_scored
-from segapp.run.words import printable
+from segapp.run.words import first_line, printable
 
 _OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
 
@@ -104,7 +104,7 @@ class TrackerListener:
             call(self._tracker)
         except Exception as error:  # a server, a disk, or a version of the tracker's package
             self._tracker = None
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            what = f"{type(error).__name__}: {first_line(error)}"
             print(f"note: {self.name} is switched off for this training: {printable(what)[:300]}", file=sys.stderr)
 
 
@@ -284,7 +284,7 @@ def make_trackers(
                 raise ConfigError(f"log.{name} needs the package {package}: pip install {package}") from None
             raise
         except Exception as error:  # no login, no server, no disk space
-            what = f"{type(error).__name__}: {error}".splitlines()[0]
+            what = f"{type(error).__name__}: {first_line(error)}"
             raise ConfigError(
                 f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
             ) from None

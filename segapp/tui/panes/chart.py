@@ -16,6 +16,7 @@ from textual.geometry import Region
 from textual.strip import Strip
 from textual.widget import Widget
 
+from segapp.run.words import duration, number
 from segapp.tui.panes.canvas import Canvas
 from segapp.tui.panes.glyphs import UNICODE, Glyphs
 from segapp.tui.panes.readout import cursor_readout
@@ -34,7 +35,7 @@ from segapp.view.plot import (
     without_spikes,
 )
 from segapp.view.view import View
-from segapp.view.wording import duration, loss, number
+from segapp.view.wording import loss
 
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""

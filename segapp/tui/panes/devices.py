@@ -14,13 +14,12 @@ from textual.geometry import Size
 from segapp.run.events import DeviceMemory
 from segapp.run.memory_fit import MemoryFit
 from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, SplitFacts, SplitVerdict, split_verdict, usable_mib
-from segapp.run.words import printable
+from segapp.run.words import dots, duration, gib, memory_text, percent, printable, share_text
 from segapp.tui.panes.glyphs import Glyphs, progress
 from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
 from segapp.view.plot import Columns, Scale, draw_columns, pack_dots
 from segapp.view.source import Status
 from segapp.view.view import View
-from segapp.view.wording import dots, duration, gib, memory_text, percent, share_text
 
 WORD_STYLES = {
     "ok": "$text-success",

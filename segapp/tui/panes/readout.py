@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from segapp.run.words import duration, number
 from segapp.view.metrics import Curve
 from segapp.view.view import View
-from segapp.view.wording import clip, duration, number
+from segapp.view.wording import clip
 
 NEAR = 3
 """Cells within which an event is near the cursor."""

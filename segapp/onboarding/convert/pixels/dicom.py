@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
 from segapp.onboarding.convert.sources import missing_extra
+from segapp.run.words import first_line
 
 
 def _dataset(file: Path, *, has_pixels: bool) -> Any:
@@ -60,7 +61,7 @@ def dicom_array(file: Path) -> NDArray[Any]:
     try:
         pixels = np.asarray(dataset.pixel_array)
     except Exception as error:  # pydicom raises other types for each of its decoders
-        reason = str(error).partition("\n")[0]
+        reason = first_line(error)
         raise ValueError(f"{shown(file)}: its pixels cannot be decoded ({reason}): pip install pylibjpeg") from error
     if int(dataset.get("SamplesPerPixel") or 1) > 1:
         return pixels.astype(np.uint8)
