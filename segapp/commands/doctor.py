@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from segapp.commands.machine import Facts, collect_facts
 from segapp.run.starting import announce_on_terminal
-from segapp.run.text import printable
+from segapp.run.words import plural, printable, size
 
 CANNOT_TRAIN = 1
 JSON_VERSION = 1
@@ -191,7 +191,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     devices = cuda.get("devices", [])
     drivers = ", ".join(sorted({gpu["driver"] for gpu in smi["gpus"]}))
     answers: dict[str, tuple[State, str, str]] = {
-        "ok": ("ok", f"lists {_count(len(smi['gpus']), 'GPU')}, driver {drivers}", ""),
+        "ok": ("ok", f"lists {plural(len(smi['gpus']), 'GPU')}, driver {drivers}", ""),
         "absent": (
             "missing",
             "not on PATH",
@@ -221,7 +221,7 @@ def _cuda(facts: Facts) -> Finding:
     result, has_gpus, hidden = facts["imports"]["cuda"], bool(facts["nvidia_smi"]["gpus"]), facts["visible_devices"]
     fix = ""
     if devices := result["facts"].get("devices", []):
-        return Finding("cuda", "ok", f"torch sees {_count(len(devices), 'GPU')}")
+        return Finding("cuda", "ok", f"torch sees {plural(len(devices), 'GPU')}")
     if result["status"] == "skipped":
         found = result["error"]
     elif result["status"] != "ok":
@@ -310,17 +310,9 @@ def _disk(name: str, disk: Facts, least_bytes: int, needed_for: str, fix: str) -
     if not disk["is_writable"]:
         return Finding(name, "missing", f"{disk['path']} cannot be written", True, needed_for, fix)
     is_enough = disk["free_bytes"] >= least_bytes
-    advised = "" if is_enough else f", {_size(least_bytes)} are advised"
+    advised = "" if is_enough else f", {size(least_bytes)} are advised"
     return _enough(is_enough, name, _space(disk) + advised, needed_for, fix)
 
 
 def _space(disk: Facts) -> str:
-    return f"{_size(disk['free_bytes'])} free of {_size(disk['total_bytes'])} ({disk['path']})"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / GIB:.1f} GiB" if num_bytes >= GIB else f"{num_bytes / 2**20:.0f} MiB"
+    return f"{size(disk['free_bytes'])} free of {size(disk['total_bytes'])} ({disk['path']})"
