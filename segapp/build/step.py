@@ -35,7 +35,8 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion
-from segapp.memory.simulation.jobs import LossStyle
+from segapp.memory.counters import DeviceMemoryTracker
+from segapp.memory.simulated.jobs import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.eomt import EomtModel
 from segapp.optim.optimizers import WeightAverage
@@ -61,7 +62,6 @@ from segapp.training.step.layout import StepLayout
 from segapp.training.step.modules import StepModules, Thawing
 from segapp.training.step.participant import StepParticipant
 from segapp.training.step.update_count import UpdateCount
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class DeviceBackend(Protocol):
         """Return a copy of the module on a device."""
 
     def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Note what tensors are for (a kind of `segapp.memory.simulation.jobs.KINDS`)."""
+        """Note what tensors are for (a kind of `segapp.memory.simulated.jobs.KINDS`)."""
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
         """Return the device of each part of the model, in mode model.

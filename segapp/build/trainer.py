@@ -32,7 +32,7 @@ from segapp.parallel.ranks import Ranks
 from segapp.run.starting import announce
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
-from segapp.training.planning.auto_settings import planned_advice
+from segapp.training.planning.auto import planned_advice
 from segapp.training.planning.host_memory import check_host_memory
 from segapp.training.process.context import RunContext
 from segapp.training.process.inbox import applied_after

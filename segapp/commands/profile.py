@@ -32,14 +32,14 @@ from segapp.datasets.loader import Batch, TrainLoader
 from segapp.datasets.resources import cores_of_rank
 from segapp.datasets.workers import sample_seconds, wait_advice
 from segapp.errors import ConfigError, DataError
+from segapp.memory.ledger import PhaseMarks, Recorder
 from segapp.memory.report import aligned
-from segapp.memory.simulation.jobs import PHASES, PhasePeak
-from segapp.memory.simulation.recorder import PhaseMarks, Recorder
+from segapp.memory.simulated.jobs import PHASES, PhasePeak
 from segapp.parallel.ranks import Ranks
-from segapp.training.planning.auto_settings import with_train
+from segapp.training.planning.auto import with_train
 from segapp.training.planning.blank_data import blank_batch
 from segapp.training.planning.simulate import phase_peaks, watch_modules
-from segapp.training.planning.trial_step import build_trial_engine
+from segapp.training.planning.trial import build_trial_engine
 from segapp.training.process.numerics import numerics
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.layout import build_layout

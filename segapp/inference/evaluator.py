@@ -25,7 +25,7 @@ from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import labels_of
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 from segapp.metrics import Counts, LabelCounts
 from segapp.models import SegmentationModel
 

@@ -19,7 +19,7 @@ import torch
 from segapp.datasets.resources import available_bytes
 from segapp.errors import OutOfMemoryError
 from segapp.inference.sliding import Inference, window_starts
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel

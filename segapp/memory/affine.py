@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from segapp.memory.simulation.jobs import PHASES, Mode, PhasePeak, SimulationResult
+from segapp.memory.simulated.jobs import PHASES, Mode, PhasePeak, SimulationResult
 from segapp.run.memory_fit import fit_lines
 
 Numbers = dict[str, float]

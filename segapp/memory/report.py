@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from segapp.memory.calibration import PeakError
 from segapp.memory.planner import Advice, MemoryPlan, PlanRow
-from segapp.memory.simulation.jobs import KINDS
+from segapp.memory.simulated.jobs import KINDS
 
 BAR_CELLS = 48
 MAX_ROWS = 40

@@ -24,6 +24,7 @@ from segapp.config import RunConfig, dump_config, part_names
 from segapp.custom.copies import keep_parts
 from segapp.custom.trust import TRUST_VARIABLE, remember_parts
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, device_info_of
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
@@ -41,19 +42,18 @@ from segapp.run.events import Alert, EventWriter, RunEnd
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
-from segapp.training.planning.auto_settings import resolve_auto
+from segapp.training.failures import as_segapp_error
+from segapp.training.planning.auto import resolve_auto
 from segapp.training.process.context import RunContext
 from segapp.training.process.inbox import Inbox
 from segapp.training.process.malloc import keep_freed_memory
 from segapp.training.process.numerics import numerics
 from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
-from segapp.training.recovery.failures import as_segapp_error
 from segapp.training.recovery.fallbacks import fallbacks_after
 from segapp.training.recovery.reverted import report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.saving.resume import check_before_start, check_resumable, checkpoint_to_resume
 from segapp.training.telemetry.console import PlainReporter
-from segapp.training.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker, device_info_of
 from segapp.training.telemetry.event_log import EventListener, EventLog
 from segapp.training.telemetry.sampler import MemorySampler
 from segapp.training.telemetry.trackers import make_trackers

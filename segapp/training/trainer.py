@@ -20,12 +20,13 @@ from segapp.config import LiveSettings
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.inference.evaluate import Evaluation
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.counters import IDLE
+from segapp.memory.oom import is_out_of_memory
 from segapp.training.control.progress import TrainingProgress
 from segapp.training.control.safe_point import SafePoint
+from segapp.training.divergence import LossWatch
 from segapp.training.process.context import RunContext
 from segapp.training.process.signals import PauseRequest, StopRequest
-from segapp.training.recovery.divergence import LossWatch
 from segapp.training.recovery.fallbacks import MemoryFallbacks
 from segapp.training.reporting import TrainerParts, TrainingReporter
 from segapp.training.saving.position import Best, Position
@@ -35,7 +36,6 @@ from segapp.training.step.first_outputs import FirstOutputs
 from segapp.training.step.modules import StepResult
 from segapp.training.step.rollback import rng_fields
 from segapp.training.telemetry.clock import images_in
-from segapp.training.telemetry.device_memory import IDLE
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch

@@ -15,6 +15,7 @@ import pytest
 
 from segapp.checkpoint.training_state import CheckpointStore
 from segapp.config import LiveSettings
+from segapp.memory.counters import DeviceMemoryTracker, device_info_of
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter, Step
 from segapp.run.folder import RunFolder
@@ -27,7 +28,6 @@ from segapp.training.process.inbox import Inbox
 from segapp.training.process.signals import StopSignals
 from segapp.training.saving.position import Position
 from segapp.training.saving.saver import Captured, CheckpointSaver, SaveRules
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker, device_info_of
 from segapp.training.telemetry.event_log import EventLog
 from segapp.training.telemetry.sampler import HEARTBEAT_S, MEMORY_S, MemorySampler
 from tests.support.runs import events, merged, train

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from segapp.memory.simulation.backend import is_supported
+from segapp.memory.simulated.devices import is_supported
 from tests.support import ROOT
 
 pytestmark = [

@@ -17,6 +17,7 @@ from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
 from segapp.build.trainer import build_trainer, seed_everything
 from segapp.losses import CriterionCE
+from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
@@ -24,7 +25,6 @@ from segapp.training.process.context import RunContext
 from segapp.training.process.inbox import Inbox
 from segapp.training.process.signals import StopSignals
 from segapp.training.saving.position import Best, Position
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 from segapp.training.trainer import Trainer
 from tests.support.runs import merged

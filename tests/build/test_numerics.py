@@ -14,7 +14,7 @@ from segapp.build.numerics import auto_precision, uses_channels_last
 from segapp.config import ModelConfig, TrainConfig, dump_config, validate_config
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
-from segapp.training.planning.auto_settings import resolve_auto
+from segapp.training.planning.auto import resolve_auto
 
 CPU, V100, A100 = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
 UNET = {"library": "smp", "name": "Unet", "encoder": "resnet18"}

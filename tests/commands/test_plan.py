@@ -5,7 +5,7 @@ import json
 import pytest
 import yaml
 
-from segapp.memory.simulation.backend import is_supported
+from segapp.memory.simulated.devices import is_supported
 from tests.support.runs import segapp
 
 

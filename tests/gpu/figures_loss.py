@@ -103,7 +103,7 @@ def extra_mib(way: Pass, logits: Tensor, target: Tensor) -> float:
         before = torch.cuda.memory_allocated(logits.device)
         way(logits, target)
         return (torch.cuda.max_memory_allocated(logits.device) - before) / 2**20
-    from segapp.memory.simulation.recorder import Recorder  # here: a card needs the losses alone
+    from segapp.memory.ledger import Recorder  # here: a card needs the losses alone
 
     recorder = Recorder()
     with recorder:

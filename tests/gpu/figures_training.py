@@ -19,7 +19,7 @@ from segapp.config import RunConfig, validate_config
 from segapp.datasets.loader import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.training.planning.blank_data import blank_batch
-from segapp.training.planning.trial_step import build_trial_engine
+from segapp.training.planning.trial import build_trial_engine
 from segapp.training.process.numerics import numerics
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.layout import StepLayout
@@ -141,7 +141,7 @@ def _planned_mib(config: RunConfig) -> float:
     """Return the planned peak of the tensors, from `segapp.training.planning.simulate` in a process of its own."""
     code = (
         "import sys, json; from segapp.config import validate_config; "
-        "from segapp.memory.simulation.jobs import SimulationJob; "
+        "from segapp.memory.simulated.jobs import SimulationJob; "
         "from segapp.training.planning.simulate import build_simulator; "
         "config = validate_config(json.load(sys.stdin)); "
         "job = SimulationJob('single', (config.train.batch_size,)); "

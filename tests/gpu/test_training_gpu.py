@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from segapp.build.pairs import build_scheme
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 from segapp.training.planning.blank_data import blank_batch
-from segapp.training.planning.trial_step import build_trial_engine
+from segapp.training.planning.trial import build_trial_engine
 from segapp.training.process.numerics import numerics
 from segapp.training.step.layout import StepLayout
 from tests.gpu.figures_training import figures_config, plan_figures

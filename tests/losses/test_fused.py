@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from segapp.losses import CriterionCE, cross_entropy, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation, plain_reason
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
 from tests.support.loss_cases import class_weight, draw, relative_error
 
 WAYS = ["bands", "sums"]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from segapp.memory.simulation.backend import is_supported
+from segapp.memory.simulated.devices import is_supported
 from tests.support import ROOT
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from segapp.errors import ConfigError
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 from segapp.parallel import ReplicaError
 
 CUDA_0 = torch.device("cuda:0")

@@ -11,7 +11,7 @@ from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, context_mib, plan_as_json
 from segapp.memory.report import plan_lines
 from segapp.memory.saved_plan import SavedMemoryPlan
-from segapp.memory.simulation.jobs import PhasePeak, SimulationResult
+from segapp.memory.simulated.jobs import PhasePeak, SimulationResult
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
 

@@ -5,9 +5,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from segapp.memory.simulation.backend import _WeightCache
-from segapp.memory.simulation.buckets import Buckets
-from segapp.memory.simulation.recorder import PhaseMarks, Recorder
+from segapp.memory.ledger import PhaseMarks, Recorder
+from segapp.memory.simulated.buckets import Buckets
+from segapp.memory.simulated.devices import _WeightCache
 
 
 def test_peaks_by_hand():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from segapp.losses.lovasz import HELD_BYTES, SORT_BYTES
-from segapp.memory.simulation.backend import is_supported
+from segapp.memory.simulated.devices import is_supported
 from tests.support import ROOT
 from tests.support.simulated_cases import TRAININGS
 

@@ -17,8 +17,8 @@ from typing import Any
 from torch import nn
 
 from segapp.config import validate_config
-from segapp.memory.simulation.jobs import SimulationJob
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
+from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 from segapp.training.step.engine import StepEngine
 

@@ -9,7 +9,7 @@ import warnings
 
 from segapp.config import validate_config
 from segapp.memory.affine import fit_model, splits_to_simulate
-from segapp.memory.simulation.jobs import SimulationJob
+from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 
 PUBLISHED = {"model": {"name": "deeplabv3_resnet101"}, "crop_px": (945, 945), "num_classes": 21}

@@ -15,8 +15,8 @@ from torch.profiler import ProfilerActivity, profile
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepParts
 from segapp.config import validate_config
-from segapp.memory.simulation.jobs import SimulationJob
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
+from segapp.memory.simulated.jobs import SimulationJob
 from segapp.parallel import data_parallel
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
 from segapp.training.step.layout import StepLayout

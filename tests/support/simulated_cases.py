@@ -6,7 +6,7 @@ import warnings
 
 from segapp.config import validate_config
 from segapp.memory.affine import fit_model, splits_to_simulate
-from segapp.memory.simulation.jobs import SimulationJob
+from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 
 LRASPP = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"}

@@ -33,7 +33,7 @@ from segapp.inference.predict.sources import ImageFile
 from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
 from segapp.inference.predict.video import VideoOutputs, VideoReader
 from segapp.inference.workspace import Workspace
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 
 READERS = 2
 WRITERS = 2

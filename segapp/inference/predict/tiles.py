@@ -25,7 +25,7 @@ from segapp.inference.workspace import (
     tile_cores,
     tile_frame,
 )
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 
 DEVICE_SHARE = 0.8
 """Share of the free memory of a GPU that is used."""

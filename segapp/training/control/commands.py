@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from segapp.config import LiveSettings
+from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.run.events import Alert
 from segapp.run.verdict import format_split
@@ -25,7 +26,6 @@ from segapp.training.control.pending_sets import (
     with_changes,
 )
 from segapp.training.process.inbox import FinalStatus, Inbox
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 
 

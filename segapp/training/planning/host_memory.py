@@ -13,8 +13,8 @@ import math
 from segapp.config import RunConfig
 from segapp.datasets.resources import available_bytes
 from segapp.errors import OutOfMemoryError, SegappError
-from segapp.memory.simulation.jobs import SimulationJob
-from segapp.training.planning.simulation_pool import SimulationPool
+from segapp.memory.simulated.jobs import SimulationJob
+from segapp.training.planning.pool import SimulationPool
 
 MOST_BYTES_PER_PX = 16 * 1024
 """More than the networks of this package need for a pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""

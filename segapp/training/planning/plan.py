@@ -31,8 +31,8 @@ from segapp.memory.planner import (
     PlanRow,
     context_mib,
 )
-from segapp.memory.simulation.jobs import SimulationJob
-from segapp.training.planning.simulation_pool import NUM_PROCESSES, SimulationPool
+from segapp.memory.simulated.jobs import SimulationJob
+from segapp.training.planning.pool import NUM_PROCESSES, SimulationPool
 
 
 def choose_mode(config: RunConfig, num_gpus: int) -> Mode:

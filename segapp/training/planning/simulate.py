@@ -33,10 +33,10 @@ from segapp.config import RunConfig, validate_config
 from segapp.custom import is_part
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, SegappError
-from segapp.memory.simulation.backend import BACKEND, CHANGE_IN_PLACE, place, set_up, simulation, skeleton
-from segapp.memory.simulation.buckets import Buckets
-from segapp.memory.simulation.jobs import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
-from segapp.memory.simulation.recorder import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
+from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
+from segapp.memory.simulated.buckets import Buckets
+from segapp.memory.simulated.devices import BACKEND, CHANGE_IN_PLACE, place, set_up, simulation, skeleton
+from segapp.memory.simulated.jobs import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.parallel import balance_stages, smallest_chunk
 from segapp.precision import Precision
 from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size

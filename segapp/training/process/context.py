@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.process.inbox import Inbox
 from segapp.training.process.signals import StopSignals
 from segapp.training.telemetry.activities import ActivityLog
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 
 

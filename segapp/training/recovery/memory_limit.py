@@ -19,9 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from segapp.errors import ConfigError
+from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.oom_report import LiveTensor, OomSnapshot
 from segapp.parallel import DataParallelModel, current_replica
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 
 if TYPE_CHECKING:
     from segapp.training.step.engine import StepEngine

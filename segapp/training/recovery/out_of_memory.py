@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from segapp.errors import OutOfMemoryError
+from segapp.memory.counters import IDLE, PHASES, DeviceMemoryTracker
 from segapp.memory.gpus import processes_on
 from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, oom_snapshot_of, report_event, report_lines
 from segapp.parallel import ReplicaError
@@ -20,7 +21,6 @@ from segapp.run.events import Alert
 from segapp.run.files import write_atomic
 from segapp.training.process.context import RunContext
 from segapp.training.recovery.fallbacks import MemoryFallbacks
-from segapp.training.telemetry.device_memory import IDLE, PHASES, DeviceMemoryTracker
 
 MIB = 2**20
 _LARGEST = 8

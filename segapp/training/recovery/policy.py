@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 from segapp.memory.oom_report import OomReport, OomSnapshot
 from segapp.parallel.ranks import PeerOutOfMemoryError
 from segapp.training.control.commands import CommandController

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.failpoints import failpoint
 from segapp.losses import Statistics, surrogate
+from segapp.memory.counters import IDLE, DeviceMemoryTracker
 from segapp.memory.oom_failpoint import oom_failpoint
 from segapp.optim.optimizers import add_groups, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel
@@ -27,7 +28,6 @@ from segapp.training.step.modules import StepModules, StepResult
 from segapp.training.step.participant import StepParticipant
 from segapp.training.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 from segapp.training.step.update import may_update
-from segapp.training.telemetry.device_memory import IDLE, DeviceMemoryTracker
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch

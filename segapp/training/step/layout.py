@@ -9,7 +9,7 @@ import torch
 from segapp.build.devices import DevicePlan
 from segapp.config import RunConfig
 from segapp.config.modes import Mode
-from segapp.memory.simulation.jobs import LossStyle
+from segapp.memory.simulated.jobs import LossStyle
 
 
 @dataclass(frozen=True)

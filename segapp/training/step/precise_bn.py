@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.inference.sliding import Inference
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 from segapp.training.step.rollback import BufferGuard
 
 if TYPE_CHECKING:

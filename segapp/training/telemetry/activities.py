@@ -6,9 +6,9 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
+from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Heartbeat
 from segapp.training.telemetry.clock import Activity, Clock
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 
 PROGRESS_S = 1.0

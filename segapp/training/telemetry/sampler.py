@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from segapp.memory.counters import PHASES, DeviceMemoryTracker
 from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.run.events import Alert, DeviceMemory, Heartbeat, Memory
-from segapp.training.telemetry.device_memory import PHASES, DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 
 MEMORY_S = 2.0

@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
+from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Alert, RunEnd
 from segapp.run.process import child_pids
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 from segapp.training.telemetry.stacks import StackLog
 

@@ -11,8 +11,8 @@ import torch
 from segapp.losses import cross_entropy
 from segapp.losses.fused import checks
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
-from segapp.memory.simulation.backend import is_supported
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
+from segapp.memory.simulated.devices import is_supported
 from tests.support import ROOT
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch on Linux")

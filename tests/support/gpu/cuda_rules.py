@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segapp.build import step as assemble
 from segapp.config import validate_config
-from segapp.memory.simulation.backend import CHANGE_IN_PLACE
-from segapp.memory.simulation.jobs import SimulationJob
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
+from segapp.memory.simulated.devices import CHANGE_IN_PLACE
+from segapp.memory.simulated.jobs import SimulationJob
 from segapp.precision import Precision
 from segapp.training.planning.blank_data import evaluate_blank
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step

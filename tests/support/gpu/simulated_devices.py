@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from segapp.losses import CriterionCE
-from segapp.memory.simulation.backend import place, simulation, skeleton
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
+from segapp.memory.simulated.devices import place, simulation, skeleton
 
 
 def facts(tensor: Tensor) -> list[object]:

@@ -15,6 +15,7 @@ from segapp import failpoints
 from segapp.config import LiveSettings
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import OutOfMemoryError, RunError
+from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import EventWriter
@@ -24,7 +25,6 @@ from segapp.training.control.commands import CommandController, TrainingPosition
 from segapp.training.process.inbox import Inbox
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train

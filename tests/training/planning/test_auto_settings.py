@@ -15,7 +15,7 @@ from segapp.errors import ConfigError
 from segapp.memory.saved_plan import read_saved_plan
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.training.planning.auto_settings import _num_training_images, allowed_batches
+from segapp.training.planning.auto import _num_training_images, allowed_batches
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices

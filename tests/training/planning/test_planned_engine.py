@@ -12,14 +12,14 @@ import pytest
 
 from segapp.build.devices import plan_devices
 from segapp.build.trainer import build_trainer
-from segapp.memory.simulation.backend import is_supported
+from segapp.memory.counters import DeviceMemoryTracker
+from segapp.memory.simulated.devices import is_supported
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.training.process.context import RunContext
 from segapp.training.process.inbox import Inbox
 from segapp.training.process.signals import StopSignals
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 from tests.support import ROOT
 from tests.support.engine_description import description

@@ -13,9 +13,9 @@ import torch
 from segapp.config import load_config
 from segapp.errors import ConfigError
 from segapp.inference.sliding import without_cudnn_benchmark
+from segapp.training.failures import as_segapp_error
 from segapp.training.process import numerics as module
 from segapp.training.process.numerics import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
-from segapp.training.recovery.failures import as_segapp_error
 from tests.support import ROOT
 
 PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True, "cudnn_benchmark": True}

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, report_event
 from segapp.parallel import ReplicaError
 from segapp.parallel.ranks import Ranks
@@ -18,7 +19,6 @@ from segapp.run.folder import RunFolder
 from segapp.training.process.context import RunContext
 from segapp.training.recovery import out_of_memory
 from segapp.training.recovery.out_of_memory import OomHandler
-from segapp.training.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
 from segapp.training.telemetry.event_log import EventLog
 
 

@@ -12,6 +12,7 @@ import torch
 
 from segapp.checkpoint.training_state import CheckpointStore, SavedCheckpoint, load_checkpoint
 from segapp.errors import StorageError
+from segapp.memory.counters import DeviceMemoryTracker, device_info_of
 from segapp.parallel.ranks import Ranks
 from segapp.run.events import Alert, Event
 from segapp.run.folder import RunFolder
@@ -21,7 +22,6 @@ from segapp.training.process.signals import StopSignals
 from segapp.training.saving import saver as module
 from segapp.training.saving.position import Position
 from segapp.training.saving.saver import MAX_RETRY_S, Captured, CheckpointSaver, SaveRules
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker, device_info_of
 from segapp.training.telemetry.event_log import EventLog
 
 

@@ -75,7 +75,7 @@ def _deterministic() -> Iterator[None]:
 def test_steps_on_the_cpu_run_under_the_switch() -> None:
     from segapp.build.pairs import build_scheme
     from segapp.training.planning.blank_data import blank_batch
-    from segapp.training.planning.trial_step import build_trial_engine
+    from segapp.training.planning.trial import build_trial_engine
     from segapp.training.step.layout import StepLayout
 
     config = config_of({**PSP}, deterministic=True)

@@ -13,17 +13,17 @@ import numpy as np
 import pytest
 import torch
 
-from segapp.memory.gpus import GpuPoller
-from segapp.run.events import EventWriter
-from segapp.run.folder import RunFolder
-from segapp.training.telemetry import sampler as sampler_module
-from segapp.training.telemetry.device_memory import (
+from segapp.memory.counters import (
     CudaCounters,
     DeviceInfo,
     DeviceMemoryTracker,
     ProcessCounters,
     host_memory_mib,
 )
+from segapp.memory.gpus import GpuPoller
+from segapp.run.events import EventWriter
+from segapp.run.folder import RunFolder
+from segapp.training.telemetry import sampler as sampler_module
 from segapp.training.telemetry.event_log import EventLog
 from segapp.training.telemetry.sampler import MemorySampler
 from tests.support.fault_table import case

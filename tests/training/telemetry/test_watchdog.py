@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from segapp.memory.counters import DeviceMemoryTracker, device_info_of
 from segapp.training.telemetry import watchdog as module
-from segapp.training.telemetry.device_memory import DeviceMemoryTracker, device_info_of
 from segapp.training.telemetry.event_log import EventLog
 from segapp.training.telemetry.watchdog import HangLimits, Watchdog
 

@@ -16,7 +16,7 @@ from typing import Any
 from segapp.config import RunConfig
 from segapp.errors import ConfigError, RunError
 from segapp.inference.progress_bar import progress_bar
-from segapp.memory.simulation.jobs import SimulationJob, SimulationResult
+from segapp.memory.simulated.jobs import SimulationJob, SimulationResult
 
 NUM_PROCESSES = 2
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from segapp.custom.failures import raised_at
 from segapp.errors import ConfigError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
 from segapp.losses import PlainLossError
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 from segapp.models.inspection import ONE_VALUE
 from segapp.parallel import ReplicaError
 

@@ -19,15 +19,15 @@ from segapp.config import RunConfig, load_config, validate_config
 from segapp.custom import is_part
 from segapp.datasets.files import check_pairs
 from segapp.errors import ConfigError
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.oom_errors import is_out_of_memory
+from segapp.memory.oom import is_out_of_memory
 from segapp.memory.planner import OverheadEstimate, context_mib
 from segapp.memory.saved_plan import SavedMemoryPlan, advice_text, read_saved_plan
 from segapp.parallel.ranks import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.plan import plan_largest, plan_memory
-from segapp.training.planning.trial_step import trial_step
-from segapp.training.telemetry.device_memory import DeviceInfo, DeviceMemoryTracker
+from segapp.training.planning.trial import trial_step
 
 _FEWER = 7, 8
 """A batch that ran out of memory in a trial step is reduced by this ratio."""

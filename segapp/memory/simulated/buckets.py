@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segapp.memory.simulation.recorder import Recorder
+from segapp.memory.ledger import Recorder
 
 _BUCKET_BYTES = 25 * 2**20
 _FIRST_BUCKET_BYTES = 2**20

@@ -1,0 +1,1 @@
+"""One training step on simulated devices: its jobs, the devices, and DDP buckets."""
