@@ -26,10 +26,10 @@ from segapp.config import (
     validate_config,
 )
 from segapp.config.load import changed_keys, config_hash, config_of, kept_on_resume
-from segapp.config.reference import config_reference
 from segapp.config.words import KEYS_ELSEWHERE, VALUES_ELSEWHERE, known_keys, meant_word, words_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError
+from tests.support.reference import config_reference
 
 MINIMAL = {"name": "x", "data": {"format": "camvid", "root": "data/camvid"}}
 NAN = float("nan")

@@ -1,4 +1,4 @@
-"""Build data sets, their transforms and caches, and how batches are loaded, from the `data` section of the config."""
+"""Build data sets, their order, transforms and caches, and how batches are loaded, from the section `data`."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import TypeVar
 import torch
 
 from segapp.build.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
-from segapp.build.sampling import build_mix
 from segapp.config import DataConfig
 from segapp.custom import is_part
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
+from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
@@ -25,9 +25,10 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import LoadOptions
 from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
-from segapp.datasets.targets import Targets, read_targets
+from segapp.datasets.sampling import Order, aimed_order
+from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, accepted_words
 from segapp.parallel.ranks import Ranks
 
 Item = TypeVar("Item")
@@ -197,3 +198,47 @@ def build_load_options(
         most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
         workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
     return LoadOptions(workers, data.timeout_s, pin_memory=device.type == "cuda")
+
+
+def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: ClassFrequencies, seed: int) -> Order:
+    """Return the order of `data.sampling: class-balanced` or `foreground`.
+
+    Args:
+        data: the section of the config.
+        dataset: the training images.
+        frequencies: counts of their masks.
+        seed: of the order.
+
+    Raises:
+        ConfigError: `data.foreground_classes` names an unknown class, or no image contains a class to aim at.
+    """
+    names = dataset.scheme.names
+    wanted = set(range(len(names)))
+    if data.sampling == "foreground":
+        unknown = [name for name in data.foreground_classes or () if name not in names]
+        if unknown:
+            raise ConfigError(
+                f"data.foreground_classes: {unknown[0]!r} is no class: {accepted_words(unknown[0], names)}"
+            )
+        chosen = data.foreground_classes
+        wanted = wanted - {0} if chosen is None else {names.index(name) for name in chosen}
+    masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
+    images_with: dict[int, list[int]] = {}
+    for index, classes in zip(masked, frequencies.classes_of_masks, strict=True):
+        for each in wanted.intersection(classes):
+            images_with.setdefault(each, []).append(index)
+    if not images_with:
+        raise ConfigError(
+            f"data.sampling = {data.sampling}: no training mask contains {', '.join(names[each] for each in wanted)}: "
+            "set data.foreground_classes, or data.sampling to uniform"
+        )
+    share = data.foreground_share if data.sampling == "foreground" else 1.0
+    return aimed_order(len(dataset), images_with, share, seed)
+
+
+def build_mix(data: DataConfig, ignore_index: int) -> PairMix | None:
+    """Return how training samples are mixed; None: not at all."""
+    mix = data.mix
+    if not mix.cutmix + mix.mixup + mix.classmix:
+        return None
+    return PairMix(mix.cutmix, mix.mixup, mix.classmix, mix.cutmix_alpha, mix.mixup_alpha, ignore_index)

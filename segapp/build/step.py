@@ -286,7 +286,8 @@ class StepAssembler:
             ConfigError: the split, the batch or a stage does not suit the model or the devices.
         """
         config, device, model = self.config, layout.devices[0], parts.model
-        check_mode(config, layout.mode if len(layout.devices) > 1 or layout.mode == "ddp" else "single")
+        is_one_device = layout.mode == "dp" and len(layout.devices) == 1
+        check_mode(config, "single" if is_one_device else layout.mode, is_step=True)
         ranks = ranks or Ranks()
         if backend is None:
             views = config.parallel.gradient_as_bucket_view

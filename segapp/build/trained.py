@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from segapp.build.devices import choose_devices
-from segapp.build.network import build_inference, build_network
+from segapp.build.network import build_inference, build_network, find_checkpoint, network_state
 from segapp.build.own_parts import changed_parts
 from segapp.build.pairs import build_pixels, build_scheme
-from segapp.build.run_weights import find_checkpoint, network_state
 from segapp.config import RunConfig, load_config, part_names, validate_config
 from segapp.custom.trust import check_trusted
 from segapp.datasets.layouts.formats import ClassScheme

@@ -11,13 +11,12 @@ import torch
 
 from segapp.build.class_weights import cached_frequencies, class_weights
 from segapp.build.criterion import needs_distances
-from segapp.build.data import build_dataset, build_load_options
+from segapp.build.data import build_dataset, build_load_options, build_order
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference
 from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
 from segapp.build.own_parts import part_hashes
 from segapp.build.pairs import build_scheme, check_splits_apart, split_names
-from segapp.build.sampling import build_order
 from segapp.build.step import StepAssembler
 from segapp.build.trained import read_trained
 from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint

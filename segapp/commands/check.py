@@ -163,8 +163,7 @@ def _samples(
     if data.sampling == "uniform" and data.augment is None and not with_pictures:
         return []
     # These import torch and albumentations, which nothing else of this command needs.
-    from segapp.build.data import build_dataset
-    from segapp.build.sampling import build_order
+    from segapp.build.data import build_dataset, build_order
     from segapp.report.augmented import augmented_samples
 
     try:

@@ -22,6 +22,7 @@ class Feature:
         is_on: whether a config asks for it.
         otherwise: what to do to use another mode.
         value: of the key, for messages.
+        is_of_mode: it describes its modes alone, and a step in another mode does without it.
     """
 
     key: tuple[str, ...]
@@ -29,6 +30,7 @@ class Feature:
     is_on: Callable[[RunConfig], bool]
     otherwise: str = "leave it out"
     value: str = ""
+    is_of_mode: bool = False
 
     def problem(self, mode: str) -> str:
         """Return the end of a message that begins with the key, for a mode in which the feature does not work."""
@@ -46,7 +48,7 @@ FEATURES = (
         "use a network of another library",
         "segapp",
     ),
-    Feature(("parallel", "stages"), ("model",), lambda config: config.parallel.stages is not None),
+    Feature(("parallel", "stages"), ("model",), lambda config: config.parallel.stages is not None, is_of_mode=True),
 )
 
 
@@ -55,14 +57,25 @@ def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
     return (feature for feature in FEATURES if feature.is_on(config) and mode not in feature.modes)
 
 
-def check_mode(config: RunConfig, mode: Mode) -> None:
+def check_mode(config: RunConfig, mode: Mode, *, is_step: bool = False) -> None:
     """Check that all that a config asks for works in a mode.
+
+    Args:
+        config: the complete config.
+        mode: the mode.
+        is_step: a step is assembled, which the memory plan also simulates in other modes than the training's.
 
     Raises:
         ConfigError: something does not.
     """
     for feature in unsupported(config, mode):
-        raise ConfigError(f"{'.'.join(feature.key)} {feature.problem(mode)}")
+        if not (is_step and feature.is_of_mode):
+            raise ConfigError(f"{'.'.join(feature.key)} {feature.problem(mode)}")
+
+
+def has_step(config: RunConfig, mode: Mode) -> bool:
+    """Return True if a step of the config can be assembled in a mode."""
+    return all(feature.is_of_mode for feature in unsupported(config, mode))
 
 
 def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = None) -> tuple[Mode, str]:

@@ -23,8 +23,7 @@ from segapp.losses.fused.checks import (
     is_simulated,
     needs_plain_operators,
 )
-from segapp.losses.fused.kernel_errors import KernelError
-from segapp.losses.fused.kernel_shapes import MAX_CLASSES, buffers_of
+from segapp.losses.fused.kernel_shapes import MAX_CLASSES, KernelError, buffers_of
 from segapp.losses.fused.pixel_sums import CrossEntropySums, PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import (
     compute_dtype,

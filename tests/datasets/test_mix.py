@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from segapp.build.sampling import build_mix
+from segapp.build.data import build_mix
 from segapp.config import DataConfig, validate_config
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform

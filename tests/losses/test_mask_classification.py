@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from segapp.losses import CriterionMaskClassification, surrogate
-from segapp.losses.matching import match_queries
+from segapp.losses.mask_classification import match_queries
 from tests.support.loss_cases import relative_error
 
 C, STRIDE = 3, 4

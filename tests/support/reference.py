@@ -8,19 +8,23 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer.main
+from pydantic import BaseModel
 from rich.console import Console
 from rich.text import Text
 
 from segapp import errors
 from segapp.cli import app
-from segapp.config.reference import config_reference
+from segapp.config.options import BUILT_INS
+from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
+from segapp.config.values import section_of
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
 from tests.support import ROOT
@@ -85,6 +89,47 @@ def config_page() -> str:
             "",
         ]
     )
+
+
+def config_reference() -> str:
+    """Return every key with its default and meaning, as Markdown tables."""
+    parts = [_config_table(_config_rows("", RunConfig)), *_sections("", RunConfig)]
+    parts.append(f"An entry of `loss.plus` has the keys of `loss` down to `{list(LossTerm.model_fields)[-1]}`.")
+    parts += ["An entry of `optim.groups` has:", _config_table(_config_rows("", ParamGroupConfig))]
+    parts.append("Options that belong to one loss, optimizer or schedule:")
+    of_one = (
+        f"| `{section}.name: {name}` {row}"
+        for section, table in BUILT_INS.items()
+        for name, built_in in table.items()
+        for row in _config_rows(f"{section}.options.", built_in.options)
+    )
+    parts.append(_config_table(of_one, "of"))
+    return "\n\n".join(parts)
+
+
+def _sections(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    for name in model.model_fields:
+        section = section_of(model, name)
+        if section is not None:
+            yield _config_table(_config_rows(f"{prefix}{name}.", section))
+            yield from _sections(f"{prefix}{name}.", section)
+
+
+def _config_table(rows: Iterable[str], *first: str) -> str:
+    columns = [*first, "key", "default", "meaning"]
+    return "\n".join([f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows])
+
+
+def _config_rows(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        if section_of(model, name) is None or field.default is None:
+            default = "*required*" if field.is_required() else f"`{_shown(field.default)}`"
+            meaning = " ".join((field.description or "").split()).replace("|", chr(92) + "|")
+            yield f"| `{prefix}{name}` | {default} | {meaning} |"
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 
 def run_folder_page() -> str:

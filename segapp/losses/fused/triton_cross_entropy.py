@@ -21,8 +21,14 @@ from torch import Tensor
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
 from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
-from segapp.losses.fused.kernel_errors import KernelError, is_out_of_memory
-from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks, power_of_two
+from segapp.losses.fused.kernel_shapes import (
+    KernelError,
+    block_shape,
+    buffers_of,
+    column_blocks,
+    is_out_of_memory,
+    power_of_two,
+)
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.triton_kernels import bad_ids_kernel, gather_kernel, loss_kernel
 

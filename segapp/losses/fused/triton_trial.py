@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from segapp.losses.fused.kernel_errors import NEXT_MOVE, KernelError
+from segapp.losses.fused.kernel_shapes import NEXT_MOVE, KernelError
 
 _IS_INSTALLED = importlib.util.find_spec("triton") is not None
 

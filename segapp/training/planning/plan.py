@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from segapp.config import RunConfig
-from segapp.config.modes import Mode, auto_mode, check_mode
+from segapp.config.modes import Mode, auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.advice import (
     Variant,
@@ -214,7 +214,7 @@ def _advice_jobs(config: RunConfig, batch_size: int, num_gpus: int, changes: Seq
         alone,
         *([replace(alone, loss="upsampled")] if _has_pixel_loss(config) else []),
         *(replace(alone, changes=dict(variant.changes)) for variant in changes),
-        replace(alone, mode="ddp", num_ranks=max(2, num_gpus)),
+        *([replace(alone, mode="ddp", num_ranks=max(2, num_gpus))] if has_step(config, "ddp") else []),
     ]
 
 
@@ -291,7 +291,7 @@ def _advice(
     found += accumulate_advice(
         config.train.batch_size, config.train.accumulate, gradients.fixed if gradients else 0.0, plan.best, planner
     )
-    if plan.mode == "dp" and config.train.batch_size >= len(plan.gpus):
+    if plan.mode == "dp" and config.train.batch_size >= len(plan.gpus) and has_step(config, "ddp"):
         rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, varied[-1]))
         fits = all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
         note = "one process a GPU; every GPU holds an optimizer state"

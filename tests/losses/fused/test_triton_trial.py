@@ -12,7 +12,7 @@ from segapp.losses import CriterionCE, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation
 from segapp.losses.fused import checks, triton_trial
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
-from segapp.losses.fused.kernel_errors import KernelError
+from segapp.losses.fused.kernel_shapes import KernelError
 from segapp.parallel import DataParallelCriterion
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.loss_cases import draw, relative_error
