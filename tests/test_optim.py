@@ -228,10 +228,11 @@ def test_average_follows_the_formula_and_ignores_a_bad_step() -> None:
     torch.testing.assert_close(average.module[0].weight, by_hand)
 
 
-def test_average_without_warmup_equals_torchs_averaged_model() -> None:
+def test_average_after_its_warmup_equals_torchs_averaged_model() -> None:
     torch.manual_seed(0)
     model = small_model().double()
-    average = WeightAverage(model, 0.9, has_warmup=False)
+    average = WeightAverage(model, 0.9)
+    average.num_updates = 100
     theirs = torch.optim.swa_utils.AveragedModel(
         model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9), use_buffers=True
     )

@@ -241,4 +241,4 @@ def build_mix(data: DataConfig, ignore_index: int) -> PairMix | None:
     mix = data.mix
     if not mix.cutmix + mix.mixup + mix.classmix:
         return None
-    return PairMix(mix.cutmix, mix.mixup, mix.classmix, mix.cutmix_alpha, mix.mixup_alpha, ignore_index)
+    return PairMix(mix.cutmix, mix.mixup, mix.classmix, mix.mixup_alpha, ignore_index)

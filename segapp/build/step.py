@@ -302,7 +302,7 @@ class StepAssembler:
             inner.compile_training()
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         ema = config.train.ema
-        average = None if ema is None else WeightAverage(model, ema, has_warmup=config.train.ema_warmup)
+        average = None if ema is None else WeightAverage(model, ema)
         participants: list[StepParticipant] = []
         criterion = parts.criterion
         if isinstance(inner, DistilledInput):

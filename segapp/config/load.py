@@ -175,12 +175,10 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
     Names of older versions are read as those of today, and said once.
     """
     locations = locations or KeyLocations(None, {}, frozenset())
-    today = upgraded(raw)
-    if today.notes:
-        say(today.notes, "" if locations.path is None else str(locations.path))
-        locations = locations.moved(today.origins)
+    today, notes = upgraded(raw)
+    say(notes, locations.path)
     try:
-        config = RunConfig.model_validate(today.raw)
+        config = RunConfig.model_validate(today)
     except ValidationError as error:
         items = error.errors()
         raise _all_problems(describe_problems(items[:MAX_PROBLEMS], locations), len(items) - MAX_PROBLEMS) from None

@@ -1,136 +1,107 @@
 """Names of older versions on disk: configs, run folders and checkpoints are read with the names of today.
 
-Here belongs every renaming of a key that a file on disk has. What is renamed is said once, on stderr.
+Here belongs every renaming of a key that a file on disk has.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from segapp.config.options import BUILT_INS
 
 OPTIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "loss": {
-        "implementation": {"ce": "implementation"},
-        "ohem_threshold": {"ohem": "threshold"},
-        "ohem_min_kept": {"ohem": "min_kept"},
-        "focal_gamma": {"focal": "gamma"},
-        "bce_pos_weight": {"bce": "pos_weight"},
-        "dice_smooth": {"dice": "smooth", "tversky": "smooth"},
-        "tversky_alpha": {"tversky": "alpha"},
-        "tversky_beta": {"tversky": "beta"},
-        "tversky_gamma": {"tversky": "gamma"},
-        "mask_class_factor": {"mask_classification": "class_factor"},
-        "mask_bce_factor": {"mask_classification": "bce_factor"},
-        "mask_dice_factor": {"mask_classification": "dice_factor"},
-        "mask_no_object": {"mask_classification": "no_object"},
+        "ce": {"implementation": "implementation"},
+        "ohem": {"ohem_threshold": "threshold", "ohem_min_kept": "min_kept"},
+        "bce": {"bce_pos_weight": "pos_weight"},
+        "dice": {"dice_smooth": "smooth"},
+        "tversky": {
+            "tversky_alpha": "alpha",
+            "tversky_beta": "beta",
+            "tversky_gamma": "gamma",
+            "dice_smooth": "smooth",
+        },
+        "focal": {"focal_gamma": "gamma"},
+        "mask_classification": {
+            "mask_class_factor": "class_factor",
+            "mask_bce_factor": "bce_factor",
+            "mask_dice_factor": "dice_factor",
+            "mask_no_object": "no_object",
+        },
     },
-    "optim": {
-        "nesterov": {"sgd": "nesterov"},
-        "betas": {"adam": "betas", "adamw": "betas"},
-    },
+    "optim": {"sgd": {"nesterov": "nesterov"}, "adam": {"betas": "betas"}, "adamw": {"betas": "betas"}},
     "schedule": {
-        "step_epochs": {"step": "epochs"},
-        "step_steps": {"step": "steps"},
-        "gamma": {"step": "gamma", "plateau": "gamma"},
-        "patience": {"plateau": "patience"},
-        "pct_start": {"onecycle": "pct_start"},
-        "div_factor": {"onecycle": "div_factor"},
-        "final_div_factor": {"onecycle": "final_div_factor"},
+        "step": {"step_epochs": "epochs", "step_steps": "steps", "gamma": "gamma"},
+        "onecycle": {key: key for key in ("pct_start", "div_factor", "final_div_factor")},
+        "plateau": {"gamma": "gamma", "patience": "patience"},
     },
 }
-"""Section -> key of a938a80 -> name of the loss, optimizer or schedule that it was for -> its key in `options`."""
+"""Section -> name of a loss, optimizer or schedule -> key of the section until a938a80 -> key in `options` of today.
+
+Every section had the keys of all of its names; those of other names had no effect.
+"""
+
+REMOVED: Mapping[tuple[str, ...], Any] = {
+    ("data", "mix", "cutmix_alpha"): 1.0,
+    ("train", "ema_warmup"): True,
+}
+"""Path of a key that exists no longer -> the value that all had who did not set it; with another it is refused."""
 
 _DEFAULT_NAMES = {"loss": "ce", "optim": "sgd", "schedule": "poly"}
 
 _said: set[str] = set()
 
 
-@dataclass
-class Upgraded:
-    """A config with the names of today.
+def upgraded(raw: Any) -> tuple[Any, list[str]]:
+    """Return the nested values of a config with the names of today, and what was renamed, one sentence each.
 
-    Attributes:
-        raw: the nested values; those given, if nothing had to change.
-        notes: what was renamed or left out, one sentence each.
-        origins: key path of today -> that in the file, for the places of problems.
+    Args:
+        raw: of this version or an older one; it is not changed.
     """
-
-    raw: Mapping[str, Any]
-    notes: list[str] = field(default_factory=list)
-    origins: dict[tuple[str, ...], tuple[str, ...]] = field(default_factory=dict)
-
-
-def upgraded(raw: Mapping[str, Any]) -> Upgraded:
-    """Return the nested values of a config, of this version or an older one, with the names of today."""
-    result = Upgraded(dict(raw) if isinstance(raw, Mapping) else raw)
-    for name in OPTIONS:
-        for path, section in _sections(result.raw, name):
-            changed = _with_options(section, path, name, result)
-            if changed is not section:
-                result.raw = _replaced(result.raw, path, changed)
-    return result
+    notes: list[str] = []
+    if not isinstance(raw, Mapping):
+        return raw, notes
+    today = {key: _section(value, key, key, notes) if key in OPTIONS else value for key, value in raw.items()}
+    loss = today.get("loss")
+    if isinstance(loss, Mapping) and isinstance(loss.get("plus"), list):
+        terms = [_section(term, "loss", f"loss.plus.{i}", notes) for i, term in enumerate(loss["plus"])]
+        today["loss"] = {**loss, "plus": terms}
+    for path, default in REMOVED.items():
+        today = _without(today, path, default)
+    return today, notes
 
 
-def _sections(raw: Any, name: str) -> Iterator[tuple[tuple[str | int, ...], Mapping[str, Any]]]:
-    """Yield the section of a name, and for the loss each further term, with its path."""
-    section = raw.get(name) if isinstance(raw, Mapping) else None
-    if isinstance(section, Mapping):
-        yield (name,), section
-        terms = section.get("plus") if name == "loss" else None
-        for index, term in enumerate(terms if isinstance(terms, list) else ()):
-            if isinstance(term, Mapping):
-                yield (name, "plus", index), term
-
-
-def _with_options(
-    section: Mapping[str, Any], path: Sequence[str | int], kind: str, result: Upgraded
-) -> Mapping[str, Any]:
-    """Return a section whose former keys of one loss, optimizer or schedule stand in `options`."""
-    former = {key: section[key] for key in OPTIONS[kind] if key in section}
-    given = section.get("options", {})
-    if not former or not isinstance(given, Mapping):
-        return section
-    name, where = section.get("name", _DEFAULT_NAMES[kind]), tuple(map(str, path))
-    options = dict(given)
-    for key, value in former.items():
-        dotted, new = ".".join((*where, key)), OPTIONS[kind][key].get(name)
-        if new is None:
-            if not _is_default(kind, key, value):
-                result.notes.append(f"{dotted} = {value!r} is no option of {name} and is left out")
-            continue
-        if key == "implementation" and value == "compiled":
-            result.notes.append(f"{dotted} = compiled exists no longer: auto is used")
-            value = "auto"
-        options.setdefault(new, value)
-        result.origins[(*where, "options", new)] = (*where, key)
-        result.notes.append(f"{dotted} is now {'.'.join((*where, 'options', new))}")
-    return {**{key: value for key, value in section.items() if key not in former}, "options": options}
-
-
-def _is_default(kind: str, key: str, value: Any) -> bool:
-    """Return True if a former key has its default, as all of a run's config have that say nothing."""
-    for name, new in OPTIONS[kind][key].items():
-        default = BUILT_INS[kind][name].options.model_fields[new].default
-        if value == (list(default) if isinstance(default, tuple) else default):
-            return True
-    return False
-
-
-def _replaced(raw: Any, path: Sequence[str | int], value: Any) -> Any:
-    """Return a copy of nested values with another value at a path."""
-    if not path:
+def _without(value: Any, path: Sequence[str], default: Any) -> Any:
+    """Return nested values without the key at a path, if it has its default there."""
+    first, *rest = path
+    if not isinstance(value, Mapping) or first not in value:
         return value
-    copied: Any = list(raw) if isinstance(raw, list) else dict(raw)
-    copied[path[0]] = _replaced(raw[path[0]], path[1:], value)
-    return copied
+    if rest:
+        return {**value, first: _without(value[first], rest, default)}
+    return {key: each for key, each in value.items() if key != first or each != default}
 
 
-def say(notes: Sequence[str], source: str = "") -> None:
+def _section(section: Any, kind: str, place: str, notes: list[str]) -> Any:
+    """Return a section, or a term of the loss, whose former keys stand in `options`."""
+    former = {key for keys in OPTIONS[kind].values() for key in keys}
+    if not isinstance(section, Mapping) or not former & section.keys():
+        return section
+    renamed = OPTIONS[kind].get(section.get("name", _DEFAULT_NAMES[kind]), {})
+    options = {}
+    for key, new in renamed.items():
+        if key in section:
+            options[new] = section[key]
+            notes.append(f"{place}.{key} is now {place}.options.{new}")
+    if options.get("implementation") == "compiled":
+        options["implementation"] = "auto"
+        notes.append(f"{place}.implementation = compiled exists no longer: auto is used")
+    kept = {key: value for key, value in section.items() if key not in former}
+    given = section.get("options", {})
+    return {**kept, "options": {**options, **given} if isinstance(given, Mapping) else given}
+
+
+def say(notes: Sequence[str], source: object = None) -> None:
     """Print what has not been said yet, as one line on stderr; of several ranks, the first one does."""
     new = [note for note in notes if note not in _said]
     if new and os.environ.get("RANK", "0") == "0":

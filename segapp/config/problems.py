@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +35,6 @@ class KeyLocations:
     lines: Mapping[tuple[str, ...], int]
     overrides: frozenset[tuple[str, ...]]
     wrong_in_file: frozenset[tuple[str, ...]] | None = None
-
-    def moved(self, origins: Mapping[tuple[str, ...], tuple[str, ...]]) -> KeyLocations:
-        """Return the locations with those of keys that stand elsewhere in the file: key path -> that in the file."""
-        lines = {key: self.lines[origin] for key, origin in origins.items() if origin in self.lines}
-        given = {key for key, origin in origins.items() if origin in self.overrides}
-        return replace(self, lines={**self.lines, **lines}, overrides=self.overrides | given)
 
     def place(self, loc: tuple[str, ...]) -> str:
         """Return the place that a problem with a key comes from.
@@ -99,7 +93,7 @@ def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
     None if there are problems with single values, for then the combinations of values are not known.
     """
     try:
-        config = RunConfig.model_validate(upgraded(raw).raw)
+        config = RunConfig.model_validate(upgraded(raw)[0])
     except ValidationError:
         return None
     return frozenset(loc for loc, _ in combination_problems(config))

@@ -56,8 +56,6 @@ class MixConfig(Section):
     """Probability of MixUp: images are blended; each pixel has one of the two classes, drawn by the same weights."""
     classmix: Fraction = 0.0
     """Probability of ClassMix: the pixels of half of the other mask's classes are pasted."""
-    cutmix_alpha: PositiveFloat = 1.0
-    """Parameter of the Beta distribution of the share of the image that CutMix keeps."""
     mixup_alpha: PositiveFloat = 0.2
     """Parameter of the Beta distribution of MixUp's weight."""
 
@@ -289,9 +287,8 @@ class TrainConfig(Section):
     precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
     """fp16: half weights, fp32 masters; amp-*: autocast; auto: amp-bf16, or what the device of the first start has."""
     ema: OpenFraction | None = None
-    """Decay of the exponential moving average of the weights, which evaluation uses; null: no average."""
-    ema_warmup: bool = True
-    """The decay after n steps is at most (1 + n) / (10 + n): the initial weights are soon forgotten."""
+    """Decay of the exponential moving average of the weights, which evaluation uses; less in the first steps; null: no
+    average."""
     bn_momentum: PositiveFraction | None = None
     """Momentum of all BatchNorm layers; null: the model's own, usually 0.1."""
     precise_bn: Count = 0

@@ -139,13 +139,12 @@ class WeightAverage(Generic[Module]):
 
     Args:
         model: what is averaged.
-        decay: share of the average that an update keeps.
-        has_warmup: the decay after n updates is min(decay, (1 + n) / (10 + n)), so that the initial weights are soon
-            forgotten (as tf.train.ExponentialMovingAverage with num_updates); False: it is `decay` from the start.
+        decay: share of the average that an update keeps; after n updates at most (1 + n) / (10 + n), so that the
+            initial weights are soon forgotten (as tf.train.ExponentialMovingAverage with num_updates).
     """
 
-    def __init__(self, model: Module, decay: float, *, has_warmup: bool = True) -> None:
-        self.decay, self.has_warmup = decay, has_warmup
+    def __init__(self, model: Module, decay: float) -> None:
+        self.decay = decay
         self.num_updates = 0
         self.module: Module = copy.deepcopy(model).eval().requires_grad_(False).float()
         pairs: dict[Any, list[tuple[Tensor, Tensor]]] = {}
@@ -163,7 +162,7 @@ class WeightAverage(Generic[Module]):
         """
         self.num_updates += 1
         n = self.num_updates
-        rate = 1.0 - (min(self.decay, (1 + n) / (10 + n)) if self.has_warmup else self.decay)
+        rate = 1.0 - min(self.decay, (1 + n) / (10 + n))
         for averages, sources, is_alike in self._groups:
             if not is_alike:
                 current, sources = sources, [torch.empty_like(average) for average in averages]

@@ -44,6 +44,9 @@ def test_older_run_resumes_on_its_course(tiny_root: Path, tmp_path: Path) -> Non
     assert [event["step"] for event in before] == list(range(1, 8))
     done = segapp("train", "--plain", "--resume", "run", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if "names of an older version" in line]
+    assert len(said) == 1
+    assert "optim.nesterov is now optim.options.nesterov" in said[0]
     steps = events(tmp_path / "run", "step")
     assert [event["step"] for event in steps] == list(REFERENCE)
     for event in steps:

@@ -26,7 +26,6 @@ class PairMix:
             holds one class for each pixel: its own with probability lam, else the other's, so that for losses that are
             sums over pixels the expected loss is MixUp's, lam * loss(own) + (1 - lam) * loss(other).
         classmix: Probability of ClassMix (Olsson et al. 2021): all pixels of half of the other mask's classes.
-        cutmix_alpha: Parameter of the Beta distribution of the share that CutMix keeps.
         mixup_alpha: Parameter of the Beta distribution of lam.
         ignore_index: Mask value that is no class.
     """
@@ -34,7 +33,6 @@ class PairMix:
     cutmix: float = 0.0
     mixup: float = 0.0
     classmix: float = 0.0
-    cutmix_alpha: float = 1.0
     mixup_alpha: float = 0.2
     ignore_index: int = 255
 
@@ -63,7 +61,7 @@ class PairMix:
 
     def _cutmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
         height, width = own[1].shape
-        side = np.sqrt(1 - rng.beta(self.cutmix_alpha, self.cutmix_alpha))
+        side = np.sqrt(1 - rng.beta(1, 1))
         rows, columns = (_interval(length, side * length, rng) for length in (height, width))
         mixed = own[0].copy(), own[1].copy()
         for target, source in zip(mixed, other, strict=True):
