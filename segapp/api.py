@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -36,10 +36,31 @@ class StopTraining(Exception):  # noqa: N818 - it is a request, not an error
     """Raise it in `on_event` to stop a training: it saves a checkpoint, and `train` returns with the message."""
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """The classes that the mean of a result is made of."""
+    """Scores of an evaluation; None where a value is not known.
 
+    Attributes:
+        loss: of the criterion of the training; None if it was not finite, and for networks of different losses.
+        miou: mean IoU of the classes that occur, 0 to 1; None if no pixel is valid.
+        iou: class -> IoU; None for a class that does not occur.
+        pixel_accuracy: share of the valid pixels with the right class.
+        mean_dice: mean Dice (F1) of the classes that occur.
+        mean_precision: mean precision of the classes that are predicted.
+        mean_recall: mean recall of the classes that are in the targets.
+        scores: name -> all scores, those above and `frequency_weighted_iou`.
+        num_images: of the split.
+    """
+
+    loss: float | None
+    miou: float | None
     iou: dict[str, float | None]
+    pixel_accuracy: float | None = None
+    mean_dice: float | None = None
+    mean_precision: float | None = None
+    mean_recall: float | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)
+    num_images: int | None = None
 
     @property
     def num_classes(self) -> int:
@@ -52,36 +73,26 @@ class _Scored:
         return sum(value is not None for value in self.iou.values())
 
 
-@dataclass(frozen=True)
+def _with_scores(scores: dict[str, float | None]) -> dict[str, Any]:
+    """Return the arguments of a result that hold its scores."""
+    own = {each.name for each in fields(_Scored)}
+    return {"scores": scores, **{name: value for name, value in scores.items() if name in own}}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Evaluated(_Scored):
-    """One evaluation during a training; None where a value is not known.
+    """One evaluation during a training, with its scores.
 
     Attributes:
         epoch: counted from 1.
         step: optimizer updates made.
         train_loss: mean training loss of the epoch so far, as `segapp ls` shows it; None if it was not finite.
-        loss: of the evaluation; None if it was not finite.
-        miou: mean IoU of the classes that occur, 0 to 1; None if no pixel is valid.
-        iou: class -> IoU; None for a class that does not occur.
-        pixel_accuracy: share of the valid pixels with the right class.
-        mean_dice: mean Dice (F1) of the classes that occur.
-        mean_precision: mean precision of the classes that are predicted.
-        mean_recall: mean recall of the classes that are in the targets.
-        num_images: of the split.
         val_s: seconds that it took.
     """
 
     epoch: int
     step: int
     train_loss: float | None
-    loss: float | None
-    miou: float | None
-    iou: dict[str, float | None]
-    pixel_accuracy: float | None = None
-    mean_dice: float | None = None
-    mean_precision: float | None = None
-    mean_recall: float | None = None
-    num_images: int | None = None
     val_s: float | None = None
 
 
@@ -98,9 +109,9 @@ class History(tuple[Evaluated, ...]):
             import pandas  # type: ignore[import-untyped, unused-ignore]
         except ImportError:
             raise ConfigError("to_pandas needs pandas: pip install pandas, or use the rows as they are") from None
-        plain = [field.name for field in fields(Evaluated) if field.name != "iou"]
+        plain = ("epoch", "step", "train_loss", "num_images", "val_s", "num_scored")
         rows = [
-            {**{name: getattr(row, name) for name in plain}, "num_scored": row.num_scored}
+            {**{name: getattr(row, name) for name in plain}, **row.scores}
             | {f"iou {name}": value for name, value in row.iou.items()}
             for row in self
         ]
@@ -131,26 +142,16 @@ class TrainResult:
         return self.history[-1] if self.history else None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class EvalResult(_Scored):
-    """Result of an evaluation.
+    """Result of an evaluation, with its scores.
 
     Attributes:
         split: name of the split.
-        num_images: of the split.
-        miou: mean IoU of the classes that occur, 0 to 1; None if no pixel is valid.
-        iou: class -> IoU; None for a class that does not occur.
-        pixel_accuracy: share of the valid pixels with the right class.
-        loss: of the criterion of the training; None if it was not finite, and for networks of different losses.
         confusion: pixels (C, C), row: target's class, column: predicted class.
     """
 
     split: str
-    num_images: int
-    miou: float | None
-    iou: dict[str, float | None]
-    pixel_accuracy: float | None
-    loss: float | None
     confusion: NDArray[np.int64]
 
 
@@ -335,10 +336,9 @@ def _read_history(path: Path) -> History:
     """Return the evaluations of a run from its events."""
     from segapp.run.events import EventReader, Val, parse_event
     from segapp.run.folder import RunFolder
-    from segapp.run.scores import EpochLoss
+    from segapp.scores import SCORES, EpochLoss
 
     loss, classes, rows = EpochLoss(), list[str](), list[Evaluated]()
-    names = [field.name for field in fields(Evaluated) if field.name not in ("iou", "train_loss")]
     for raw in EventReader(RunFolder(path).events).read_raw():
         loss.add_event(raw)
         if raw["type"] == "run_start":
@@ -346,8 +346,17 @@ def _read_history(path: Path) -> History:
             rows = rows if resumed is None else [row for row in rows if row.step <= resumed]
         elif raw["type"] == "val":
             val = cast(Val, parse_event(raw))
-            values = {name: getattr(val, name) for name in names}
-            rows.append(Evaluated(**values, train_loss=loss.mean, iou=dict(zip(classes, val.iou, strict=False))))
+            rows.append(
+                Evaluated(
+                    epoch=val.epoch,
+                    step=val.step,
+                    train_loss=loss.mean,
+                    iou=dict(zip(classes, val.iou, strict=False)),
+                    num_images=val.num_images,
+                    val_s=val.val_s,
+                    **_with_scores({name: val.score(name) for name in SCORES}),
+                )
+            )
     return History(rows)
 
 
@@ -365,18 +374,16 @@ def evaluate(
     Raises:
         SegappError: the network or the data cannot be used.
     """
-    from segapp.commands.evaluate import EvalOptions, as_json, score_target
+    from segapp.commands.evaluate import EvalOptions, score_target
 
     scored = score_target(_listed(target), EvalOptions(split, slide, tta))
-    values = as_json(scored)
+    evaluation = scored.found.evaluation
     return EvalResult(
-        scored.split,
-        values["num_images"],
-        values["miou"],
-        dict(zip(values["classes"], values["iou"], strict=True)),
-        values["pixel_accuracy"],
-        values["loss"],
-        scored.found.matrix.numpy(),
+        split=scored.split,
+        num_images=evaluation.num_images,
+        iou=dict(zip(scored.trained.scheme.names, evaluation.scores.iou, strict=True)),
+        confusion=scored.found.matrix.numpy(),
+        **_with_scores(evaluation.values()),
     )
 
 

@@ -145,9 +145,10 @@ def test_program_stops_a_training_and_chooses_its_events(tiny: dict[str, Any], t
 
 
 def test_history_is_a_table_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    scores: list[dict[str, float | None]] = [{"loss": None, "miou": 0.5}, {"loss": 0.5, "miou": 0.25}]
     rows = [
-        Evaluated(1, 5, 1.5, None, 0.5, {"a": 0.5, "b": None}),
-        Evaluated(2, 10, 1.0, 0.5, 0.25, {"a": 0.5, "b": 0.0}),
+        Evaluated(epoch=1, step=5, train_loss=1.5, iou={"a": 0.5, "b": None}, loss=None, miou=0.5, scores=scores[0]),
+        Evaluated(epoch=2, step=10, train_loss=1.0, iou={"a": 0.5, "b": 0.0}, loss=0.5, miou=0.25, scores=scores[1]),
     ]
     tables: list[list[dict[str, Any]]] = []
     pandas = types.ModuleType("pandas")

@@ -29,6 +29,7 @@ from segapp.errors import ConfigError, OutOfMemoryError
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel.ranks import Ranks
 from segapp.run.starting import announce
+from segapp.scores import SCORES
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
 from segapp.training.planning.auto import planned_advice
@@ -125,7 +126,9 @@ def build_trainer(
         controller,
         oom_policy,
         CheckpointStore(context.folder.checkpoints, keep=config.checkpoint.keep, config_hash=config_hash(config)),
-        build_plateau(config.schedule, config.optim.lr, larger_is_better=config.checkpoint.monitor != "loss"),
+        build_plateau(
+            config.schedule, config.optim.lr, larger_is_better=SCORES[config.checkpoint.monitor].larger_is_better
+        ),
     )
     groups = describe_groups(config.optim, engine.model)
     num_batches = len(train_loader) if limit is None else None

@@ -34,8 +34,8 @@ from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
-from segapp.run.scores import count_scored, loss_text, of_classes
 from segapp.run.words import printable
+from segapp.scores import count_scored, of_classes, scores_text
 from segapp.training.telemetry.console import iou_table, worst_first
 
 
@@ -280,13 +280,8 @@ def _print_scores(scored: ScoredSplit) -> None:
             print(f"  {line}")
     if found.boundary_iou is not None:
         print(f"boundary IoU {_mean_of(found.boundary_iou)}")
-    loss = loss_text(evaluation.loss, is_known=scored.has_loss)
-    print(
-        f"{printable(split)}: mIoU {_mean_of(evaluation.scores.iou)}  "
-        f"mean Dice {_cell(evaluation.scores.mean_dice)}  "
-        f"pixel accuracy {_cell(evaluation.scores.pixel_accuracy)}  loss {loss}  "
-        f"{evaluation.num_images} images  ({_made_by(scored)})"
-    )
+    scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=scored.has_loss)
+    print(f"{printable(split)}: {scores}  {evaluation.num_images} images  ({_made_by(scored)})")
 
 
 def _made_by(scored: ScoredSplit) -> str:
@@ -336,14 +331,9 @@ def as_json(scored: ScoredSplit) -> dict[str, Any]:
             for name, each in scored.networks.items()
         ],
         "num_images": evaluation.num_images,
-        "miou": evaluation.scores.miou,
+        **evaluation.values(),
         "num_scored": count_scored(evaluation.scores.iou),
         "num_classes": len(evaluation.scores.iou),
-        "mean_dice": evaluation.scores.mean_dice,
-        "mean_precision": evaluation.scores.mean_precision,
-        "mean_recall": evaluation.scores.mean_recall,
-        "pixel_accuracy": evaluation.scores.pixel_accuracy,
-        "loss": evaluation.loss,
         "classes": list(trained.scheme.names),
         "iou": list(evaluation.scores.iou),
         "dice": list(evaluation.scores.dice),

@@ -11,10 +11,10 @@ from typing import Any
 
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.folder import find_run, last_start_s
-from segapp.run.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.run.state import RunSummary, list_runs, summarize
 from segapp.run.sweep import find_sweep, summarize_runs, summarize_sweep, sweep_folders
 from segapp.run.words import duration, printable
+from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 
 CHECKPOINT_DAMAGED = 4
 MAX_REASON_CHARS = 100
@@ -78,8 +78,10 @@ def print_status(run: str, *, as_json: bool) -> None:
     within = ("loss_epoch", "num_scored", "best_num_scored")  # these are part of other lines
     shown = {key: value for key, value in known.items() if value not in (None, [], {}) and key not in within}
     devices = shown.pop("devices", [])
+    scores = shown.pop("scores", {})
     oom = shown.pop("last_oom", None)
     rows = [(key, _text(key, value) + _made_of(key, facts)) for key, value in shown.items()]
+    rows += [(key, _text(key, value)) for key, value in scores.items() if value is not None and key not in facts]
     if oom is not None:
         rows.append(("last_oom", f"{oom['device']} in {oom['phase']} after step {oom['step']}: {oom['action']}"))
         rows.append(("report", str(oom["path"] or "-")))

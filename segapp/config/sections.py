@@ -6,7 +6,7 @@ has `OnResume` may differ when a run is resumed.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -42,6 +42,12 @@ from segapp.config.values import (
     Text,
     Workers,
 )
+from segapp.scores import SCORES
+
+if TYPE_CHECKING:
+    ScoreName = str
+else:
+    ScoreName = Literal[tuple(SCORES)]
 
 MAX_LABELS = 31
 """Most classes of `data.multilabel`: a target holds them as the bits of an int32."""
@@ -377,7 +383,7 @@ class CheckpointConfig(Section):
     """Number of epoch_*.pt files kept, besides last.pt and best.pt."""
     grace_s: PositiveFloat = 30.0
     """Seconds between SIGTERM and SIGKILL (SLURM, Kubernetes: 30); a save that takes longer raises an alert."""
-    monitor: Literal["miou", "mean_dice", "loss", "pixel_accuracy"] = "miou"
+    monitor: ScoreName = "miou"
     """Evaluation result that selects best.pt."""
 
 

@@ -6,7 +6,7 @@ Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.failpoints import failpoint
+from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.inference.workspace import HostLimit, Tile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.oom_failpoint import oom_failpoint
-from segapp.metrics import Counts, SegmentationScores, counts_for
+from segapp.metrics import SegmentationScores, counts_for
 from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
+from segapp.scores import SCORES
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
@@ -79,23 +81,6 @@ class EvaluationSettings:
         """True if large images are evaluated in tiles, so that no part of them need be decoded before its turn."""
         return self.inference.has_plain_windows or (self.host is not None and self.device.type == "cpu")
 
-    def no_counts(self) -> Counts:
-        """Return the counts of no image."""
-        multilabel = self.inference.multilabel
-        return counts_for(self.num_classes, self.ignore_index, multilabel=multilabel, device=self.device)
-
-    def no_statistics(self) -> tuple[Tensor, ...]:
-        """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
-
-        A rank without images takes part in the sum over ranks, for which every rank needs the same shapes and types.
-        """
-        if self.criterion is None:
-            return ()
-        logits = torch.zeros(1, self.num_classes, 1, 1, device=self.device)
-        shape = (1, 1 + self.num_classes, 1, 1) if self.criterion.needs_distances else (1, 1, 1)
-        target = torch.full(shape, self.ignore_index, dtype=torch.int16, device=self.device)
-        return tuple(torch.zeros_like(s, dtype=torch.float64) for s in self.criterion.statistics((logits,), target))
-
     def finalize(self, statistics: tuple[Tensor, ...]) -> float | None:
         """Return the loss of summed statistics; None without a criterion or if the loss is not finite."""
         if self.criterion is None:
@@ -117,12 +102,89 @@ class Evaluation:
     num_images: int
     note: str | None = None
 
+    def values(self) -> dict[str, float | None]:
+        """Return all scores of the table `segapp.scores.SCORES`: name -> value, None for one without a finite value."""
+        return {name: self.loss if name == "loss" else getattr(self.scores, name) for name in SCORES}
+
     def monitored(self, name: str) -> float | None:
         """Return the value that decides which checkpoint is best; larger is better."""
-        if name == "loss":
-            return None if self.loss is None else -self.loss
-        value: float | None = getattr(self.scores, name)
-        return value
+        value = self.values()[name]
+        return value if value is None or SCORES[name].larger_is_better else -value
+
+
+class EvaluationCounts:
+    """All that an evaluation adds up over images, devices and ranks.
+
+    A new additive number is one more tensor here: devices and ranks add whatever `tensors` returns.
+
+    Args:
+        settings: classes, device and criterion.
+        with_boundary: count boundary pixels too.
+
+    Attributes:
+        confusion: counts of (target, prediction) pairs.
+        boundary: counts of boundary pixels; None unless asked for.
+        num_images: evaluated on this device.
+    """
+
+    def __init__(self, settings: EvaluationSettings, *, with_boundary: bool = False) -> None:
+        multilabel = settings.inference.multilabel
+        self.confusion = counts_for(
+            settings.num_classes, settings.ignore_index, multilabel=multilabel, device=settings.device
+        )
+        self.boundary = BoundaryIoU(settings.num_classes, settings.ignore_index) if with_boundary else None
+        self.num_images = 0
+        with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
+            self._statistics = _no_statistics(settings)
+        self._settings = settings
+
+    def add(self, counts: Tensor, statistics: Sequence[Tensor]) -> None:
+        """Add the pixel counts and the loss statistics of images, or of a tile of them."""
+        self.confusion.add(counts)
+        self.add_statistics(statistics)
+
+    def add_statistics(self, statistics: Sequence[Tensor]) -> None:
+        """Add loss statistics alone."""
+        for own, new in zip(self._statistics, statistics, strict=True):
+            own += new
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return all sums as views: to add to them changes these counts."""
+        boundary = () if self.boundary is None else (torch.from_numpy(self.boundary.counts),)
+        return (self.confusion.counts, *self._statistics, *boundary)
+
+    def merge(self, other: EvaluationCounts) -> None:
+        """Add the counts of another device."""
+        for own, new in zip(self.tensors(), other.tensors(), strict=True):
+            own += new.to(own.device)
+        self.num_images += other.num_images
+
+    def sum_over(self, ranks: Ranks) -> None:
+        """Add the counts of all ranks, of which each has the sum then."""
+        confusion, *others = self.tensors()
+        sums = (*ranks.sums((confusion,)), *(ranks.sums(tuple(others)) if others else ()))
+        for own, total in zip(self.tensors(), sums, strict=True):
+            own.copy_(total)
+        self.num_images = sum(ranks.gather(self.num_images))
+
+    def result(self, note: str | None = None) -> Evaluation:
+        """Return scores and loss of all that was added."""
+        loss = self._settings.finalize(self._statistics) if self._statistics else None
+        return Evaluation(self.confusion.scores(), loss, self.num_images, note)
+
+
+def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
+    """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
+
+    A rank without images takes part in the sum over ranks, for which every rank needs the same shapes and types.
+    """
+    criterion = settings.criterion
+    if criterion is None:
+        return ()
+    logits = torch.zeros(1, settings.num_classes, 1, 1, device=settings.device)
+    shape = (1, 1 + settings.num_classes, 1, 1) if criterion.needs_distances else (1, 1, 1)
+    target = torch.full(shape, settings.ignore_index, dtype=torch.int16, device=settings.device)
+    return tuple(torch.zeros_like(s, dtype=torch.float64) for s in criterion.statistics((logits,), target))
 
 
 @torch.no_grad()
@@ -181,44 +243,29 @@ def evaluate(
         model.train(was_training)
     if ranks.any_of(failure is not None)[0]:
         raise failure or PeerOutOfMemoryError("another rank ran out of memory")
-    first = counters[0]
+    counts = counters[0].counts
     for other in counters[1:]:
-        first.merge(other)
-    (first.matrix.counts,) = ranks.sums((first.matrix.counts,))
-    num_images = sum(ranks.gather(num_images))
-    loss = settings.finalize(ranks.sums(first.totals)) if first.totals else None
-    note = None if settings.host is None else ranks.first_of(settings.host.take_note())
-    return Evaluation(first.matrix.scores(), loss, num_images, note)
+        counts.merge(other.counts)
+    counts.sum_over(ranks)
+    return counts.result(None if settings.host is None else ranks.first_of(settings.host.take_note()))
 
 
 class _DeviceCounter:
-    """Counts and loss statistics of the batches that one device evaluates."""
+    """Counts the batches that one device evaluates."""
 
     def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
         self.device = settings.device
-        self.matrix = settings.no_counts()
-        self.totals = settings.no_statistics()
+        self.counts = EvaluationCounts(settings)
         self._model, self._settings = model, settings
 
     def add(self, batch: Batch | LargeBatch) -> None:
         """Evaluate a batch and add its counts."""
-        for images, target in _parts(batch, self._model, self._settings):
+        is_single = self._settings.is_single or not self._settings.fits(self._model, batch.images)
+        for images, target in split_batch(batch, is_single=is_single):
             oom_failpoint("eval.forward")
             for part in evaluate_parts(self._model, images, target, self._settings):
-                self.matrix.add(part.counts)
-                self.totals = tuple(a + b for a, b in zip(self.totals, part.statistics, strict=True))
-
-    def merge(self, other: _DeviceCounter) -> None:
-        """Add the counts of another device."""
-        self.matrix.counts += other.matrix.counts.to(self.matrix.counts.device)
-        self.totals = tuple(a + b.to(a.device) for a, b in zip(self.totals, other.totals, strict=True))
-
-
-def _parts(
-    batch: Batch | LargeBatch, model: SegmentationModel, settings: EvaluationSettings
-) -> Iterable[tuple[Tensor, Tensor] | tuple[LargeTensor, LargeTensor]]:
-    """Return images and targets that are evaluated together: the batch, or its images where it does not fit."""
-    return split_batch(batch, is_single=settings.is_single or not settings.fits(model, batch.images))
+                self.counts.add(part.counts, part.statistics)
+        self.counts.num_images += len(batch.indices)
 
 
 def split_batch(

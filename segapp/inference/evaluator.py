@@ -18,15 +18,14 @@ from torch import Tensor
 
 from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
 from segapp.errors import OutOfMemoryError
-from segapp.inference.boundary_iou import BoundaryIoU
-from segapp.inference.evaluate import Evaluation, EvaluationSettings, evaluate_parts, split_batch
+from segapp.inference.evaluate import Evaluation, EvaluationCounts, EvaluationSettings, evaluate_parts, split_batch
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import labels_of
 from segapp.memory.oom import is_out_of_memory
-from segapp.metrics import Counts, LabelCounts
+from segapp.metrics import Counts, LabelCounts, counts_for
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
@@ -72,12 +71,9 @@ class Evaluator:
     ) -> None:
         self.model, self.settings = model, settings
         self.device = settings.device
-        self.matrix = settings.no_counts()
-        self.totals = settings.no_statistics()
+        self.counts = EvaluationCounts(settings, with_boundary=with_boundary)
         self.with_images = with_images
         self.per_image: dict[int, Tensor] = {}
-        self.boundary = BoundaryIoU(settings.num_classes, settings.ignore_index) if with_boundary else None
-        self.num_images = 0
         self.notes: list[str] = []
 
     def on(self, device: torch.device) -> Evaluator:
@@ -86,7 +82,7 @@ class Evaluator:
             copy_to(self.model, device),
             self.settings.on(device),
             with_images=self.with_images,
-            with_boundary=self.boundary is not None,
+            with_boundary=self.counts.boundary is not None,
         )
 
     @torch.no_grad()
@@ -96,14 +92,13 @@ class Evaluator:
         Raises:
             OutOfMemoryError: not even the smallest window fits.
         """
-        is_per_image = self.with_images or self.boundary is not None
+        is_per_image = self.with_images or self.counts.boundary is not None
         is_single = is_per_image or not self.settings.fits(self.model, batch.images)
         for number, (images, target) in enumerate(split_batch(batch, is_single=is_single)):
             counts = self._count_where_it_fits(images, target)
-            self.matrix.add(counts)
             if self.with_images:
                 self.per_image[batch.indices[number]] = counts.cpu()
-        self.num_images += len(batch.indices)
+        self.counts.num_images += len(batch.indices)
 
     def _count_where_it_fits(self, images: Tensor | LargeTensor, target: Tensor | LargeTensor) -> Tensor:
         """Return (C, C) counts, computed whole or in windows that are halved after each out-of-memory error."""
@@ -137,18 +132,20 @@ class Evaluator:
         return replace(self.settings.inference, window_px=window)
 
     def _count(self, inference: Inference, images: Tensor | LargeTensor, target: Tensor | LargeTensor) -> Tensor:
-        counts, totals = torch.zeros_like(self.matrix.matrix), self.totals
+        """Add the counts of images, once all of their parts are computed, and return the pixel counts."""
+        boundary = self.counts.boundary
         labels = np.zeros(target.shape[-2:], np.int64)
+        parts = []
         for part in evaluate_parts(self.model, images, target, replace(self.settings, inference=inference)):
-            counts += part.counts
-            totals = tuple(a + b for a, b in zip(totals, part.statistics, strict=True))
-            if self.boundary is not None:
+            parts.append((part.counts, part.statistics))
+            if boundary is not None:
                 found = inference.labels(*part.views)[0]
                 labels[part.tile.place] = found[part.tile.core].cpu().numpy()
-        if self.boundary is not None:
-            self.boundary.update(labels, labels_of(target[..., :, :])[0].numpy())
-        self.totals = totals
-        return counts
+        for counts, statistics in parts:
+            self.counts.add(counts, statistics)
+        if boundary is not None:
+            boundary.update(labels, labels_of(target[..., :, :])[0].numpy())
+        return torch.stack([counts for counts, _ in parts]).sum(0)
 
 
 class EnsembleEvaluator(Evaluator):
@@ -188,14 +185,14 @@ class EnsembleEvaluator(Evaluator):
         for number, index in enumerate(batch.indices):
             image, target = batch.images[number, ...], batch.target[number, ...]
             counts = self._count_strips(image.cpu().permute(1, 2, 0).numpy(), target)
-            self.matrix.merge(counts)  # type: ignore[arg-type]  # both are of one kind
+            self.counts.confusion.merge(counts)  # type: ignore[arg-type]  # both are of one kind
             if self.with_images:
                 self.per_image[index] = counts.matrix.clone()
-            self.num_images += 1
+            self.counts.num_images += 1
 
     def _count_strips(self, image: NDArray[Any], target: Tensor) -> Counts:
         settings = self.settings
-        counts = replace(settings, device=torch.device("cpu")).no_counts()
+        counts = counts_for(settings.num_classes, settings.ignore_index, multilabel=settings.inference.multilabel)
         labels = np.zeros(target.shape[-2:], np.int64)
         if image.shape[0] * image.shape[1] > self._workspace.max_px:
             self.notes.append("images that do not fit into memory were evaluated in overlapping tiles")
@@ -212,10 +209,9 @@ class EnsembleEvaluator(Evaluator):
             labels[strip.rows] = strip.labels
             if settings.criterion is not None and strip.probabilities is not None:
                 logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(self.device), settings)
-                own = settings.criterion.statistics((logits,), aim.to(self.device))
-                self.totals = tuple(a + b for a, b in zip(self.totals, own, strict=True))
-        if self.boundary is not None:
-            self.boundary.update(labels, labels_of(target[None])[0].numpy())
+                self.counts.add_statistics(settings.criterion.statistics((logits,), aim.to(self.device)))
+        if self.counts.boundary is not None:
+            self.counts.boundary.update(labels, labels_of(target[None])[0].numpy())
         return counts
 
 
@@ -236,23 +232,20 @@ def evaluate_on_devices(
     with SpreadCounters(evaluators) as spread:
         for batch in batches:
             spread.add(batch)
-            progress(sum(evaluator.num_images for evaluator in evaluators))
+            progress(sum(evaluator.counts.num_images for evaluator in evaluators))
         spread.finish()
-    progress(sum(evaluator.num_images for evaluator in evaluators))
+    counts = first.counts
     for other in evaluators[1:]:
-        first.matrix.counts += other.matrix.counts.to(first.matrix.counts.device)
-        first.totals = tuple(a + b.to(a.device) for a, b in zip(first.totals, other.totals, strict=True))
+        counts.merge(other.counts)
         first.per_image |= other.per_image
-        first.num_images += other.num_images
         first.notes += other.notes
-        if first.boundary is not None and other.boundary is not None:
-            first.boundary.counts += other.boundary.counts
+    progress(counts.num_images)
     if first.settings.host is not None and (note := first.settings.host.take_note()) is not None:
         first.notes.append(note)
     return EvaluationResult(
-        Evaluation(first.matrix.scores(), first.settings.finalize(first.totals), first.num_images),
-        first.matrix.matrix.cpu().clone(),
+        counts.result(),
+        counts.confusion.matrix.cpu().clone(),
         dict(sorted(first.per_image.items())),
-        None if first.boundary is None else first.boundary.iou(),
+        None if counts.boundary is None else counts.boundary.iou(),
         sorted(set(first.notes)),
     )

@@ -18,8 +18,8 @@ from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run import words
-from segapp.run.scores import best_shown, count_scored, loss_text, with_count
 from segapp.run.words import printable
+from segapp.scores import best_shown, count_scored, loss_text, with_count
 from segapp.training.telemetry.trackers import flat_settings
 
 UNIMPORTANT_KEYS = frozenset({"name"})
@@ -167,7 +167,7 @@ def run_row(report: RunReport) -> RunRow:
         best_miou=best.miou if best else None,
         num_scored=count_scored(best.iou) if best else None,
         best_epoch=best.epoch if best else None,
-        mean_dice=best.mean_dice if best else None,
+        mean_dice=best.score("mean_dice") if best else None,
         last_loss=view.loss.mean,
         last_val_loss=view.vals[-1].loss if view.vals else None,
         num_evaluations=len(view.vals),

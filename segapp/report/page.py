@@ -24,6 +24,7 @@ from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.words import printable
+from segapp.scores import HEADLINES, SCORES
 from segapp.view import wording
 from segapp.view.history import SMOOTHINGS
 
@@ -100,6 +101,8 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "terms": [(name, _term_chart(name, thinned.points)) for name, thinned in report.terms.items()],
         "classes": class_rows(report, evaluation),
         "evaluation": evaluation,
+        "headlines": [score for name, score in HEADLINES.items() if name not in ("miou", "loss")],
+        "scores": [score for name, score in SCORES.items() if name not in ("miou", "loss")],
         "why_not": why_not,
         "confusion": _confusion(evaluation, names),
         "top": top_confusions(evaluation.matrix, names) if evaluation and evaluation.matrix is not None else [],
@@ -150,7 +153,8 @@ def miou_curves(reports: Sequence[RunReport]) -> list[Curve]:
 
 def _miou_chart(report: RunReport) -> Markup:
     vals = report.view.vals
-    accuracy = [np.nan if val.pixel_accuracy is None else val.pixel_accuracy for val in vals]
+    known = [val.score("pixel_accuracy") for val in vals]
+    accuracy = [np.nan if value is None else value for value in known]
     curves = [*miou_curves([report]), Curve("pixel accuracy", [val.step for val in vals], accuracy, 2, True)]
     return charts.line_chart(
         curves if vals else [], Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX)

@@ -24,7 +24,7 @@ from segapp.inference.predict import blend, colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for
 from segapp.report.render import data_url
-from segapp.run.scores import count_scored, of_classes
+from segapp.scores import count_scored, of_classes
 
 PICTURE_PX = 480
 """Maximum of the longer side of a picture."""

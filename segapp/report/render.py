@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from segapp.errors import storage_errors
 from segapp.run import words
 from segapp.run.files import write_atomic
-from segapp.run.scores import NOT_FINITE, count_scored, of_classes, with_count
 from segapp.run.words import printable
+from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
 
 
 def render(template: str, values: dict[str, Any]) -> str:

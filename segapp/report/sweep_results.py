@@ -14,9 +14,9 @@ from typing import Any
 
 from segapp.config import load_config
 from segapp.errors import ConfigError
-from segapp.run.scores import with_count
 from segapp.run.state import summarize
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, SweepRunState
+from segapp.scores import with_count
 from segapp.training.telemetry.trackers import flat_settings
 
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")

@@ -14,7 +14,7 @@ from typing import Any, BinaryIO, Literal
 from segapp.run.events import MAX_LINE_BYTES, is_known, parse_line
 from segapp.run.folder import RunFolder, run_folders
 from segapp.run.process import is_alive
-from segapp.run.scores import EpochLoss, count_scored, is_best_candidate
+from segapp.scores import SCORES, EpochLoss, count_scored, is_best_candidate, score_of
 
 State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
 
@@ -130,6 +130,8 @@ class RunSummary:
     num_scored: int | None = None
     """Number of classes that `miou` is the mean of: those in the targets or the predictions."""
     pixel_accuracy: float | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)
+    """All scores of the last evaluation: name, as in `segapp.scores.SCORES`, -> value."""
     best_miou: float | None = None
     """The highest of an evaluation whose loss is finite."""
     best_num_scored: int | None = None
@@ -206,6 +208,7 @@ def add_event(summary: RunSummary, raw: dict[str, Any]) -> None:
     elif kind == "val":
         miou: Any = raw.get("miou")
         summary.num_scored = count_scored(raw.get("iou"))
+        summary.scores = {name: score_of(raw, name) for name in SCORES}
         is_candidate = is_best_candidate(miou, raw.get("loss"))
         if is_candidate and (summary.best_miou is None or miou > summary.best_miou):
             summary.best_miou, summary.best_num_scored = miou, summary.num_scored

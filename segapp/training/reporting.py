@@ -189,22 +189,19 @@ class TrainingReporter:
             val_s: its time without pauses.
         """
         at = self._progress.position
+        values = found.values()
+        event = {
+            "epoch": at.epoch,
+            "step": at.step,
+            "iou": found.scores.iou,
+            "precision": found.scores.precision,
+            "recall": found.scores.recall,
+            "num_images": found.num_images,
+            "val_s": val_s,
+            "scores": {name: value for name, value in values.items() if name not in Val.model_fields},
+        }
         self._event_log.emit(
-            Val(
-                epoch=at.epoch,
-                step=at.step,
-                loss=found.loss,
-                miou=found.scores.miou,
-                iou=list(found.scores.iou),
-                pixel_accuracy=found.scores.pixel_accuracy,
-                mean_dice=found.scores.mean_dice,
-                mean_precision=found.scores.mean_precision,
-                mean_recall=found.scores.mean_recall,
-                precision=list(found.scores.precision),
-                recall=list(found.scores.recall),
-                num_images=found.num_images,
-                val_s=val_s,
-            )
+            Val.model_validate(event | {name: value for name, value in values.items() if name in Val.model_fields})
         )
         if found.note is not None:
             self._event_log.emit(Alert(kind="memory", message=found.note, step=at.step))

@@ -15,8 +15,8 @@ from textual.widgets import Input, OptionList
 
 from segapp.errors import SegappError
 from segapp.run.folder import RunFolder
-from segapp.run.scores import with_count
 from segapp.run.words import age, number, plural, printable
+from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
 from segapp.tui.panes.glyphs import Glyphs, spark

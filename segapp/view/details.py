@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 
 from segapp.run.events import Event, Gpu0Bsz, Oom, RunEnd, Val
-from segapp.run.scores import NOT_FINITE, count_scored, of_classes
 from segapp.run.words import printable, share_text
+from segapp.scores import NOT_FINITE, count_scored, of_classes
 
 _FRAME = {"v", "seq", "t", "type"}
 

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.run.events import Val
+from segapp.scores import SCORES
 
 Floats = NDArray[np.float64]
 
 NUM_WHOLE = 64
 """Number of evaluations, the last ones, that are kept as events."""
 
-_NUMBERS = ("epoch", "step", "loss", "miou", "pixel_accuracy", "num_images", "val_s", "mean_dice")
+_FACTS = ("epoch", "step", "num_images", "val_s")
+_NUMBERS = (*_FACTS, *SCORES)
 
 
 class PastVal(NamedTuple):
@@ -26,18 +28,30 @@ class PastVal(NamedTuple):
 
     epoch: int
     step: int
-    loss: float | None
-    miou: float | None
-    pixel_accuracy: float | None
     num_images: int | None
     val_s: float | None
-    mean_dice: float | None
+    scores: dict[str, float | None]
+    """Name, as in `segapp.scores.SCORES`, -> value."""
     iou: Sequence[float | None]
     """nan in place of None."""
 
+    @property
+    def loss(self) -> float | None:
+        """Of the evaluation; None if it was not finite."""
+        return self.scores["loss"]
+
+    @property
+    def miou(self) -> float | None:
+        """Mean over the classes that occur."""
+        return self.scores["miou"]
+
+    def score(self, name: str) -> float | None:
+        """Return a score by its name; None if it is not known."""
+        return self.scores.get(name)
+
 
 class Evaluations(Sequence[Val | PastVal]):
-    """The evaluations of a run, in order, in about 80 bytes and 8 for each class.
+    """The evaluations of a run, in order, in about 100 bytes and 8 per class.
 
     The last `NUM_WHOLE` are the events themselves, the others are made from the columns when they are asked for.
 
@@ -58,7 +72,8 @@ class Evaluations(Sequence[Val | PastVal]):
 
     def append(self, val: Val) -> None:
         """Add an evaluation."""
-        self._numbers.extend(_as_float(getattr(val, name)) for name in _NUMBERS)
+        self._numbers.extend(_as_float(getattr(val, name)) for name in _FACTS)
+        self._numbers.extend(_as_float(val.score(name)) for name in SCORES)
         self._ious.extend(map(_as_float, val.iou))
         self._ends.append(len(self._ious))
         self._last.append(val)
@@ -79,7 +94,7 @@ class Evaluations(Sequence[Val | PastVal]):
         """Return a number of every evaluation, float64 [evaluations]; nan where it has none.
 
         Args:
-            name: A field of `PastVal` but `iou`.
+            name: `epoch`, `step`, `num_images`, `val_s`, or a score.
         """
         return np.array(self._numbers[_NUMBERS.index(name) :: len(_NUMBERS)])
 
@@ -108,10 +123,10 @@ class Evaluations(Sequence[Val | PastVal]):
         num_short = len(self) - len(self._last)
         if place >= num_short:
             return self._last[place - num_short]
-        epoch, step, loss, miou, accuracy, num_images, val_s, dice = self._row(place)
+        epoch, step, num_images, val_s, *values = self._row(place)
         whole = None if math.isnan(num_images) else int(num_images)
-        scores = (_known(loss), _known(miou), _known(accuracy), whole, _known(val_s), _known(dice))
-        return PastVal(int(epoch), int(step), *scores, self._iou_of(place))
+        scores = dict(zip(SCORES, map(_known, values), strict=True))
+        return PastVal(int(epoch), int(step), whole, _known(val_s), scores, self._iou_of(place))
 
     def _row(self, place: int) -> array[float]:
         return self._numbers[place * len(_NUMBERS) : (place + 1) * len(_NUMBERS)]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from segapp.run.events import Val
+from segapp.scores import HEADLINES
 from segapp.view.evaluations import Floats, PastVal
 from segapp.view.history import History
 from segapp.view.view import View
@@ -14,8 +15,8 @@ from segapp.view.view import View
 STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s": "images/s"}
 """Field of a `step` event -> title."""
 
-VAL_METRICS = {"miou": "mIoU", "mean_dice": "mean Dice", "pixel_accuracy": "pixel accuracy"}
-"""Field of a `val` event -> title."""
+VAL_METRICS = {name: score.title for name, score in HEADLINES.items() if name != "loss"}
+"""Score of an evaluation -> title."""
 
 NO_POINTS: Floats = np.empty((0, 2))
 """Of a metric without evaluations."""
@@ -38,7 +39,7 @@ def metric_names(view: View) -> list[str]:
     names = ["loss"]
     step = view.step
     names += [TERM + name for name in (step.terms or {}) if step is not None] if step is not None else []
-    names += [name for name in VAL_METRICS if any(getattr(val, name) is not None for val in view.vals[-1:])]
+    names += [name for name in VAL_METRICS if any(val.score(name) is not None for val in view.vals[-1:])]
     names += [name for name in STEP_METRICS if step is None or getattr(step, name) is not None]
     return names
 

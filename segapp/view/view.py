@@ -29,8 +29,8 @@ from segapp.run.events import (
     parse_event,
 )
 from segapp.run.memory_fit import MemoryFit, fit_memory
-from segapp.run.scores import EpochLoss, as_float, is_best_candidate
 from segapp.run.words import printable, share_text
+from segapp.scores import EpochLoss, as_float, is_best_candidate
 from segapp.view.evaluations import Evaluations, PastVal
 from segapp.view.history import History
 from segapp.view.records import Evaluating, Gpu0, Mark, MemorySample, Raised

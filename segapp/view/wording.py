@@ -22,8 +22,8 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.run.scores import NOT_FINITE, count_scored, with_count
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
+from segapp.scores import NOT_FINITE, count_scored, with_count
 from segapp.view.evaluations import PastVal
 
 

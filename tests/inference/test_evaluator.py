@@ -23,7 +23,7 @@ from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.loader import Batch, EvalLoader
 from segapp.errors import OutOfMemoryError
 from segapp.inference.boundary_iou import BoundaryIoU, boundary
-from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.inference.evaluate import EvaluationCounts, EvaluationSettings, evaluate
 from segapp.inference.evaluator import Evaluator, evaluate_on_devices
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
@@ -107,7 +107,7 @@ def test_image_too_large_is_evaluated_in_smaller_windows() -> None:
     windowed.add(batches[0])
     whole = evaluator()
     whole.add(batches[1])
-    assert torch.equal(found.matrix, windowed.matrix.matrix + whole.matrix.matrix)
+    assert torch.equal(found.matrix, windowed.counts.confusion.matrix + whole.counts.confusion.matrix)
     assert len(found.notes) >= 1
     assert "windows of" in found.notes[-1]
     assert model.largest_px <= model.capacity_px
@@ -297,3 +297,54 @@ def test_host_limit_is_the_budget_over_the_recorded_bytes(monkeypatch: pytest.Mo
     assert not limit.fits(at + 1, Wide(), Inference(NORMALIZER), CPU)
     assert limit.fits(10**9, Wide(), Inference(NORMALIZER, window_px=(512, 512)), CPU)
     assert limit.fits(10**9, Wide(), Inference(NORMALIZER), torch.device("cuda:0"))
+
+
+@pytest.mark.parametrize("batch_size", [2, 3, 5])
+def test_batches_of_several_images_score_as_single_images(batch_size: int, tmp_path: Path) -> None:
+    """Images, targets and indices of a batch stay in one order, in the loader and in both evaluations."""
+    pairs = []
+    for number in range(7):
+        image, mask = draw_image(number, 24, 30), draw_mask(number, 24, 30, 3)
+        mask[: 3 * number] = 255
+        for kind, pixels in (("image", image), ("mask", mask)):
+            cv2.imwrite(str(tmp_path / f"{number}{kind}.png"), pixels)
+        pairs.append(ImagePair(tmp_path / f"{number}image.png", tmp_path / f"{number}mask.png", f"{number}"))
+    dataset = SegmentationDataset(pairs, class_scheme("folder", classes=["a", "b", "c"]))
+    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
+    single, several = (
+        (
+            evaluate(ColorNet(), EvalLoader(dataset, batch_size=size), settings),
+            evaluate_on_devices(
+                [Evaluator(ColorNet(), settings, with_images=with_images)], EvalLoader(dataset, batch_size=size)
+            ),
+        )
+        for size, with_images in ((1, True), (batch_size, batch_size > 2))
+    )
+    assert len(next(iter(EvalLoader(dataset, batch_size=batch_size))).indices) == batch_size
+    assert several[0].scores == single[0].scores == several[1].evaluation.scores
+    assert several[0].loss == pytest.approx(single[0].loss, rel=1e-9)
+    assert several[1].evaluation.loss == pytest.approx(single[0].loss, rel=1e-9)
+    for index, counts in several[1].per_image.items():
+        assert torch.equal(counts, single[1].per_image[index])
+
+
+def test_counts_of_parts_add_up_to_those_of_the_whole() -> None:
+    """Devices and ranks add whatever tensors the counts consist of: confusion, loss, boundary."""
+    settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
+
+    def counted(batches: list[Batch]) -> EvaluationCounts:
+        evaluator = Evaluator(ColorNet(), settings, with_boundary=True)
+        for each in batches:
+            evaluator.add(each)
+        return evaluator.counts
+
+    whole, first, second = counted(BATCHES), counted(BATCHES[:1]), counted(BATCHES[1:])
+    assert len(whole.tensors()) == 4, "confusion, loss sum, weight sum, boundary"
+    first.merge(second)
+    for own, expected in zip(first.tensors(), whole.tensors(), strict=True):
+        torch.testing.assert_close(own, expected)
+        assert expected.any()
+    assert first.num_images == whole.num_images == len(BATCHES)
+    assert first.boundary is not None
+    assert whole.boundary is not None
+    assert first.boundary.iou() == whole.boundary.iou()

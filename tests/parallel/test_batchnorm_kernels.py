@@ -13,7 +13,7 @@ from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_syn
 from segapp.parallel.sync_batchnorm import layer as layers
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
 from tests.support.gpu.launch_counts import OperatorCounter
-from tests.support.parallel_cases import grads_of, relative_error, state_error
+from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
 
 
 @pytest.fixture(autouse=True)
@@ -22,9 +22,7 @@ def _kernels():
         yield
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
-)
+@pytest.mark.parametrize("options", BATCHNORM_OPTIONS, ids=str)
 @pytest.mark.parametrize(
     ("kind", "shape"), [(nn.BatchNorm1d, (9, 5)), (nn.BatchNorm2d, (9, 5, 3, 4)), (nn.BatchNorm3d, (9, 5, 2, 3, 2))]
 )

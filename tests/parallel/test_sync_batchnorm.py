@@ -19,7 +19,7 @@ from segapp.parallel import (
 )
 from segapp.parallel.rendezvous import ReplicaGroup
 from segapp.parallel.sync_batchnorm import join_moments
-from tests.support.parallel_cases import grads_of, relative_error, state_error
+from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
 
 CPU = torch.device("cpu")
 SHAPES = {nn.BatchNorm1d: [(9, 5), (9, 5, 4)], nn.BatchNorm2d: [(9, 5, 3, 4)], nn.BatchNorm3d: [(9, 5, 2, 3, 2)]}
@@ -42,9 +42,7 @@ def outcome(layer, run, x, weights, steps=2):
     return [y.detach(), x.grad, *grads_of(layer), *layer.buffers()]
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False}], ids=str
-)
+@pytest.mark.parametrize("options", BATCHNORM_OPTIONS, ids=str)
 @pytest.mark.parametrize(("kind", "shape"), [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes])
 def test_sync_batchnorm_matches_batchnorm_on_the_whole_batch(kind, shape, options):
     torch.manual_seed(0)

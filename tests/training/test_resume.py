@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, DataError, NonFiniteError
+from segapp.inference.evaluate import Evaluation
 from segapp.run.files import hash_file
 from segapp.run.folder import RunFolder
 from segapp.run.state import run_state
@@ -319,11 +320,15 @@ def test_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path]
     assert_same_run(folder, uninterrupted)
 
 
-def test_early_stop_ends_the_run_with_reason(tiny: dict[str, Any], tmp_path: Path) -> None:
-    config = merged(tiny, train={"epochs": 9, "early_stop": 1}, optim={"lr": 1e-12})
+def test_early_stop_ends_the_run_at_the_evaluation_that_completes_its_count(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = iter([0.5, 0.4, 0.6, 0.6, 0.5, 0.9, 0.9])  # the best is the third; the next two are not better
+    monkeypatch.setattr(Evaluation, "monitored", lambda *_: next(scores))
+    config = merged(tiny, train={"epochs": 7, "early_stop": 2})
     assert train(config, tmp_path / "run") == 0
-    assert len(events(tmp_path / "run", "val")) < 9
-    assert "no better miou" in events(tmp_path / "run", "run_end")[-1]["reason"]
+    assert [event["epoch"] for event in events(tmp_path / "run", "val")] == [1, 2, 3, 4, 5]
+    assert "no better miou for 2 evaluations" in events(tmp_path / "run", "run_end")[-1]["reason"]
 
 
 def test_consecutive_bad_steps_stop_with_finite_checkpoint(tiny: dict[str, Any], tmp_path: Path) -> None:

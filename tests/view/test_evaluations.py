@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.run.events import Val, parse_event
+from segapp.scores import SCORES
 from segapp.view.evaluations import NUM_WHOLE, Evaluations, PastVal
 
 SHARES = st.none() | st.floats(0, 1)
@@ -24,13 +25,20 @@ VALS = st.builds(
     num_images=st.none() | st.integers(0, 10**6),
     val_s=st.none() | st.floats(0, 1e6),
     mean_dice=SHARES,
+    scores=st.none() | st.fixed_dictionaries({"frequency_weighted_iou": SHARES}),
 )
+FACTS = ("epoch", "step", "num_images", "val_s")
 
 
 def short(val: Val | PastVal) -> list[object]:
     """Return what is kept of every evaluation."""
     iou = [None if value is None or math.isnan(value) else value for value in val.iou]
-    return [*(getattr(val, name) for name in PastVal._fields[:-1]), iou]
+    return [*(number(val, name) for name in (*FACTS, *SCORES)), iou]
+
+
+def number(val: Val | PastVal, name: str) -> float | None:
+    """Return a score, or another number of an evaluation."""
+    return val.score(name) if name in SCORES else getattr(val, name)
 
 
 @given(st.lists(VALS, max_size=3 * NUM_WHOLE), st.integers(0, 300), st.lists(VALS, max_size=NUM_WHOLE))
@@ -42,8 +50,8 @@ def test_evaluations_are_those_of_a_plain_list(first: list[Val], step: int, more
     wanted = [val for val in first if val.step <= step] + more
     assert [short(val) for val in found] == [short(val) for val in wanted]
     assert [short(val) for val in found[-3:]] == [short(val) for val in wanted[-3:]]
-    for name in PastVal._fields[:-1]:
-        column = [math.nan if (value := getattr(val, name)) is None else value for val in wanted]
+    for name in (*FACTS, *SCORES):
+        column = [math.nan if (value := number(val, name)) is None else value for val in wanted]
         np.testing.assert_array_equal(found.values(name), column)
     for i in range(-1, 4):
         course = [math.nan if not 0 <= i < len(val.iou) or val.iou[i] is None else val.iou[i] for val in wanted]

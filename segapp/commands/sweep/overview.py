@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
-from segapp.run.scores import EpochLoss, count_scored, loss_text, of_classes
 from segapp.run.sweep import SweepRun
 from segapp.run.words import duration, printable
+from segapp.scores import EpochLoss, count_scored, loss_text, of_classes
 from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
 
 INTERVAL_S = 10.0

@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from segapp.run.words import encodable
+from segapp.scores import score_of
 
 VERSION = 1
 """The `v` of every line this program writes; lines of another version are skipped by readers."""
@@ -218,8 +219,15 @@ class Val(_Event):
     """Per class; None for a class that is never predicted. Dice follows from the IoU: 2 IoU / (1 + IoU)."""
     recall: list[float | None] | None = None
     """Per class; None for a class that is not in the target."""
+    scores: dict[str, float | None] | None = None
+    """Scores without a field of their own: name, as in `segapp.scores.SCORES`, -> value."""
     num_images: int | None = None
     val_s: float | None = None
+
+    def score(self, name: str) -> float | None:
+        """Return a score by its name; None if it is not known."""
+        value: float | None = score_of(vars(self), name)
+        return value
 
 
 class Checkpoint(_Event):

@@ -19,8 +19,8 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.run.scores import count_scored, loss_text, of_classes, score_text
 from segapp.run.words import duration, printable
+from segapp.scores import HEADLINES, loss_text, scores_text
 
 
 def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
@@ -63,11 +63,8 @@ class PlainReporter:
             case Step():
                 self._show_step(event)
             case Val():
-                self._line(
-                    f"epoch {event.epoch}  val  mIoU {score_text(event.miou)} over "
-                    f"{of_classes(count_scored(event.iou), len(event.iou))}  "
-                    f"loss {loss_text(event.loss, is_known=True)}  pixel accuracy {score_text(event.pixel_accuracy)}"
-                )
+                scores = scores_text({name: event.score(name) for name in HEADLINES}, event.iou)
+                self._line(f"epoch {event.epoch}  val  {scores}")
             case Checkpoint():
                 best = " (best)" if event.is_best else ""
                 self._line(f"saved {printable(event.path)} at step {event.step}{best}")

@@ -16,8 +16,8 @@ from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError
 from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
-from segapp.run.scores import count_scored
 from segapp.run.words import first_line, printable
+from segapp.scores import SCORES, count_scored
 
 _OFF = {"tensorboard": "false", "wandb": "null", "mlflow": "null"}
 
@@ -65,8 +65,7 @@ class TrackerListener:
                 self._scalars({f"train/{name}": value for name, value in (event.terms or {}).items()})
             case Val():
                 self._step = event.step
-                scores = ("loss", "miou", "pixel_accuracy", "mean_dice", "mean_precision", "mean_recall")
-                values = {f"val/{name}": getattr(event, name) for name in scores}
+                values = {f"val/{name}": event.score(name) for name in SCORES}
                 values["val/num_scored"] = count_scored(event.iou)
                 self._scalars(values | {f"iou/{n}": iou for n, iou in zip(self.classes, event.iou, strict=True)})
                 if event.miou is not None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
 import types
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -19,12 +21,38 @@ from segapp.datasets.loader import Batch
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.optim.optimizers import WeightAverage
+from segapp.parallel import BalancedDataParallel
+from segapp.parallel.ranks import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.modules import StepModules
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+class ThreadRanks(Ranks):
+    """One of several ranks that are threads of this process: they add their tensors at a barrier."""
+
+    def __init__(self, rank: int, barrier: threading.Barrier, shared: dict[int, tuple[Tensor, ...]]) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, barrier.parties
+        self._barrier, self._shared = barrier, shared
+
+    def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self._shared[self.rank] = tensors
+        self._barrier.wait(60)
+        total = tuple(sum(each[1:], each[0]) for each in zip(*self._shared.values(), strict=True))
+        self._barrier.wait(60)
+        return total
+
+
+def reported_by_ranks(criterion: Callable[[], AdditiveCriterion], parts: list[list[Batch]]) -> list[float]:
+    """Return the loss that each rank reports, of one step of its micro-batches."""
+    barrier, shared = threading.Barrier(len(parts)), dict[int, tuple[Tensor, ...]]()
+    engines = [engine_of(criterion(), ranks=ThreadRanks(rank, barrier, shared)) for rank in range(len(parts))]
+    with ThreadPoolExecutor(len(parts)) as threads:
+        return [float(result.loss) for result in threads.map(lambda engine, own: engine.step(own), engines, parts)]
 
 
 class TinyNet(nn.Module):
@@ -47,14 +75,23 @@ def batch(num: int, ignored: float = 0.0, seed: int = 0) -> Batch:
 
 
 def engine_of(
-    criterion: AdditiveCriterion, *extra: nn.Module, clip: float | None = None, average: bool = False, lr: float = 0.1
+    criterion: AdditiveCriterion,
+    *extra: nn.Module,
+    clip: float | None = None,
+    average: bool = False,
+    lr: float = 0.1,
+    ranks: Ranks | None = None,
+    num_devices: int = 1,
 ) -> StepEngine:
     torch.manual_seed(0)
     model = TinyNet(*extra)
+    network: nn.Module = NormalizedInput(model, Normalizer(MEAN, STD))
+    if num_devices > 1:
+        network = BalancedDataParallel(1, network, ["cpu"] * num_devices)
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
     modules = StepModules(
         model,  # type: ignore[arg-type]
-        NormalizedInput(model, Normalizer(MEAN, STD)),
+        network,
         criterion,
         WeightAverage(model, 0.5) if average else None,  # type: ignore[arg-type]
     )
@@ -63,6 +100,7 @@ def engine_of(
         build_optimizer(OptimConfig(lr=lr, momentum=0.9), groups),
         Precision("fp32", CPU),
         clip_grad_norm=clip,
+        ranks=ranks,
     )
 
 
@@ -115,6 +153,33 @@ def test_accumulation_equals_the_whole_batch(criterion: Callable[[], AdditiveCri
     torch.testing.assert_close(a.loss, b.loss, rtol=1e-5, atol=1e-6)
     for x, y in zip(parameters(together), parameters(apart), strict=True):
         torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("criterion", [CriterionCE, CriterionDice])
+@pytest.mark.parametrize("mode", ["single", "dp", "ddp"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_reported_loss_is_that_of_the_whole_batch(
+    criterion: Callable[[], AdditiveCriterion], mode: str, accumulate: int
+) -> None:
+    """The mean over all pixels of the step in float64, whatever the step is divided among."""
+    parts = [[batch(2, 0.9, seed=10 + i), batch(3, 0.1, seed=20 + i)] for i in range(accumulate)]
+    images, target = (
+        torch.cat(column) for column in zip(*((b.images, b.target) for p in parts for b in p), strict=True)
+    )
+    torch.manual_seed(0)
+    network = NormalizedInput(TinyNet(), Normalizer(MEAN, STD)).double()
+    network.normalizer = Normalizer(MEAN, STD, torch.float64)
+    with torch.no_grad():
+        expected = float(criterion()(network(images), target))
+    if mode == "ddp":
+        reported = reported_by_ranks(criterion, [[own for own, _ in parts], [own for _, own in parts]])
+    else:
+        engine = engine_of(criterion(), num_devices=2 if mode == "dp" else 1)
+        joined = [
+            Batch(torch.cat([a.images, b.images]), torch.cat([a.target, b.target]), tuple(range(5))) for a, b in parts
+        ]
+        reported = [float(engine.step(joined).loss)]
+    assert reported == pytest.approx([expected] * len(reported), rel=1e-5)
 
 
 def _uneven() -> list[Batch]:

@@ -1,8 +1,76 @@
-"""Scores as every viewer states them: the mIoU with its number of classes, the training loss, the best of several."""
+"""Scores of an evaluation: the table of them, and how every viewer states them.
+
+A score of the table appears, without another line of code, in `segapp eval` and its JSON, in `val` events, the console,
+trackers, `segapp status`, reports and the Python API, and may be `checkpoint.monitor`; one with `is_headline` also on
+the lines and the screen that have room for a few.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+
+@dataclass(frozen=True)
+class Score:
+    """One number of an evaluation.
+
+    Attributes:
+        name: in events, JSON, config and Python.
+        title: on the screen and in reports.
+        spec: format of a finite value.
+        larger_is_better: direction, for the best checkpoint and the plateau schedule.
+        is_headline: shown where there is room for a few scores only.
+    """
+
+    name: str
+    title: str
+    spec: str = ".4f"
+    larger_is_better: bool = True
+    is_headline: bool = False
+
+
+SCORES: Mapping[str, Score] = {
+    score.name: score
+    for score in (
+        Score("miou", "mIoU", is_headline=True),
+        Score("mean_dice", "mean Dice", is_headline=True),
+        Score("pixel_accuracy", "pixel accuracy", is_headline=True),
+        Score("loss", "loss", larger_is_better=False, is_headline=True),
+        Score("mean_precision", "mean precision"),
+        Score("mean_recall", "mean recall"),
+        Score("frequency_weighted_iou", "frequency-weighted IoU"),
+    )
+}
+"""Name -> score, in the order in which they are shown. All but the loss are fields of `metrics.SegmentationScores`."""
+
+HEADLINES: Mapping[str, Score] = {name: score for name, score in SCORES.items() if score.is_headline}
+
+
+def score_of(event: Mapping[str, Any], name: str) -> Any:
+    """Return a score of a `val` event as it lies in the file: a field of the event, or an entry of its `scores`."""
+    return event[name] if name in event else (event.get("scores") or {}).get(name)
+
+
+def scores_text(values: Mapping[str, float | None], iou: Sequence[float | None], *, has_loss: bool = True) -> str:
+    """Return the headline scores of an evaluation as a line.
+
+    Args:
+        values: name -> score.
+        iou: of each class; None for an absent class.
+        has_loss: the loss was computed; None is then a loss that was not finite.
+
+    >>> scores_text({"miou": 0.5, "pixel_accuracy": 0.75, "loss": None}, [0.5, None])
+    'mIoU 0.5000 over 1 of 2 classes  mean Dice -  pixel accuracy 0.7500  loss not finite'
+    """
+    parts = []
+    for name, score in HEADLINES.items():
+        value = values.get(name)
+        shown = loss_text(value, is_known=has_loss and name == "loss", spec=score.spec)
+        over = f" over {of_classes(count_scored(iou), len(iou))}" if name == "miou" else ""
+        parts.append(f"{score.title} {shown}{over}")
+    return "  ".join(parts)
+
 
 NOT_FINITE = "not finite"
 """Text in place of a number that was computed and was NaN or infinite; "-" stands for a number that does not exist."""

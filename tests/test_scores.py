@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from pathlib import Path
 
+import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from segapp.commands.runs import print_runs, print_status
+from segapp.config.sections import CheckpointConfig
+from segapp.inference.evaluate import Evaluation
+from segapp.metrics import ConfusionMatrix, SegmentationScores
 from segapp.run.events import EpochStart, EventReader, EventWriter, RunStart, Step, Val
 from segapp.run.folder import RunFolder
-from segapp.run.scores import EpochLoss, best_shown, count_scored
 from segapp.run.state import summarize
 from segapp.run.sweep import SweepRun
+from segapp.scores import SCORES, EpochLoss, best_shown, count_scored
 from segapp.view.view import View, fold_events
 
 SHARES = st.none() | st.floats(0, 1) | st.sampled_from([math.nan, math.inf, 0.0, 0.5, 0.5004])
@@ -164,3 +170,30 @@ def test_lines_of_a_sweep_say_what_its_numbers_are(capsys) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert "loss 2.0000 (epoch mean)  mIoU 0.2500 over 2 of 3 classes" in lines[1]
     assert "mIoU 0.2500 over 2 of 3 classes" in lines[2]
+
+
+def test_a_score_of_the_table_reaches_every_reader(tmp_path: Path) -> None:
+    """Fields of `SegmentationScores`, the config, the event, the summary and the Python API follow the table."""
+    assert set(SCORES) - {"loss"} <= {each.name for each in dataclasses.fields(SegmentationScores)}
+    assert {name for name in SCORES if not SCORES[name].larger_is_better} == {"loss"}
+    confusion = ConfusionMatrix(2)
+    confusion.update(torch.tensor([[[0, 1, 1, 0]]]), torch.tensor([[[0, 1, 0, 255]]]))
+    found = Evaluation(confusion.scores(), 0.5, 1)
+    values = found.values()
+    assert values == {"loss": 0.5} | {name: getattr(found.scores, name) for name in SCORES if name != "loss"}
+    assert found.monitored("loss") == -0.5
+    assert found.monitored("frequency_weighted_iou") == found.scores.frequency_weighted_iou
+    own = {name: value for name, value in values.items() if name in Val.model_fields}
+    rest = {name: value for name, value in values.items() if name not in Val.model_fields}
+    val = Val.model_validate({"epoch": 1, "step": 3, "iou": found.scores.iou, "scores": rest, **own})
+    assert {name: val.score(name) for name in SCORES} == values
+    folder = RunFolder(tmp_path)
+    with EventWriter(folder.events) as writer:
+        writer.write(val)
+    assert summarize(folder.path).scores == values
+
+
+def test_a_run_can_monitor_any_score() -> None:
+    assert CheckpointConfig(monitor="mean_recall").monitor == "mean_recall"
+    with pytest.raises(ValueError, match="mean_recall"):
+        CheckpointConfig(monitor="recall")
