@@ -197,7 +197,8 @@ def _fields(node: ast.ClassDef) -> str:
         is_doc = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
         text = str(after.value.value) if is_doc else ""  # type: ignore[union-attr]
         required = "*required.* " if statement.value is None else ""
-        kind = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", ast.unparse(statement.annotation)).replace("Text", "str")
+        kind = re.sub(r"Annotated\[(.+), AsNull\]", r"\1", ast.unparse(statement.annotation))
+        kind = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", kind).replace("Text", "str")
         rows.append(f"| `{ast.unparse(statement.target)}` | `{_cell(kind)}` | {required}{_cell(text)} |")
     return "\n".join(rows) + "\n"
 

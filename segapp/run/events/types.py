@@ -29,6 +29,10 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 """A number of steps or epochs; as a float it is exact."""
 
 
+AsNull = Field(json_schema_extra={"is_written_as_null": True})
+"""Marks an optional field that is in every line of its type, as null where it has no value; others are left out."""
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", defer_build=True)
 
@@ -136,7 +140,7 @@ class EpochStart(_Event):
     epoch: int
     """From 1."""
     lr: float | None
-    split: list[int] | None = None
+    split: Annotated[list[int] | None, AsNull] = None
     step: int | None = None
     num_thawed: int | None = None
     """Parameters that were frozen and are trained from this epoch on; None: as before."""
@@ -152,11 +156,11 @@ class Step(_Event):
     loss: float | None
     """Of this step; None if it was not finite."""
     lr: float | None
-    images_per_s: float | None = None
-    data_wait_frac: float | None = None
+    images_per_s: Annotated[float | None, AsNull] = None
+    data_wait_frac: Annotated[float | None, AsNull] = None
     """Share of the time spent waiting for data, 0 to 1."""
-    grad_norm: float | None = None
-    split: list[int] | None = None
+    grad_norm: Annotated[float | None, AsNull] = None
+    split: Annotated[list[int] | None, AsNull] = None
     skipped: int | None = None
     """Updates skipped because of a non-finite value, since the run began."""
     loss_scale: float | None = None
@@ -211,7 +215,7 @@ class Val(_Event):
     """Mean of `iou` over the classes where it is not None; None if no pixel is valid."""
     iou: list[float | None]
     """Per class; None for a class in neither prediction nor target."""
-    pixel_accuracy: float | None = None
+    pixel_accuracy: Annotated[float | None, AsNull] = None
     mean_dice: float | None = None
     mean_precision: float | None = None
     mean_recall: float | None = None
@@ -257,7 +261,7 @@ class CommandAnswer(_Event):
     """As typed: `set gpu0_bsz=3`."""
     by: Text
     status: Literal["accepted", "applied", "rejected", "cancelled"]
-    reason: Text | None = None
+    reason: Annotated[Text | None, AsNull] = None
     changes: dict[str, Any] | None = None
     """The settings that an applied `set` changed, by name; None for other answers, and in lines written before the
     field."""
@@ -271,11 +275,11 @@ class Gpu0Bsz(_Event):
     status: Literal["pending", "applied", "cancelled", "reverted"]
     old: int | None
     new: int | None
-    split: list[int] | None = None
-    predicted_mib: list[float | None] | None = None
+    split: Annotated[list[int] | None, AsNull] = None
+    predicted_mib: Annotated[list[float | None] | None, AsNull] = None
     """Predicted peak of each device."""
-    observed_mib: list[float | None] | None = None
-    epoch: int | None = None
+    observed_mib: Annotated[list[float | None] | None, AsNull] = None
+    epoch: Annotated[int | None, AsNull] = None
     """The first epoch with the new split."""
     reason: Text | None = None
     """A sentence for a person; programs read `reason_code`."""
@@ -379,7 +383,7 @@ class RunEnd(_Event):
 
     type: Literal["run_end"] = "run_end"
     status: Literal["finished", "stopped", "failed"]
-    reason: Text | None = None
+    reason: Annotated[Text | None, AsNull] = None
     exit_code: int | None = None
     step: int | None = None
     epoch: int | None = None

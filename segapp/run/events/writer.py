@@ -14,7 +14,7 @@ from typing import IO, Any
 from segapp.failpoints import failpoint
 from segapp.run.events.decode import last_line_end, parse_line
 from segapp.run.events.rewind import RewindPoint, Tail, split_tail
-from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, Event
+from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, AsNull, Event
 from segapp.run.files import fsync_directory, open_new, remove_quietly, storage_error, temporary_name, write_all
 
 _DURABLE = frozenset({"run_start", "checkpoint", "command", "run_end"})
@@ -251,16 +251,12 @@ def _fields(body: dict[str, Any]) -> dict[str, Any]:
 
 
 _FRAME = frozenset({"v", "seq", "t", "type"})
-_CONTRACT_NULLS = {
-    "step": {"images_per_s", "data_wait_frac", "grad_norm", "split"},
-    "epoch_start": {"split"},
-    "val": {"pixel_accuracy"},
-    "command": {"reason"},
-    "gpu0_bsz": {"split", "predicted_mib", "observed_mib", "epoch"},
-    "run_end": {"reason"},
-}
 _REQUIRED = {
-    name: {key for key, field in model.model_fields.items() if field.is_required()} | _CONTRACT_NULLS.get(name, set())
+    name: {
+        key
+        for key, field in model.model_fields.items()
+        if field.is_required() or field.json_schema_extra == AsNull.json_schema_extra
+    }
     for name, model in EVENT_TYPES.items()
 }
 
