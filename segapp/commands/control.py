@@ -6,12 +6,13 @@ import sys
 import time
 
 from segapp.errors import CommandError, RunError
+from segapp.memory.judge import format_split
 from segapp.run.commands import Command, SetCommand, format_command, parse_command, send_command
 from segapp.run.events import CommandAnswer, EventReader
 from segapp.run.folder import RunFolder, find_run, run_folders
-from segapp.run.state import RunSummary, run_state, summarize
-from segapp.run.verdict import SplitFacts, format_split, split_verdict, usable_mib
+from segapp.run.state import run_state
 from segapp.run.words import printable
+from segapp.view.view import View, fold_events
 
 APPLIED, NOT_APPLIED = 0, 1
 
@@ -57,7 +58,7 @@ def control_run(
         raise RunError(
             f"{folder.name} is {state} and takes no commands: segapp train --resume {folder.argument} continues it"
         )
-    problem = _split_problem(command, summarize(folder.path))
+    problem = split_problem(command, folder)
     if problem is not None:
         print(f"rejected: {printable(problem)}", file=sys.stderr)
         return NOT_APPLIED
@@ -67,19 +68,18 @@ def control_run(
     return _wait(folder, reader, command_id, timeout_s) if wait else APPLIED
 
 
-def _split_problem(command: Command, run: RunSummary) -> str | None:
-    """Return why a requested split is not sent; the trainer, which has measured more, checks every split again."""
-    if not isinstance(command, SetCommand) or not {"gpu0_bsz", "shares"} & command.changes.keys():
+def split_problem(command: Command, folder: RunFolder) -> str | None:
+    """Return why a requested split is not sent: the trainer's verdict, on the facts that it wrote into its events."""
+    if not isinstance(command, SetCommand) or not command.asks_for_split:
         return None
-    if command.gpu0_bsz == "auto" or run.split is None or run.batch_size is None or sum(run.split) != run.batch_size:
+    view = View()
+    fold_events(view, EventReader(folder.events).read_skimmed())
+    if view.start is None:
         return None
-    usable = [usable_mib(d.get("total_mib"), d.get("used_mib"), d.get("reserved_mib")) for d in run.devices]
-    verdict = split_verdict(
-        SplitFacts(run.batch_size, len(run.split), usable_mib=usable), command.gpu0_bsz, command.shares
-    )
+    verdict = view.judge.verdict(command.gpu0_bsz, command.shares)
     problem = verdict.rejection(force=command.force)
-    if problem is None:
-        print(f"split {format_split(verdict.split)} of {run.batch_size}")
+    if problem is None and verdict.split is not None and command.gpu0_bsz != "auto":
+        print(f"split {format_split(verdict.split)} of {view.judge.batch_size}")
     return problem
 
 

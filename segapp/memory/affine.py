@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from segapp.memory.peaks import fit_lines
 from segapp.memory.simulated.jobs import PHASES, Mode, PhasePeak, SimulationResult
-from segapp.run.memory_fit import fit_lines
 
 Numbers = dict[str, float]
 """Phase or phase/kind -> MiB."""

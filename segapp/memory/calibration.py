@@ -14,10 +14,10 @@ from typing import Any
 from segapp.errors import ConfigError
 from segapp.memory.affine import MemoryModel
 from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.peaks import Split
 from segapp.memory.planner import OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
-from segapp.run.memory_fit import MemoryObservation
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Measurement:
 
     devices: tuple[str, ...]
     total_mib: tuple[float | None, ...]
-    observations: tuple[MemoryObservation, ...]
+    observations: tuple[tuple[Split, tuple[float | None, ...]], ...]
     beside_mib: tuple[float | None, ...]
     is_frozen: bool = False
 
@@ -118,7 +118,7 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
                 used, reserved = _number(row.get("used_mib")), _number(row.get("reserved_mib"))
                 if used is not None and reserved is not None:
                     beside[i].append(max(0.0, used - reserved))
-    observations = [MemoryObservation(s, tuple(p)) for s, p in peaks.items() if any(mib for mib in p)]
+    observations = [(s, tuple(p)) for s, p in peaks.items() if any(mib for mib in p)]
     medians = tuple(median(mib) if mib else None for mib in beside)
     return Measurement(devices, tuple(total), tuple(observations), medians, may_thaw and not has_thawed)
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
-from segapp.run.verdict import usable_mib
+from segapp.memory.judge import usable_mib
 
 IDLE = "data"
 """The phase between two steps."""

@@ -75,6 +75,7 @@ class OomReport:
         split: samples on each device.
         predicted_mib: predicted peak of each device.
         advice: changes that reduce memory, best first.
+        judge: what decides about a split after it, as JSON.
     """
 
     snapshot: OomSnapshot
@@ -85,6 +86,7 @@ class OomReport:
     split: tuple[int, ...] = ()
     predicted_mib: tuple[float | None, ...] = ()
     advice: tuple[str, ...] = ()
+    judge: dict[str, Any] | None = None
 
     @property
     def headline(self) -> str:
@@ -150,6 +152,7 @@ def report_event(report: OomReport, fallbacks: dict[str, Any] | None = None, pat
         advice=list(report.advice),
         lessons=fallbacks,
         path=path,
+        judge=report.judge,
     )
 
 

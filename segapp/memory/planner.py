@@ -1,18 +1,20 @@
-"""Splits and batches that fit given GPUs, from the affine memory model and the check of a split in `run.verdict`.
+"""Splits and batches that fit given GPUs, from the affine memory model and the judge of splits.
 
 A GPU must hold the tensors, the driver's context and some spare memory for the allocator. A split fits if
-`segapp.run.verdict` would allow it in a running training. No torch here.
+`segapp.memory.judge` would allow it in a running training. No torch here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from segapp.memory.affine import MemoryModel
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.run.verdict import FULL_FRAC, Level, SplitFacts, SplitVerdict, split_verdict
+from segapp.memory.judge import FULL_FRAC, Level, SplitJudge, SplitVerdict
+from segapp.memory.peaks import PeakModel, Split
+from segapp.parallel.chunks import check_split
 
 CONTEXT_MIB = 500.0
 """Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, by driver, GPU and libraries."""
@@ -147,13 +149,19 @@ class Planner:
         gpus: one for each device.
         overhead: memory on top of the tensors.
         smallest_chunk: least samples on a device that has any.
+        needs_samples: why no rank of ddp can be left without samples; None if one can.
     """
 
     def __init__(
-        self, model: MemoryModel, gpus: Sequence[GpuSpec], overhead: OverheadEstimate, smallest_chunk: int = 1
+        self,
+        model: MemoryModel,
+        gpus: Sequence[GpuSpec],
+        overhead: OverheadEstimate,
+        smallest_chunk: int = 1,
+        needs_samples: str | None = None,
     ) -> None:
         self.model, self.gpus, self.overhead = model, tuple(gpus), overhead
-        self.smallest_chunk = smallest_chunk
+        self.smallest_chunk, self.needs_samples = smallest_chunk, needs_samples
 
     @property
     def has_split(self) -> bool:
@@ -229,26 +237,48 @@ class Planner:
         return min(fitting, key=lambda row: row.fullest(self.gpus), default=None)
 
     def _evaluate(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
-        num_devices = len(self.gpus)
-        num_shares = num_devices if self.model.mode != "model" else 1
-        check = split_verdict(SplitFacts(batch_size, num_shares, smallest_chunk=self.smallest_chunk), gpu0_bsz, shares)
-        if check.split is None:
-            return check.reason
-        split = check.split if self.model.mode != "model" else (batch_size, *[0] * (num_devices - 1))
+        split = self._split(batch_size, gpu0_bsz, shares)
+        if isinstance(split, str):
+            return split
         phases = self.model.phases(split)
         tensors = tuple(
             self.overhead.tensors_mib(i, max(found.values(), default=0.0)) for i, found in enumerate(phases)
         )
         return self._row(gpu0_bsz, split, tensors, phases, self._verdict(split, tensors))
 
+    def judge(self, batch_size: int) -> SplitJudge:
+        """Return what decides about the splits of a batch."""
+        return SplitJudge(
+            batch_size,
+            len(self.gpus),
+            mode=self.model.mode,
+            smallest_chunk=self.smallest_chunk,
+            needs_samples=self.needs_samples,
+            usable_mib=[
+                gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True)
+            ],
+        )
+
+    def _split(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None) -> Split | str:
+        """Return the split of a request, or why it is refused; a mode without a split has the whole batch first."""
+        judge = self.judge(batch_size)
+        if self.has_split or gpu0_bsz is not None or shares is not None:
+            verdict = judge.verdict(gpu0_bsz, shares)
+            return verdict.reason if verdict.split is None else verdict.split
+        check = check_split(batch_size, 1, smallest_chunk=self.smallest_chunk)
+        return check.reasons[0] if check.split is None else (batch_size, *[0] * (len(self.gpus) - 1))
+
     def _verdict(self, split: Sequence[int], tensors_mib: Sequence[float]) -> SplitVerdict:
-        usable = [gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True)]
-        too_small = [i for i, mib in enumerate(usable) if mib <= 0]
+        judge = self.judge(sum(split))
+        too_small = [i for i, mib in enumerate(judge.usable_mib) if mib is not None and mib <= 0]
         if too_small:
             reason = f"device {too_small[0]} has less memory than the driver's context needs"
             return SplitVerdict(tuple(split), "won't fit", reason, tuple(tensors_mib))
-        facts = SplitFacts(sum(split), len(split), usable_mib=usable)
-        return split_verdict(facts, None, split, predicted_mib=tensors_mib)
+        known = replace(judge, peaks=PeakModel({tuple(split): tuple(tensors_mib)}))
+        if self.has_split:
+            return known.verdict(None, split)
+        level, reason = known.fit_of(split)
+        return SplitVerdict(tuple(split), level, reason, tuple(tensors_mib))
 
     def _row(
         self,

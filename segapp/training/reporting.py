@@ -114,6 +114,7 @@ class TrainingReporter:
                 gpu0_bsz=live.gpu0_bsz,
                 is_auto=live.gpu0_bsz_auto,
                 split=self._split(),
+                judge=self._controller.judge().to_json(),
             )
         )
         for report in self._engine.model.load_reports:
@@ -127,7 +128,14 @@ class TrainingReporter:
         at, last_frozen = self._progress.position, self._settings.freeze_epochs
         num_thawed = self._engine.num_frozen if last_frozen is not None and at.epoch == last_frozen + 1 else None
         self._event_log.emit(
-            EpochStart(epoch=at.epoch, step=at.step, lr=lr, split=self._split(), num_thawed=num_thawed)
+            EpochStart(
+                epoch=at.epoch,
+                step=at.step,
+                lr=lr,
+                split=self._split(),
+                num_thawed=num_thawed,
+                judge=self._controller.judge().to_json(),
+            )
         )
 
     def step(self, result: StepResult, lr: float) -> None:
@@ -155,6 +163,7 @@ class TrainingReporter:
                 eta_epoch_s=eta_epoch_s,
                 eta_run_s=eta_run_s,
                 terms={name: float(value) for name, value in result.terms.items()} or None,
+                peaks_mib=self._controller.measured_mib(),
             )
         )
         self._alert(self._data_watch.after_interval(clock.wait_s, elapsed_s))

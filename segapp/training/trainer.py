@@ -171,6 +171,8 @@ class Trainer:
             self._look_at_first_outputs()
             self.controller.after_step(result.split, sum(result.split), self.position.step)
             is_last = self._is_stretch_over()
+            if is_last:
+                self.controller.after_epoch()
             if is_last or self.position.step % settings.log_every_steps == 0:
                 self.reporter.step(result, self._lr(self.position.step))
                 self._stop_if_diverged(group)
@@ -178,7 +180,6 @@ class Trainer:
                 self.saver.begin_or_postpone()
             if not is_last:
                 group = self._next_group(batches)
-        self.controller.after_epoch()
 
     def train_step(self, group: list[Batch]) -> StepResult:
         """Make one update from the micro-batches of `group`.

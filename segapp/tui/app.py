@@ -34,7 +34,7 @@ from segapp.tui.browsing import BrowsingApp
 from segapp.tui.dialogs import SettingScreen, StopChoice, StopScreen
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import LossChart
-from segapp.tui.panes.devices import begin_draft, edit_draft, evaluate_split
+from segapp.tui.panes.devices import begin_draft, edit_draft
 from segapp.tui.run_screen import UserFiles
 from segapp.tui.seen import seen_path
 from segapp.tui.settings import load_settings, settings_path
@@ -194,12 +194,19 @@ class MonitorApp(BrowsingApp):
     def action_edit_gpu0(self) -> None:
         """Open the editor of gpu0_bsz."""
         view = self.source.view
-        if view.num_devices < 2:
-            self.say("gpu0_bsz: the run has one device, there is nothing to split")
+        if not self._can_split("gpu0_bsz"):
             return
         self.draft = begin_draft(view)
         self.apply_layout()
         self.query_one(Gpu0Pane).focus()
+
+    def _can_split(self, setting: str) -> bool:
+        """Return True if the run's batch can be split; else say why not."""
+        view = self.source.view
+        why = "the run has one device, there is nothing to split" if view.num_devices < 2 else view.judge.why_no_split
+        if why is not None:
+            self.say(f"{setting}: {why}")
+        return why is None
 
     def action_edit_lr_factor(self) -> None:
         """Ask for the factor on the learning rate."""
@@ -220,15 +227,14 @@ class MonitorApp(BrowsingApp):
     def action_edit_shares(self) -> None:
         """Ask for the images of a batch on each device."""
         view = self.source.view
-        if view.num_devices < 2:
-            self.say("shares: the run has one device, there is nothing to split")
+        if not self._can_split("shares"):
             return
 
         def check(text: str) -> tuple[bool, str]:
             command = self._parsed(f"shares={text}")
             if isinstance(command, str):
                 return False, command
-            verdict = evaluate_split(view, None, command.shares)
+            verdict = view.judge.verdict(None, command.shares)
             return verdict.is_allowed, f"{verdict.level}: {dots(verdict.split)} {verdict.reason}"
 
         title = f"shares: {dots(view.split)}"

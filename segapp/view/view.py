@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
 from pydantic import ValidationError
 
+from segapp.memory.judge import SplitJudge, usable_mib
+from segapp.memory.peaks import PeakModel
 from segapp.run.events import (
     FINAL_STATUSES,
     Alert,
@@ -21,6 +23,7 @@ from segapp.run.events import (
     Event,
     Gpu0Bsz,
     Memory,
+    Oom,
     RunEnd,
     RunStart,
     Step,
@@ -28,7 +31,6 @@ from segapp.run.events import (
     Val,
     parse_event,
 )
-from segapp.run.memory_fit import MemoryFit, fit_memory
 from segapp.run.words import printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate
 from segapp.view.evaluations import Evaluations, PastVal
@@ -103,6 +105,8 @@ class View:
     _raw_memory: dict[str, Any] | None = None
     _is_memory_stale: bool = False
     _split_text: bytes = b""
+    _judge: SplitJudge | None = None
+    """As the trainer wrote it, with the peaks of the steps since."""
     _paused_s: float | None = None
 
     @property
@@ -123,9 +127,35 @@ class View:
         gaps = sorted(b - a for a, b in pairwise(times))
         return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
 
-    def memory_fit(self) -> MemoryFit:
-        """Return the memory model fitted to the observed peaks."""
-        return fit_memory((split, tuple(peaks)) for split, peaks in self.peaks_mib.items())
+    @property
+    def judge(self) -> SplitJudge:
+        """The trainer's judge of splits, with the memory that the devices have by the last sample.
+
+        Runs of earlier versions did not write it: there it is made from what was observed.
+        """
+        judge = self._judge
+        if judge is None:
+            peaks = {split: tuple(mib) for split, mib in self.peaks_mib.items()}
+            batch_size = self.start.batch_size if self.start is not None else sum(self.split or (0,))
+            judge = SplitJudge(
+                batch_size,
+                self.num_devices,
+                mode=(self.start.mode if self.start is not None else None) or "dp",
+                current=self.split,
+                usable_mib=[device.total_mib for device in self.devices],
+                peaks=PeakModel(peaks),
+                ceiling=self.gpu0.ceiling,
+            )
+        usable = list(judge.usable_mib)
+        for i, each in enumerate(self.devices[: len(usable)]):
+            if None not in (each.total_mib, each.used_mib, each.reserved_mib) and is_gpu(each):
+                usable[i] = usable_mib(each.total_mib, each.used_mib, each.reserved_mib)
+        return replace(judge, usable_mib=tuple(usable))
+
+
+def is_gpu(device: DeviceMemory) -> bool:
+    """Return True for a device whose driver says how much of its memory other processes hold."""
+    return (device.device or "").startswith("cuda")
 
 
 def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
@@ -209,7 +239,18 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
     split = raw.get("split")
     if split and split != view.split:
         _note_split(view, split)
+    _note_judged_peaks(view, raw.get("peaks_mib"))
     return True
+
+
+def _note_judged_peaks(view: View, peaks_mib: Any) -> None:
+    """Fold the peaks under the split in force; they are those of the whole epoch so far."""
+    judge = view._judge
+    if judge is None or judge.current is None or not isinstance(peaks_mib, list):
+        return
+    peaks = tuple(peaks_mib)
+    if peaks != judge.peaks.measured.get(judge.current) and all(mib is None or type(mib) is float for mib in peaks):
+        view._judge = replace(judge, peaks=judge.peaks.with_measured(judge.current, peaks))
 
 
 def _note_split(view: View, split: Any) -> None:
@@ -277,6 +318,11 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
     except (ValidationError, ValueError):
         view.num_bad += 1
         return
+    if isinstance(event, RunStart | EpochStart | Gpu0Bsz | Oom) and event.judge is not None:
+        try:
+            view._judge = SplitJudge.from_json(event.judge)
+        except ValueError:
+            view.num_bad += 1
     line = log_line(event, view.classes, view.vals[-1] if view.vals else None)
     if isinstance(event, RunStart):
         _fold_start(view, event)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from textual.geometry import Size
 
 from segapp.run.events import EVENT_TYPES, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Heartbeat, Val
-from segapp.tui.panes.devices import evaluate_split, gpu_content
+from segapp.tui.panes.devices import gpu_content
 from segapp.tui.panes.glyphs import ASCII
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
@@ -210,8 +210,8 @@ def test_split_change_is_pending_then_applied_then_reverted(tmp_path: Path) -> N
     assert view.gpu0.previous == []
     assert view.gpu0.ceiling == 6
     assert "out of memory" in view.alerts["reverted"].last.message
-    assert evaluate_split(view, 6).level == "won't fit"
-    assert evaluate_split(view, 7).level == "won't fit"
+    assert view.judge.verdict(6).level == "won't fit"
+    assert view.judge.verdict(7).level == "won't fit"
 
 
 def test_peak_of_the_old_split_is_not_the_new_one_s(tmp_path: Path) -> None:

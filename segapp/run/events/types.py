@@ -113,6 +113,9 @@ class RunStart(_Event):
     param_groups: list[ParamGroup] | None = None
     palette: list[tuple[int, int, int]] | None = None
     """RGB colour of each class in the sample pictures."""
+    judge: dict[str, Any] | None = None
+    """Everything that decides about a split of the batch, as JSON: the rules of this training, the memory of each
+    device, the measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
 
 
 class Weights(_Event):
@@ -144,6 +147,8 @@ class EpochStart(_Event):
     step: int | None = None
     num_thawed: int | None = None
     """Parameters that were frozen and are trained from this epoch on; None: as before."""
+    judge: dict[str, Any] | None = None
+    """Replaces that of `run_start`."""
 
 
 class Step(_Event):
@@ -171,6 +176,8 @@ class Step(_Event):
     """Seconds until the training ends."""
     terms: dict[Text, float | None] | None = None
     """Terms of the loss to plot beside it, by name, such as the distillation loss."""
+    peaks_mib: list[float | None] | None = None
+    """Highest allocation of each device in training under the split in force; None without a split."""
 
 
 class DeviceMemory(_Model):
@@ -291,6 +298,8 @@ class Gpu0Bsz(_Event):
     """True if `auto` chooses the next splits."""
     step: int | None = None
     """Updates made with the split before."""
+    judge: dict[str, Any] | None = None
+    """Replaces that of the last event with one."""
 
     @property
     def is_out_of_memory(self) -> bool:
@@ -360,6 +369,8 @@ class Oom(_Event):
     """`MemoryFallbacks` in force from now on, as JSON."""
     path: Text | None = None
     """The file of the report, relative to the run folder."""
+    judge: dict[str, Any] | None = None
+    """Replaces that of the last event with one."""
 
 
 class Heartbeat(_Event):

@@ -1,22 +1,23 @@
-"""The split of the batch over the devices of one process or over ranks, and the memory measured under each split."""
+"""The split of the batch over the devices of one process or over ranks: applied between steps, and judged."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from segapp.config import LiveSettings
+from segapp.memory.judge import SplitJudge, SplitMove, format_split
+from segapp.memory.peaks import PeakModel
 from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel, RankSplit
 from segapp.parallel.ranks import Ranks
-from segapp.run.balance import SplitMove, plan_move
-from segapp.run.verdict import SplitFacts, SplitVerdict, format_split, split_verdict
 
 
 class BatchSplitController:
-    """The split of the batch over devices or ranks, changed between steps, and the peaks measured under each split.
+    """Applies the split of the batch over devices or ranks, and keeps what the run learns about splits in its judge.
 
     Args:
         divider: What divides a batch: a network, of which only a `DataParallelModel` has a split, or the `RankSplit` of
@@ -27,6 +28,9 @@ class BatchSplitController:
         saved_plan: The memory plan that the run began with, if one was made.
         ranks: The processes that share a batch.
         needs_samples: Why no rank can be left without samples; None if one can.
+
+    Attributes:
+        judge: Everything that decides about a split; the events of the run hold it.
     """
 
     def __init__(
@@ -41,58 +45,30 @@ class BatchSplitController:
     ) -> None:
         is_split = isinstance(divider, (DataParallelModel, RankSplit)) and len(divider.plan(batch_size)) > 1
         self._divider: Any = divider if is_split else None
-        self.batch_size, self._mode = batch_size, mode
-        self._smallest_chunk, self._needs_samples = smallest_chunk, needs_samples
+        self.batch_size = batch_size
         self._saved_plan = saved_plan
         self._ranks = ranks or Ranks()
-        self._observed: dict[tuple[int, ...], tuple[float | None, ...]] = {}
-        self._failed: set[tuple[int, ...]] = set()
-        self._ceiling: int | None = None
+        if not is_split:
+            mode = "model" if mode == "model" else "single"
+        self.judge = SplitJudge(
+            batch_size,
+            len(self.current or (batch_size,)),
+            mode="ddp" if isinstance(self._divider, RankSplit) else "dp" if is_split else mode,
+            smallest_chunk=smallest_chunk,
+            needs_samples=needs_samples,
+            current=self.current,
+            peaks=PeakModel(slope_mib=None if saved_plan is None else saved_plan.slope_mib),
+        )
 
     @property
     def current(self) -> tuple[int, ...] | None:
         """Samples of a full batch for each device; None where there is nothing to split."""
         return None if self._divider is None else self._divider.plan(self.batch_size)
 
-    def facts(self, usable_mib: Sequence[float | None] = ()) -> SplitFacts:
-        """Return what is known when a split is chosen.
-
-        Args:
-            usable_mib: Memory of each device for this run; None where unknown.
-        """
-        mode = "ddp" if isinstance(self._divider, RankSplit) else "dp"
-        if self._divider is None:
-            mode = "model" if self._mode == "model" else "single"
-        return SplitFacts(
-            self.batch_size,
-            len(self.current or (self.batch_size,)),
-            mode=mode,
-            smallest_chunk=self._smallest_chunk,
-            needs_samples=self._needs_samples,
-            current=self.current,
-            usable_mib=usable_mib,
-            observed=self._observed,
-            ceiling=self._ceiling,
-            failed=self._failed,
-            planned_slope_mib=None if self._saved_plan is None else self._saved_plan.slope_mib,
-        )
-
-    def check(
-        self,
-        gpu0_bsz: int | Literal["auto"] | None,
-        shares: Sequence[int] | None,
-        usable_mib: Sequence[float | None] = (),
-    ) -> SplitVerdict:
-        """Return the verdict on a requested split; see `split_verdict`."""
-        return split_verdict(self.facts(usable_mib), gpu0_bsz, shares)
-
-    def auto_move(self, usable_mib: Sequence[float | None]) -> SplitMove | None:
-        """Return the move of `auto` at the start of an epoch; None to keep the split.
-
-        Args:
-            usable_mib: Memory of each device for this run.
-        """
-        return plan_move(self.facts(usable_mib))
+    def judge_with(self, usable_mib: Sequence[float | None]) -> SplitJudge:
+        """Return the judge, which from now on knows the memory of each device for this run."""
+        self.judge = replace(self.judge, usable_mib=tuple(usable_mib))
+        return self.judge
 
     def thaw_move(self) -> SplitMove | None:
         """Return the move of `auto` at the thaw: back to the planned split; None if there is none or it is in force.
@@ -104,8 +80,8 @@ class BatchSplitController:
         plan = self._saved_plan
         if plan is None or plan.gpu0_bsz is None or self.current is None:
             return None
-        split = self.check(plan.gpu0_bsz, None).split
-        if split is None or split == self.current or split in self._failed:
+        split = self.judge.verdict(plan.gpu0_bsz).split
+        if split is None or split == self.current or split in self.judge.failed:
             return None
         predicted = tuple(mib for mib in plan.predicted_mib(split) if mib is not None)
         reason = f"auto: frozen parameters thaw; {format_split(split)} was planned for their training"
@@ -113,16 +89,13 @@ class BatchSplitController:
 
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the predicted peaks under the split in force, from measurements or the plan; empty if unknown."""
-        if self.current is not None and self._observed:
-            return self.facts().fit().predict(self.current)
+        if self.current is not None and self.judge.peaks.measured:
+            return self.judge.peaks.peak_mib(self.current)
         return () if self._saved_plan is None else self._saved_plan.predicted_mib(self.current)
 
     def record_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> None:
         """Record that a split ran out of memory after `old` did not; None: the present split."""
-        self._failed.add(tuple(split))
-        old = self.current if old is None else old
-        if old is not None and split[0] > old[0]:
-            self._ceiling = min(split[0], self._ceiling or split[0])
+        self.judge = self.judge.with_failure(split, old)
 
     def gathered(self, peaks_mib: Sequence[float | None]) -> list[float | None]:
         """Return the peaks of all devices; in ddp every rank knows its own only, and every rank must call it."""
@@ -132,31 +105,29 @@ class BatchSplitController:
 
     def record_peaks(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> None:
         """Record the peaks measured under a split; the highest of each device is kept."""
-        known = self._observed.get(tuple(split), (None,) * len(split))
-        pairs = zip(known, peaks_mib, strict=False)
-        self._observed[tuple(split)] = tuple(
-            new if old is None else old if new is None else max(old, new) for old, new in pairs
-        )
+        self.judge = replace(self.judge, peaks=self.judge.peaks.with_measured(split, peaks_mib))
 
     def clear_peaks(self) -> None:
         """Discard the measured peaks, because steps are made in another way from now on."""
-        self._observed.clear()
+        self.judge = replace(self.judge, peaks=replace(self.judge.peaks, measured={}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the measurements as plain values."""
-        return {
-            "observed": [[list(split), list(peaks)] for split, peaks in self._observed.items()],
-            "failed": [list(split) for split in sorted(self._failed)],
-            "ceiling": self._ceiling,
-        }
+        """Return what was learned as plain values."""
+        known = self.judge.to_json()
+        return {"observed": known["peaks"]["measured"], "failed": known["failed"], "ceiling": known["ceiling"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`, without measurements on another number of devices."""
         num_devices = len(self.current or ())
-        self._observed = {tuple(s): tuple(p) for s, p in state.get("observed", ()) if len(s) == num_devices}
-        self._failed |= {tuple(split) for split in state.get("failed", ()) if len(split) == num_devices}
-        ceilings = [each for each in (self._ceiling, state.get("ceiling")) if each is not None]
-        self._ceiling = min(ceilings, default=None)
+        measured = {tuple(s): tuple(p) for s, p in state.get("observed", ()) if len(s) == num_devices}
+        failed = {tuple(split) for split in state.get("failed", ()) if len(split) == num_devices}
+        ceilings = [each for each in (self.judge.ceiling, state.get("ceiling")) if each is not None]
+        self.judge = replace(
+            self.judge,
+            peaks=replace(self.judge.peaks, measured=measured),
+            failed=frozenset({*self.judge.failed, *failed}),
+            ceiling=min(ceilings, default=None),
+        )
 
     def apply(self, settings: LiveSettings) -> bool:
         """Split all following batches as the settings say.
@@ -168,9 +139,10 @@ class BatchSplitController:
         divider = self._divider
         if divider is None:
             return settings.shares is None
-        if not self.check(settings.gpu0_bsz, settings.shares).is_possible:
+        if not self.judge.verdict(settings.gpu0_bsz, settings.shares).is_possible:
             return False
         divider.shares = None if settings.shares is None else list(settings.shares)
         divider.full_batch = None if settings.shares is not None else self.batch_size
         divider.gpu0_bsz = None if settings.shares is not None else settings.gpu0_bsz
+        self.judge = replace(self.judge, current=self.current)
         return True

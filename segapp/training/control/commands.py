@@ -12,9 +12,9 @@ from typing import Any, Literal
 
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceMemoryTracker
+from segapp.memory.judge import SplitJudge, format_split
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.run.events import Alert
-from segapp.run.verdict import format_split
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.pending_sets import (
     AUTO_ON,
@@ -75,11 +75,15 @@ class CommandController:
         self.requests = PendingRequests()
         self._event_log, self._device_memory = event_log, device_memory
         self._open: dict[str, list[ReceivedCommand]] = {"pause": [], "checkpoint": [], "stop": []}
-        self._sets = PendingSets(inbox, event_log)
+        self._sets = PendingSets(inbox, event_log, self.judge)
         self._probation: SplitProbation | None = None
         self._has_full_batch = False
         """True if a full batch was trained since the peaks were reset."""
         self._replay: list[tuple[int, dict[str, Any]]] = []
+
+    def judge(self) -> SplitJudge:
+        """Return what decides about a split now, with the memory that the devices have for this run."""
+        return self.batch_split.judge_with(self._device_memory.usable_mib())
 
     # --- commands ----------------------------------------------------------------------------------------------------
 
@@ -152,7 +156,7 @@ class CommandController:
         pending = PendingSet(received, command.new_settings)
         reason, is_new = f"from epoch {position.next_epoch} on", True
         if command.asks_for_split:
-            verdict = self.batch_split.check(command.gpu0_bsz, command.shares, self._device_memory.usable_mib())
+            verdict = self.judge().verdict(command.gpu0_bsz, command.shares)
             problem = verdict.rejection(force=command.force)
             if problem is not None:
                 self.inbox.answer(received, "rejected", problem, position.step)
@@ -285,7 +289,7 @@ class CommandController:
             return self._sets.merged(settings)
         settings = self.requests.settings or self.settings
         if settings.gpu0_bsz_auto and not self._sets.has_split:
-            move = thaw_move or self.batch_split.auto_move(self._device_memory.usable_mib())
+            move = thaw_move or self.judge().best_move()
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
                 self._sets.add(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))
@@ -336,9 +340,23 @@ class CommandController:
             self._record_peaks(self.batch_split.current)
         self._has_full_batch = False
 
+    def measured_mib(self) -> list[float | None] | None:
+        """Record the peaks of this epoch's training so far, as far as this rank knows them, and return them.
+
+        Returns:
+            The highest peak of each device under the split in force; None if there is no split or no full batch yet.
+        """
+        split = self.batch_split.current
+        if split is None or self._device_memory.is_shared:  # logical devices without budgets share one peak
+            return None
+        if self._has_full_batch:
+            self.batch_split.record_peaks(split, self._device_memory.observed_mib()[: len(split)])
+        measured = self.batch_split.judge.peaks.measured.get(split)
+        return None if measured is None else list(measured)
+
     def _record_peaks(self, split: Sequence[int]) -> list[float | None]:
         observed = self.batch_split.gathered(self._device_memory.observed_mib()[: len(split)])
-        if not self._device_memory.is_shared:  # logical devices without budgets share one peak
+        if not self._device_memory.is_shared:
             self.batch_split.record_peaks(split, observed)
         return observed
 

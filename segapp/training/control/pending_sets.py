@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from segapp.config import LiveSettings
+from segapp.memory.judge import SplitJudge
 from segapp.run.commands import ReceivedCommand
 from segapp.run.events import Gpu0Bsz
 from segapp.training.process.inbox import Inbox
@@ -87,10 +88,16 @@ class SplitProbation:
 
 
 class PendingSets:
-    """The changes of settings that wait for the next epoch, in the order in which they were requested."""
+    """The changes of settings that wait for the next epoch, in the order in which they were requested.
 
-    def __init__(self, inbox: Inbox, event_log: EventLog) -> None:
-        self._inbox, self._event_log = inbox, event_log
+    Args:
+        inbox: Takes the answers.
+        event_log: Takes `gpu0_bsz` events.
+        judge: Returns what decides about a split, for those events.
+    """
+
+    def __init__(self, inbox: Inbox, event_log: EventLog, judge: Callable[[], SplitJudge]) -> None:
+        self._inbox, self._event_log, self._judge = inbox, event_log, judge
         self._sets: list[PendingSet] = []
 
     def __len__(self) -> int:
@@ -170,5 +177,6 @@ class PendingSets:
                 id=None if pending.received is None else pending.received.id,
                 is_auto=bool(pending.changes.get("gpu0_bsz_auto", False)),
                 step=outcome.step,
+                judge=self._judge().to_json(),
             )
         )

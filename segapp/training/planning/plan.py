@@ -93,7 +93,7 @@ def plan_memory(
     if measurement is not None:
         simulated = found.frozen_model if measurement.is_frozen else found.model
         overhead, errors = calibrated(measurement, simulated or found.model, overhead)
-    planner = Planner(found.model, gpus, overhead, found.facts["smallest_chunk"])
+    planner = _planner(found, gpus, overhead)
     return _assembled(config, planner, found), errors
 
 
@@ -122,9 +122,7 @@ def plan_largest(
     small = with_batch(config, 2 * len(gpus))
     mode = mode or choose_mode(small, len(gpus))
     found = _simulated(small, gpus, mode, with_advice=with_advice)
-    planner = Planner(
-        found.model, gpus, overhead or OverheadEstimate(context_mib(mode, len(gpus))), found.facts["smallest_chunk"]
-    )
+    planner = _planner(found, gpus, overhead or OverheadEstimate(context_mib(mode, len(gpus))))
     is_free = mode in ("dp", "ddp") and config.parallel.gpu0_bsz == "auto"
     allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches
     allowed = [batch for batch in allowed if batch >= _least_batch(config, found.facts, mode, len(gpus))]
@@ -178,10 +176,15 @@ class _Simulated:
     peaks_mib: Sequence[float]
 
 
+def _planner(found: _Simulated, gpus: Sequence[GpuSpec], overhead: OverheadEstimate) -> Planner:
+    facts = found.facts
+    return Planner(found.model, gpus, overhead, facts["smallest_chunk"], facts["needs_samples"])
+
+
 def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
     with SimulationPool(config) as pool:
         # Every process builds its model at the same time.
-        facts = pool.ask([{"ask": "facts"}] * NUM_PROCESSES, "memory plan: building the network")[0]
+        facts = pool.ask([{"ask": "facts", "mode": mode}] * NUM_PROCESSES, "memory plan: building the network")[0]
         job = SimulationJob(
             mode,
             (),

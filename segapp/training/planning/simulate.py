@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.build.criterion import needs_distances
-from segapp.build.network import largest_phase
+from segapp.build.network import build_normalizer, largest_phase
 from segapp.build.own_parts import plain_loss_note
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepParts
@@ -33,11 +33,12 @@ from segapp.config import RunConfig, validate_config
 from segapp.custom import is_part
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, SegappError
+from segapp.inference.normalize import NormalizedInput
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
 from segapp.memory.simulated.buckets import Buckets
 from segapp.memory.simulated.devices import BACKEND, CHANGE_IN_PLACE, place, set_up, simulation, skeleton
-from segapp.memory.simulated.jobs import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
-from segapp.parallel import balance_stages, smallest_chunk
+from segapp.memory.simulated.jobs import EVAL, PHASES, Mode, PhasePeak, SimulationJob, SimulationResult
+from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
 from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
 from segapp.training.step.engine import StepEngine
@@ -120,6 +121,16 @@ class Simulator:
         return smallest_chunk(
             self._plain, torch.zeros(2, self.assembler.pixels.num_bands, *self._crop_px, device="meta")
         )
+
+    @property
+    def needs_samples(self) -> str | None:
+        """Why a rank of ddp cannot be left without samples; None if it can."""
+        layout = StepLayout("ddp", (torch.device("meta"),))
+        config, bands = self.assembler.config, self.assembler.pixels.num_bands
+        dtype = Precision(config.train.precision, torch.device("cpu")).input_dtype
+        network = self.assembler.prepare(copy.deepcopy(self._plain), layout)
+        inner = NormalizedInput(network, build_normalizer(config.data, dtype).to("meta"))
+        return no_samples_problem(inner, torch.zeros(2, bands, *self._crop_px, device="meta"))
 
     def run(
         self,
@@ -295,7 +306,7 @@ def _answer(answers: TextIO) -> None:
         request = json.loads(line)
         try:
             if request["ask"] == "facts":
-                answer: Any = _facts(config, simulators)
+                answer: Any = _facts(config, simulators, request["mode"])
             else:
                 job = SimulationJob.from_json(request["job"])
                 answer = _simulator(config, job.changes, simulators).run(job).to_json()
@@ -315,13 +326,14 @@ def _simulator(config: RunConfig, changes: Mapping[str, Any], simulators: dict[s
     return simulators[key]
 
 
-def _facts(config: RunConfig, simulators: dict[str, Simulator]) -> dict[str, Any]:
+def _facts(config: RunConfig, simulators: dict[str, Simulator], mode: Mode) -> dict[str, Any]:
     simulator = _simulator(config, {}, simulators)
     size, how = evaluation_size(config)
     criterion = simulator.assembler.build_criterion(lambda _: [1.0] * simulator.assembler.scheme.num_classes)
     return {
         "num_params": simulator.num_params,
         "smallest_chunk": simulator.smallest_chunk,
+        "needs_samples": simulator.needs_samples if mode == "ddp" else None,
         "min_train_batch": simulator.min_train_batch,
         "smaller_crop_px": simulator.smaller_crop_px,
         "eval_px": size,

@@ -141,7 +141,7 @@ class OomPolicy:
             f"the step is made again, and all later ones, with micro-batches in {smaller.num_pieces} pieces: the same "
             "mean over the step, but BatchNorm takes its statistics from smaller pieces"
         )
-        self._handler.report(replace(report, action=action), smaller)
+        self._handler.report(replace(report, action=action, judge=self._controller.judge().to_json()), smaller)
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
         """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""

@@ -6,9 +6,9 @@ import contextlib
 import json
 from typing import Any
 
+from segapp.memory.judge import format_split
 from segapp.run.events import CommandAnswer, EventReader, Gpu0Bsz, read_answers
 from segapp.run.folder import RunFolder
-from segapp.run.verdict import format_split
 from segapp.training.recovery.fallbacks import MemoryFallbacks
 from segapp.training.telemetry.event_log import EventLog
 

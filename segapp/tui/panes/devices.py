@@ -11,9 +11,9 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.geometry import Size
 
+from segapp.memory.judge import FULL_FRAC, TIGHT_FRAC, SplitJudge, SplitVerdict
+from segapp.memory.peaks import Peak
 from segapp.run.events import DeviceMemory
-from segapp.run.memory_fit import MemoryFit
-from segapp.run.verdict import FULL_FRAC, TIGHT_FRAC, SplitFacts, SplitVerdict, split_verdict, usable_mib
 from segapp.run.words import dots, duration, gib, memory_text, percent, printable, share_text
 from segapp.tui.panes.glyphs import Glyphs, progress
 from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
@@ -198,7 +198,7 @@ def _stepped(draft: Draft, view: View, by: int) -> Draft:
 
 
 def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None, bool]:
-    verdict = evaluate_split(view, draft.value)
+    verdict = view.judge.verdict(draft.value)
     if verdict.level == "no change" and view.gpu0.pending is None:
         return None, False
     if insists:
@@ -212,20 +212,6 @@ def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None
     return draft, False
 
 
-def evaluate_split(view: View, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> SplitVerdict:
-    """Return the verdict on a split, by the trainer's own function, from the memory observed so far."""
-    batch_size = view.start.batch_size if view.start is not None else sum(view.split or (0,))
-    facts = SplitFacts(
-        batch_size,
-        view.num_devices,
-        current=view.split,
-        usable_mib=[usable_mib(d.total_mib, d.used_mib, d.reserved_mib) for d in view.devices],
-        observed=view.peaks_mib,
-        ceiling=view.gpu0.ceiling,
-    )
-    return split_verdict(facts, gpu0_bsz, shares)
-
-
 def gpu0_content(
     view: View, status: Status, draft: Draft | None, size: tuple[int, int], glyphs: Glyphs, *, can_edit: bool
 ) -> Content:
@@ -234,6 +220,9 @@ def gpu0_content(
         return Content.styled("known when the training has begun", "$text-muted")
     if view.num_devices < 2:
         return Content.styled("one device: nothing to split", "$text-muted")
+    why = view.judge.why_no_split
+    if why is not None:
+        return Content("\n").join([Content.styled(line, "$text-muted") for line in _wrap(why, size[0], 3)])
     if draft is not None:
         return _editor(view, draft, *size, glyphs)
     lines = (
@@ -278,7 +267,7 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
     epoch_eta_s, _ = etas_s(view, status)
     when = f"epoch {pending.epoch}" if pending.epoch is not None else "the next epoch"
     eta = f", in {duration(epoch_eta_s)}" if epoch_eta_s is not None else ""
-    split = pending.split or evaluate_split(view, pending.new).split
+    split = pending.split or view.judge.verdict(pending.new).split
     return [
         Content.assemble(
             (share_text(view.gpu0.value), "bold"),
@@ -292,8 +281,9 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
 
 
 def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs) -> Content:
-    verdict = evaluate_split(view, draft.value)
-    word = _level_word(view, verdict)
+    judge = view.judge
+    verdict = judge.verdict(draft.value)
+    word = _level_word(judge, verdict)
     style = WORD_STYLES[word]
     value = draft.text if draft.text else "even"
     reason = _wrap(verdict.reason, width, 2)
@@ -306,50 +296,45 @@ def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs
             (word, style),
         ),
         Content(f"split {dots(view.split)} {glyphs.arrow} {dots(verdict.split)}"),
-        *_prediction_lines(view, verdict, num_lines - 3 - len(reason), glyphs),
+        *_prediction_lines(view, judge, verdict, num_lines - 3 - len(reason), glyphs),
         *[Content.styled(line, style) for line in reason],
         Content.styled(_hint(verdict, draft), "$text-muted"),
     ]
     return Content("\n").join([line.truncate(width, ellipsis=True) for line in lines])
 
 
-def _level_word(view: View, verdict: SplitVerdict) -> str:
+def _level_word(judge: SplitJudge, verdict: SplitVerdict) -> str:
     """Return the level in words: a tight split may not fit where the highest peak it can have exceeds a device."""
-    is_over = any(headroom_level(peak, _usable_mib(view, i)) == "full" for i, peak in enumerate(verdict.predicted_mib))
+    pairs = zip(verdict.predicted_mib, judge.usable_mib, strict=False)
+    is_over = any(headroom_level(peak, usable) == "full" for peak, usable in pairs)
     return "may not fit" if verdict.level == "tight" and is_over else verdict.level
 
 
-def _usable_mib(view: View, index: int) -> float | None:
-    if index >= len(view.devices):
-        return None
-    device = view.devices[index]
-    return usable_mib(device.total_mib, device.used_mib, device.reserved_mib)
-
-
-def _prediction_lines(view: View, verdict: SplitVerdict, limit: int, glyphs: Glyphs) -> list[Content]:
+def _prediction_lines(
+    view: View, judge: SplitJudge, verdict: SplitVerdict, limit: int, glyphs: Glyphs
+) -> list[Content]:
     """Return one line per device with its present and predicted peak; if there are too many, the fullest ones."""
-    known = [(i, peak) for i, peak in enumerate(verdict.predicted_mib) if peak is not None]
-    fit = view.memory_fit() if known else None
     rows = []
-    for i, peak in known:
-        line = _prediction_line(view, fit, i, peak, glyphs)
-        rows.append((_frac(peak, _usable_mib(view, i)) or 0.0, line))
+    for i, peak in enumerate(judge.peaks.peak(verdict.split or ())):
+        if peak.mib is not None:
+            usable = judge.usable_mib[i] if i < len(judge.usable_mib) else None
+            rows.append((_frac(peak.mib, usable) or 0.0, _prediction_line(view, judge, i, peak, usable, glyphs)))
     fullest = sorted(range(len(rows)), key=lambda i: -rows[i][0])[: max(1, limit)]
     return [rows[i][1] for i in sorted(fullest)]
 
 
-def _prediction_line(view: View, fit: MemoryFit | None, index: int, peak: float, glyphs: Glyphs) -> Content:
-    now = view.peaks_mib.get(view.split or (), [])
+def _prediction_line(
+    view: View, judge: SplitJudge, index: int, peak: Peak, usable_mib: float | None, glyphs: Glyphs
+) -> Content:
+    now = judge.peaks.measured.get(judge.current or (), ())
     before = memory_text(now[index]) if index < len(now) else "-"
-    is_proven = fit is not None and fit.is_proven
-    total = _usable_mib(view, index)
-    amount = memory_text if total is not None and total < 1024 else gib
-    spread = f"±{amount(max(fit.spread_mib, 51.2))}" if fit is not None and is_proven else " at most"
-    word = headroom_level(peak, total)
+    amount = memory_text if usable_mib is not None and usable_mib < 1024 else gib
+    spread = " at most" if peak.basis == "bound" else f"±{amount(max(judge.peaks.spread_mib, 51.2))}"
+    word = headroom_level(peak.mib, usable_mib)
     if word == "full":
-        word = "won't fit" if is_proven else "may not fit"
+        word = "may not fit" if peak.basis == "bound" else "won't fit"
     label = device_label(view.devices[index].device if index < len(view.devices) else None, index)
-    change = f"{label} peak {before} {glyphs.arrow} {memory_text(peak)}{spread} /{memory_text(total)}"
+    change = f"{label} peak {before} {glyphs.arrow} {memory_text(peak.mib)}{spread} /{memory_text(usable_mib)}"
     return Content.assemble(f"{change}  ", (word, WORD_STYLES.get(word, "")))
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from segapp.memory.judge import MARGIN_FRAC, SplitJudge, SplitMove
+from segapp.memory.peaks import PeakModel
 from segapp.parallel.chunks import plan_chunks
-from segapp.run.balance import MARGIN_FRAC, SplitMove, plan_move
-from segapp.run.verdict import SplitFacts
 
 Split = tuple[int, ...]
 
@@ -27,7 +27,7 @@ def walk(
         peaks = [f * (n > 0) + slope * n + rng.uniform(0, noise) for f, n in zip(fixed, split, strict=True)]
         known = observed.get(split, peaks)
         observed[split] = tuple(map(max, known, peaks))
-        move = plan_move(SplitFacts(batch, len(fixed), current=split, usable_mib=totals, observed=observed))
+        move = SplitJudge(batch, len(fixed), current=split, usable_mib=totals, peaks=PeakModel(observed)).best_move()
         split = split if move is None else move.split
     return walked
 
@@ -75,11 +75,15 @@ def test_noisy_measurements_do_not_change_the_split(
 
 
 def plan(
-    current: Split, peaks_mib: tuple[float | None, ...], total_mib: float | None = 1000.0, **facts: Any
+    current: Split,
+    peaks_mib: tuple[float | None, ...],
+    total_mib: float | None = 1000.0,
+    slope_mib: float | None = 100.0,
+    **facts: Any,
 ) -> SplitMove | None:
     """The move of a batch of 8 over three devices with a planned slope of 100 MiB."""
-    facts = {"planned_slope_mib": 100.0, "observed": {current: peaks_mib}, **facts}
-    return plan_move(SplitFacts(8, 3, current=current, usable_mib=[total_mib] * 3, **facts))
+    peaks = PeakModel({current: peaks_mib} if peaks_mib else {}, slope_mib)
+    return SplitJudge(8, 3, current=current, usable_mib=[total_mib] * 3, peaks=peaks, **facts).best_move()
 
 
 def test_split_moves_only_for_a_large_gain_with_reason() -> None:
@@ -93,7 +97,7 @@ def test_split_moves_only_for_a_large_gain_with_reason() -> None:
 
 def test_first_move_without_a_slope_assumes_the_largest() -> None:
     """By hand: the peaks allow 150 MiB a sample on device 0, where nothing is fixed then, and 100 on the others."""
-    move = plan((6, 1, 1), (900.0, 250.0, 250.0), planned_slope_mib=None)
+    move = plan((6, 1, 1), (900.0, 250.0, 250.0), slope_mib=None)
     assert move is not None
     assert (move.gpu0_bsz, move.split) == (2, (2, 3, 3))
     assert move.predicted_mib == pytest.approx((300.0, 550.0, 550.0))
@@ -119,15 +123,13 @@ def test_share_of_device_0_stays_below_its_ceiling(ceiling: int | None, split: S
 
 def test_device_0_may_get_the_whole_batch() -> None:
     """By hand: device 1 is as good as full without a sample; each sample takes 100 MiB."""
-    facts = SplitFacts(
-        2, 2, current=(1, 1), usable_mib=[1000.0, 1000.0], observed={(1, 1): (200.0, 950.0)}, planned_slope_mib=100.0
-    )
-    move = plan_move(facts)
+    peaks = PeakModel({(1, 1): (200.0, 950.0)}, slope_mib=100.0)
+    move = SplitJudge(2, 2, current=(1, 1), usable_mib=[1000.0, 1000.0], peaks=peaks).best_move()
     assert move is not None
     assert (move.gpu0_bsz, move.split) == (2, (2, 0))
 
 
 def test_split_stays_without_measurements() -> None:
-    assert plan((6, 1, 1), (), observed={}) is None
+    assert plan((6, 1, 1), ()) is None
     assert plan((6, 1, 1), (900.0, None, 250.0)) is None
     assert plan((6, 1, 1), (900.0, 250.0, 250.0), None) is None

@@ -1,16 +1,18 @@
-"""The verdict on a split against tables computed by hand."""
+"""The verdicts of the judge against tables computed by hand, and its way into JSON and back."""
 
 from __future__ import annotations
 
 import doctest
+import json
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import segapp.run.verdict as module
+import segapp.memory.judge as module
+from segapp.memory.judge import SplitJudge, usable_mib
+from segapp.memory.peaks import PeakModel
 from segapp.parallel.chunks import plan_chunks
-from segapp.run.verdict import SplitFacts, split_verdict, usable_mib
 
 
 def test_examples_in_the_docstrings_hold() -> None:
@@ -33,49 +35,49 @@ def test_examples_in_the_docstrings_hold() -> None:
     ],
 )
 def test_verdicts_for_four_devices_and_batch_32(asked: dict, level: str, split: tuple | None) -> None:
-    verdict = split_verdict(SplitFacts(32, 4, current=(4, 10, 9, 9)), **asked)
+    verdict = SplitJudge(32, 4, current=(4, 10, 9, 9)).verdict(**asked)
     assert (verdict.level, verdict.split) == (level, split)
     assert verdict.is_allowed == (level == "ok")
     assert verdict.reason
 
 
 def test_verdict_names_one_device_and_idle_devices() -> None:
-    assert split_verdict(SplitFacts(8, 1), 0).level == "refused"
-    assert "no effect on one device" in split_verdict(SplitFacts(8, 1), 3).reason
-    assert "device 0 computes nothing" in split_verdict(SplitFacts(8, 2), 0).reason
+    assert SplitJudge(8, 1).verdict(0).level == "refused"
+    assert "no effect on one device" in SplitJudge(8, 1).verdict(3).reason
+    assert "device 0 computes nothing" in SplitJudge(8, 2).verdict(0).reason
 
 
 @pytest.mark.parametrize(("mode", "reason"), [("model", "whole batch"), ("single", "one device")])
 def test_modes_without_a_split_refuse_every_request(mode: str, reason: str) -> None:
     for gpu0_bsz in (0, 4, None, "auto"):
-        verdict = split_verdict(SplitFacts(8, 2, mode=mode), gpu0_bsz)  # type: ignore[arg-type]
+        verdict = SplitJudge(8, 2, mode=mode).verdict(gpu0_bsz)  # type: ignore[arg-type]
         assert verdict.level == "refused"
         assert reason in verdict.reason
 
 
 @pytest.mark.parametrize("gpu0_bsz", [0, 2, 8, None])
 def test_ranks_take_the_splits_of_devices(gpu0_bsz: int | None) -> None:
-    dp, ddp = (split_verdict(SplitFacts(8, 3, mode=mode), gpu0_bsz) for mode in ("dp", "ddp"))
+    dp, ddp = (SplitJudge(8, 3, mode=mode).verdict(gpu0_bsz) for mode in ("dp", "ddp"))
     assert (ddp.split, ddp.level) == (dp.split, dp.level)
 
 
 def test_rank_without_samples_is_refused_if_network_needs_any() -> None:
-    facts = SplitFacts(8, 2, mode="ddp", needs_samples="the network cannot run without samples")
+    judge = SplitJudge(8, 2, mode="ddp", needs_samples="the network cannot run without samples")
     for gpu0_bsz, level in ((0, "refused"), (1, "ok"), (8, "refused")):
-        assert split_verdict(facts, gpu0_bsz).level == level
-    assert "give every rank one" in split_verdict(facts, 0).reason
+        assert judge.verdict(gpu0_bsz).level == level
+    assert "give every rank one" in judge.verdict(0).reason
 
 
 def test_auto_is_refused_where_device_memory_is_unknown() -> None:
-    facts = SplitFacts(8, 2, current=(4, 4), usable_mib=[1000, 1000])
-    assert (split_verdict(facts, "auto").level, split_verdict(facts, "auto").split) == ("ok", (4, 4))
+    judge = SplitJudge(8, 2, current=(4, 4), usable_mib=[1000, 1000])
+    assert (judge.verdict("auto").level, judge.verdict("auto").split) == ("ok", (4, 4))
     for usable in ((), (1000, None)):
-        assert split_verdict(SplitFacts(8, 2, current=(4, 4), usable_mib=usable), "auto").level == "refused"
+        assert SplitJudge(8, 2, current=(4, 4), usable_mib=usable).verdict("auto").level == "refused"
 
 
 def test_batchnorm_without_sync_refuses_single_samples() -> None:
-    assert split_verdict(SplitFacts(8, 2, smallest_chunk=2), 1).level == "refused"
-    assert split_verdict(SplitFacts(8, 2), 1).level == "ok"
+    assert SplitJudge(8, 2, smallest_chunk=2).verdict(1).level == "refused"
+    assert SplitJudge(8, 2).verdict(1).level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -83,17 +85,18 @@ def test_batchnorm_without_sync_refuses_single_samples() -> None:
     [(900, "ok", True), (901, "tight", True), (950, "tight", True), (951, "won't fit", False)],
 )
 def test_thresholds_are_90_and_95_percent_of_the_fullest_device(peak: float, level: str, allowed: bool) -> None:
-    verdict = split_verdict(SplitFacts(8, 3, usable_mib=[1000, 1000, 1000]), 2, predicted_mib=[100, peak, None])
+    peaks = PeakModel({(2, 3, 3): (100, peak, None)})
+    verdict = SplitJudge(8, 3, usable_mib=[1000, 1000, 1000], peaks=peaks).verdict(2)
     assert (verdict.level, verdict.is_allowed) == (level, allowed)
     assert "device 1" in verdict.reason
     assert f"{peak} of 1000 MiB" in verdict.reason
 
 
 def test_gpu0_bsz_that_ran_out_of_memory_is_an_upper_bound() -> None:
-    facts = SplitFacts(8, 2, ceiling=6)
-    assert split_verdict(facts, 5).level == "ok"
+    judge = SplitJudge(8, 2, ceiling=6)
+    assert judge.verdict(5).level == "ok"
     for gpu0_bsz in (6, 7):
-        verdict = split_verdict(facts, gpu0_bsz)
+        verdict = judge.verdict(gpu0_bsz)
         assert verdict.level == "won't fit"
         assert verdict.is_possible
         assert "add force" in (verdict.rejection(force=False) or "")
@@ -101,20 +104,20 @@ def test_gpu0_bsz_that_ran_out_of_memory_is_an_upper_bound() -> None:
 
 
 def test_unproven_estimate_warns_and_never_refuses() -> None:
-    facts = SplitFacts(8, 2, usable_mib=[1000, 1000], observed={(4, 4): (800.0, 700.0)})
-    verdict = split_verdict(facts, 5)
+    judge = SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=PeakModel({(4, 4): (800.0, 700.0)}))
+    verdict = judge.verdict(5)
     assert (verdict.level, verdict.predicted_mib) == ("tight", (1000.0, 700.0))
     assert "no other split was measured" in verdict.reason
 
 
 def test_no_observation_gives_no_prediction() -> None:
-    verdict = split_verdict(SplitFacts(4, 2, usable_mib=[100, 100]), 1)
+    verdict = SplitJudge(4, 2, usable_mib=[100, 100]).verdict(1)
     assert (verdict.level, verdict.predicted_mib) == ("ok", (None, None))
 
 
 @given(st.integers(1, 24), st.integers(1, 6), st.none() | st.integers(-2, 30))
 def test_verdict_split_equals_the_trainers(num_samples: int, num_devices: int, gpu0_bsz: int | None) -> None:
-    verdict = split_verdict(SplitFacts(num_samples, num_devices), gpu0_bsz)
+    verdict = SplitJudge(num_samples, num_devices).verdict(gpu0_bsz)
     try:
         expected = plan_chunks(num_samples, num_devices, gpu0_bsz, full_batch=num_samples)
     except ValueError:
@@ -133,5 +136,44 @@ def test_usable_memory_excludes_other_processes() -> None:
 
 @pytest.mark.parametrize(("total_mib", "amount"), [(4095.0, "2048 of 4095 MiB"), (4096.0, "2.0 of 4.0 GiB")])
 def test_amounts_are_in_gib_from_four_on(total_mib: float, amount: str) -> None:
-    verdict = split_verdict(SplitFacts(8, 2, usable_mib=[total_mib] * 2), 4, predicted_mib=[2048.0, 1.0])
+    peaks = PeakModel({(4, 4): (2048.0, 1.0)})
+    verdict = SplitJudge(8, 2, usable_mib=[total_mib] * 2, peaks=peaks).verdict(4)
     assert verdict.reason == f"device 0 would need about {amount} (50 %)"
+
+
+def test_slope_of_the_plan_makes_an_estimate_of_the_bound() -> None:
+    """By hand: 300 and 200 MiB are fixed where a sample takes 125; the bound would be 1000 MiB."""
+    measured = {(4, 4): (800.0, 700.0)}
+    judge = SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=PeakModel(measured, slope_mib=125.0))
+    assert judge.verdict(5).predicted_mib == (925.0, 575.0)
+    assert judge.verdict(5).reason == "device 0 would need about 925 of 1000 MiB (92 %): little memory is left"
+
+
+judges = st.builds(
+    SplitJudge,
+    st.integers(1, 12),
+    st.just(3),
+    mode=st.sampled_from(("single", "dp", "ddp", "model")),
+    smallest_chunk=st.integers(1, 2),
+    needs_samples=st.none() | st.just("it needs samples"),
+    current=st.none() | st.tuples(*[st.integers(0, 9)] * 3),
+    usable_mib=st.just(()) | st.tuples(*[st.none() | st.floats(0, 1e5)] * 3),
+    peaks=st.builds(
+        PeakModel,
+        st.dictionaries(st.tuples(*[st.integers(0, 9)] * 3), st.tuples(*[st.none() | st.floats(0, 1e5)] * 3)),
+        st.none() | st.floats(0, 1e3),
+    ),
+    ceiling=st.none() | st.integers(1, 9),
+    failed=st.frozensets(st.tuples(*[st.integers(0, 9)] * 3), max_size=3),
+)
+
+
+@given(judges)
+def test_judge_read_from_json_is_the_same(judge: SplitJudge) -> None:
+    assert SplitJudge.from_json(json.loads(json.dumps(judge.to_json()))) == judge
+
+
+@pytest.mark.parametrize("values", [{}, {"batch_size": 8}, {**SplitJudge(8, 2).to_json(), "peaks": 3}])
+def test_json_that_is_no_judge_is_a_value_error(values: dict) -> None:
+    with pytest.raises(ValueError, match="not the facts of a split"):
+        SplitJudge.from_json(values)

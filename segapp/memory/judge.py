@@ -1,0 +1,308 @@
+"""The judge of batch splits: one value, with everything that decides about a split. Pure, and no torch here.
+
+The trainer builds a `SplitJudge`, keeps in it what it learns, and writes it into its events; the screen and `ctl` read
+it there (`segapp.view.view.View.judge`), and the memory plan makes one without a run. So all of them give the same
+verdict on the same facts. The verdict has a level: `refused` (no split can honour the request), `no change`, `won't
+fit` (a device would need more than 95 % of its memory, or ran out of memory with as many samples before), `tight` (more
+than 90 %, or the estimate is an upper bound), `ok`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from segapp.memory.peaks import PeakModel, Split
+from segapp.parallel.chunks import check_split
+
+Level = Literal["ok", "tight", "won't fit", "no change", "refused"]
+
+TIGHT_FRAC, FULL_FRAC = 0.90, 0.95
+"""Shares of a device's memory above which a split is `tight`, and above which it `won't fit`."""
+
+MARGIN_FRAC = 0.02
+"""Share of its memory that a move of `auto` must free on the fullest device."""
+
+ASSUMED_FRACS = (1.0, 0.75, 0.5, 0.25)
+"""While no slope is known: shares of a peak that are assumed to grow with the samples, tried in this order."""
+
+
+@dataclass(frozen=True)
+class SplitVerdict:
+    """The result of checking a requested split.
+
+    Attributes:
+        split: Samples of a full batch per device; None where the request is refused.
+        level: How it fits.
+        reason: A sentence for the user, with the next move where there is one; never empty.
+        predicted_mib: Peak of each device, None where nothing is known; empty without a split.
+    """
+
+    split: Split | None
+    level: Level
+    reason: str
+    predicted_mib: tuple[float | None, ...] = ()
+
+    @property
+    def is_possible(self) -> bool:
+        """True if the split can be applied at all, with `force`: every level but `refused`."""
+        return self.level != "refused"
+
+    @property
+    def is_allowed(self) -> bool:
+        """True if the split changes something and needs no `force`: `ok` and `tight`."""
+        return self.level in ("ok", "tight")
+
+    def rejection(self, *, force: bool) -> str | None:
+        """Return why the request is rejected; None if it is accepted.
+
+        Args:
+            force: Accept a split that is not expected to fit.
+        """
+        if not self.is_possible:
+            return self.reason
+        return f"won't fit: {self.reason}, or add force" if self.level == "won't fit" and not force else None
+
+
+@dataclass(frozen=True)
+class SplitMove:
+    """A change of the split that `auto` makes."""
+
+    gpu0_bsz: int
+    split: Split
+    predicted_mib: tuple[float, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class SplitJudge:
+    """The facts that decide which splits of a batch are possible and fit, and the verdict on each.
+
+    Attributes:
+        batch_size: Samples of a full batch, over all devices.
+        num_devices: Devices that share it.
+        mode: Of the training; `dp` and `ddp` have a split that can be chosen.
+        smallest_chunk: Samples that a device with samples needs at least (`segapp.parallel.smallest_chunk`).
+        needs_samples: Why no device can be left without samples; None if one can.
+        current: The split in force.
+        usable_mib: Memory of each device for this run (`usable_mib`); None where unknown.
+        peaks: What is known about the peaks of each device.
+        ceiling: Samples on device 0 with which it ran out of memory.
+        failed: Splits that ran out of memory.
+    """
+
+    batch_size: int
+    num_devices: int
+    mode: str = "dp"
+    smallest_chunk: int = 1
+    needs_samples: str | None = None
+    current: Split | None = None
+    usable_mib: Sequence[float | None] = ()
+    peaks: PeakModel = field(default_factory=PeakModel)
+    ceiling: int | None = None
+    failed: Collection[Split] = ()
+
+    @property
+    def why_no_split(self) -> str | None:
+        """Why no split can be chosen; None if one can."""
+        if self.mode in ("dp", "ddp"):
+            return None
+        why = "parallel.mode = model: every device has the whole batch"
+        why = why if self.mode == "model" else "there is one device: it takes the whole batch"
+        return f"{why}: gpu0_bsz and shares are for parallel.mode = dp or ddp"
+
+    def verdict(self, gpu0_bsz: int | Literal["auto"] | None, shares: Sequence[int] | None = None) -> SplitVerdict:
+        """Check a requested split against everything that is known; never raises for a bad request.
+
+        Args:
+            gpu0_bsz: Samples of device 0 in a full batch; None for an even split; `auto` to follow the measured memory.
+            shares: Samples of every device instead.
+
+        Example:
+            >>> SplitJudge(8, 3, current=(0, 4, 4)).verdict(2).split
+            (2, 3, 3)
+            >>> SplitJudge(8, 3).verdict(9).level
+            'refused'
+            >>> full = PeakModel({(4, 4): (980.0, 500.0)})
+            >>> SplitJudge(8, 2, usable_mib=[1000, 1000], peaks=full).verdict(4).level
+            "won't fit"
+        """
+        if self.why_no_split is not None:
+            return SplitVerdict(None, "refused", self.why_no_split)
+        if gpu0_bsz == "auto":
+            return self._auto_verdict()
+        check = check_split(
+            self.batch_size, self.num_devices, gpu0_bsz, shares=shares, smallest_chunk=self.smallest_chunk
+        )
+        if check.split is None:
+            return SplitVerdict(None, "refused", check.reasons[0])
+        if self.needs_samples is not None and 0 in check.split:
+            reason = f"split {format_split(check.split)} leaves a rank without samples, and {self.needs_samples}"
+            return SplitVerdict(None, "refused", f"{reason}: give every rank one")
+        predicted = self.peaks.peak_mib(check.split)
+        if self.current == check.split:
+            return SplitVerdict(check.split, "no change", "this split is in force already", predicted)
+        level, reason = self.fit_of(check.split)
+        if level == "ok" and check.notes:
+            reason = f"{reason}; {check.notes[0]}"
+        return SplitVerdict(check.split, level, reason, predicted)
+
+    def fit_of(self, split: Sequence[int]) -> tuple[Level, str]:
+        """Return the level of the device with the highest share of its memory under a split, and the reason.
+
+        Predictions that are upper bounds warn but do not forbid.
+        """
+        if self.ceiling is not None and split[0] >= self.ceiling:
+            return "won't fit", f"device 0 ran out of memory with {self.ceiling} samples: use fewer"
+        known = [
+            (peak.mib / total, i, peak.mib, total, peak.basis == "bound")
+            for i, (peak, total) in enumerate(zip(self.peaks.peak(split), self.usable_mib, strict=False))
+            if peak.mib is not None and total
+        ]
+        if not known:
+            return "ok", "the memory it needs is not known yet"
+        frac, device, mib, total, is_bound = max(known)
+        need = f"device {device} would need about {_amount(mib, total)} ({100 * frac:.0f} %)"
+        if is_bound and frac > TIGHT_FRAC:
+            return "tight", f"{need} at most: no other split was measured yet"
+        if frac > FULL_FRAC:
+            return "won't fit", f"{need}: give it fewer samples"
+        if frac > TIGHT_FRAC:
+            return "tight", f"{need}: little memory is left"
+        return "ok", need
+
+    def _auto_verdict(self) -> SplitVerdict:
+        if self.usable_mib and None not in self.usable_mib:
+            return SplitVerdict(self.current, "ok", "the split follows the measured memory")
+        reason = (
+            "gpu0_bsz=auto needs the memory of each device, which is unknown where devices share one memory: "
+            "use a number, or set parallel.memory_budget_mib"
+        )
+        return SplitVerdict(None, "refused", reason)
+
+    # --- the move of `auto` ------------------------------------------------------------------------------------------
+
+    def best_move(self) -> SplitMove | None:
+        """Return the move from the split in force to the one whose fullest device is least full; None to stay.
+
+        Without measured peaks of the split in force, or the memory of each device, there is no move. A move must free
+        more than `MARGIN_FRAC` of the memory of the fullest device, and a split that was in force is rated by its
+        measured peaks. So the moves end, whatever the noise of the measurements.
+
+        Example:
+            >>> peaks = PeakModel({(6, 1, 1): (700.0, 200.0, 200.0)}, slope_mib=100.0)
+            >>> SplitJudge(8, 3, current=(6, 1, 1), usable_mib=[1000.0] * 3, peaks=peaks).best_move().split
+            (2, 3, 3)
+        """
+        current = self.current
+        totals = [mib for mib in self.usable_mib if mib]
+        measured = None if current is None else self.peaks.measured.get(current)
+        if current is None or measured is None or None in measured or len(totals) < len(current):
+            return None
+        candidates = self._candidates(current)
+        for peaks, source in self._rated_by():
+
+            def rate(split: Split, peaks: PeakModel = peaks) -> list[float]:
+                return [(mib or 0.0) / total for mib, total in zip(peaks.peak_mib(split), totals, strict=True)]
+
+            now = rate(current)
+            split = min(candidates, key=lambda split: max(rate(split)), default=current)
+            then = max(rate(split))
+            if then <= max(now) - MARGIN_FRAC:
+                predicted = tuple(mib or 0.0 for mib in peaks.peak_mib(split))
+                reason = (
+                    f"auto: device {now.index(max(now))} is the fullest, {100 * max(now):.0f} % at split "
+                    f"{format_split(current)}; {format_split(split)} is expected to bring the fullest to "
+                    f"{100 * then:.0f} % ({source})"
+                )
+                return SplitMove(candidates[split], split, predicted, reason)
+        return None
+
+    def _rated_by(self) -> list[tuple[PeakModel, str]]:
+        """Return the peaks by which splits are rated, to be tried in order, and where they come from.
+
+        Without any known slope: shares of the largest one that the peaks allow. A move based on it goes in the right
+        direction, and its measurement shows the slope.
+        """
+        if self.peaks.is_proven:
+            return [(self.peaks, "fitted to what was measured")]
+        if self.peaks.slope_mib is not None:
+            return [(self.peaks, "with the plan's slope")]
+        largest = self.peaks.largest_slope_mib
+        source = "no other split was measured yet"
+        return [(replace(self.peaks, slope_mib=frac * largest), source) for frac in ASSUMED_FRACS]
+
+    def _candidates(self, current: Split) -> dict[Split, int]:
+        """Return the splits that may be tried, with the smallest `gpu0_bsz` that gives each."""
+        splits: dict[Split, int] = {}
+        for gpu0_bsz in range(self.batch_size + 1):
+            split = check_split(self.batch_size, len(current), gpu0_bsz, smallest_chunk=self.smallest_chunk).split
+            if split is None or split == current or split in self.failed:
+                continue
+            if self.needs_samples is not None and 0 in split:
+                continue
+            if self.ceiling is None or split[0] < self.ceiling:
+                splits.setdefault(split, gpu0_bsz)
+        return splits
+
+    # --- what is learned ---------------------------------------------------------------------------------------------
+
+    def with_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> SplitJudge:
+        """Return the judge after a split ran out of memory and `old` did not; None: the split in force."""
+        old = self.current if old is None else old
+        ceiling = self.ceiling
+        if old is not None and split[0] > old[0]:
+            ceiling = min(split[0], ceiling or split[0])
+        return replace(self, failed=frozenset({*self.failed, tuple(split)}), ceiling=ceiling)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, as the events of a run hold them."""
+        return {
+            **vars(self),
+            "current": None if self.current is None else list(self.current),
+            "usable_mib": list(self.usable_mib),
+            "peaks": self.peaks.to_json(),
+            "failed": [list(split) for split in sorted(self.failed)],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> SplitJudge:
+        """Return the judge of `to_json`'s values; unknown names are ignored.
+
+        Raises:
+            ValueError: A value is missing or not of its type.
+        """
+        try:
+            known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
+            known["current"] = None if known["current"] is None else tuple(known["current"])
+            known["usable_mib"] = tuple(known["usable_mib"])
+            known["peaks"] = PeakModel.from_json(known["peaks"])
+            known["failed"] = frozenset(tuple(split) for split in known["failed"])
+            return cls(**known)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"not the facts of a split: {error}") from None
+
+
+def usable_mib(total_mib: float | None, used_mib: float | None, reserved_mib: float | None) -> float | None:
+    """Return the memory of a device without what other processes and the driver's context hold, MiB.
+
+    Args:
+        total_mib: Of the device.
+        used_mib: As the driver reports it, all processes together.
+        reserved_mib: Part of it that this run's allocator holds.
+    """
+    if total_mib is None or used_mib is None or reserved_mib is None:
+        return total_mib
+    return max(0.0, total_mib - max(0.0, used_mib - reserved_mib))
+
+
+def format_split(split: Sequence[int] | None) -> str:
+    """Return a split as users see it: `2·3·3`; `-` where there is none."""
+    return "·".join(map(str, split)) if split else "-"
+
+
+def _amount(peak_mib: float, total_mib: float) -> str:
+    if total_mib < 4096:
+        return f"{peak_mib:.0f} of {total_mib:.0f} MiB"
+    return f"{peak_mib / 1024:.1f} of {total_mib / 1024:.1f} GiB"

@@ -1,0 +1,227 @@
+"""Trainer, screen, `ctl` and memory plan give one verdict on a split, with one reason, through the events of a run."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from segapp.commands.control import split_problem
+from segapp.config import LiveSettings
+from segapp.memory.affine import Line, MemoryModel
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
+from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.judge import SplitVerdict
+from segapp.memory.planner import OverheadEstimate, Planner
+from segapp.parallel import DataParallelModel, RankSplit
+from segapp.run.commands import SetCommand, parse_command, send_command
+from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step
+from segapp.run.folder import RunFolder
+from segapp.training.control.batch_split import BatchSplitController
+from segapp.training.control.commands import CommandController, TrainingPosition
+from segapp.training.process.inbox import Inbox
+from segapp.training.telemetry.event_log import EventLog
+from segapp.tui.panes.devices import Draft, edit_draft, gpu0_content
+from segapp.tui.panes.glyphs import ASCII
+from segapp.view.source import Status
+from segapp.view.view import View, fold_events
+
+FIXED_MIB, SLOPE_MIB = (300.0, 200.0, 200.0), 100.0
+
+
+class Counters:
+    """A GPU whose allocator holds what the split needs: `FIXED_MIB` and `SLOPE_MIB` for each sample."""
+
+    peak_mib: float | None = None
+
+    def used_mib(self) -> float | None:
+        return None
+
+    allocated_mib = reserved_mib = utilization = used_mib
+
+    def pop_peak_mib(self) -> float | None:
+        return self.peak_mib
+
+
+class TrainedRun:
+    """The part of a trainer that decides about splits, without a network; its events are read by the others."""
+
+    def __init__(
+        self,
+        path: Path,
+        mode: str = "dp",
+        *,
+        batch_size: int = 8,
+        num_devices: int = 2,
+        total_mib: float | None = None,
+        smallest_chunk: int = 1,
+        needs_samples: str | None = None,
+    ) -> None:
+        self.folder = RunFolder.create(path=path)
+        self.writer, self.mode = EventWriter(self.folder.events), mode
+        log = EventLog(self.writer)
+        self.devices = [DeviceInfo(f"cuda:{i}", f"GPU-{i}", total_mib) for i in range(num_devices)]
+        self.counters = [Counters() for _ in self.devices]
+        divider: Any = nn.Linear(1, 1)
+        if mode == "dp":
+            divider = DataParallelModel(divider, ["cpu"] * num_devices, full_batch=batch_size)
+        elif mode == "ddp":
+            divider = RankSplit(num_devices, full_batch=batch_size)
+        self.split = BatchSplitController(
+            divider, batch_size, mode, smallest_chunk=smallest_chunk, needs_samples=needs_samples
+        )
+        memory = DeviceMemoryTracker(self.devices, self.counters)
+        self.controller = CommandController(Inbox(self.folder, log), log, self.split, memory, LiveSettings())
+        self.epoch, self.batch_size = 1, batch_size
+        self.writer.write(
+            RunStart(
+                classes=["road"], num_params=1, batch_size=batch_size, epochs=99, steps_per_epoch=2, mode=mode,
+                devices=[Device(device=info.device, total_mib=total_mib) for info in self.devices],
+                judge=self.controller.judge().to_json(),
+            )
+        )  # fmt: skip
+
+    @property
+    def position(self) -> TrainingPosition:
+        return TrainingPosition(epoch=self.epoch, step=2 * self.epoch, next_epoch=self.epoch + 1, epochs=99)
+
+    def train_epoch(self, *, is_full: bool = True) -> None:
+        """An epoch as the trainer makes it, with one step."""
+        self.controller.apply(self.controller.settings_for_step(self.epoch), self.position)
+        self.writer.write(EpochStart(epoch=self.epoch, lr=0.1, judge=self.controller.judge().to_json()))
+        split = self.split.current or (self.batch_size,)
+        for counters, fixed, count in zip(self.counters, FIXED_MIB, split, strict=False):
+            counters.peak_mib = fixed + SLOPE_MIB * count
+        self.controller.after_step(split, self.batch_size if is_full else 1, self.epoch)
+        self.controller.after_epoch()
+        peaks = self.controller.measured_mib()
+        self.writer.write(Step(epoch=self.epoch, step=self.epoch, loss=1.0, lr=0.1, peaks_mib=peaks))
+        self.epoch += 1
+
+    def ask(self, text: str) -> None:
+        send_command(self.folder.path, parse_command(text))
+        self.controller.inbox._polled_s = -1e9
+        if self.controller.inbox.has_commands():
+            self.controller.handle_commands(self.position)
+
+    def trainer(self, gpu0_bsz: Any, shares: Any = None) -> SplitVerdict:
+        return self.controller.judge().verdict(gpu0_bsz, shares)
+
+    @property
+    def view(self) -> View:
+        view = View()
+        fold_events(view, EventReader(self.folder.events).read_raw())
+        return view
+
+    def ctl(self, gpu0_bsz: Any, shares: Any = None) -> str | None:
+        command = SetCommand(shares=shares) if shares is not None else SetCommand(gpu0_bsz=gpu0_bsz)
+        return split_problem(command, self.folder)
+
+    def plan(self) -> Planner:
+        """The plan of the same network on the same devices, with the true lines."""
+        lines = [({"backward": Line(fixed, SLOPE_MIB)},) for fixed in FIXED_MIB]
+        model = MemoryModel(self.mode, lines[0], (lines[1],), lines[0])  # type: ignore[arg-type]
+        gpus = [GpuSpec(info.total_mib or 1e9, info.device) for info in self.devices]
+        judge = self.split.judge
+        context = OverheadEstimate((0.0,) * len(gpus))
+        return Planner(model, gpus, context, judge.smallest_chunk, judge.needs_samples)
+
+
+REFUSED: list[tuple[dict[str, Any], int | None, str]] = [
+    ({"mode": "ddp", "needs_samples": "the network cannot run without samples"}, 0, "leaves a rank without samples"),
+    ({"smallest_chunk": 2}, 1, "BatchNorm needs 2"),
+    ({"mode": "model"}, 4, "every device has the whole batch"),
+    ({"mode": "model"}, None, "every device has the whole batch"),
+]
+
+
+@pytest.mark.parametrize(("rules", "gpu0_bsz", "reason"), REFUSED)
+def test_split_that_the_trainer_refuses_is_refused_by_all(
+    tmp_path: Path, rules: dict[str, Any], gpu0_bsz: int | None, reason: str
+) -> None:
+    run = TrainedRun(tmp_path / "run", **rules)
+    run.train_epoch()
+    verdict = run.trainer(gpu0_bsz)
+    assert (verdict.level, reason in verdict.reason) == ("refused", True)
+    assert run.view.judge.verdict(gpu0_bsz) == verdict
+    assert run.ctl(gpu0_bsz) == verdict.reason
+    assert run.plan().judge(8).verdict(gpu0_bsz) == verdict
+    draft = Draft("" if gpu0_bsz is None else str(gpu0_bsz), is_confirmed=True)
+    for key in ("enter", "!"):
+        assert edit_draft(draft, key, key[-1:] if key == "!" else None, run.view) == (draft, False)
+
+
+def test_screen_offers_no_editor_in_mode_model(tmp_path: Path) -> None:
+    run = TrainedRun(tmp_path / "run", "model")
+    pane = gpu0_content(run.view, Status("live"), None, (60, 5), ASCII, can_edit=True).plain
+    assert pane.replace("\n", " ").startswith("parallel.mode = model: every device has the whole batch")
+    assert "b changes it" not in pane
+
+
+def test_failed_split_reaches_the_screen_and_ctl(tmp_path: Path) -> None:
+    run = TrainedRun(tmp_path / "run", total_mib=10_000.0)
+    run.train_epoch()
+    run.ask("set gpu0_bsz=6")
+    run.controller.apply(run.controller.settings_for_step(2), run.position)
+    assert run.controller.revert_split("no memory", 2) is not None
+    assert run.view.judge.failed == {(6, 2)}
+    for gpu0_bsz, level in ((5, "ok"), (6, "won't fit"), (7, "won't fit")):
+        verdict = run.trainer(gpu0_bsz)
+        assert verdict.level == level
+        assert run.view.judge.verdict(gpu0_bsz) == verdict
+        assert run.ctl(gpu0_bsz) == verdict.rejection(force=False)
+
+
+requests = st.tuples(st.none() | st.integers(0, 10) | st.just("auto"), st.none()) | st.tuples(
+    st.none(), st.lists(st.integers(0, 6), min_size=1, max_size=4).filter(any)
+)
+
+
+@given(
+    st.builds(
+        dict,
+        mode=st.sampled_from(("dp", "ddp", "model", "single")),
+        batch_size=st.integers(3, 9),
+        num_devices=st.integers(2, 3),
+        total_mib=st.none() | st.integers(3, 14).map(lambda n: 100.0 * n + 3.0),
+        smallest_chunk=st.integers(1, 2),
+        needs_samples=st.none() | st.just("the network cannot run without samples"),
+    ),
+    st.lists(st.tuples(st.sampled_from(("train", "short", "set", "revert")), st.integers(0, 9)), max_size=8),
+    st.lists(requests, min_size=1, max_size=6),
+)
+@settings(max_examples=60, deadline=None)
+def test_random_runs_have_one_verdict_and_one_reason(
+    facts: dict[str, Any], course: list[tuple[str, int]], asked: list[tuple[Any, Any]]
+) -> None:
+    with tempfile.TemporaryDirectory() as path:
+        run = TrainedRun(Path(path) / "run", **facts)
+        for what, number in course:
+            if what in ("train", "short"):
+                run.train_epoch(is_full=what == "train")
+            elif what == "set":
+                run.ask(f"set gpu0_bsz={number}")
+            else:
+                run.controller.revert_split("no memory", run.epoch)
+        judge, planner = run.view.judge, run.plan()
+        for gpu0_bsz, shares in asked:
+            verdict = run.trainer(gpu0_bsz, shares)
+            assert judge.verdict(gpu0_bsz, shares) == verdict
+            assert run.ctl(gpu0_bsz, shares) == verdict.rejection(force=False)
+            if gpu0_bsz == "auto":
+                continue
+            planned = planner.judge(run.batch_size).verdict(gpu0_bsz, shares)
+            assert planned.is_possible == verdict.is_possible
+            if not verdict.is_possible:
+                assert planned.reason == verdict.reason
+            elif facts["total_mib"] and judge.ceiling is None and verdict.level not in ("no change", "refused"):
+                peaks = judge.peaks.peak(verdict.split or ())
+                if all(peak.basis in ("measured", "fitted") for peak in peaks) and 0 not in (verdict.split or ()):
+                    row = planner.row(run.batch_size, gpu0_bsz, shares)
+                    assert (row.word, row.reason) == (verdict.level, verdict.reason)
+        run.writer.close()
