@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import signal
 import sys
@@ -12,7 +13,7 @@ from types import FrameType
 from typing import NoReturn
 
 from segapp.custom.trust import trust_parts
-from segapp.errors import SegappError
+from segapp.errors import ConfigError, SegappError, StorageError
 from segapp.run.starting import announce_torch
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     if "--trust-parts" in arguments:
         trust_parts()
     announce_torch()
-    with _one_line_errors(is_debug):
+    with _one_line_errors(is_debug, as_json="--json" in arguments):
         app([word for word in arguments if word not in ("--debug", "--trust-parts")], standalone_mode=True)
 
 
@@ -75,32 +76,41 @@ def _open_closed_streams() -> None:
 
 
 @contextlib.contextmanager
-def _one_line_errors(is_debug: bool) -> Iterator[None]:
-    """Print errors that a user can act on as one line on stderr and exit with the code of the error's class."""
+def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
+    """Print errors that a user can act on as one line on stderr and exit with the code of the error's class.
+
+    Args:
+        is_debug: leave errors as they are, with their traceback.
+        as_json: print the fields of the error on stdout too, as `{"error": {...}}`.
+    """
     try:
         yield
     except SegappError as error:
         if is_debug:
             raise
-        _fail(str(error), error.exit_code, error.topic)
+        _fail(error, as_json)
     except OSError as error:
         if is_debug or error.errno not in _STORAGE_ERRNOS | _NAME_ERRNOS:
             raise
         if error.errno in _NAME_ERRNOS:
             name = str(error.filename or "a file")
-            _fail(f"{name[:100]}{'...' if len(name) > 100 else ''}: {error.strerror}: use another file or folder", 2)
-        _fail(f"{error.filename or 'disk'}: {error.strerror}: free space or choose another folder", 10, "disk-full")
+            shown = f"{name[:100]}{'...' if len(name) > 100 else ''}"
+            _fail(ConfigError(f"{shown}: {error.strerror}: use another file or folder", path=name), as_json)
+        name = str(error.filename or "disk")
+        _fail(StorageError(f"{name}: {error.strerror}: free space or choose another folder", path=name), as_json)
     except KeyboardInterrupt:
         sys.exit(130)
 
 
-def _fail(message: str, code: int, topic: str | None = None) -> NoReturn:
+def _fail(error: SegappError, as_json: bool) -> NoReturn:
     from segapp.run.words import printable
 
-    lines = "\n".join(printable(line) for line in message.splitlines())
-    more = f"\nmore: segapp docs {topic}" if topic else ""
+    if as_json:
+        print(json.dumps({"error": error.as_json()}, indent=2, default=str), flush=True)
+    lines = "\n".join(printable(line) for line in str(error).splitlines())
+    more = f"\nmore: segapp docs {error.topic}" if error.topic else ""
     print(f"error: {lines}{more}", file=sys.stderr, flush=True)
-    sys.exit(code)
+    sys.exit(error.exit_code)
 
 
 if __name__ == "__main__":

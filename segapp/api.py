@@ -214,7 +214,7 @@ class Network:
         if isinstance(image, (str, Path)):
             path = Path(image)
             if not path.is_file():
-                raise DataError(f"{path} is no file: check the path")
+                raise DataError(f"{path} is no file: check the path", path=path)
             return np.asarray(read_picture(ImageFile(path, path.stem), self._predictor.pixels).pixels[:])
         if isinstance(image, Image.Image):
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
@@ -299,7 +299,9 @@ def train(
         request = TrainRequest(_read(config, overrides), run=folder)
     devices = plan_devices(request.config, is_one_process=True)
     if devices.mode == "ddp":
-        raise ConfigError("parallel.mode = ddp starts processes: use segapp train, or parallel.mode=dp here")
+        raise ConfigError(
+            "parallel.mode = ddp starts processes: use segapp train, or parallel.mode=dp here", key="parallel.mode"
+        )
     parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
     if request.folder is None:
         path = RunFolder.create(request.config.name, path=request.run).path

@@ -17,18 +17,45 @@ SegappError                 exit code 1
 import contextlib
 import os
 from collections.abc import Iterable, Iterator
-from typing import Self
+from typing import Any, Self
 
 
 class SegappError(Exception):
     """A failure that a user can act on; printed as one line, without a traceback.
 
-    The message is the only argument, so that every error survives pickling between processes.
+    Every error survives pickling between processes.
+
+    Args:
+        message: names the thing, the value and the next move.
+        key: the config key that is to be changed, as `train.batch_size`.
+        path: the file or folder that cannot be used.
+        value: of the key.
+
+    Attributes:
+        problems: of an error that lists several, the fields of each.
     """
 
     exit_code = 1
     topic: str | None = None
     """The page of `segapp docs` that says more, if there is one; printed behind the message."""
+
+    def __init__(
+        self,
+        message: str = "",
+        *,
+        key: str | None = None,
+        path: str | os.PathLike[str] | None = None,
+        value: Any = None,
+    ) -> None:
+        super().__init__(message)
+        self.key, self.path, self.value = key, None if path is None else os.fspath(path), value
+        self.problems: list[dict[str, Any]] = []
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the fields of this error for a program, as every `--json` command prints them."""
+        fields = {"type": type(self).__name__, "message": str(self), "exit_code": self.exit_code, "topic": self.topic}
+        own = {name: getattr(self, name) for name in ("key", "path", "value", "problems")}
+        return fields | {name: value for name, value in own.items() if value not in (None, [])}
 
     def see(self, topic: str) -> Self:
         """Return this error with the page of `segapp docs` that says more."""
@@ -120,7 +147,7 @@ def storage_errors(path: str | os.PathLike[str], advice: str = "choose another -
     try:
         yield
     except OSError as error:
-        raise StorageError(cannot_be_written(path, error, advice)) from None
+        raise StorageError(cannot_be_written(path, error, advice), path=path) from None
 
 
 MAX_LISTED = 20

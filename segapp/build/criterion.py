@@ -66,7 +66,10 @@ def _build_term(
     if isinstance(weights, str):
         weights = weights_of(weights)
     if weights is not None and len(weights) != num_classes:
-        raise ConfigError(f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class")
+        raise ConfigError(
+            f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class",
+            key="loss.class_weights",
+        )
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)
     if is_part(term.name):
         return own_criterion(term, num_classes, given["ignore_index"], weight)

@@ -163,7 +163,11 @@ def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks
         folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else default_folder()
         root = Path(os.path.realpath(data.root))
         if Path(os.path.realpath(folder)).is_relative_to(root):
-            raise ConfigError(f"data.cache_dir = {folder} lies in data.root = {data.root}: name a folder outside it")
+            raise ConfigError(
+                f"data.cache_dir = {folder} lies in data.root = {data.root}: name a folder outside it",
+                key="data.cache_dir",
+                value=folder,
+            )
         return disk_files(folder, split, digest, scheme.dtype, pixels)
     hosts = ranks.gather(socket.gethostname())
     first_here = hosts.index(hosts[ranks.rank])
@@ -218,7 +222,8 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
         unknown = [name for name in data.foreground_classes or () if name not in names]
         if unknown:
             raise ConfigError(
-                f"data.foreground_classes: {unknown[0]!r} is no class: {accepted_words(unknown[0], names)}"
+                f"data.foreground_classes: {unknown[0]!r} is no class: {accepted_words(unknown[0], names)}",
+                key="data.foreground_classes",
             )
         chosen = data.foreground_classes
         wanted = wanted - {0} if chosen is None else {names.index(name) for name in chosen}
@@ -230,7 +235,9 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
     if not images_with:
         raise ConfigError(
             f"data.sampling = {data.sampling}: no training mask contains {', '.join(names[each] for each in wanted)}: "
-            "set data.foreground_classes, or data.sampling to uniform"
+            "set data.foreground_classes, or data.sampling to uniform",
+            key="data.sampling",
+            value=data.sampling,
         )
     share = data.foreground_share if data.sampling == "foreground" else 1.0
     return aimed_order(len(dataset), images_with, share, seed)

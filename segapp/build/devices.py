@@ -58,13 +58,16 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
     check_mode(config, mode)
     if is_launched() and mode != "ddp":
         raise ConfigError(
-            f"parallel.mode = {mode} under torchrun: use ddp or auto, or start segapp without torchrun"
+            f"parallel.mode = {mode} under torchrun: use ddp or auto, or start segapp without torchrun",
+            key="parallel.mode",
+            value=mode,
         ).see("several-gpus")
     if mode == "single":
         devices = devices[:1]
     if mode == "model" and len(devices) < 2:
         raise ConfigError(
-            f"parallel.mode = model needs two devices or more, found {_names(devices)}: list them in parallel.devices"
+            f"parallel.mode = model needs two devices or more, found {_names(devices)}: list them in parallel.devices",
+            key="parallel.mode",
         )
     return DevicePlan(mode, tuple(devices), reason, mode_reason)
 
@@ -101,7 +104,7 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
         kinds = [word.partition(":")[0] for word in named if isinstance(word, str)]
         hints = [did_you_mean(kind, _DEVICES) for kind in kinds if kind not in _DEVICES]
         hint = next((f" ({hint})" for hint in hints if hint), "")
-        raise ConfigError(f"parallel.devices: {error}{hint}").see("no-gpu") from None
+        raise ConfigError(f"parallel.devices: {error}{hint}", key="parallel.devices").see("no-gpu") from None
 
 
 def _names(devices: Sequence[torch.device]) -> str:

@@ -60,7 +60,8 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
         other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
         raise ConfigError(
             f"distill.teacher: {found} knows other classes ({trained.scheme.num_classes} of them, {other}) than this "
-            f"data ({scheme.num_classes}): use a teacher of the same classes in the same order"
+            f"data ({scheme.num_classes}): use a teacher of the same classes in the same order",
+            key="distill.teacher",
         )
     for key, library in (("model", config.model.library), ("distill.teacher", trained.config.model.library)):
         if library == "python":
@@ -72,13 +73,15 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
     if (own.bands, own.dtype) != (taught.bands, taught.dtype):
         raise ConfigError(
             f"distill.teacher: {found} was trained on {taught.layout}, and this data is {own.layout}: use a teacher of "
-            "the same data.bands and data.dtype"
+            "the same data.bands and data.dtype",
+            key="distill.teacher",
         )
     crop = config.data.crop_px
     wanted = trained.model.suitable_size(*crop)
     if wanted != crop:
         raise ConfigError(
-            f"data.crop_px = {list(crop)} does not suit the teacher {trained.config.model.name}: use {list(wanted)}"
+            f"data.crop_px = {list(crop)} does not suit the teacher {trained.config.model.name}: use {list(wanted)}",
+            key="data.crop_px",
         )
 
 

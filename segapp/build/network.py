@@ -93,12 +93,15 @@ def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
     wanted = model.suitable_size(height, width)
     if wanted != (height, width):
         raise ConfigError(
-            f"data.crop_px = [{height}, {width}] does not fit {config.model.name}: use [{wanted[0]}, {wanted[1]}]"
+            f"data.crop_px = [{height}, {width}] does not fit {config.model.name}: use [{wanted[0]}, {wanted[1]}]",
+            key="data.crop_px",
         )
     if config.train.batch_size < model.min_train_batch:
         raise ConfigError(
             f"train.batch_size = {config.train.batch_size} is too small for {config.model.name}: its BatchNorm after "
-            f"global pooling needs at least {model.min_train_batch} images"
+            f"global pooling needs at least {model.min_train_batch} images",
+            key="train.batch_size",
+            value=config.train.batch_size,
         )
 
 

@@ -92,7 +92,9 @@ def _layer_factors(layer_decay: float | None, model: SegmentationModel) -> tuple
         raise ConfigError(
             f"optim.layer_decay = {layer_decay}: the depth of {found} in backbone {model.encoder_name} is not known "
             "(ViT, DINO, Swin, ConvNeXt, PVT and SegFormer encoders have numbered blocks): use "
-            "optim.backbone_lr_factor, or optim.groups"
+            "optim.backbone_lr_factor, or optim.groups",
+            key="optim.layer_decay",
+            value=layer_decay,
         )
     depths, end = found
     return depths, {name: layer_decay ** (end - depth) for name, depth in depths.items()}

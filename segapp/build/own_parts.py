@@ -79,7 +79,9 @@ def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: T
     }
     if weight is not None:
         if not takes(load_part(term.name, "loss.name").factory, "weight"):
-            raise ConfigError(f"loss.class_weights: {term.name} takes no argument `weight`: leave them out")
+            raise ConfigError(
+                f"loss.class_weights: {term.name} takes no argument `weight`: leave them out", key="loss.class_weights"
+            )
         offered["weight"] = weight
     made: Loss | AdditiveCriterion = build_part(term.name, "loss.name", term.options, offered=offered)
     if isinstance(made, AdditiveCriterion):
@@ -87,7 +89,9 @@ def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: T
     if not callable(made):
         raise ConfigError(
             f"loss.name = {term.name} made a {type(made).__name__}: return a function of (logits, target), or an "
-            "AdditiveCriterion"
+            "AdditiveCriterion",
+            key="loss.name",
+            value=term.name,
         )
     return PlainCriterion(made, ignore_index=ignore_index, align_corners=term.align_corners, aux_weight=term.aux_weight)
 
@@ -115,11 +119,17 @@ def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> 
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
             f"optim.name = {section.name} made a {type(optimizer).__name__}: return a torch.optim.Optimizer over the "
-            "parameter groups that it is given"
+            "parameter groups that it is given",
+            key="optim.name",
+            value=section.name,
         )
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise ConfigError(f"optim.name = {section.name}: step() needs a closure, which no training has: use another")
+        raise ConfigError(
+            f"optim.name = {section.name}: step() needs a closure, which no training has: use another",
+            key="optim.name",
+            value=section.name,
+        )
     return optimizer
 
 
@@ -139,13 +149,19 @@ def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: 
     if not callable(made):
         raise ConfigError(
             f"schedule.name = {section.name} made a {type(made).__name__}: return a function of the step, from 1, that "
-            "gives a factor on optim.lr"
+            "gives a factor on optim.lr",
+            key="schedule.name",
+            value=section.name,
         )
 
     def factor(step: int, /) -> float:
         value = made(step)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
-            raise ConfigError(f"schedule.name = {section.name} gave {value!r} at step {step}: give a number from 0 on")
+            raise ConfigError(
+                f"schedule.name = {section.name} gave {value!r} at step {step}: give a number from 0 on",
+                key="schedule.name",
+                value=section.name,
+            )
         return float(value)
 
     factor(1)

@@ -38,7 +38,8 @@ def build_pixels(data: DataConfig) -> PixelFormat:
     if data.dtype != "uint8" and data.value_range is None:
         raise ConfigError(
             f"data.value_range is missing: data.dtype = {data.dtype} has no usual range; segapp check --config FILE "
-            "measures it and prints the line"
+            "measures it and prints the line",
+            key="data.value_range",
         )
     num_bands = 3 if data.bands is None else len(data.bands)
     ranges = data.value_range
@@ -101,7 +102,8 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
         unknown = [name for name in names if name not in ids]
         if unknown:
             raise ConfigError(
-                f"data.groups: {group} names {unknown[0]!r}, which is no class: {accepted_words(unknown[0], ids)}"
+                f"data.groups: {group} names {unknown[0]!r}, which is no class: {accepted_words(unknown[0], ids)}",
+                key="data.groups",
             )
     return {group: tuple(ids[name] for name in names) for group, names in groups.items()}
 

@@ -347,7 +347,8 @@ class StepAssembler:
         if self.config.distill is not None and self.config.distill.pair_wise:
             raise ConfigError(
                 "train.deterministic = true, but distill.pair_wise pools with adaptive_max_pool2d, which has no "
-                "deterministic form on CUDA: use distill.pair_wise=0, or train.deterministic=false"
+                "deterministic form on CUDA: use distill.pair_wise=0, or train.deterministic=false",
+                key="train.deterministic",
             )
 
     def _inner(

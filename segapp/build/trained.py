@@ -98,16 +98,21 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
     if not isinstance(state.get("config"), dict):
-        raise CheckpointError(f"{checkpoint.path} holds no config: it was not written by segapp train")
+        raise CheckpointError(
+            f"{checkpoint.path} holds no config: it was not written by segapp train", path=checkpoint.path
+        )
     try:
         saved = validate_config(state["config"])
     except ConfigError as error:
-        raise CheckpointError(f"{checkpoint.path} holds a config that this version cannot read: {error}") from None
+        raise CheckpointError(
+            f"{checkpoint.path} holds a config that this version cannot read: {error}", path=checkpoint.path
+        ) from None
     check_trusted(part_names(saved), str(checkpoint.path))
     scheme = build_scheme(saved.data)
     if list(scheme.names) != list(state["classes"]):
         raise CheckpointError(
-            f"{checkpoint.path} was trained on other classes than its config names: restore the original file"
+            f"{checkpoint.path} was trained on other classes than its config names: restore the original file",
+            path=checkpoint.path,
         )
     model = build_network(
         saved.model, scheme.num_classes, num_bands=build_pixels(saved.data).num_bands, with_weights=False
@@ -115,7 +120,9 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     try:
         model.load_state_dict(network_state(state))
     except (RuntimeError, KeyError) as error:
-        raise CheckpointError(f"{checkpoint.path} does not fit {saved.model.name}: {error}") from None
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit {saved.model.name}: {error}", path=checkpoint.path
+        ) from None
     return TrainedState(
         model,
         saved,
@@ -146,7 +153,8 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
         raise CheckpointError(
             f"{path} leaves {len(needed)} tensors of {config.model.name} without a value, such as {needed[0][0]} "
             f"({needed[0][1]}): give weights of the whole network for these classes, or train them first with "
-            "model.weights"
+            "model.weights",
+            path=path,
         )
     return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
 
@@ -159,7 +167,7 @@ def _config_of(path: Path) -> RunConfig:
     """
     text = read_metadata(path, "weights").get(CONFIG_KEY)
     if text is None:
-        raise CheckpointError(f"{path} holds no config: say which network the weights are of with --config")
+        raise CheckpointError(f"{path} holds no config: say which network the weights are of with --config", path=path)
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict):
@@ -167,7 +175,7 @@ def _config_of(path: Path) -> RunConfig:
         config = validate_config(raw)
     except (ValueError, RecursionError, ConfigError) as error:
         raise CheckpointError(
-            f"{path} holds a config that this version cannot read ({error}): give one with --config"
+            f"{path} holds a config that this version cannot read ({error}): give one with --config", path=path
         ) from None
     check_trusted(part_names(config), str(path))
     return config

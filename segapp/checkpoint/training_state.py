@@ -246,7 +246,9 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
             path = store.path / name if name else store.objects / entry.object
             return _loaded(state, path, entry.sha256, messages)
     reasons = "".join(f"\n  {message}" for message in messages)
-    raise CheckpointError(f"{store.path}: none of the {len(manifest.entries)} checkpoints can be used:{reasons}")
+    raise CheckpointError(
+        f"{store.path}: none of the {len(manifest.entries)} checkpoints can be used:{reasons}", path=store.path
+    )
 
 
 def newest_file(store: CheckpointFolder) -> Path | None:
@@ -270,19 +272,20 @@ def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:
     entry = manifest.entry_named(name)
     if entry is None:
         known = accepted_words(name, sorted(manifest.names))
-        raise CheckpointError(f"{store.path / name}: no such checkpoint is committed: {known}")
+        raise CheckpointError(f"{store.path / name}: no such checkpoint is committed: {known}", path=store.path / name)
     try:
         state = _read_entry(store, entry)
     except (DamagedError, OSError) as error:
         raise CheckpointError(
-            f"{store.path / name} {_reason(error)}: use another, or `auto` for the newest intact one"
+            f"{store.path / name} {_reason(error)}: use another, or `auto` for the newest intact one",
+            path=store.path / name,
         ) from error
     return _loaded(state, store.path / name, entry.sha256, _alias_messages(store, manifest, entry, False))
 
 
 def _load_file(path: Path) -> LoadedCheckpoint:
     if not path.is_file():
-        raise CheckpointError(f"{path}: no such file: name a checkpoint file or a run")
+        raise CheckpointError(f"{path}: no such file: name a checkpoint file or a run", path=path)
     try:
         sha256, _ = hash_file(path)
         folder = path.parent.parent if path.parent.name == "objects" else path.parent
@@ -291,14 +294,17 @@ def _load_file(path: Path) -> LoadedCheckpoint:
         if not is_verified and path.name in manifest.names:
             raise CheckpointError(
                 f"{path} is damaged: its sha256 is not the one in manifest.json: "
-                f"resume the run itself ({folder.parent}) to use the newest intact one"
+                f"resume the run itself ({folder.parent}) to use the newest intact one",
+                path=path,
             )
         with open(path, "rb") as file:
             if not is_verified:
                 _check_zip(file, path)
             state = _read_state(file, str(path))
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}: name a checkpoint file or a run") from error
+        raise CheckpointError(
+            f"{path} cannot be read: {_reason(error)}: name a checkpoint file or a run", path=path
+        ) from error
     warning = f"{path}: no manifest vouches for it: only its own checksums were compared"
     return _loaded(state, path, sha256, [] if is_verified else [warning], is_verified=is_verified)
 
@@ -359,9 +365,11 @@ def _check_zip(file: BinaryIO, path: Path) -> None:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
-        raise CheckpointError(f"{path} is damaged or no checkpoint: {error}: use another copy") from error
+        raise CheckpointError(f"{path} is damaged or no checkpoint: {error}: use another copy", path=path) from error
     if damaged is not None:
-        raise CheckpointError(f"{path} is damaged: the checksum of {damaged} does not match: use another copy")
+        raise CheckpointError(
+            f"{path} is damaged: the checksum of {damaged} does not match: use another copy", path=path
+        )
     file.seek(0)
 
 

@@ -92,7 +92,9 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
         ConfigError: it needs several processes or stages, or does not suit this machine.
     """
     if not config.train.batch_size:
-        raise ConfigError("train.batch_size = auto: a profile needs a number: add train.batch_size=8")
+        raise ConfigError(
+            "train.batch_size = auto: a profile needs a number: add train.batch_size=8", key="train.batch_size"
+        )
     train = config.train
     with numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark):
         return _profiled(config, num_steps)
@@ -101,7 +103,11 @@ def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
 def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
     plan = plan_devices(config, is_one_process=True)
     if plan.mode not in ("single", "dp"):
-        raise ConfigError(f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single")
+        raise ConfigError(
+            f"parallel.mode = {plan.mode}: a profile runs in one process: use parallel.mode=dp or single",
+            key="parallel.mode",
+            value=plan.mode,
+        )
     if config.train.precision == "auto":
         config = with_train(config, precision=auto_precision(plan.devices))
     seed_everything(config.seed)

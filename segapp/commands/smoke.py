@@ -99,7 +99,9 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
     """
     devices = plan_devices(request.config, is_one_process=True)
     if devices.mode == "ddp":
-        raise ConfigError("parallel.mode = ddp: --smoke runs in one process: add parallel.mode=dp, or single")
+        raise ConfigError(
+            "parallel.mode = ddp: --smoke runs in one process: add parallel.mode=dp, or single", key="parallel.mode"
+        )
     try:
         splits = split_names(request.config.data)
         num_train, num_val = (count_images(request.config.data, split) for split in splits)

@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from segapp.config.older import say, upgraded
 from segapp.config.options import BUILT_INS, BuiltIn
 from segapp.config.parts import parts_beside
-from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
+from segapp.config.problems import ConfigProblem, KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import parse_yaml
@@ -181,20 +181,39 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
         config = RunConfig.model_validate(today)
     except ValidationError as error:
         items = error.errors()
-        raise _all_problems(describe_problems(items[:MAX_PROBLEMS], locations), len(items) - MAX_PROBLEMS) from None
-    problems = [f"{locations.place(loc)}: {'.'.join(loc)}: {text}" for loc, text in combination_problems(config)]
+        found = describe_problems(items[:MAX_PROBLEMS], locations)
+        raise _all_problems(found, locations.path, len(items) - MAX_PROBLEMS) from None
+    problems = [
+        ConfigProblem(f"{locations.place(loc)}: {'.'.join(loc)}: {text}", ".".join(loc), _value_at(today, loc))
+        for loc, text in combination_problems(config)
+    ]
     if problems:
-        raise _all_problems(problems)
+        raise _all_problems(problems, locations.path)
     return config
 
 
-def _all_problems(problems: list[str], num_more: int = 0) -> ConfigError:
+def _all_problems(problems: list[ConfigProblem], path: Path | None, num_more: int = 0) -> ConfigError:
     if len(problems) == 1 and num_more <= 0:
-        return ConfigError(problems[0]).see("config-errors")
+        (problem,) = problems
+        return ConfigError(problem.text, key=problem.key, value=problem.value, path=path).see("config-errors")
     more = f"\n  and {num_more} more" if num_more > 0 else ""
-    listed = "\n".join(f"  {problem}" for problem in problems)
+    listed = "\n".join(f"  {problem.text}" for problem in problems)
     listing = f"{len(problems) + max(0, num_more)} problems in the config:\n{listed}{more}"
-    return ConfigError(listing).see("config-errors")
+    error = ConfigError(listing, path=path).see("config-errors")
+    error.problems = [{"message": text, "key": key, "value": value} for text, key, value in problems]
+    return error
+
+
+def _value_at(raw: Any, loc: tuple[str, ...]) -> Any:
+    """Return the value at a key path of nested plain values; None if the config leaves it out."""
+    for name in loc:
+        if isinstance(raw, list) and name.isdecimal() and int(name) < len(raw):
+            raw = raw[int(name)]
+        elif isinstance(raw, Mapping):
+            raw = raw.get(name)
+        else:
+            return None
+    return raw
 
 
 def dump_config(config: RunConfig) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -99,22 +99,36 @@ def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
     return frozenset(loc for loc, _ in combination_problems(config))
 
 
-def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[str]:
-    """Return a line for each of pydantic's errors; one for all of a value that fits none of several types."""
+class ConfigProblem(NamedTuple):
+    """A problem with one key, in words, and the key and its value for a program."""
+
+    text: str
+    key: str
+    value: Any = None
+
+
+def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[ConfigProblem]:
+    """Return a problem for each of pydantic's errors; one for all of a value that fits none of several types."""
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for item in items:
         by_key.setdefault(_key_path(item["loc"]), []).append(item)
-    lines: list[str] = []
+    found: list[ConfigProblem] = []
     for loc, own in by_key.items():
         options = options_of(loc)
         if len(own) > 1 and options and all(item["input"] is own[0]["input"] for item in own):
-            hint = _hint(loc, own[0]["input"])
-            lines.append(
-                f"{locations.place(loc)}: {'.'.join(loc)} = {_shown(own[0]['input'])}: {hint}accepted: {options}"
-            )
+            value = own[0]["input"]
+            text = f"{'.'.join(loc)} = {_shown(value)}: {_hint(loc, value)}accepted: {options}"
+            found.append(ConfigProblem(f"{locations.place(loc)}: {text}", ".".join(loc), value))
         else:
-            lines += [_describe_problem(item, loc, locations) for item in own]
-    return list(dict.fromkeys(lines))
+            found += [
+                ConfigProblem(
+                    _describe_problem(item, loc, locations),
+                    ".".join(loc),
+                    None if item["type"] == "missing" else item["input"],
+                )
+                for item in own
+            ]
+    return list({problem.text: problem for problem in found}.values())
 
 
 def _shown(value: object) -> str:

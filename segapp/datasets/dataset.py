@@ -148,7 +148,8 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         except Exception as error:
             raise DataError(
                 f"{shown(self.pairs[index].image)}: the augmentation failed with {shown_error(error)}: "
-                "check data.augment, data.crop_px, data.scale and data.resize_px"
+                "check data.augment, data.crop_px, data.scale and data.resize_px",
+                path=self.pairs[index].image,
             ) from error
 
     def is_large(self, index: int) -> bool:

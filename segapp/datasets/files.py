@@ -133,7 +133,7 @@ def _retried(read: Callable[[], Read], path: Path, tries: int = 3) -> Read:
             return read()
         except OSError as error:
             if error.errno not in _TRANSIENT or attempt == tries:
-                raise DataError(f"{shown(path)}: {_os_reason(error)}") from error
+                raise DataError(f"{shown(path)}: {_os_reason(error)}", path=path) from error
             time.sleep(0.05 * attempt)
     raise AssertionError("unreachable: the last try returns or raises")
 
@@ -146,18 +146,19 @@ def open_regular(path: Path, max_bytes: int | None = MAX_FILE_BYTES) -> BinaryIO
         OSError: It cannot be opened.
     """
     if not stat.S_ISREG(os.stat(path).st_mode):
-        raise DataError(f"{shown(path)}: not a regular file: replace it with an image file")
+        raise DataError(f"{shown(path)}: not a regular file: replace it with an image file", path=path)
     file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - the caller's
     try:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):  # replaced since the first check
-            raise DataError(f"{shown(path)}: not a regular file: replace it with an image file")
+            raise DataError(f"{shown(path)}: not a regular file: replace it with an image file", path=path)
         if status.st_size == 0:
-            raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again")
+            raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again", path=path)
         if max_bytes is not None and status.st_size > max_bytes:
             raise DataError(
                 f"{shown(path)}: too large ({status.st_size} bytes, at most {max_bytes} are read): "
-                "cut it into tiles, or save it compressed"
+                "cut it into tiles, or save it compressed",
+                path=path,
             )
     except BaseException:
         file.close()
@@ -191,7 +192,8 @@ def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Imag
     except Exception as error:  # a damaged header is reported by Pillow as any of a dozen exception types
         raise DataError(
             f"{shown(path)}: no readable image ({_first_line(error)}): the file is damaged or of an unknown format; "
-            "replace it, or take it out of the split"
+            "replace it, or take it out of the split",
+            path=path,
         ) from error
     if image.width * image.height > max_pixels:
         raise _too_large(path, f"{image.width}x{image.height} pixels", max_pixels)
@@ -199,7 +201,9 @@ def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Imag
 
 
 def _too_large(path: Path, what: str, max_pixels: int) -> DataError:
-    return DataError(f"{shown(path)}: too large ({what}; at most {max_pixels} pixels are read): cut it into tiles")
+    return DataError(
+        f"{shown(path)}: too large ({what}; at most {max_pixels} pixels are read): cut it into tiles", path=path
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -211,7 +215,9 @@ def _first_line(error: BaseException) -> str:
 def damaged(path: Path, error: BaseException | str) -> DataError:
     """Return the error for a file whose pixels cannot be decoded."""
     reason = error if isinstance(error, str) else _first_line(error)
-    return DataError(f"{shown(path)}: cannot be decoded ({reason}): the file is damaged; copy or download it again")
+    return DataError(
+        f"{shown(path)}: cannot be decoded ({reason}): the file is damaged; copy or download it again", path=path
+    )
 
 
 def jpeg_damage(data: bytes) -> str | None:
@@ -280,7 +286,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
                 raise damaged(path, f"truncated {header.format}: its end is missing")
             return header
     except OSError as error:
-        raise DataError(f"{shown(path)}: {_os_reason(error)}") from error
+        raise DataError(f"{shown(path)}: {_os_reason(error)}", path=path) from error
 
 
 def tiff_tags(path: Path) -> TiffTags | None:
@@ -400,7 +406,7 @@ def check_pixels(path: Path, stored: StoredPixels | None, pixels: PixelFormat) -
     """
     problem = None if stored is None else pixels.problem(stored)
     if problem is not None:
-        raise DataError(f"{shown(path)}: {problem}")
+        raise DataError(f"{shown(path)}: {problem}", path=path)
 
 
 def check_mask_format(path: Path, image_format: str) -> None:
@@ -411,7 +417,7 @@ def check_mask_format(path: Path, image_format: str) -> None:
     """
     if image_format in {"JPEG", "MPO"}:
         raise DataError(
-            f"{shown(path)}: a mask saved as JPEG has wrong ids (lossy compression): export the masks as PNG"
+            f"{shown(path)}: a mask saved as JPEG has wrong ids (lossy compression): export the masks as PNG", path=path
         )
 
 
@@ -428,7 +434,8 @@ def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[i
     )
     raise DataError(
         f"{shown(pair.mask)}: the mask has {mask_px[1]}x{mask_px[0]} pixels, its image {shown(pair.image)} has "
-        f"{image_px[1]}x{image_px[0]} ({hint}): make both the same size"
+        f"{image_px[1]}x{image_px[0]} ({hint}): make both the same size",
+        path=pair.mask,
     )
 
 

@@ -116,7 +116,8 @@ def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
         if sets is not None and own.shape != sets.shape:
             raise DataError(
                 f"{shown(path)}: the mask has {own.shape[1]}x{own.shape[0]} pixels, that of the first class "
-                f"{sets.shape[1]}x{sets.shape[0]}: make all the same size"
+                f"{sets.shape[1]}x{sets.shape[0]}: make all the same size",
+                path=path,
             )
         present = np.where(own > 0, np.int32(1 << number), np.int32(0))
         sets = present if sets is None else sets | present
@@ -154,7 +155,8 @@ def _sets_of_channels(planes: NDArray[np.int64], path: Path, scheme: ClassScheme
     if planes.shape[2] != scheme.num_classes:
         raise DataError(
             f"{shown(path)}: the mask has {planes.shape[2]} channels for {scheme.num_classes} classes: "
-            "save one channel (or page of a TIFF) for each of data.classes"
+            "save one channel (or page of a TIFF) for each of data.classes",
+            path=path,
         )
     return np.asarray(((planes != 0) << np.arange(scheme.num_classes)).sum(2))
 
@@ -162,13 +164,16 @@ def _sets_of_channels(planes: NDArray[np.int64], path: Path, scheme: ClassScheme
 def _sets_of_bits(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) -> NDArray[np.int64]:
     """Return (H, W, 1) values, checked to be sets of classes."""
     if planes.shape[2] != 1:
-        raise DataError(f"{shown(path)}: the mask has {planes.shape[2]} channels: set data.multilabel: channels")
+        raise DataError(
+            f"{shown(path)}: the mask has {planes.shape[2]} channels: set data.multilabel: channels", path=path
+        )
     sets = planes[..., 0]
     outside = np.unique(sets[(sets < 0) | (sets >= 1 << scheme.num_classes)])[:_MAX_NAMED].tolist()
     if outside:
         raise DataError(
             f"{shown(path)}: the values {', '.join(map(str, outside))} have bits beyond the {scheme.num_classes} "
-            "classes: add classes, or set data.ignore_index to the value of ignored pixels"
+            "classes: add classes, or set data.ignore_index to the value of ignored pixels",
+            path=path,
         )
     return sets
 
@@ -180,7 +185,7 @@ def _check_one_frame(image: Image.Image, path: Path) -> None:
     except Exception as error:  # a damaged directory of frames, as above
         raise damaged(path, error) from error
     if has_more:
-        raise DataError(f"{shown(path)}: a mask of several frames: save one frame a file")
+        raise DataError(f"{shown(path)}: a mask of several frames: save one frame a file", path=path)
 
 
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:
@@ -195,7 +200,8 @@ def _check_holds_ids(image: Image.Image, path: Path) -> None:
     what = "numbers with fractions" if image.mode == "F" else f"{image.mode} colours, not class ids"
     raise DataError(
         f"{shown(path)}: the mask holds {what}: set data.rgb_masks and data.palette if its colours are the classes, "
-        "or export grey or palette PNGs"
+        "or export grey or palette PNGs",
+        path=path,
     )
 
 
@@ -362,4 +368,6 @@ def _unknown_colors(path: Path, scheme: ClassScheme, codes: NDArray[np.int32]) -
         if len(values) > 4 * len(scheme.color_table)
         else "Add them to data.palette (after the classes: ignored)"
     )
-    return DataError(f"{shown(path)}: the mask holds colours that are not in the palette: {named}{more}. {cause}")
+    return DataError(
+        f"{shown(path)}: the mask holds colours that are not in the palette: {named}{more}. {cause}", path=path
+    )

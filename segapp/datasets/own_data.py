@@ -40,7 +40,11 @@ class OwnData:
         for method in ("__len__", "image_and_mask"):
             if not callable(getattr(source, method, None)):
                 advice = _RENAME if method != "__len__" and hasattr(source, "__getitem__") else "add it"
-                raise ConfigError(f"data.format = {part}: {type(source).__name__} has no method {method}: {advice}")
+                raise ConfigError(
+                    f"data.format = {part}: {type(source).__name__} has no method {method}: {advice}",
+                    key="data.format",
+                    value=part,
+                )
         self.source, self.part, self.split = source, part, split
 
     def __len__(self) -> int:

@@ -72,12 +72,16 @@ def _read(list_file: Path) -> dict[str, str]:
         with open_regular(list_file) as file:
             text = os.fsdecode(file.read())
     except OSError as error:
-        raise DataError(f"{shown(list_file)} cannot be read ({error.strerror}): write it with --write-sums") from error
+        raise DataError(
+            f"{shown(list_file)} cannot be read ({error.strerror}): write it with --write-sums", path=list_file
+        ) from error
     sums = {}
     for number, line in enumerate(text.split("\n"), 1):
         match = _LINE.fullmatch(line)
         if match is None and line:
-            raise DataError(f"{shown(list_file)}:{number} is not a sum and a name: write it with --write-sums")
+            raise DataError(
+                f"{shown(list_file)}:{number} is not a sum and a name: write it with --write-sums", path=list_file
+            )
         if match is not None:
             name = re.sub(r"\\(.)", _unescaped, match[3]) if match[1] else match[3]
             sums[name] = match[2]

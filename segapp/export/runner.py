@@ -51,10 +51,11 @@ class ExportedModel:
         if path.suffix.lower() == ".pt2":
             raise CheckpointError(
                 f"{path} is a pt2 file, which segapp writes but does not read: predict with the run, or with a file "
-                "of segapp export --format onnx"
+                "of segapp export --format onnx",
+                path=path,
             )
         if not path.is_file():
-            raise CheckpointError(f"{path} does not exist: give a file written by segapp export")
+            raise CheckpointError(f"{path} does not exist: give a file written by segapp export", path=path)
         require_packages("onnxruntime")
         import onnxruntime
 
@@ -69,7 +70,8 @@ class ExportedModel:
         except Exception as error:
             raise CheckpointError(
                 f"{path} cannot be read ({first_line(error)[:200]}): the file is damaged or not an exported network; "
-                "export it again"
+                "export it again",
+                path=path,
             ) from None
         self.info = ExportInfo.from_properties(dict(self._session.get_modelmeta().custom_metadata_map), str(path))
 
@@ -88,6 +90,7 @@ class ExportedModel:
         except Exception as error:  # onnxruntime raises a dozen exception types
             raise RunError(
                 f"{self.path} cannot run on images of {images.shape[1]}x{images.shape[2]} px "
-                f"({first_line(error)[:300]}): predict with the run itself"
+                f"({first_line(error)[:300]}): predict with the run itself",
+                path=self.path,
             ) from error
         return outputs

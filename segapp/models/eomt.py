@@ -275,13 +275,20 @@ def build_eomt(
     settings = {key: options.get(key, default) for key, default in own.items()}
     for key, value in settings.items():
         if not (isinstance(value, int) and not isinstance(value, bool) and value >= 1) and value != own[key]:
-            raise ConfigError(f"model.options: {key} = {value!r} is not a whole number of at least 1")
+            raise ConfigError(
+                f"model.options: {key} = {value!r} is not a whole number of at least 1", key="model.options"
+            )
     if settings["mask_steps"] is not None and not aux:
-        raise ConfigError("model.options: mask_steps needs the predictions of model.aux: set it to true")
+        raise ConfigError(
+            "model.options: mask_steps needs the predictions of model.aux: set it to true", key="model.options"
+        )
     further = {key: value for key, value in options.items() if key not in own}
     net = _build_transformer(encoder, {**further, "in_chans": in_channels})
     if settings["num_blocks"] > len(net.blocks):
-        raise ConfigError(f"model.options: num_blocks = {settings['num_blocks']}, but {encoder} has {len(net.blocks)}")
+        raise ConfigError(
+            f"model.options: num_blocks = {settings['num_blocks']}, but {encoder} has {len(net.blocks)}",
+            key="model.options",
+        )
     return EomtModel(
         net,
         settings["num_queries"],
@@ -314,11 +321,13 @@ def _build_transformer(encoder: str | None, options: Mapping[str, Any]) -> Any:
     except Exception as error:  # timm raises exceptions of any type for wrong arguments
         raise ConfigError(
             f"model.encoder: eomt cannot be built with {encoder} and options {dict(options)} ({error}); "
-            f"use a plain vision transformer such as {example}, or other options"
+            f"use a plain vision transformer such as {example}, or other options",
+            key="model.encoder",
         ) from error
     is_plain = isinstance(net, VisionTransformer | Eva) and not getattr(net, "rope_mixed", False)
     if not is_plain or len(set(cast(Any, net).patch_embed.patch_size)) > 1:
         raise ConfigError(
-            f"model.encoder: {encoder} is no plain vision transformer with square patches: use one such as {example}"
+            f"model.encoder: {encoder} is no plain vision transformer with square patches: use one such as {example}",
+            key="model.encoder",
         )
     return net

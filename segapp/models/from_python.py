@@ -82,5 +82,9 @@ def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_cha
     """
     network = build_part(name, "model.name", options, offered={"num_classes": num_classes, "in_channels": in_channels})
     if not isinstance(network, nn.Module):
-        raise ConfigError(f"model.name = {name} made a {type(network).__name__}: return a torch.nn.Module")
+        raise ConfigError(
+            f"model.name = {name} made a {type(network).__name__}: return a torch.nn.Module",
+            key="model.name",
+            value=name,
+        )
     return PythonModel(network, name=name, num_classes=num_classes, in_channels=in_channels)

@@ -136,7 +136,9 @@ def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: li
         accepted = [*accepted, "encoder_output_stride"]
     for option in options:
         if option in _RESERVED:
-            raise ConfigError(f"model.options: {option} is set by model.* and the data, or not used; drop it")
+            raise ConfigError(
+                f"model.options: {option} is set by model.* and the data, or not used; drop it", key="model.options"
+            )
     if not encoder.startswith("tu-"):  # smp ignores unknown arguments, timm raises an error
         check_options(options, accepted, f"smp {name}")
     arguments = dict(options)
@@ -158,7 +160,8 @@ def _construct(architecture: type[Any], name: str, encoder: str, num_classes: in
                 given = f" and options {arguments}" if arguments else ""
                 raise ConfigError(
                     f"model.encoder: smp {name} cannot be built with {encoder}{given}: {error}; change the encoder or "
-                    f"the options"
+                    f"the options",
+                    key="model.encoder",
                 ) from error
     raise AssertionError("unreachable")
 

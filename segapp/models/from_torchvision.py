@@ -123,7 +123,9 @@ def build_torchvision(
             classifier = FCNHead(channels["out"], num_classes)
         aux_classifier = FCNHead(channels["aux"], num_classes) if aux else None
     except (TypeError, ValueError, RuntimeError) as error:  # raised by torch's layers for an invalid option
-        raise ConfigError(f"model.options: {dict(options)} cannot be built into {family}: {error}") from error
+        raise ConfigError(
+            f"model.options: {dict(options)} cannot be built into {family}: {error}", key="model.options"
+        ) from error
     return TorchvisionModel(
         backbone,
         classifier,
@@ -153,10 +155,14 @@ def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
     if not backbone_name and encoder is None:
         raise ConfigError(
             f"model.encoder: {name} needs a backbone; set one of {', '.join(torchvision_backbones())}, or a whole name "
-            f"such as {name}_mobilenet_v3_large"
+            f"such as {name}_mobilenet_v3_large",
+            key="model.encoder",
         )
     if backbone_name and encoder not in (None, backbone_name):
-        raise ConfigError(f"model.encoder: {name} already names its backbone; drop {encoder!r}, or set name: {family}")
+        raise ConfigError(
+            f"model.encoder: {name} already names its backbone; drop {encoder!r}, or set name: {family}",
+            key="model.encoder",
+        )
     backbone_name = backbone_name or str(encoder)
     if backbone_name not in torchvision_backbones():
         raise unknown_name("model.encoder", backbone_name, "a backbone of torchvision here", torchvision_backbones())
@@ -186,7 +192,9 @@ def _resnet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str,
     output_stride = options.get("output_stride", 8 if can_dilate else 32)
     if output_stride not in (_DILATED_STAGES if can_dilate else (32,)):
         accepted = "8, 16 or 32" if can_dilate else "32: its blocks cannot be dilated"
-        raise ConfigError(f"model.options: output_stride={output_stride!r}; {name} takes {accepted}")
+        raise ConfigError(
+            f"model.options: output_stride={output_stride!r}; {name} takes {accepted}", key="model.options"
+        )
     rest = {option: value for option, value in options.items() if option != "output_stride"}
     net = get_model(name, weights=None, replace_stride_with_dilation=_DILATED_STAGES[output_stride], **rest)
     num_out = net.fc.in_features
@@ -200,7 +208,7 @@ def _mobilenet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[s
 
     output_stride = options.get("output_stride", 16)
     if output_stride not in (16, 32):
-        raise ConfigError(f"model.options: output_stride={output_stride!r}; {name} takes 16 or 32")
+        raise ConfigError(f"model.options: output_stride={output_stride!r}; {name} takes 16 or 32", key="model.options")
     rest = {option: value for option, value in options.items() if option != "output_stride"}
     net = get_model(name, weights=None, dilated=output_stride == 16, **rest).features
     # The first blocks of the stages: C2, at stride 8, is the fourth from the end of [first, stages..., last].

@@ -150,11 +150,11 @@ class RunFolder:
                 make_durable_directory(folder.path)
                 if folder._holds_a_run():
                     raise ConfigError(
-                        f"{path} already holds a run: add --resume to continue it, or choose another folder"
+                        f"{path} already holds a run: add --resume to continue it, or choose another folder", path=path
                     )
             folder._make_subfolders()
         except FileExistsError as error:
-            raise ConfigError(f"{path} is a file: choose another folder") from error
+            raise ConfigError(f"{path} is a file: choose another folder", path=path) from error
         except OSError as error:
             raise storage_error("make the run folder", Path(path) if path else Path(root) / name, error) from error
         return folder
@@ -168,7 +168,7 @@ class RunFolder:
         """
         folder = cls(path)
         if not is_run(folder.path):
-            raise ConfigError(f"{path}: not a run (it has no run.json): see `segapp ls`")
+            raise ConfigError(f"{path}: not a run (it has no run.json): see `segapp ls`", path=path)
         return folder
 
     def acquire(self) -> None:
@@ -307,7 +307,8 @@ class RunFolder:
         if self.commands.is_symlink() or self.commands.stat().st_uid != os.geteuid():
             self.release()
             raise StorageError(
-                f"{self.commands} is a link or belongs to another user, who could send commands to the run: remove it"
+                f"{self.commands} is a link or belongs to another user, who could send commands to the run: remove it",
+                path=self.commands,
             )
         self.commands.chmod(0o700)
 

@@ -115,7 +115,9 @@ class SweepFolder:
             return SweepInfo.model_validate_json((self.path / "sweep.json").read_bytes())
         except (OSError, ValidationError) as error:
             reason = "it has no sweep.json" if isinstance(error, OSError) else "its sweep.json is damaged"
-            raise ConfigError(f"{self.path}: not a sweep ({reason}): `segapp ls` lists sweeps and runs") from None
+            raise ConfigError(
+                f"{self.path}: not a sweep ({reason}): `segapp ls` lists sweeps and runs", path=self.path
+            ) from None
 
     def write(self, info: SweepInfo) -> None:
         """Write `sweep.json`.

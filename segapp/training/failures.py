@@ -37,11 +37,14 @@ def as_segapp_error(
     if is_out_of_memory(error):
         return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
     if "does not have a deterministic implementation" in str(error):
-        return ConfigError(f"train.deterministic = true: {first}: choose another model or loss, or false")
+        return ConfigError(
+            f"train.deterministic = true: {first}: choose another model or loss, or false", key="train.deterministic"
+        )
     if ONE_VALUE in str(error):
         return ConfigError(
             "train.batch_size: a BatchNorm of the network sees one value per channel in a step of one image: "
-            "give every step, and device, at least 2 images, or choose another model"
+            "give every step, and device, at least 2 images, or choose another model",
+            key="train.batch_size",
         )
     if isinstance(error, OSError) and error.errno is not None:
         return StorageError(

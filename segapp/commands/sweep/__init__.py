@@ -133,7 +133,9 @@ def _check_devices(plan: SweepPlan) -> None:
         if run.name in plan.names and config.parallel.devices != "auto":
             raise ConfigError(
                 f"parallel.devices = {config.parallel.devices} of run {run.name}: --devices gives each run its own: "
-                "set the key to auto, or leave --devices out"
+                "set the key to auto, or leave --devices out",
+                key="parallel.devices",
+                value=config.parallel.devices,
             )
 
 

@@ -163,7 +163,9 @@ def _new_path(name: str) -> Path:
         raise ConfigError(f"{name!r} is no name for a sweep: use letters, digits, dots and hyphens, or a folder")
     path = Path(name) if os.sep in name else Path("runs") / name
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ConfigError(f"{path} exists and is no sweep: name the sweep, e.g. segapp sweep NAME --config FILE")
+        raise ConfigError(
+            f"{path} exists and is no sweep: name the sweep, e.g. segapp sweep NAME --config FILE", path=path
+        )
     return path
 
 

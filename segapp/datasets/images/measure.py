@@ -121,7 +121,7 @@ def measure_pixels(
     found, first = squeezed
     _check_alike([*paths, *others], found)
     if found.pages or found.dtype not in DTYPES:
-        raise DataError(f"{shown(first)}: {RGB8.problem(found)}")
+        raise DataError(f"{shown(first)}: {RGB8.problem(found)}", path=first)
     pixels = PixelFormat(tuple(range(1, found.bands + 1)), found.dtype)
     return replace(pixels, value_range=measure_ranges(paths, pixels))
 

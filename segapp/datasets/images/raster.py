@@ -38,7 +38,7 @@ def require_rasterio(path: Path, what: str) -> None:
         DataError: it is not; `what` says why the file needs it.
     """
     if not has_rasterio():
-        raise DataError(f"{shown(path)}: {what} needs the package rasterio: pip install 'segapp[geo]'")
+        raise DataError(f"{shown(path)}: {what} needs the package rasterio: pip install 'segapp[geo]'", path=path)
 
 
 @contextmanager

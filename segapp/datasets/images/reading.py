@@ -105,7 +105,8 @@ def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int)
     if not tags.can_be_read_in_windows and tags.height_px * tags.width_px > max_pixels:
         raise DataError(
             f"{shown(path)}: too large ({tags.width_px}x{tags.height_px} pixels; at most {max_pixels} are read of a "
-            "rotated TIFF or one with a palette): save it upright and without a palette"
+            "rotated TIFF or one with a palette): save it upright and without a palette",
+            path=path,
         )
     return upright(read_bands(path, bands_of(tags, pixels)), tags.orientation)
 

@@ -176,7 +176,11 @@ DATASETS: dict[str, DatasetFormat] = {
 
 def _format(format: str) -> DatasetFormat:
     if format not in DATASETS:
-        raise ConfigError(f"data.format = {format!r} is not known: {accepted_words(format, DATASETS)}")
+        raise ConfigError(
+            f"data.format = {format!r} is not known: {accepted_words(format, DATASETS)}",
+            key="data.format",
+            value=format,
+        )
     return DATASETS[format]
 
 

@@ -66,10 +66,11 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
     if missing:
         raise DataError(
             f"{shown(list_file)}: {len(missing)} of its names have no image below {shown(folder)} ({_some(missing)}): "
-            "restore the images or take the names out"
+            "restore the images or take the names out",
+            path=list_file,
         )
     if not images:
-        raise DataError(f"{shown(list_file)} lists no image: write one name a line")
+        raise DataError(f"{shown(list_file)} lists no image: write one name a line", path=list_file)
     return images
 
 
@@ -80,7 +81,7 @@ def _existing(folder: Path, how_to_get: str) -> Path:
     parent = folder.parent
     siblings = sorted(p.name for p in parent.iterdir() if p.is_dir() and p.name[0] != ".") if parent.is_dir() else []
     there = f" ({shown(parent)} holds {_some(siblings)})" if siblings else ""
-    raise DataError(f"{shown(folder)} does not exist{there}: {_meant(folder, siblings)}{how_to_get}")
+    raise DataError(f"{shown(folder)} does not exist{there}: {_meant(folder, siblings)}{how_to_get}", path=folder)
 
 
 def _meant(path: Path, names: Sequence[str]) -> str:
@@ -109,7 +110,8 @@ def _only_one(paths: Sequence[Path]) -> Path:
     """Return the single image of a name; raise DataError if there are two."""
     if len(paths) > 1:
         raise DataError(
-            f"{shown(paths[0])} and {shown(paths[1])} have the same name: remove one, or set image_suffix to choose"
+            f"{shown(paths[0])} and {shown(paths[1])} have the same name: remove one, or set image_suffix to choose",
+            path=paths[0],
         )
     return paths[0]
 
@@ -132,7 +134,7 @@ def match_masks(
     for key, image in images.items():
         if (match := matches[key]) is not None:
             if masks[match][0] == image:
-                raise DataError(f"{shown(image)} would be its own mask: set mask_dir or mask_suffix")
+                raise DataError(f"{shown(image)} would be its own mask: set mask_dir or mask_suffix", path=image)
             pairs.append(ImagePair(image, masks[match][0], _name(image, base / layout.image_dir)))
     missing_keys = [key for key, match in matches.items() if match is None]
     if missing_keys:
@@ -269,9 +271,9 @@ def _lines(path: Path, how_to_get: str) -> list[str]:
     except OSError as error:
         lists = [] if path.exists() or not path.parent.is_dir() else [each.name for each in path.parent.glob("*.txt")]
         hint = _meant(path, sorted(lists))
-        raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {hint}{how_to_get}") from error
+        raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {hint}{how_to_get}", path=path) from error
     if b"\0" in data:
-        raise DataError(f"{shown(path)} is not a text file in UTF-8: write one name a line")
+        raise DataError(f"{shown(path)} is not a text file in UTF-8: write one name a line", path=path)
     text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
     lines = (line.strip() for line in text.replace("\r", "\n").split("\n"))
     return [line for line in lines if line and not line.startswith("#")]
@@ -318,15 +320,16 @@ def listed_pairs(
             what = "a mask: write both" if num_masks == 1 else f"{num_masks} masks, one for each class: write all"
             raise DataError(
                 f"{shown(list_file)}: {shown(line[:200])} is not an image and {what} on one line, "
-                "with a tab between them if a name holds spaces"
+                "with a tab between them if a name holds spaces",
+                path=list_file,
             )
         image, mask, *others = images.file(parts[0]), *map(masks.file, parts[1:])
         name = images.name_of(image)
         if name in pairs:
-            raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out")
+            raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out", path=list_file)
         pairs[name] = ImagePair(image, mask, name, tuple(others))
     if not pairs:
-        raise DataError(f"{shown(list_file)} lists no pair: {how_to_get}")
+        raise DataError(f"{shown(list_file)} lists no pair: {how_to_get}", path=list_file)
     return tuple(sorted(pairs.values(), key=lambda pair: os.fsencode(pair.name)))
 
 
@@ -346,7 +349,9 @@ class _ListedPaths:
         path = os.path.join(self._root, name)
         clean = os.path.abspath(path)
         if clean == self._clean_root:
-            raise DataError(f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it")
+            raise DataError(
+                f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it", path=self._list_file
+            )
         if self._guard.is_closed:
             if not is_below(clean, self._clean_root):
                 raise self._outside(name, "is outside")
@@ -362,5 +367,6 @@ class _ListedPaths:
     def _outside(self, name: str, how: str) -> DataError:
         return DataError(
             f"{shown(self._list_file)}: {shown(name)} {how} {self._key} {shown(self._root)}: "
-            f"use a {self._key.removeprefix('data.')} that holds all files, or set data.allow_outside_root: true"
+            f"use a {self._key.removeprefix('data.')} that holds all files, or set data.allow_outside_root: true",
+            path=self._list_file,
         )

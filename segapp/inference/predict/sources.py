@@ -49,13 +49,13 @@ def _files_of(given: Path) -> Iterator[ImageFile]:
     elif glob.has_magic(str(given)):
         yield from _matching(given)
     else:
-        raise DataError(f"{shown(given)} is neither a file nor a folder: check the path")
+        raise DataError(f"{shown(given)} is neither a file nor a folder: check the path", path=given)
 
 
 def _below(folder: Path) -> list[ImageFile]:
     files = sorted(path for path in folder.rglob("*") if _is_picture(path))
     if not files:
-        raise DataError(f"{shown(folder)} holds no image or video: supported suffixes are {_suffixes()}")
+        raise DataError(f"{shown(folder)} holds no image or video: supported suffixes are {_suffixes()}", path=folder)
     return [ImageFile(path, str(path.relative_to(folder).with_suffix(""))) for path in files]
 
 
@@ -76,7 +76,8 @@ def _matching(pattern: Path) -> list[ImageFile]:
     )
     if not files:
         raise DataError(
-            f"{shown(pattern)} matches no image or video with one of the suffixes {_suffixes()}: check the pattern"
+            f"{shown(pattern)} matches no image or video with one of the suffixes {_suffixes()}: check the pattern",
+            path=pattern,
         )
     return [ImageFile(path, str(path.relative_to(fixed).with_suffix(""))) for path in files]
 

@@ -53,7 +53,8 @@ class VideoReader:
             reason = "no frame can be decoded" if is_open else "no decoder supports it"
             raise DataError(
                 f"{shown(file.path)}: {reason}: the video is damaged or of an unknown format; convert it, e.g. with "
-                "ffmpeg -i IN -c:v libx264 OUT.mp4"
+                "ffmpeg -i IN -c:v libx264 OUT.mp4",
+                path=file.path,
             )
         rate = float(self._capture.get(cv2.CAP_PROP_FPS))
         self.frames_per_s = rate if np.isfinite(rate) and rate > 0 else _DEFAULT_RATE
@@ -80,7 +81,8 @@ class VideoReader:
         if number < self.num_frames - 2:
             raise DataError(
                 f"{shown(self.file.path)}: ends after frame {number} of {self.num_frames}: the video is damaged or "
-                "cut; what came before is written"
+                "cut; what came before is written",
+                path=self.file.path,
             )
 
     def _read(self) -> NDArray[Any] | None:
@@ -189,7 +191,8 @@ class _VideoFile:
             remove_quietly(self._temporary)
         tried = ", ".join(codec for codec, _ in CODECS)
         raise StorageError(
-            f"{self._base}: no video can be written here (tried {tried}): choose another --out, or --save labels"
+            f"{self._base}: no video can be written here (tried {tried}): choose another --out, or --save labels",
+            path=self._base,
         )
 
     def close(self, *, keep: bool) -> None:
@@ -199,7 +202,9 @@ class _VideoFile:
         try:
             if keep:
                 if not self._temporary.stat().st_size:
-                    raise StorageError(f"{self.path} could not be written: free space or choose another --out")
+                    raise StorageError(
+                        f"{self.path} could not be written: free space or choose another --out", path=self.path
+                    )
                 os.replace(self._temporary, self.path)
         except OSError as error:
             raise StorageError(cannot_be_written(self.path, error)) from None

@@ -175,5 +175,5 @@ def _panoptic_png(tree: Tree, path: str, name: str) -> str:
     places = [one for one in tree.images if one.rpartition("/")[2] == name and "panoptic" in one.lower()]
     exact = [one for one in places if one == f"{folder}/{name}"]
     if len(exact or places) != 1:
-        raise DataError(f"{shown(folder)}/{shown(name)}: the PNG of segments is missing: restore it")
+        raise DataError(f"{shown(folder)}/{shown(name)}: the PNG of segments is missing: restore it", path=folder)
     return (exact or places)[0]

@@ -123,7 +123,8 @@ def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
     """
     if len(names) > MAX_CLASSES:
         raise DataError(
-            f"{shown(source)}: {len(names)} classes, but masks of 8 bits hold {MAX_CLASSES}: keep fewer classes in it"
+            f"{shown(source)}: {len(names)} classes, but masks of 8 bits hold {MAX_CLASSES}: keep fewer classes in it",
+            path=source,
         )
     return tuple(names)
 

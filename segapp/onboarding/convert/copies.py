@@ -161,7 +161,9 @@ def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
     if kind == "panoptic":
         classes = np.where(stored < INSTANCE_STEP, stored, classes)
     if int(classes.max()) > MAX_CLASSES:
-        raise DataError(f"{shown(mask)}: class {int(classes.max())}, but masks of 8 bits hold {MAX_CLASSES} classes")
+        raise DataError(
+            f"{shown(mask)}: class {int(classes.max())}, but masks of 8 bits hold {MAX_CLASSES} classes", path=mask
+        )
     return classes.astype(np.uint8)
 
 

@@ -109,11 +109,13 @@ def _stacked(files: Sequence[Path]) -> NDArray[np.generic]:
     for file in files:
         stored = read_header(file).stored
         if stored is None:
-            raise DataError(f"{shown(file)}: a channel is a PNG or a TIFF: convert it")
+            raise DataError(f"{shown(file)}: a channel is a PNG or a TIFF: convert it", path=file)
         planes.append(read_image(file, PixelFormat(tuple(range(1, stored.bands + 1)), stored.dtype)))
     kinds = {(plane.shape[:2], plane.dtype.name) for plane in planes}
     if len(kinds) > 1:
-        raise DataError(f"{shown(files[0])}: the channels of the case differ in size or type: make them alike")
+        raise DataError(
+            f"{shown(files[0])}: the channels of the case differ in size or type: make them alike", path=files[0]
+        )
     return np.concatenate(planes, axis=2)
 
 

@@ -108,7 +108,7 @@ def propose_config(request: InitRequest) -> InitResult:
     paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
     for path in paths:
         if path.exists() and not request.force:
-            raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force")
+            raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force", path=path)
     survey = find_candidates(tree)
     found = survey.candidates
     if request.html is not None:
@@ -353,6 +353,6 @@ def _listed(pairs: Sequence[Pair]) -> bytes:
             or pair.image.startswith("#")
             or pair.image != pair.image.strip()
         ):
-            raise DataError(f"{shown(pair.image)}: a list cannot hold this name: rename the file")
+            raise DataError(f"{shown(pair.image)}: a list cannot hold this name: rename the file", path=pair.image)
         lines.append(os.fsencode(f"{pair.image}\t{pair.mask}\n"))
     return b"".join(lines)

@@ -27,7 +27,8 @@ def check_place(root: Path, out: Path) -> None:
     if place.is_relative_to(data):
         raise ConfigError(
             f"{shown(out)} lies in the data folder {shown(root)}, where nothing is written: name a place outside it, "
-            f"such as --out {shown(os.path.relpath(data.parent / out.name))}"
+            f"such as --out {shown(os.path.relpath(data.parent / out.name))}",
+            path=out,
         )
 
 

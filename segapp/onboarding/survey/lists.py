@@ -66,7 +66,9 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
                     raise DataError(_overlap([pair.image]))
                 if earlier is not None and earlier.mask != pair.mask:
                     both = f"{earlier.mask} and {pair.mask}"
-                    raise DataError(f"{table.path}: {pair.image} has two masks, {both}: keep one of the rows")
+                    raise DataError(
+                        f"{table.path}: {pair.image} has two masks, {both}: keep one of the rows", path=table.path
+                    )
                 if earlier is None or earlier.split is None:
                     pairs[pair.image] = pair
         if pairs and len({pair.mask for pair in pairs.values()}) > len(pairs) / 2:

@@ -76,7 +76,9 @@ def survey_tree(root: Path) -> Tree:
         ConfigError: it is no folder.
     """
     if not root.is_dir():
-        raise ConfigError(f"{shown(root)} is not a folder: give the folder that holds the images and the masks")
+        raise ConfigError(
+            f"{shown(root)} is not a folder: give the folder that holds the images and the masks", path=root
+        )
     guard = RootGuard(root)
     images: list[str] = []
     others: list[str] = []

@@ -131,7 +131,8 @@ def read_manifest(path: Path) -> Manifest | None:
     if raw["format"] > FORMAT:
         raise CheckpointError(
             f"{path}: format {raw['format']} was written by a newer segapp, this one reads up to {FORMAT}: "
-            "install the newer one"
+            "install the newer one",
+            path=path,
         )
     return _parse(raw)
 

@@ -140,7 +140,7 @@ class CheckpointFolder:
         """
         manifest = self.read_manifest()
         if not manifest.is_readable:
-            raise CheckpointError(f"{self.path}: {self._lost_manifest(manifest)}")
+            raise CheckpointError(f"{self.path}: {self._lost_manifest(manifest)}", path=self.path)
         return [
             CheckpointStatus(entry, tuple(manifest.names_of(entry)), self._problem_of(entry, manifest, hashes))
             for entry in manifest.entries

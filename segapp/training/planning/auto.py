@@ -97,7 +97,8 @@ def _load_or_make_plan(
     if gpus is None:
         raise ConfigError(
             "train.batch_size = auto needs the memory of each device, and there is no GPU: "
-            "set parallel.memory_budget_mib, e.g. [4096], or set train.batch_size to a number"
+            "set parallel.memory_budget_mib, e.g. [4096], or set train.batch_size to a number",
+            key="train.batch_size",
         )
     overhead = _overhead(config, devices, len(gpus))
     if config.train.batch_size:
@@ -165,7 +166,8 @@ def _largest(
             fewer = min(saved_plan.batch_size - 1, saved_plan.batch_size * _FEWER[0] // _FEWER[1])
             if fewer < 1:
                 raise ConfigError(
-                    f"train.batch_size = auto: not even one image fits ({text}): lower data.crop_px"
+                    f"train.batch_size = auto: not even one image fits ({text}): lower data.crop_px",
+                    key="train.batch_size",
                 ) from None
             continue
         finally:

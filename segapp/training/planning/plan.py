@@ -43,18 +43,25 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
     """
     section, mode = config.parallel, config.parallel.mode
     if mode == "single" and num_gpus > 1:
-        raise ConfigError(f"parallel.mode = single uses one GPU and --gpus names {num_gpus}: use dp, or name one")
+        raise ConfigError(
+            f"parallel.mode = single uses one GPU and --gpus names {num_gpus}: use dp, or name one", key="parallel.mode"
+        )
     if mode == "model" and num_gpus < 2:
-        raise ConfigError("parallel.mode = model needs two GPUs or more and --gpus names 1: name them all")
+        raise ConfigError(
+            "parallel.mode = model needs two GPUs or more and --gpus names 1: name them all", key="parallel.mode"
+        )
     if mode == "ddp" and 0 < config.train.batch_size < num_gpus:
         raise ConfigError(
             f"parallel.mode = ddp: {num_gpus} ranks cannot share train.batch_size = {config.train.batch_size}: "
-            f"use {num_gpus} or more"
+            f"use {num_gpus} or more",
+            key="parallel.mode",
         )
     if section.shares is not None and len(section.shares) != num_gpus and mode in ("auto", "dp", "ddp"):
         raise ConfigError(
             f"parallel.shares = {section.shares} is for {len(section.shares)} GPUs and --gpus names {num_gpus}: "
-            "make them equal"
+            "make them equal",
+            key="parallel.shares",
+            value=section.shares,
         )
     if mode == "auto":
         mode = auto_mode(config, num_gpus)[0]
@@ -136,7 +143,8 @@ def plan_largest(
         tried = f"{allowed[0]} images" if allowed else "no allowed batch"
         raise ConfigError(
             f"train.batch_size = auto: {tried} would not fit {', '.join(f'{c.total_mib:.0f}' for c in gpus)} MiB: "
-            "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16"
+            "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16",
+            key="train.batch_size",
         )
     return _assembled(with_batch(config, allowed[count - 1]), planner, found)
 
@@ -230,7 +238,11 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
     facts = found.facts
     rows, refused = planner.rows(config.train.batch_size)
     if not rows:
-        raise ConfigError(f"train.batch_size = {config.train.batch_size}: {refused[0][1]}")
+        raise ConfigError(
+            f"train.batch_size = {config.train.batch_size}: {refused[0][1]}",
+            key="train.batch_size",
+            value=config.train.batch_size,
+        )
     current = _current_row(config, planner)
     max_batch, max_row = planner.largest_batch()
     shares = planner.largest_shares() if planner.has_split else ()

@@ -210,7 +210,10 @@ class Simulator:
         if wanted:
             order = list(dict.fromkeys(map(str, wanted.values())))
             if len(order) > len(devices):
-                raise ConfigError(f"parallel.stages names {len(order)} devices and --gpus {len(devices)}: name as many")
+                raise ConfigError(
+                    f"parallel.stages names {len(order)} devices and --gpus {len(devices)}: name as many",
+                    key="parallel.stages",
+                )
             return {name: devices[order.index(str(device))] for name, device in wanted.items()}
         dtype = Precision(self.assembler.config.train.precision, torch.device("cpu")).input_dtype
         example = torch.empty(2, self.assembler.pixels.num_bands, *self._crop_px, dtype=dtype, device="meta")

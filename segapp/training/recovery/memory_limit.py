@@ -237,7 +237,8 @@ def build_memory_limit(
     if len(limits) < len(devices):
         raise ConfigError(
             f"parallel.memory_budget_mib names {len(limits_mib)} budgets: device "
-            f"{first + len(limits)} has none: give one a device"
+            f"{first + len(limits)} has none: give one a device",
+            key="parallel.memory_budget_mib",
         )
     if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
         for device, mib in zip(devices, limits, strict=True):

@@ -80,18 +80,20 @@ def _check_state(
 ) -> None:
     saved = state.get("config")
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{path} holds no config: it was not written by segapp train")
+        raise CheckpointError(f"{path} holds no config: it was not written by segapp train", path=path)
     differences = resume_differences(saved, config)
     if differences:
         shown = "\n".join(f"  {line}" for line in differences)
         raise CheckpointError(
             f"{path} cannot be resumed with this config, these keys differ (saved -> now):\n{shown}\n"
-            "  put them back, or start a new run"
+            "  put them back, or start a new run",
+            path=path,
         ).see("resume-refused")
     data: Any = state["data"]
     saved_classes = list(state["classes"])
     if data["num_train"] != num_train or saved_classes != list(classes):
         raise CheckpointError(
             f"{path} was trained on {data['num_train']} images of {len(saved_classes)} classes; data.root "
-            f"now has {num_train} of {len(classes)}: put the data back, or start a new run"
+            f"now has {num_train} of {len(classes)}: put the data back, or start a new run",
+            path=path,
         ).see("resume-refused")

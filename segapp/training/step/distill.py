@@ -170,7 +170,8 @@ class Distillation(StepParticipant):
         if state is None or state["teacher_sha256"] != self.teacher.sha256:
             raise CheckpointError(
                 "distill.teacher is another checkpoint than the one that this training learned from: "
-                "put that one back, or start a new run"
+                "put that one back, or start a new run",
+                key="distill.teacher",
             )
 
 

@@ -160,7 +160,8 @@ def cut_into_blocks(tree: Tree, layout: Layout, block_px: int, share: float) -> 
         if image.size != mask.size:
             raise DataError(
                 f"{shown(pair.image)} has {image.size[1]} x {image.size[0]} px, its mask {shown(pair.mask)} "
-                f"{mask.size[1]} x {mask.size[0]}: cut or resample one of them"
+                f"{mask.size[1]} x {mask.size[0]}: cut or resample one of them",
+                path=pair.image,
             )
         strip = _strip_of(pair, image, mask, block_px, share) if has_strips else None
         cut = plan_cut(image.size, strip, block_px)
@@ -196,7 +197,8 @@ def _strip_of(pair: Pair, image: _Pixels, mask: _Pixels, block_px: int, share: f
     if strip is None:
         raise DataError(
             f"{shown(pair.image)}: {image.size[1]} x {image.size[0]} px are too few for training and validation "
-            f"blocks of {block_px} px: use smaller ones, such as --blocks {block_px // 2}"
+            f"blocks of {block_px} px: use smaller ones, such as --blocks {block_px // 2}",
+            path=pair.image,
         )
     return strip
 
