@@ -221,8 +221,8 @@ def exit_codes_page() -> str:
             "```sh\nsegapp ckpt verify demo\n```\n",
             "Errors go to stderr as one line that begins with `error:` and names what is wrong, the value, and what to "
             "do. `--debug` adds the traceback. Where a page says more, the last line names it. With `--json`, stdout "
-            'has the same for programs: `{"error": {...}}` with `type`, `message`, `exit_code`, `topic`, and, if they are '
-            "known, `key`, `path`, `value` and `problems`.\n",
+            'has the same for programs: `{"error": {...}}` with `type`, `message`, `exit_code`, `topic`, and, if they '
+            "are known, `key`, `path`, `value` and `problems`.\n",
             "| code | meaning | page |",
             "|---|---|---|",
             *lines,
