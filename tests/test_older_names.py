@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import yaml
 
+from segapp import older as module
 from segapp.config import changed_keys, load_config, validate_config
-from segapp.config import older as module
-from segapp.config.older import OPTIONS, upgraded
 from segapp.config.options import BUILT_INS
 from segapp.errors import ConfigError
+from segapp.older import OPTIONS, upgraded
+from segapp.run.events import decode
+from segapp.run.events.decode import parse_line
 from tests.support import ROOT
 
 DATA = ROOT / "tests" / "data"
@@ -121,6 +123,22 @@ def test_config_of_a_run_with_another_loss_drops_its_defaults(tmp_path: Path) ->
     path.write_text(yaml.safe_dump(whole))
     with pytest.raises(ConfigError, match=r"unknown key optim\.options\.betas: no option of sgd: use nesterov"):
         load_config(path, ["optim.name=sgd"])
+
+
+def test_former_key_of_the_command_line_wins_over_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(validate_config(BASE).model_dump(mode="json")))
+    assert load_config(path, ["optim.nesterov=true"]).optim.options == {"nesterov": True}
+
+
+def test_former_keys_of_states_and_events_are_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decode, "EVENT_KEYS", {"alert": {"text": "message"}})
+    line = b'{"v":1,"seq":1,"t":1.0,"type":"%s","kind":"data","text":"hello"}'
+    alert = parse_line(line % b"alert")
+    assert alert is not None
+    assert alert["message"] == "hello"
+    assert "text" not in alert
+    assert "text" in (parse_line(line % b"oom") or {})
 
 
 def test_only_the_first_rank_says_what_is_renamed(

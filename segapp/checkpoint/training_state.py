@@ -25,6 +25,7 @@ from segapp.checkpoint.snapshot import (
 )
 from segapp.errors import CheckpointError, NonFiniteError, accepted_words
 from segapp.models.weights import load_tensors, peek_tensors
+from segapp.older import CHECKPOINT_KEYS, renamed
 from segapp.run.checkpoints import (
     BEST,
     FORMAT,
@@ -344,7 +345,7 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
         )
     if not all(isinstance(about.get(key), int) for key in _POSITION):
         raise CheckpointError(f"{label} has no step, epoch and position")
-    return dict(state)
+    return renamed(dict(state), CHECKPOINT_KEYS)
 
 
 def _why_not_loaded(error: Exception) -> str:

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from segapp.config.older import say, upgraded
 from segapp.config.options import BUILT_INS, BuiltIn
 from segapp.config.parts import parts_beside
 from segapp.config.problems import ConfigProblem, KeyLocations, combination_problems, describe_problems, wrong_keys
@@ -22,6 +21,7 @@ from segapp.config.sections import RunConfig
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import parse_yaml
 from segapp.errors import ConfigError, closest_words
+from segapp.older import say, upgraded
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 50

@@ -11,17 +11,17 @@ from segapp.custom import is_part
 from segapp.custom.names import beside
 
 
+def _named(config: RunConfig) -> dict[str, tuple[Any, Mapping[str, Any]]]:
+    """Return the keys that can name an own part, each with its value and the options beside it."""
+    terms = {"loss": config.loss, **{f"loss.plus.{i}": term for i, term in enumerate(config.loss.plus)}}
+    sections: dict[str, Any] = {"model": config.model, **terms, "optim": config.optim, "schedule": config.schedule}
+    found = {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
+    return {"data.format": (config.data.format, config.data.options), **found}
+
+
 def part_sections(config: RunConfig) -> dict[str, Mapping[str, Any]]:
     """Return the keys that can name an own part, each with the options beside it."""
-    terms = {f"loss.plus.{i}.name": term.options for i, term in enumerate(config.loss.plus)}
-    return {
-        "data.format": config.data.options,
-        "model.name": config.model.options,
-        "loss.name": config.loss.options,
-        **terms,
-        "optim.name": config.optim.options,
-        "schedule.name": config.schedule.options,
-    }
+    return {key: options for key, (_, options) in _named(config).items()}
 
 
 def part_names(config: RunConfig) -> dict[str, str]:
@@ -32,15 +32,9 @@ def part_names(config: RunConfig) -> dict[str, str]:
     >>> part_names(validate_config(raw))
     {'optim.name': 'torch.optim:RMSprop'}
     """
-    names: dict[str, Any] = {
-        "data.format": config.data.format,
-        "model.name": config.model.name if config.model.library == "python" else None,
-        "loss.name": config.loss.name,
-        **{f"loss.plus.{i}.name": term.name for i, term in enumerate(config.loss.plus)},
-        "optim.name": config.optim.name,
-        "schedule.name": config.schedule.name,
-    }
-    found = {key: name for key, name in names.items() if is_part(name)}
+    found = {key: name for key, (name, _) in _named(config).items() if is_part(name)}
+    if config.model.library != "python":
+        found.pop("model.name", None)
     transforms = [name for name in _keys(config.data.augment) if is_part(name)]
     return {**found, **{f"data.augment[{i}]": name for i, name in enumerate(transforms)}}
 

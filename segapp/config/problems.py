@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from segapp.config.modes import unsupported
-from segapp.config.older import upgraded
 from segapp.config.options import UNKNOWN_OPTION
 from segapp.config.parts import part_names
 from segapp.config.sections import MAX_LABELS, DataConfig, LossConfig, ParallelConfig, RunConfig
 from segapp.config.values import section_of
 from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
 from segapp.custom import PART_PATTERN, is_part
+from segapp.older import upgraded
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NamedTuple
 from pydantic import ConfigDict, Field, TypeAdapter
 from pydantic_core import from_json
 
+from segapp.older import EVENT_KEYS, renamed
 from segapp.run.events.types import EVENT_TYPES, VERSION, Event
 
 _adapter: TypeAdapter[Event] = TypeAdapter(
@@ -40,7 +41,9 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
         return None
     seq, t = raw.get("seq"), raw.get("t")
     has_frame = type(raw.get("v")) is int and type(seq) is int and isinstance(t, (int, float)) and t is not True
-    return raw if has_frame and isinstance(raw.get("type"), str) else None
+    if not has_frame or not isinstance(raw.get("type"), str):
+        return None
+    return renamed(raw, EVENT_KEYS[raw["type"]]) if raw["type"] in EVENT_KEYS else raw
 
 
 def is_known(raw: dict[str, Any]) -> bool:

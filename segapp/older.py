@@ -42,6 +42,12 @@ OPTIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 Every section had the keys of all of its names; those of other names had no effect.
 """
 
+CHECKPOINT_KEYS: Mapping[str, str] = {}
+"""Key of a training's state until a938a80 -> that of today."""
+
+EVENT_KEYS: Mapping[str, Mapping[str, str]] = {}
+"""Type of an event -> name of a field until a938a80 -> that of today."""
+
 REMOVED: Mapping[tuple[str, ...], Any] = {
     ("data", "mix", "cutmix_alpha"): 1.0,
     ("train", "ema_warmup"): True,
@@ -98,7 +104,16 @@ def _section(section: Any, kind: str, place: str, notes: list[str]) -> Any:
         notes.append(f"{place}.implementation = compiled exists no longer: auto is used")
     kept = {key: value for key, value in section.items() if key not in former}
     given = section.get("options", {})
-    return {**kept, "options": {**options, **given} if isinstance(given, Mapping) else given}
+    return {**kept, "options": {**given, **options} if isinstance(given, Mapping) else given}
+
+
+def renamed(saved: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    """Return a state or an event with the names of today.
+
+    >>> renamed({"step": 3, "speed": 2.0}, {"speed": "images_per_s"})
+    {'step': 3, 'images_per_s': 2.0}
+    """
+    return {names.get(key, key): value for key, value in saved.items()} if names.keys() & saved.keys() else saved
 
 
 def say(notes: Sequence[str], source: object = None) -> None:
