@@ -149,15 +149,17 @@ class BuiltIn:
 
 
 LOSSES: Mapping[str, BuiltIn] = {
-    "ce": BuiltIn("segapp.losses:CriterionCE", CrossEntropyOptions),
-    "ohem": BuiltIn("segapp.losses:CriterionOHEM", OhemOptions),
-    "bce": BuiltIn("segapp.losses:CriterionBCE", BinaryOptions),
-    "dice": BuiltIn("segapp.losses:CriterionDice", DiceOptions),
-    "tversky": BuiltIn("segapp.losses:CriterionTversky", TverskyOptions),
-    "focal": BuiltIn("segapp.losses:CriterionFocal", FocalOptions),
-    "lovasz": BuiltIn("segapp.losses:CriterionLovasz"),
-    "boundary": BuiltIn("segapp.losses:CriterionBoundary"),
-    "mask_classification": BuiltIn("segapp.losses:CriterionMaskClassification", MaskClassificationOptions),
+    "ce": BuiltIn("segapp.losses.cross_entropy:CriterionCE", CrossEntropyOptions),
+    "ohem": BuiltIn("segapp.losses.ohem:CriterionOHEM", OhemOptions),
+    "bce": BuiltIn("segapp.losses.binary:CriterionBCE", BinaryOptions),
+    "dice": BuiltIn("segapp.losses.overlap:CriterionDice", DiceOptions),
+    "tversky": BuiltIn("segapp.losses.overlap:CriterionTversky", TverskyOptions),
+    "focal": BuiltIn("segapp.losses.focal:CriterionFocal", FocalOptions),
+    "lovasz": BuiltIn("segapp.losses.lovasz:CriterionLovasz"),
+    "boundary": BuiltIn("segapp.losses.boundary:CriterionBoundary"),
+    "mask_classification": BuiltIn(
+        "segapp.losses.mask_classification:CriterionMaskClassification", MaskClassificationOptions
+    ),
 }
 OPTIMIZERS: Mapping[str, BuiltIn] = {
     "sgd": BuiltIn("segapp.optim.optimizers:sgd", SgdOptions),

@@ -323,7 +323,8 @@ class ParallelConfig(Section):
     """`parallel:` the devices, and how a batch is divided among them."""
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
-    """auto: one process per GPU (ddp) on several GPUs, dp if gpu0_bsz or shares is set, single on one device."""
+    """auto: single on one device, one process per GPU (ddp) on several, dp if gpu0_bsz or shares is set; another one if
+    the config asks for something that works there only."""
     devices: str | list[int | str] = "auto"
     """auto, one device ("cuda:1"), or a list ([0, 1], [cpu, cpu])."""
     gpu0_bsz: Count | Literal["auto"] | None = None
