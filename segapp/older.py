@@ -42,10 +42,10 @@ OPTIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
 Every section had the keys of all of its names; those of other names had no effect.
 """
 
-CHECKPOINT_KEYS: Mapping[str, str] = {}
+CHECKPOINT_KEYS: Mapping[str, str] = {"lessons": "fallbacks"}
 """Key of a training's state until a938a80 -> that of today."""
 
-EVENT_KEYS: Mapping[str, Mapping[str, str]] = {}
+EVENT_KEYS: Mapping[str, Mapping[str, str]] = {"oom": {"lessons": "fallbacks"}}
 """Type of an event -> name of a field until a938a80 -> that of today."""
 
 REMOVED: Mapping[tuple[str, ...], Any] = {

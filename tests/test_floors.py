@@ -51,7 +51,8 @@ def test_libraries_load_nothing_beyond_torch(package: str) -> None:
         "segapp.commands.spawn",
         "segapp.commands.plan",
         "segapp.commands.sweep",
-        "segapp.memory.planner",
+        "segapp.memory.judge",
+        "segapp.memory.plan",
         "segapp.cli",
     ],
 )

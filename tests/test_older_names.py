@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import tarfile
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,11 @@ from segapp import older as module
 from segapp.config import changed_keys, load_config, validate_config
 from segapp.config.options import BUILT_INS
 from segapp.errors import ConfigError
-from segapp.older import OPTIONS, upgraded
+from segapp.older import CHECKPOINT_KEYS, OPTIONS, renamed, upgraded
 from segapp.run.events import decode
 from segapp.run.events.decode import parse_line
+from segapp.run.folder import RunFolder
+from segapp.training.recovery.fallbacks import MemoryFallbacks, fallbacks_after
 from tests.support import ROOT
 
 DATA = ROOT / "tests" / "data"
@@ -139,6 +142,17 @@ def test_former_keys_of_states_and_events_are_those_of_today(monkeypatch: pytest
     assert alert["message"] == "hello"
     assert "text" not in alert
     assert "text" in (parse_line(line % b"oom") or {})
+
+
+def test_fallbacks_of_older_runs_are_read(tmp_path: Path) -> None:
+    line = {"v": 1, "seq": 1, "t": 1.0, "type": "oom", "step": 4, "lessons": {"num_pieces": 2}}
+    (tmp_path / "events.jsonl").write_text(json.dumps(line) + "\n")
+    reports = tmp_path / "reports"
+    reports.mkdir()
+    (reports / "rank_1_step_5.json").write_text(json.dumps({"step": 5, "lessons": {"failed_splits": [[6, 2]]}}))
+    found = fallbacks_after(RunFolder(tmp_path), 4)
+    assert found == [(4, MemoryFallbacks(num_pieces=2)), (5, MemoryFallbacks(failed_splits=((6, 2),)))]
+    assert renamed({"lessons": {"num_pieces": 2}}, CHECKPOINT_KEYS) == {"fallbacks": {"num_pieces": 2}}
 
 
 def test_only_the_first_rank_says_what_is_renamed(

@@ -26,7 +26,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError, OutOfMemoryError
-from segapp.memory.saved_plan import SavedMemoryPlan
+from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel.ranks import Ranks
 from segapp.run.starting import announce
 from segapp.scores import SCORES

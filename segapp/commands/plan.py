@@ -10,7 +10,7 @@ from segapp.custom.trust import check_trusted
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
 from segapp.memory.gpu_specs import GpuSpec, parse_gpus
-from segapp.memory.planner import (
+from segapp.memory.plan import (
     plan_as_json,
 )
 from segapp.memory.report import error_lines, plan_lines

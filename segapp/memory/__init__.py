@@ -1,5 +1,5 @@
-"""The memory plan: predicted GPU memory of a training, its calibration by measurements, and out-of-memory reports.
+"""Memory of a training: peaks of its devices, the judge of splits, the memory plan, counters, out-of-memory reports.
 
-`affine`, `gpu_specs`, `planner`, `advice`, `report` and `calibration` are arithmetic and text, without torch.
-`simulated` runs one training step on simulated devices and records the tensors; it loads torch.
+`peaks`, `judge`, `plan`, `calibration`, `report` and `gpu_specs` are arithmetic and text, without torch: the screen and
+`segapp ctl` import the judge. `ledger` and `simulated` record the tensors of a training step; they load torch.
 """

@@ -6,16 +6,15 @@ events have the split at that time. No torch here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
 from segapp.errors import ConfigError
-from segapp.memory.affine import MemoryModel
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.peaks import Split
-from segapp.memory.planner import OverheadEstimate
+from segapp.memory.peaks import PlannedPeaks, Split, measured_scale
+from segapp.memory.plan import OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 
@@ -27,14 +26,14 @@ class Measurement:
     Attributes:
         devices: their names in torch.
         total_mib: memory of each; None where unknown.
-        observations: the highest peak of each device under each split, since frozen parameters thawed if they did.
+        peaks_mib: the highest peak of each device under each split, since frozen parameters thawed if they did.
         beside_mib: memory in use on each GPU outside the run's allocator (context, other processes); None if unknown.
         is_frozen: parameters were frozen that thaw later.
     """
 
     devices: tuple[str, ...]
     total_mib: tuple[float | None, ...]
-    observations: tuple[tuple[Split, tuple[float | None, ...]], ...]
+    peaks_mib: Mapping[Split, tuple[float | None, ...]]
     beside_mib: tuple[float | None, ...]
     is_frozen: bool = False
 
@@ -81,7 +80,7 @@ def read_measurement(folder: RunFolder) -> Measurement:
     where = folder.path.name
     if measurement.devices and all(name.startswith("cpu") for name in measurement.devices):
         raise ConfigError(f"{where} trained on the CPU, which cannot calibrate a plan for GPUs: leave out --run")
-    if not measurement.observations:
+    if not measurement.peaks_mib:
         raise ConfigError(f"{where} has no measured peak yet: let it train for some steps, or leave out --run")
     return measurement
 
@@ -118,30 +117,26 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
                 used, reserved = _number(row.get("used_mib")), _number(row.get("reserved_mib"))
                 if used is not None and reserved is not None:
                     beside[i].append(max(0.0, used - reserved))
-    observations = [(s, tuple(p)) for s, p in peaks.items() if any(mib for mib in p)]
+    measured = {split: tuple(known) for split, known in peaks.items() if any(known)}
     medians = tuple(median(mib) if mib else None for mib in beside)
-    return Measurement(devices, tuple(total), tuple(observations), medians, may_thaw and not has_thawed)
+    return Measurement(devices, tuple(total), measured, medians, may_thaw and not has_thawed)
 
 
 def calibrated(
-    measurement: Measurement, model: MemoryModel, assumed: OverheadEstimate
+    measurement: Measurement, model: PlannedPeaks, assumed: OverheadEstimate
 ) -> tuple[OverheadEstimate, list[PeakError]]:
     """Return the overhead with measured values in place of assumed ones, and the errors of the prediction."""
-    ratios: list[list[float]] = [[] for _ in assumed.context_mib]
-    pairs = []
-    for split, peaks in measurement.observations:
-        for i, (measured, predicted) in enumerate(zip(peaks, model.peak_mib(split), strict=True)):
-            if measured and predicted and i < len(ratios):
-                ratios[i].append(measured / predicted)
-                pairs.append((tuple(split), i, measured, predicted))
-    everywhere = [ratio for own in ratios for ratio in own]
-    fallback = median(everywhere) if everywhere else 1.0
-    scale = tuple(median(own) if own else fallback for own in ratios)
-    beside_mib = (*measurement.beside_mib, *[None] * len(ratios))  # none was measured on GPUs that the run did not have
+    scale = measured_scale(model, measurement.peaks_mib, len(assumed.context_mib))
+    beside_mib = (*measurement.beside_mib, *[None] * len(scale))  # none was measured on GPUs that the run did not have
     context = tuple(
         assumed_mib if mib is None else mib for assumed_mib, mib in zip(assumed.context_mib, beside_mib, strict=False)
     )
-    errors = [PeakError(split, i, measured, mib, mib * scale[i]) for split, i, measured, mib in pairs]
+    errors = [
+        PeakError(split, i, measured, mib, mib * scale[i])
+        for split, peaks in measurement.peaks_mib.items()
+        for i, (measured, mib) in enumerate(zip(peaks, model.peak_mib(split), strict=True))
+        if measured and mib and i < len(scale)
+    ]
     return OverheadEstimate(context, assumed.room, scale, "measured"), errors
 
 

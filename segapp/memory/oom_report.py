@@ -150,7 +150,7 @@ def report_event(report: OomReport, fallbacks: dict[str, Any] | None = None, pat
         others_mib=snapshot.others_mib,
         predicted_mib=list(report.predicted_mib) or None,
         advice=list(report.advice),
-        lessons=fallbacks,
+        fallbacks=fallbacks,
         path=path,
         judge=report.judge,
     )

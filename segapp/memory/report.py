@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from segapp.memory.calibration import PeakError
-from segapp.memory.planner import Advice, MemoryPlan, PlanRow
+from segapp.memory.plan import Advice, MemoryPlan, PlanRow
 from segapp.memory.simulated.jobs import KINDS
 
 BAR_CELLS = 48
@@ -52,7 +52,7 @@ def split_table(plan: MemoryPlan) -> list[str]:
             if other and other.split == row.split
         ]
         cells = [f"{mib:.0f} {phase}" for mib, phase in zip(row.peak_mib, row.phase, strict=True)]
-        word = row.word + (f"  <- {', '.join(marks)}" if marks else "")
+        word = row.level + (f"  <- {', '.join(marks)}" if marks else "")
         rows.append(("-" if row.gpu0_bsz is None else str(row.gpu0_bsz), _joined(row.split), *cells, word))
     lines = aligned(rows)
     hidden = len(plan.rows) - len(shown)
@@ -127,7 +127,7 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
     lines = [
         f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest GPU "
-        f"{100 * best.fullest(plan.gpus):.0f} % ({best.word}: {best.reason})"
+        f"{100 * best.fullest(plan.gpus):.0f} % ({best.level}: {best.reason})"
     ]
     if plan.max_row is None:
         lines.append("largest batch that fits: none, not even 1")

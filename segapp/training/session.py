@@ -25,7 +25,7 @@ from segapp.custom.copies import keep_parts
 from segapp.custom.trust import TRUST_VARIABLE, remember_parts
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, device_info_of
-from segapp.memory.saved_plan import SavedMemoryPlan
+from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
     abandon,

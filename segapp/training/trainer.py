@@ -387,7 +387,7 @@ class Trainer:
             "best": vars(self.progress.best).copy(),
             "plateau": None if self.plateau is None else self.plateau.state_dict(),
             "settings": self.live.model_dump(),
-            "lessons": self.oom_policy.fallbacks.to_json(),
+            "fallbacks": self.oom_policy.fallbacks.to_json(),
             "memory": self.controller.batch_split.state_dict(),
             "rng": rng,
             "config": self.facts.config,
@@ -408,7 +408,7 @@ class Trainer:
             self.plateau.load_state_dict(state["plateau"])
         saved, present = state["config"]["parallel"], self.facts.config["parallel"]
         self.controller.restore_settings(LiveSettings(**state["settings"]), saved, present)
-        self.oom_policy.restore(MemoryFallbacks.from_json(state.get("lessons", {})))
+        self.oom_policy.restore(MemoryFallbacks.from_json(state.get("fallbacks", {})))
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

@@ -21,7 +21,7 @@ from textual.screen import Screen
 from textual.widget import Widget
 
 from segapp.failpoints import failpoint
-from segapp.memory.saved_plan import SavedMemoryPlan, read_saved_plan
+from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder, is_sweep
 from segapp.run.words import printable
 from segapp.tui import keys, layout, themes

@@ -58,7 +58,7 @@ FORGETFUL: dict[str, Callable[[State, State], State]] = {
     "position": whole("position"),
     "best": whole("best"),
     "settings": whole("settings"),
-    "lessons": whole("lessons"),
+    "fallbacks": whole("fallbacks"),
     "random numbers": whole("rng"),
 }
 

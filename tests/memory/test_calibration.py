@@ -5,15 +5,14 @@ from contextlib import closing
 import pytest
 
 from segapp.errors import ConfigError
-from segapp.memory.affine import Line, MemoryModel
 from segapp.memory.calibration import calibrated, collect, read_measurement
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.peaks import PeakModel
-from segapp.memory.planner import OverheadEstimate
+from segapp.memory.peaks import Line, PeakModel, PlannedPeaks
+from segapp.memory.plan import OverheadEstimate
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart
 from segapp.run.folder import RunFolder
 
-MODEL = MemoryModel(
+MODEL = PlannedPeaks(
     "dp", ({"backward": Line(300.0, 1000.0)},), (({"backward": Line(200.0, 1000.0)},),), ({"step": Line(90.0)},)
 )
 
@@ -43,7 +42,7 @@ def run_of(*splits, factor=1.06):
 
 def test_measured_peaks_replace_assumed_ones():
     measurement = collect(run_of((2, 3, 3), (1, 4, 3)))
-    assert [split for split, _ in measurement.observations] == [(2, 3, 3), (1, 4, 3)]
+    assert list(measurement.peaks_mib) == [(2, 3, 3), (1, 4, 3)]
     overhead, errors = calibrated(measurement, MODEL, OverheadEstimate((500.0,) * 3))
     assert overhead.context_mib == pytest.approx((650.0, 420.0, 420.0))
     assert overhead.scale == pytest.approx((1.06,) * 3)
@@ -59,7 +58,7 @@ def test_peaks_of_frozen_epochs_do_not_count_once_these_are_over():
     thaw = {"type": "epoch_start", "epoch": 2, "split": [2, 3, 3], "num_thawed": 1000}
     found = collect([*frozen, thaw, memory_event((2, 3, 3), 1.0), {**start, "freeze_epochs": 1}])  # and resumed
     assert not found.is_frozen
-    ((split, peaks),) = found.observations
+    ((split, peaks),) = found.peaks_mib.items()
     assert peaks == pytest.approx(MODEL.peak_mib(split))
 
 
@@ -84,9 +83,9 @@ def test_highest_peak_counts_wherever_it_occurred():
     factors = [0.7, 1.06, 0.9]
     events = run_of((2, 3, 3))[:2] + [memory_event((2, 3, 3), factor) for factor in factors]
     highest = [1.06 * mib for mib in MODEL.peak_mib((2, 3, 3))]
-    assert list(collect(events).observations[0][1]) == pytest.approx(highest)
+    assert list(collect(events).peaks_mib[2, 3, 3]) == pytest.approx(highest)
     without = {"type": "memory", "devices": [{"device": "cuda:0", "peak_mib": None}] * 3}
-    assert list(collect([*events, without]).observations[0][1]) == pytest.approx(highest)
+    assert list(collect([*events, without]).peaks_mib[2, 3, 3]) == pytest.approx(highest)
 
 
 def test_device_without_measurement_takes_the_median_of_all():
@@ -113,7 +112,7 @@ def test_without_measurements_the_prediction_is_not_scaled():
 
 
 def test_fit_of_two_splits_is_proven_and_predicts_a_third():
-    fit = PeakModel(dict(collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).observations))
+    fit = PeakModel(collect(run_of((2, 3, 3), (1, 4, 3), factor=1.0)).peaks_mib)
     assert fit.is_proven
     assert fit.peak_mib((4, 2, 2)) == pytest.approx(MODEL.peak_mib((4, 2, 2)))
 
@@ -130,7 +129,7 @@ def test_fit_of_two_splits_is_proven_and_predicts_a_third():
 )
 def test_events_without_numbers_are_skipped(damage):
     events = [*run_of((2, 3, 3)), {"type": "memory", **damage}]
-    assert collect(events).observations == collect(run_of((2, 3, 3))).observations
+    assert collect(events).peaks_mib == collect(run_of((2, 3, 3))).peaks_mib
 
 
 def test_run_without_gpu_measurements_is_one_clear_error(tmp_path):

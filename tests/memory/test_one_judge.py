@@ -13,11 +13,11 @@ from torch import nn
 
 from segapp.commands.control import split_problem
 from segapp.config import LiveSettings
-from segapp.memory.affine import Line, MemoryModel
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.judge import SplitVerdict
-from segapp.memory.planner import OverheadEstimate, Planner
+from segapp.memory.peaks import Line, PlannedPeaks
+from segapp.memory.plan import OverheadEstimate, Planner
 from segapp.parallel import DataParallelModel, RankSplit
 from segapp.run.commands import SetCommand, parse_command, send_command
 from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step
@@ -125,7 +125,7 @@ class TrainedRun:
     def plan(self) -> Planner:
         """The plan of the same network on the same devices, with the true lines."""
         lines = [({"backward": Line(fixed, SLOPE_MIB)},) for fixed in FIXED_MIB]
-        model = MemoryModel(self.mode, lines[0], (lines[1],), lines[0])  # type: ignore[arg-type]
+        model = PlannedPeaks(self.mode, lines[0], (lines[1],), lines[0])  # type: ignore[arg-type]
         gpus = [GpuSpec(info.total_mib or 1e9, info.device) for info in self.devices]
         judge = self.split.judge
         context = OverheadEstimate((0.0,) * len(gpus))
@@ -223,5 +223,5 @@ def test_random_runs_have_one_verdict_and_one_reason(
                 peaks = judge.peaks.peak(verdict.split or ())
                 if all(peak.basis in ("measured", "fitted") for peak in peaks) and 0 not in (verdict.split or ()):
                     row = planner.row(run.batch_size, gpu0_bsz, shares)
-                    assert (row.word, row.reason) == (verdict.level, verdict.reason)
+                    assert (row.level, row.reason) == (verdict.level, verdict.reason)
         run.writer.close()

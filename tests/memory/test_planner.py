@@ -5,12 +5,24 @@ import json
 
 import pytest
 
-from segapp.memory.advice import Variant, accumulate_advice, ranked, split_advice, variant_advice, variants
-from segapp.memory.affine import Line, MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, context_mib, plan_as_json
+from segapp.memory.peaks import Line, PlannedPeaks, fit_model, splits_to_simulate
+from segapp.memory.plan import (
+    Advice,
+    MemoryPlan,
+    OverheadEstimate,
+    Planner,
+    SavedMemoryPlan,
+    Variant,
+    accumulate_advice,
+    context_mib,
+    plan_as_json,
+    ranked,
+    split_advice,
+    variant_advice,
+    variants,
+)
 from segapp.memory.report import plan_lines
-from segapp.memory.saved_plan import SavedMemoryPlan
 from segapp.memory.simulated.jobs import PhasePeak, SimulationResult
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
@@ -19,7 +31,7 @@ GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
 def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=300.0):
     first = {"backward": Line(fixed0, slope, per_batch), "eval": Line(evaluation)}
     idle = {"step": Line(400.0, 0.0, per_batch), "eval": Line(evaluation)}
-    return MemoryModel("dp", (first,), (({"backward": Line(fixed, slope)},),), (idle,))
+    return PlannedPeaks("dp", (first,), (({"backward": Line(fixed, slope)},),), (idle,))
 
 
 def planner(memory=None, gpus=GPUS, smallest_chunk=1, **overhead):
@@ -63,7 +75,7 @@ def test_best_split_and_largest_batch_equal_a_full_search():
 
 def test_of_two_equal_splits_the_first_gpu_has_more():
     lines = ({"backward": Line(100.0, 1000.0)},)
-    own = planner(MemoryModel("dp", lines, (lines,), ({},)), GPUS[:2])
+    own = planner(PlannedPeaks("dp", lines, (lines,), ({},)), GPUS[:2])
     plan = MemoryPlan("x", "dp", 3, own.gpus, own.model, own.overhead, own.rows(3)[0])
     assert plan.rows[1].peak_mib == plan.rows[2].peak_mib[::-1]
     assert plan.best.split == (2, 1)
@@ -73,7 +85,7 @@ def test_row_fits_if_and_only_if_every_gpu_fits():
     for batch, slope in itertools.product((5, 11, 24), (700.0, 1310.0, 2555.0)):
         for row in planner(model(slope=slope)).rows(batch)[0]:
             assert row.fits == all(mib <= gpu.total_mib for mib, gpu in zip(row.peak_mib, GPUS, strict=True))
-            assert row.fits == (row.word in ("ok", "tight"))
+            assert row.fits == (row.level in ("ok", "tight"))
 
 
 def test_splits_refused_by_batchnorm_are_left_out():
@@ -112,14 +124,14 @@ def test_gpu_smaller_than_the_context_fits_no_split():
     assert own.largest_batch() == (0, None)
     first = own.rows(3)[0][0]
     assert "context" in first.reason
-    assert (first.split, first.word, first.fits) == ((0, 2, 1), "won't fit", False)
+    assert (first.split, first.level, first.fits) == ((0, 2, 1), "won't fit", False)
 
 
 @pytest.mark.parametrize(("mode", "largest"), [("dp", 2), ("ddp", 0)])
 def test_only_ranks_need_a_sample_each(mode, largest):
     lines = ({"backward": Line(100.0, 10.0)},)
     gpus = (GpuSpec(120.0), GpuSpec(120.0), GpuSpec(110.0))  # room for one sample, one and none: 0.95 * 120 is 114
-    own = Planner(MemoryModel(mode, lines, (lines,), lines), gpus, OverheadEstimate((0.0,) * 3))
+    own = Planner(PlannedPeaks(mode, lines, (lines,), lines), gpus, OverheadEstimate((0.0,) * 3))
     assert own.largest_batch()[0] == largest
 
 
@@ -136,7 +148,7 @@ def test_modes_without_gpu0_bsz_give_one_row(mode):
     lines = {"backward": Line(100.0, 10.0)}
     gpus = GPUS[:1] if mode == "single" else GPUS
     own = Planner(
-        MemoryModel(mode, (lines,), ((lines,), (lines,)) if mode == "model" else ()),
+        PlannedPeaks(mode, (lines,), ((lines,), (lines,)) if mode == "model" else ()),
         gpus,
         OverheadEstimate((0.0,) * len(gpus)),
     )
@@ -149,7 +161,7 @@ def test_modes_without_gpu0_bsz_give_one_row(mode):
 
 def test_ranks_have_every_split_also_without_samples():
     lines = {"backward": Line(100.0, 10.0)}
-    own = Planner(MemoryModel("ddp", (lines,)), GPUS, OverheadEstimate((0.0,) * 3))
+    own = Planner(PlannedPeaks("ddp", (lines,)), GPUS, OverheadEstimate((0.0,) * 3))
     rows, refused = own.rows(6)
     assert {row.gpu0_bsz: row.tensors_mib for row in rows} == {
         0: (100.0, 130.0, 130.0),
@@ -222,14 +234,14 @@ def test_devices_without_samples_evaluate_too():
 
 def test_one_sample_may_be_the_largest_batch():
     lines = {"backward": Line(100.0, 10.0)}
-    own = Planner(MemoryModel("single", (lines,)), (GpuSpec(120.0),), OverheadEstimate((0.0,)))
+    own = Planner(PlannedPeaks("single", (lines,)), (GpuSpec(120.0),), OverheadEstimate((0.0,)))
     largest, row = own.largest_batch()  # 110 / 0.95 = 115.8, 120 / 0.95 = 126.3
     assert (largest, row.split) == (1, (1,))
 
 
 def test_smallest_possible_batch_may_be_the_largest():
     lines = {"backward": Line(100.0, 10.0)}
-    memory, zero = MemoryModel("single", (lines,)), OverheadEstimate((0.0,))
+    memory, zero = PlannedPeaks("single", (lines,)), OverheadEstimate((0.0,))
     own = Planner(memory, (GpuSpec(130.0),), zero, smallest_chunk=2)  # 120 / 0.95 = 126.3, 130 / 0.95 = 136.8
     largest, row = own.largest_batch()
     assert (largest, row.split) == (2, (2,))
@@ -279,7 +291,7 @@ def test_advice_to_accumulate_counts_kept_gradients():
     assert (again.peak_mib, again.gain_mib) == (5763.2, 4210.5), "the gradients are kept already"
     assert accumulate_advice(9, 1, 380.0, own.row(9, 3), own) == []
     lines = {"backward": Line(100.0, 10.0)}
-    one = Planner(MemoryModel("single", (lines,)), GPUS[:1], OverheadEstimate((0.0,)), smallest_chunk=2)
+    one = Planner(PlannedPeaks("single", (lines,)), GPUS[:1], OverheadEstimate((0.0,)), smallest_chunk=2)
     assert accumulate_advice(2, 1, 0.0, one.row(2), one) == [], "BatchNorm needs two samples"
     assert len(accumulate_advice(4, 1, 0.0, one.row(4), one)) == 1
 
@@ -339,7 +351,7 @@ def test_variants_are_the_changes_that_the_config_lacks():
 
 def test_bar_and_kinds_of_a_gpu_by_hand():
     lines = {"backward": Line(100.0), "backward/activations": Line(60.0), "backward/weights": Line(40.0)}
-    memory = MemoryModel("single", (lines,))
+    memory = PlannedPeaks("single", (lines,))
     own = Planner(memory, (GpuSpec(200.0),), OverheadEstimate((10.0,)))
     plan = MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
     (at,) = [i for i, line in enumerate(plan_lines(plan)) if "|" in line]

@@ -4,12 +4,11 @@ import json
 
 import pytest
 
-from segapp.memory.affine import Line, MemoryModel
 from segapp.memory.calibration import PeakError
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.planner import Advice, MemoryPlan, OverheadEstimate, Planner, PlanRow
+from segapp.memory.peaks import Line, PlannedPeaks
+from segapp.memory.plan import Advice, MemoryPlan, OverheadEstimate, Planner, PlanRow, SavedMemoryPlan, read_saved_plan
 from segapp.memory.report import advice_lines, error_lines, gpu_bars, plan_lines, split_table
-from segapp.memory.saved_plan import SavedMemoryPlan, read_saved_plan
 
 ADVICE = (
     Advice("no=1", 9.4, 99.0, False, "slow"),
@@ -20,13 +19,13 @@ ADVICE = (
 
 def plan_of_one(total_mib):
     """Return a plan whose GPU needs 110 MiB."""
-    memory = MemoryModel("single", ({"backward": Line(100.0)},))
+    memory = PlannedPeaks("single", ({"backward": Line(100.0)},))
     own = Planner(memory, (GpuSpec(total_mib),), OverheadEstimate((10.0,), room=1.0))
     return MemoryPlan("x", "single", 1, own.gpus, memory, own.overhead, own.rows(1)[0])
 
 
 def plan_of_two(slope=1000.0, **fields):
-    memory = MemoryModel(
+    memory = PlannedPeaks(
         "dp",
         ({"backward": Line(1000.0, slope)},),
         (({"backward": Line(500.0, slope)},),),
@@ -91,7 +90,7 @@ def test_forty_rows_around_the_best_are_shown(batch, best, first):
         PlanRow(i, (i, batch - i), (100.0 + abs(i - best),) * 2, (), ("step",) * 2, (), True, "ok", "")
         for i in range(batch + 1)
     )
-    memory = MemoryModel("dp", ())
+    memory = PlannedPeaks("dp", ())
     plan = MemoryPlan("x", "dp", batch, (GpuSpec(1e3),) * 2, memory, OverheadEstimate(()), rows)
     _, *shown = split_table(plan)
     if batch == 60:

@@ -8,7 +8,7 @@ import sys
 import warnings
 
 from segapp.config import validate_config
-from segapp.memory.affine import fit_model, splits_to_simulate
+from segapp.memory.peaks import fit_model, splits_to_simulate
 from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from segapp.config import RunConfig, dump_config
-from segapp.memory.saved_plan import SavedMemoryPlan
+from segapp.memory.plan import SavedMemoryPlan
 from segapp.run.folder import RunFolder
 from segapp.training.process import signals
 from segapp.training.request import TrainRequest

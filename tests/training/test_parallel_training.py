@@ -315,8 +315,8 @@ def test_oom_of_a_rank_ends_all_and_resume_splits_the_step(tiny: dict[str, Any],
     folder = tmp_path / "run"
     assert [event["step"] for event in events(folder, "step")] == [1, 2, 3]
     assert (folder / "reports" / "rank_1_step_2.json").exists()
-    lessons = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["lessons"]
-    assert lessons["num_pieces"] == 2
+    fallbacks = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["fallbacks"]
+    assert fallbacks["num_pieces"] == 2
 
 
 @pytest.mark.slow
@@ -328,5 +328,5 @@ def test_oom_of_a_rank_in_an_evaluation_is_handled_by_all(tiny: dict[str, Any], 
     (oom,) = events(tmp_path / "run", "oom")
     assert "sliding windows" in oom["action"]
     assert oom["index"] == 1
-    lessons = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)["lessons"]
-    assert lessons["window_px"] == [48, 64]
+    fallbacks = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)["fallbacks"]
+    assert fallbacks["window_px"] == [48, 64]

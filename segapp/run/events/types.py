@@ -365,7 +365,7 @@ class Oom(_Event):
     predicted_mib: list[float | None] | None = None
     advice: list[Text] = []
     """Suggested changes, best first."""
-    lessons: dict[str, Any] | None = None
+    fallbacks: dict[str, Any] | None = None
     """`MemoryFallbacks` in force from now on, as JSON."""
     path: Text | None = None
     """The file of the report, relative to the run folder."""

@@ -11,7 +11,7 @@ from torch import nn
 from segapp.config import LiveSettings
 from segapp.memory.judge import SplitJudge, SplitMove, format_split
 from segapp.memory.peaks import PeakModel
-from segapp.memory.saved_plan import SavedMemoryPlan
+from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel, RankSplit
 from segapp.parallel.ranks import Ranks
 

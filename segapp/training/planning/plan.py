@@ -11,25 +11,23 @@ from typing import Any
 from segapp.config import RunConfig
 from segapp.config.modes import Mode, auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
-from segapp.memory.advice import (
-    Variant,
-    accumulate_advice,
-    ranked,
-    split_advice,
-    variant_advice,
-    variants,
-)
-from segapp.memory.affine import MemoryModel, fit_model, splits_to_simulate
 from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.planner import (
+from segapp.memory.peaks import PlannedPeaks, fit_model, splits_to_simulate
+from segapp.memory.plan import (
     LARGEST_BATCH,
     Advice,
     MemoryPlan,
     OverheadEstimate,
     Planner,
     PlanRow,
+    Variant,
+    accumulate_advice,
     context_mib,
+    ranked,
+    split_advice,
+    variant_advice,
+    variants,
 )
 from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.pool import NUM_PROCESSES, SimulationPool
@@ -177,9 +175,9 @@ class _Simulated:
             each change, as a rank of ddp; empty without advice.
     """
 
-    model: MemoryModel
+    model: PlannedPeaks
     facts: Mapping[str, Any]
-    frozen_model: MemoryModel | None
+    frozen_model: PlannedPeaks | None
     variants: Sequence[Variant]
     peaks_mib: Sequence[float]
 
@@ -269,7 +267,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
     return replace(plan, advice=ranked(_advice(config, plan, planner, found.variants, found.peaks_mib)))
 
 
-def _with_frozen_phase(plan: MemoryPlan, frozen_model: MemoryModel, epochs: int | None) -> MemoryPlan:
+def _with_frozen_phase(plan: MemoryPlan, frozen_model: PlannedPeaks, epochs: int | None) -> MemoryPlan:
     """Return the plan with what each GPU needs while `model.freeze` holds, at the split of the config or the best."""
     split = (plan.current or plan.best).split
     tensors = (plan.overhead.tensors_mib(i, mib) for i, mib in enumerate(frozen_model.peak_mib(split)))

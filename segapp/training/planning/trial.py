@@ -16,7 +16,7 @@ from segapp.build.step import RealDevices, StepAssembler
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig
 from segapp.memory.counters import DeviceMemoryTracker
-from segapp.memory.saved_plan import SavedMemoryPlan
+from segapp.memory.plan import SavedMemoryPlan
 from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
 from segapp.training.recovery.memory_limit import build_memory_limit
 from segapp.training.step.engine import StepEngine

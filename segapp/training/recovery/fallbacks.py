@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from segapp.inference.sliding import Inference
+from segapp.older import EVENT_KEYS, renamed
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 
@@ -106,8 +107,10 @@ def fallbacks_after(folder: RunFolder, step: int) -> list[tuple[int, MemoryFallb
     adopted = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
     for path in sorted(folder.reports.glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
-            adopted.append(json.loads(path.read_text()))
+            adopted.append(renamed(json.loads(path.read_text()), EVENT_KEYS["oom"]))
     found = [
-        (int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["lessons"])) for raw in adopted if raw.get("lessons")
+        (int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["fallbacks"]))
+        for raw in adopted
+        if raw.get("fallbacks")
     ]
     return sorted((each for each in found if each[0] >= step), key=lambda item: item[0])

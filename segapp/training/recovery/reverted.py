@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from segapp.memory.judge import format_split
+from segapp.older import EVENT_KEYS, renamed
 from segapp.run.events import CommandAnswer, EventReader, Gpu0Bsz, read_answers
 from segapp.run.folder import RunFolder
 from segapp.training.recovery.fallbacks import MemoryFallbacks
@@ -53,8 +54,8 @@ def _problem_under(folder: RunFolder, split: tuple[int, ...], after_s: float) ->
     """Return the error of a rank that reported this split as failed after a time (Unix seconds); None: none did."""
     for path in folder.reports.glob("rank_*.json"):
         with contextlib.suppress(OSError, ValueError):
-            raw: dict[str, Any] = json.loads(path.read_text())
-            failed = MemoryFallbacks.from_json(raw.get("lessons") or {}).failed_splits
+            raw: dict[str, Any] = renamed(json.loads(path.read_text()), EVENT_KEYS["oom"])
+            failed = MemoryFallbacks.from_json(raw.get("fallbacks") or {}).failed_splits
             if split in failed and path.stat().st_mtime >= after_s:
                 return str(raw.get("problem") or raw.get("message") or "a rank ran out of memory")
     return None

@@ -12,7 +12,7 @@ import torch
 from segapp.build.pairs import build_pairs
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
-from segapp.memory.saved_plan import read_saved_plan
+from segapp.memory.plan import read_saved_plan
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
 from segapp.training.planning.auto import _num_training_images, allowed_batches

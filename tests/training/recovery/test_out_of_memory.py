@@ -91,7 +91,7 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     assert (oom["device"], oom["index"], oom["step"], oom["split"]) == ("cpu", 0, 0, [6, 1, 1])
     assert oom["phase"] in ("forward", "loss", "backward")
     assert oom["allocated_mib"] <= 0.75 * peak < oom["allocated_mib"] + oom["requested_mib"]
-    assert oom["lessons"] == {"num_pieces": 2}
+    assert oom["fallbacks"] == {"num_pieces": 2}
     assert "BatchNorm" in oom["action"]
     assert oom["largest"][0]["mib"] >= oom["largest"][-1]["mib"] > 0
     assert "float32" in oom["largest"][0]["what"]
@@ -100,7 +100,7 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     assert summarize(folder).last_oom == {key: oom[key] for key in ("device", "phase", "step", "action", "path")}
     print_status(str(folder), as_json=False)
     assert oom["path"] in capsys.readouterr().out
-    assert saved(folder)["lessons"] == {"num_pieces": 2}
+    assert saved(folder)["fallbacks"] == {"num_pieces": 2}
 
 
 @pytest.mark.usefixtures("_without_batchnorm")
@@ -121,7 +121,7 @@ def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, An
         train(budgeted(plain, 5, 900, 900), folder)
     assert caught.value.exit_code == 6
     first, second = events(folder, "oom")
-    assert (first["lessons"], second.get("lessons")) == ({"num_pieces": 2}, None)
+    assert (first["fallbacks"], second.get("fallbacks")) == ({"num_pieces": 2}, None)
     assert any("parallel.gpu0_bsz=" in text and "fits" in text for text in second["advice"])
     assert events(folder, "run_end")[-1]["exit_code"] == 6
     assert saved(folder)["position"]["step"] == 0
@@ -159,13 +159,13 @@ def test_oom_in_evaluation_falls_back_to_images_then_windows(plain: dict[str, An
     failpoints.arm("eval.forward=1:oom*2")
     folder = tmp_path / "windows"
     assert train(config, folder) == 0
-    assert [event["lessons"] for event in events(folder, "oom")] == [
+    assert [event["fallbacks"] for event in events(folder, "oom")] == [
         {"is_eval_single": True},
         {"is_eval_single": True, "window_px": [32, 48]},
     ]
     assert losses(folder) == losses(tmp_path / "whole")
     assert not [path for path in differing(saved(folder), saved(tmp_path / "whole")) if path.startswith("/model")]
-    assert saved(folder)["lessons"]["window_px"]
+    assert saved(folder)["fallbacks"]["window_px"]
     assert events(folder, "val")[0]["num_images"] == 4
 
 

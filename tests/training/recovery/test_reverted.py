@@ -35,8 +35,8 @@ class Run:
     def rank_fails(self, split: tuple[int, ...], later_s: float = 1.0) -> None:
         self.folder.reports.mkdir(exist_ok=True)
         path = self.folder.reports / "rank_1_step_4.json"
-        lessons = MemoryFallbacks(failed_splits=(split,)).to_json()
-        path.write_text(json.dumps({"step": 4, "problem": "no memory", "lessons": lessons}))
+        fallbacks = MemoryFallbacks(failed_splits=(split,)).to_json()
+        path.write_text(json.dumps({"step": 4, "problem": "no memory", "fallbacks": fallbacks}))
         at_s = events(self.folder.path)[-1]["t"] + later_s
         os.utime(path, (at_s, at_s))
 

@@ -1,0 +1,513 @@
+"""The memory plan: the splits and batches that fit given GPUs, changes that save memory, and what of it a run keeps.
+
+A GPU must hold the tensors, the driver's context and some spare memory for the allocator. Peaks come from the simulated
+lines of `segapp.memory.peaks`, verdicts from the judge of splits (`segapp.memory.judge`), so that a split fits if a
+running training would allow it. No torch here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.judge import FULL_FRAC, Level, SplitJudge
+from segapp.memory.peaks import PeakModel, PlannedPeaks
+from segapp.parallel.chunks import check_split
+from segapp.run.files import write_atomic
+
+CONTEXT_MIB = 500.0
+"""Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, by driver, GPU and libraries."""
+
+NCCL_MIB = 200.0
+"""Memory of NCCL's buffers on each of several GPUs, assumed: 4 MiB for each channel and direction, 25 channels."""
+
+LARGEST_BATCH = 4096
+
+SAVED_FORMAT = 1
+"""The `format` of memory_plan.json."""
+
+
+def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) -> tuple[float, ...]:
+    """Return the assumed memory of driver and libraries on each GPU.
+
+    Args:
+        mode: dp and ddp send weights and gradients between GPUs through NCCL.
+        num_gpus: number of GPUs.
+        driver_mib: of the driver and torch's own libraries; 0 where the GPUs' memory is already net of them.
+    """
+    nccl_mib = NCCL_MIB if mode in ("dp", "ddp") and num_gpus > 1 else 0.0
+    return (driver_mib + nccl_mib,) * num_gpus
+
+
+@dataclass(frozen=True)
+class OverheadEstimate:
+    """Memory of each GPU that no simulation covers.
+
+    Attributes:
+        context_mib: driver, libraries and other processes, for each GPU.
+        room: share of the rest for tensors, 0 to 1; the allocator's rounding and fragments take the other part.
+        scale: measured over predicted memory of tensors, for each GPU; empty or 1 where nothing was measured.
+        source: origin of the numbers: "assumed" or "measured".
+    """
+
+    context_mib: tuple[float, ...]
+    room: float = FULL_FRAC
+    scale: tuple[float, ...] = ()
+    source: str = "assumed"
+
+    def tensors_mib(self, device: int, simulated_mib: float) -> float:
+        """Return the expected peak of `torch.cuda.max_memory_allocated` on a GPU, from the simulated one."""
+        return simulated_mib * (self.scale[device] if device < len(self.scale) else 1.0)
+
+    def required_mib(self, device: int, tensors_mib: float) -> float:
+        """Return the memory a GPU needs for so much memory of tensors."""
+        return self.context_mib[device] + tensors_mib / self.room
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One split of a batch and its predicted memory.
+
+    Attributes:
+        gpu0_bsz: value that gives the split; None where the mode has none.
+        split: samples per device.
+        peak_mib: memory each GPU needs, overhead included.
+        tensors_mib: predicted peak of the tensors alone.
+        phase: the phase with the highest peak, for each GPU.
+        phases: peak of the tensors in each phase, for each GPU.
+        fits: True if every GPU has enough memory.
+        level: of the verdict.
+        reason: of the verdict, in one sentence.
+    """
+
+    gpu0_bsz: int | None
+    split: tuple[int, ...]
+    peak_mib: tuple[float, ...]
+    tensors_mib: tuple[float, ...]
+    phase: tuple[str, ...]
+    phases: tuple[dict[str, float], ...]
+    fits: bool
+    level: Level
+    reason: str
+
+    def fullest(self, gpus: Sequence[GpuSpec]) -> float:
+        """Return needed over available memory of the fullest GPU."""
+        return max(mib / gpu.total_mib for mib, gpu in zip(self.peak_mib, gpus, strict=True))
+
+
+@dataclass(frozen=True)
+class Advice:
+    """A change that reduces memory.
+
+    Attributes:
+        change: the text for the config or the command line.
+        gain_mib: memory it saves on the fullest GPU.
+        peak_mib: memory the fullest GPU needs with it.
+        fits: True if every GPU then has enough memory.
+        note: its other effects.
+        in_use: True if the plan has the change already.
+    """
+
+    change: str
+    gain_mib: float
+    peak_mib: float
+    fits: bool
+    note: str
+    in_use: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Result of `segapp plan`; `segapp.memory.report` prints it."""
+
+    name: str
+    mode: str
+    batch_size: int
+    gpus: tuple[GpuSpec, ...]
+    model: PlannedPeaks
+    overhead: OverheadEstimate
+    rows: tuple[PlanRow, ...]
+    refused: tuple[tuple[int, str], ...] = ()
+    current: PlanRow | None = None
+    max_batch: int = 0
+    max_row: PlanRow | None = None
+    shares: tuple[int, ...] | None = None
+    """`parallel.shares` of a larger batch than any `gpu0_bsz` allows, on unequal GPUs."""
+    advice: tuple[Advice, ...] = ()
+    notes: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def best(self) -> PlanRow:
+        """The split whose fullest GPU has the most free memory."""
+        return min(self.rows, key=lambda row: (round(row.fullest(self.gpus), 4), -(row.gpu0_bsz or 0)))
+
+
+class Planner:
+    """Predicts the memory of every split of a batch on given GPUs.
+
+    Args:
+        model: predicts the peaks of the tensors.
+        gpus: one for each device.
+        overhead: memory on top of the tensors.
+        smallest_chunk: least samples on a device that has any.
+        needs_samples: why no rank of ddp can be left without samples; None if one can.
+    """
+
+    def __init__(
+        self,
+        model: PlannedPeaks,
+        gpus: Sequence[GpuSpec],
+        overhead: OverheadEstimate,
+        smallest_chunk: int = 1,
+        needs_samples: str | None = None,
+    ) -> None:
+        self.model, self.gpus, self.overhead = model, tuple(gpus), overhead
+        self.smallest_chunk, self.needs_samples = smallest_chunk, needs_samples
+
+    @property
+    def has_split(self) -> bool:
+        """True if the batch can be divided in several ways."""
+        return self.model.mode in ("dp", "ddp")
+
+    def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
+        """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons.
+
+        Modes without a split have one row; if the batch is too small for BatchNorm, `batch_size` is refused instead.
+        """
+        if not self.has_split:
+            found = self._evaluate(batch_size, None)
+            return ((), ((batch_size, found),)) if isinstance(found, str) else ((found,), ())
+        rows, refused = [], []
+        for gpu0_bsz in range(batch_size + 1):
+            found = self._evaluate(batch_size, gpu0_bsz)
+            if isinstance(found, str):
+                refused.append((gpu0_bsz, found))
+            else:
+                rows.append(found)
+        return tuple(rows), tuple(refused)
+
+    def row(self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None) -> PlanRow:
+        """Return one split of a batch.
+
+        Args:
+            batch_size: samples of a full batch.
+            gpu0_bsz: samples on device 0; None: an even split.
+            shares: samples on each device, in place of `gpu0_bsz`.
+
+        Raises:
+            ValueError: the split is not possible.
+        """
+        found = self._evaluate(batch_size, gpu0_bsz, shares)
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
+
+    def largest_batch(self) -> tuple[int, PlanRow | None]:
+        """Return the largest batch with a split that fits, and that split; 0 and None if no batch fits."""
+        # The smallest batches may be refused for other reasons: a rank of ddp needs a sample, BatchNorm may need two.
+        least = 2 * len(self.gpus)
+        low = next((batch for batch in range(1, least + 1) if self._best_fit(batch) is not None), 0)
+        high = 2 * low
+        while low and high <= LARGEST_BATCH and self._best_fit(high) is not None:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self._best_fit(middle) is not None else (low, middle)
+        return low, self._best_fit(low) if low else None
+
+    def largest_shares(self) -> tuple[int, ...]:
+        """Return the number of samples each GPU can hold, independent of the other GPUs."""
+        shares = []
+        for i in range(len(self.gpus)):
+            count = 0
+            while count < LARGEST_BATCH and self._fits_alone(i, count + 1):
+                count += 1
+            shares.append(count)
+        return tuple(shares)
+
+    def _fits_alone(self, device: int, samples: int) -> bool:
+        split = [0] * len(self.gpus)
+        split[device] = samples
+        tensors = self.overhead.tensors_mib(device, self.model.peak_mib(split)[device])
+        return self.overhead.required_mib(device, tensors) <= self.gpus[device].total_mib
+
+    def _best_fit(self, batch_size: int) -> PlanRow | None:
+        if self.model.mode == "ddp" and batch_size < len(self.gpus):
+            return None
+        fitting = [row for row in self.rows(batch_size)[0] if row.fits]
+        return min(fitting, key=lambda row: row.fullest(self.gpus), default=None)
+
+    def judge(self, batch_size: int) -> SplitJudge:
+        """Return what decides about the splits of a batch."""
+        usable = (gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True))
+        return SplitJudge(
+            batch_size,
+            len(self.gpus),
+            mode=self.model.mode,
+            smallest_chunk=self.smallest_chunk,
+            needs_samples=self.needs_samples,
+            usable_mib=tuple(usable),
+            peaks=PeakModel(planned=self.model, scale=self.overhead.scale),
+        )
+
+    def _evaluate(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
+        """Return the row of a split, or why it is refused; a mode without a split has the whole batch first."""
+        judge = self.judge(batch_size)
+        if self.has_split or gpu0_bsz is not None or shares is not None:
+            verdict = judge.verdict(gpu0_bsz, shares)
+            if verdict.split is None:
+                return verdict.reason
+            return self._row(gpu0_bsz, verdict.split, verdict.level, verdict.reason)
+        check = check_split(batch_size, 1, smallest_chunk=self.smallest_chunk)
+        if check.split is None:
+            return check.reasons[0]
+        split = (batch_size, *[0] * (len(self.gpus) - 1))
+        return self._row(None, split, *judge.fit_of(split))
+
+    def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
+        phases = self.model.phases(split)
+        tensors = [self.overhead.tensors_mib(i, max(found.values(), default=0.0)) for i, found in enumerate(phases)]
+        for i, (gpu, context_mib) in enumerate(zip(self.gpus, self.overhead.context_mib, strict=True)):
+            if gpu.total_mib <= context_mib:
+                level, reason = "won't fit", f"device {i} has less memory than the driver's context needs"
+                break
+        return PlanRow(
+            gpu0_bsz=gpu0_bsz,
+            split=tuple(split),
+            peak_mib=tuple(round(self.overhead.required_mib(i, mib), 1) for i, mib in enumerate(tensors)),
+            tensors_mib=tuple(round(mib, 1) for mib in tensors),
+            phase=tuple(max(found, key=lambda phase: found[phase]) if found else "idle" for found in phases),
+            phases=tuple({phase: round(mib, 1) for phase, mib in found.items()} for found in phases),
+            fits=level in ("ok", "tight"),
+            level=level,
+            reason=reason,
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A change of the config that a simulation can evaluate.
+
+    Attributes:
+        key: short name.
+        change: what the user writes into the config.
+        note: its other effects.
+        changes: config keys and values for the simulation.
+        in_use: the plan has it already; the simulation is of the config without it.
+    """
+
+    key: str
+    change: str
+    note: str
+    changes: Mapping[str, object]
+    in_use: bool = False
+
+
+def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[int, int] | None) -> list[Variant]:
+    """Return the changes worth a simulation.
+
+    Args:
+        precision: `train.precision`.
+        crop_px: height and width of the crops.
+        smaller_crop_px: a smaller crop that the network accepts; None if there is none.
+    """
+    found = []
+    if precision == "fp32":
+        found.append(
+            Variant(
+                "amp-bf16",
+                "train.precision=amp-bf16",
+                "half-precision activations; needs a GPU with bfloat16 (Ampere or later), else amp-fp16",
+                {"train.precision": "amp-bf16"},
+            )
+        )
+    if precision != "fp16":
+        found.append(
+            Variant(
+                "fp16",
+                "train.precision=fp16",
+                "half-precision weights with float32 master weights and loss scaling",
+                {"train.precision": "fp16"},
+            )
+        )
+    if smaller_crop_px is not None and smaller_crop_px != crop_px:
+        height, width = smaller_crop_px
+        found.append(
+            Variant(
+                "crop",
+                f"data.crop_px=[{height},{width}]",
+                "less image context per sample",
+                {"data.crop_px": [height, width]},
+            )
+        )
+    return found
+
+
+def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Advice]:
+    """Return the advice to use a better `gpu0_bsz`; empty if the current split is the best."""
+    gain = max(plan_row.peak_mib) - max(best.peak_mib)
+    if best.gpu0_bsz is None or gain < 1.0:
+        return []
+    note = f"split {list(best.split)} instead of {list(plan_row.split)}; same loss and gradients"
+    return [Advice(_split_words(best, planner), round(gain, 1), max(best.peak_mib), best.fits, note)]
+
+
+def _split_words(row: PlanRow, planner: Planner) -> str:
+    words = f"parallel.gpu0_bsz={row.gpu0_bsz}"
+    return f"parallel.mode=ddp {words}" if planner.model.mode == "ddp" else words  # `auto` takes dp with a gpu0_bsz
+
+
+def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:
+    """Return what a variant saves on the fullest GPU."""
+    fullest = max(range(len(row.split)), key=lambda i: row.peak_mib[i])
+    before = row.peak_mib[fullest]
+    if variant.in_use:
+        saved = planner.overhead.tensors_mib(fullest, varied_mib - reference_mib) / planner.overhead.room
+        return Advice(variant.change, round(saved, 1), before, row.fits, variant.note, in_use=True)
+    ratio = varied_mib / reference_mib if reference_mib else 1.0
+    after = planner.overhead.required_mib(fullest, row.tensors_mib[fullest] * ratio)
+    fits = all(
+        planner.overhead.required_mib(i, mib * ratio) <= planner.gpus[i].total_mib
+        for i, mib in enumerate(row.tensors_mib)
+    )
+    return Advice(variant.change, round(before - after, 1), round(after, 1), fits, variant.note)
+
+
+def accumulate_advice(
+    batch_size: int, accumulate: int, gradients_mib: float, row: PlanRow, planner: Planner
+) -> list[Advice]:
+    """Return the advice to halve the micro-batch and double `train.accumulate`; empty if the batch cannot be halved."""
+    if batch_size < 2 * max(1, planner.smallest_chunk) or batch_size % 2:
+        return []
+    rows = planner.rows(batch_size // 2)[0]
+    if not rows:
+        return []
+    best = min(rows, key=lambda candidate: candidate.fullest(planner.gpus))
+    # From the second micro-batch on, the gradients of the first are alive during forward.
+    extra = gradients_mib / planner.overhead.room if accumulate == 1 else 0.0
+    after = max(best.peak_mib[0] + extra, *best.peak_mib)
+    change = f"train.batch_size={batch_size // 2} train.accumulate={2 * accumulate}"
+    if best.gpu0_bsz is not None:
+        change += f" {_split_words(best, planner)}"
+    note = "the gradient of a step stays exact; BatchNorm sees half as many images at a time"
+    fits = best.fits and best.peak_mib[0] + extra <= planner.gpus[0].total_mib
+    return [Advice(change, round(max(row.peak_mib) - after, 1), round(after, 1), fits, note)]
+
+
+def ranked(advice: Sequence[Advice]) -> tuple[Advice, ...]:
+    """Return the advice that saves memory, largest saving first, then the changes already in use."""
+    useful = [item for item in advice if item.gain_mib > 0.5 or item.in_use]
+    return tuple(sorted(useful, key=lambda item: (item.in_use, -item.gain_mib)))
+
+
+def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
+    """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
+
+    def row(found: PlanRow | None) -> dict[str, Any] | None:
+        return None if found is None else asdict(found)
+
+    return {
+        "name": plan.name,
+        "mode": plan.mode,
+        "batch_size": plan.batch_size,
+        "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
+        "overhead": asdict(plan.overhead),
+        "rows": [row(found) for found in plan.rows],
+        "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
+        "current": row(plan.current),
+        "best": row(plan.best),
+        "max_batch": plan.max_batch,
+        "max_batch_row": row(plan.max_row),
+        "max_batch_shares": plan.shares,
+        "advice": [asdict(advice) for advice in plan.advice],
+        "notes": list(plan.notes),
+        **plan.facts,
+    }
+
+
+@dataclass(frozen=True)
+class SavedMemoryPlan:
+    """The part of a plan that resumes and reports need.
+
+    Attributes:
+        batch_size: planned images of a micro-batch.
+        accumulate: micro-batches per step.
+        gpu0_bsz: of the best split; None where the mode has none.
+        best_split: samples per device, of the best `gpu0_bsz` where that is auto, else of the config.
+        splits: samples per device, for every possible split.
+        tensors_mib: predicted peak of each device, for every possible split.
+        slope_mib: memory that one more sample adds to a device.
+        advice: changes that reduce memory, best first.
+        notes: how the batch was found.
+    """
+
+    batch_size: int
+    accumulate: int
+    gpu0_bsz: int | None
+    best_split: tuple[int, ...]
+    splits: tuple[tuple[int, ...], ...]
+    tensors_mib: tuple[tuple[float, ...], ...]
+    slope_mib: float
+    advice: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
+        """Return the predicted peak of each device under a split; empty if the plan does not have the split.
+
+        Args:
+            split: samples per device; None where the mode has only one.
+        """
+        if split is None:
+            return self.tensors_mib[0] if len(self.tensors_mib) == 1 else ()
+        return dict(zip(self.splits, self.tensors_mib, strict=True)).get(tuple(split), ())
+
+    @classmethod
+    def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> SavedMemoryPlan:
+        """Return the saved form of a plan."""
+        row = plan.current or plan.best
+        many = plan.batch_size + 8  # where the activations set the peak
+        shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()
+        low, high = (plan.model.peak_mib((count, *shape))[0] for count in (many, many + 8))
+        return cls(
+            plan.batch_size,
+            accumulate,
+            plan.best.gpu0_bsz,
+            row.split,
+            tuple(row.split for row in plan.rows),
+            tuple(row.tensors_mib for row in plan.rows),
+            max(0.0, (high - low) / 8),
+            tuple(advice_text(plan)),
+            tuple(notes),
+        )
+
+    def write(self, path: Path) -> None:
+        """Write the plan to a JSON file."""
+        write_atomic(path, json.dumps({"format": SAVED_FORMAT, **asdict(self)}, indent=1) + "\n")
+
+
+def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
+    """Return the plan in a file; None if it is missing or cannot be read."""
+    try:
+        raw = json.loads(path.read_text())
+        if raw.pop("format") != SAVED_FORMAT:
+            return None
+        tuples = {name: tuple(tuple(row) for row in raw[name]) for name in ("splits", "tensors_mib")}
+        tuples["best_split"] = tuple(raw["best_split"])
+        return SavedMemoryPlan(**{**raw, **tuples, "advice": tuple(raw["advice"]), "notes": tuple(raw["notes"])})
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def advice_text(plan: MemoryPlan) -> list[str]:
+    """Return the plan's advice, one line each: changes that make it fit first."""
+    return [
+        f"{item.change}: saves {item.gain_mib:.0f} MiB on the fullest GPU, "
+        f"{'fits' if item.fits else 'does not fit'} with {item.peak_mib:.0f} MiB ({item.note})"
+        for item in sorted(plan.advice, key=lambda item: not item.fits)
+        if not item.in_use
+    ]
