@@ -6,11 +6,13 @@ to the current folder; `./file.py:factory` in a config file is looked for beside
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
 import sys
 import sysconfig
+from collections.abc import Iterable
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -87,3 +89,31 @@ def sha256_of_source(source: Path | None) -> str | None:
         return None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
     except OSError:
         return None
+
+
+MAX_SOURCE_BYTES = 1 << 20
+
+
+def keep_parts(names: Iterable[str], folder: Path) -> None:
+    """Copy the source files of parts, `package/module.py` or `file.py`; a copy that exists is never overwritten.
+
+    A file that has changed since goes beside it, with the beginning of its SHA-256 in its name. Files of installed
+    packages are left out. A copy is a service: an error of the disk is not reported here.
+
+    Args:
+        names: of the parts.
+        folder: of the copies; made if there is something to copy.
+    """
+    for name in names:
+        source = find_source(name)
+        if source is None or is_installed(source) or source.stat().st_size > MAX_SOURCE_BYTES:
+            continue
+        where, _ = split_name(name)
+        copy = folder / (source.name if is_file_name(where) else f"{where.replace('.', '/')}.py")
+        digest = sha256_of_source(source)
+        if copy.is_file() and sha256_of_source(copy) != digest:
+            copy = copy.with_name(f"{copy.stem}.{str(digest)[:8]}.py")
+        if not copy.exists():
+            with contextlib.suppress(OSError):
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                copy.write_bytes(source.read_bytes())

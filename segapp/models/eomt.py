@@ -20,8 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
-from segapp.models.names import unknown_name
-from segapp.models.network import FAMILY_NOTES, SegmentationModel
+from segapp.models.network import FAMILY_NOTES, SegmentationModel, unknown_name
 
 NUM_QUERIES, NUM_BLOCKS = 100, 4
 """Defaults of the options `num_queries` and `num_blocks`."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import torch.distributed as dist
 
-from segapp.custom.failures import raised_at
+from segapp.custom.loading import raised_at
 from segapp.errors import ConfigError, DistributedError, OutOfMemoryError, RunError, SegappError, StorageError
 from segapp.losses import PlainLossError
 from segapp.memory.oom import is_out_of_memory

@@ -21,7 +21,7 @@ from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.build.trainer import build_trainer
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import RunConfig, dump_config, part_names
-from segapp.custom.copies import keep_parts
+from segapp.custom.names import keep_parts
 from segapp.custom.trust import TRUST_VARIABLE, remember_parts
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, device_info_of

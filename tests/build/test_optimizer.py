@@ -10,11 +10,16 @@ import torch
 from timm.optim import param_groups_layer_decay
 from torch import nn
 
-from segapp.build.optimizer import build_optimizer, build_parameter_groups, describe_groups, group_settings
+from segapp.build.optimizer import (
+    build_optimizer,
+    build_parameter_groups,
+    describe_groups,
+    group_settings,
+    layer_depths,
+)
 from segapp.config import OptimConfig
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel, build_model
-from segapp.models.depth import layer_depths
 from segapp.optim.optimizers import add_groups, set_lr
 from segapp.precision import Precision
 

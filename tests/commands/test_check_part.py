@@ -14,9 +14,8 @@ import yaml
 from torch import Tensor, nn
 
 from segapp.__main__ import main
-from segapp.commands.check_part import check_part
-from segapp.commands.check_part.checks import tried
-from segapp.commands.check_part.elsewhere import follows
+from segapp.commands.check_part import check_part, tried
+from segapp.commands.other_device import follows
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from tests.support import ROOT

@@ -17,7 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from segapp.commands.check_part.checks import NotTriedError
 from segapp.custom.loading import shown_error
 from segapp.errors import SegappError
 
@@ -28,6 +27,10 @@ ELSEWHERE = "meta"
 
 _TAKE_BOTH = ("aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put", "aten::index_put_")
 """Operators that take tensors of two devices: copies, and indices on the CPU."""
+
+
+class NotTriedError(Exception):
+    """A check that could not be carried out; its message has the reason."""
 
 
 class LeftBehindError(RuntimeError):

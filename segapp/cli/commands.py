@@ -1,0 +1,593 @@
+"""The commands, in the order in which the help lists them; heavy imports are inside the functions."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from segapp.cli.options import (
+    ConfigOption,
+    JsonFlag,
+    Overrides,
+    RunArgument,
+    RunOption,
+    SlideFlag,
+    SplitOption,
+    Target,
+    TtaFlag,
+    WeightsConfig,
+    app,
+    option,
+)
+from segapp.errors import ConfigError, cannot_be_written
+
+_COMMANDS = "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | pause | resume | checkpoint | stop | cancel [ID]"
+
+
+def with_resume_value(arguments: list[str]) -> list[str]:
+    """Return the arguments with `auto` behind a `--resume` that has no value."""
+    if "--resume" not in arguments:
+        return arguments
+    at = arguments.index("--resume")
+    following = arguments[at + 1] if at + 1 < len(arguments) else None
+    is_value = (
+        following is not None and not following.startswith("-") and ("=" not in following or Path(following).exists())
+    )
+    return arguments if is_value else [*arguments[: at + 1], "auto", *arguments[at + 1 :]]
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Switch garbage collection off for imports: their objects stay, and collection takes a tenth of their time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+@app.command()
+def train(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    run: RunOption = None,
+    resume: Annotated[
+        str | None,
+        option("--resume", "Continue from the run's last good checkpoint, or from the one named.", "[auto|RUN|FILE]"),
+    ] = None,
+    plain: Annotated[bool, typer.Option("--plain", help="Train in the foreground and print lines.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Train in the background; segapp attach shows it.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete config and exit.")] = False,
+    smoke: Annotated[
+        bool, typer.Option("--smoke", help="Run a few steps on the real data and print what the whole run would need.")
+    ] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="With --smoke: print JSON.")] = False,
+) -> None:
+    """Train a network.
+
+    The run folder is runs/NAME (or --run DIR). In a terminal, the training is a process of its own, which goes on when
+    its screen is left. Without a terminal, or with --plain, it runs in the foreground: Ctrl-C saves and exits with code
+    75. --resume continues bit for bit. --smoke trains, evaluates, saves and resumes with a few images in a temporary
+    folder, and reports time, memory and disk space of the whole run.
+    """
+    _ignore_early_signals()
+    if plain and detach:
+        raise ConfigError("--plain trains in the foreground and --detach in the background: use one of them")
+    if smoke and (resume is not None or detach):
+        raise ConfigError("--smoke tries a new training in the foreground: leave --resume and --detach out")
+    if json_out and not smoke:
+        raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
+    with _no_collection():
+        from segapp.config import explain_config
+        from segapp.training.request import plan_request
+
+    request = plan_request(config, overrides or [], run, resume)
+    if print_config:
+        print(explain_config(request.config), end="")
+        return
+    if smoke:
+        from segapp.commands.smoke import run_smoke
+
+        sys.exit(run_smoke(request, config or "FILE", as_json=json_out))
+    from segapp.commands.spawn import is_interactive, show_training, spawn_trainer, wait_for_start
+
+    if detach or (not plain and is_interactive()):
+        trainer = spawn_trainer(request, config=config, resume=resume, overrides=overrides or [])
+        if detach:
+            sys.exit(wait_for_start(trainer))
+        with _no_collection():
+            import segapp.tui.app  # noqa: F401
+        sys.exit(show_training(trainer))
+    from segapp.run.starting import announce, outlast_readers
+
+    outlast_readers()
+    if not sys.stderr.isatty():
+        announce("importing torch")  # on a terminal, every command says it
+    from segapp.training.session import run_session
+
+    sys.exit(run_session(request, with_resume_value(sys.argv[1:])))
+
+
+def _ignore_early_signals() -> None:
+    """Ignore SIGHUP, SIGUSR1 and SIGUSR2 until the trainer handles them: their default ends the process."""
+    for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+
+
+@app.command()
+def sweep(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SWEEP] [KEY=VALUES]...", help="Values: A,B,C or a range of whole numbers 0..4."),
+    ] = None,
+    config: Annotated[
+        list[str] | None, option("--config", "A path, the name of a config, or a glob; again for several (folds).")
+    ] = None,
+    devices: Annotated[
+        str | None, option("--devices", "One training on each: 0,1 or 0+1,2+3 or cpu,cpu.", "LIST")
+    ] = None,
+    retry: Annotated[bool, typer.Option("--retry", help="Train failed runs again.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Train nothing; write the page.")] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="Print the results as JSON at the end.")] = False,
+) -> None:
+    """Train every combination of settings, each a run runs/SWEEP/RUN, and compare them on one page, sweep.html.
+
+    The same command again, or segapp sweep SWEEP, continues what was stopped; further values or keys add runs. Ctrl-C
+    stops at the next safe point with a checkpoint and exits with code 75. A failed run does not stop the others: exit
+    code 1.
+    """
+    _ignore_early_signals()
+    from segapp.commands.sweep import SweepOptions, run_sweep
+
+    sys.exit(run_sweep(overrides or [], SweepOptions(config or [], devices, retry, report, json_out)))
+
+
+@app.command()
+def attach(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="A run's name or folder; else the newest that trains, else the newest."),
+    ] = None,
+    readonly: Annotated[bool, typer.Option("--readonly", help="Show only; send no commands.")] = False,
+    replay: Annotated[float | None, option("--replay", "Play the run again at SPEED times its speed.", "SPEED")] = None,
+    theme: Annotated[str | None, typer.Option(metavar="NAME", help="Colours of the screen.")] = None,
+    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
+) -> None:
+    """Show a run on the screen, past and live; leaving does not stop it."""
+    with _no_collection():
+        from segapp.commands.control import run_to_attach
+        from segapp.tui.app import run_ui
+
+    folder = run_to_attach(run)
+    sys.exit(run_ui(folder.path, readonly=readonly, replay=replay, theme=theme, ascii_only=ascii_only))
+
+
+@app.command()
+def ctl(
+    run: RunArgument,
+    words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help=_COMMANDS)],
+    after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: at the end of this epoch.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="set: also a split that is not expected to fit.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait for the answer; exit code 1 unless applied.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait in seconds; 0: no limit.")] = 0.0,
+) -> None:
+    """Send a command to a running training."""
+    from segapp.commands.control import control_run
+
+    code = control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout)
+    sys.exit(code)
+
+
+@app.command("eval")
+def evaluate(
+    targets: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RUN|CHECKPOINT...", help="A run's name or folder, or a checkpoint; several: their mean."
+        ),
+    ],
+    split: SplitOption = None,
+    json_file: Annotated[Path | None, option("--json", "Write the result as JSON.")] = None,
+    slide: SlideFlag = False,
+    tta: TtaFlag = False,
+    data_root: Annotated[str | None, typer.Option(metavar="DIR", help="Data set folder, if it has moved.")] = None,
+    boundary: Annotated[bool, typer.Option("--boundary", help="Compute the boundary IoU too.")] = False,
+    per_image: Annotated[Path | None, option("--per-image", "Write the scores of every image.", "FILE.csv")] = None,
+    confusion: Annotated[Path | None, option("--confusion", "Draw the confusion matrix.", "FILE.png|.svg")] = None,
+    devices: Annotated[
+        str | None, option("--devices", "Share the images over devices, e.g. 0,1 or cpu,cpu.", "LIST")
+    ] = None,
+    config: WeightsConfig = None,
+) -> None:
+    """Evaluate a run's best checkpoint, or the one named, or with --config any file of weights.
+
+    With several networks, the mean of their class probabilities is evaluated, as segapp predict averages them.
+    """
+    from segapp.commands.evaluate import EvalOptions, evaluate_target
+
+    files = {"json_file": json_file, "per_image": per_image, "confusion": confusion}
+    evaluate_target(targets, EvalOptions(split, slide, tta, data_root, boundary, devices, **files, config=config))
+
+
+@app.command()
+def predict(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RUN|CHECKPOINT|FILE", help="A run's name or folder, a checkpoint, weights, or an exported file."
+        ),
+    ],
+    paths: Annotated[
+        list[str],
+        typer.Argument(metavar="[NETWORK]... PATH...", help="Further networks; images, videos, folders, or globs."),
+    ],
+    out: Annotated[Path, option("--out", "Folder for the results.", "DIR")],
+    save: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--save",
+            metavar="KIND",
+            help="labels, color, overlay, probabilities; several with commas, or again. [default: all but the last]",
+        ),
+    ] = None,
+    label_ids: Annotated[
+        bool, typer.Option("--label-ids", help="Write the data set's own ids (Cityscapes labelIds).")
+    ] = False,
+    slide: SlideFlag = False,
+    tta: TtaFlag = False,
+    batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images at once; auto: by memory.")] = "auto",
+    config: WeightsConfig = None,
+) -> None:
+    """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities.
+
+    With several networks, the class probabilities are averaged; their classes must be the same.
+    """
+    from segapp.commands.predict import PredictOptions, parse_batch, predict_target, split_networks
+    from segapp.inference.predict import parse_saved
+
+    options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch), config)
+    networks, files = split_networks([target, *paths])
+    predict_target(networks, files, out, options)
+
+
+@app.command()
+def export(
+    target: Target,
+    out: Annotated[Path, option("--out", "The file to write.")],
+    format: Annotated[str | None, option("--format", "Else by the ending of --out.", "onnx|pt2|safetensors")] = None,
+    half: Annotated[bool, typer.Option("--half", help="Weights and arithmetic in float16.")] = False,
+    argmax: Annotated[bool, typer.Option("--argmax", help="Give class ids instead of logits.")] = False,
+    config: WeightsConfig = None,
+) -> None:
+    """Write a network as a file that runs without segapp, and compare its output; or write its weights alone.
+
+    The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
+    normalisation, padding and upsampling are inside, class names and colours in its metadata. safetensors holds the
+    weights alone, under the names of the network's own library, with the same metadata.
+    """
+    from segapp.commands.export import export_target
+
+    export_target(target, out, format=format, half=half, argmax=argmax, config=config)
+
+
+Root = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks or annotations.")]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="FILE", help="The config; by default FOLDER's name with .yaml, in the current folder."
+    ),
+]
+Layout = Annotated[
+    str | None,
+    typer.Option("--layout", metavar="NAME", help="The layout to take, where several are possible: name or number."),
+]
+ValShare = Annotated[
+    float | None,
+    typer.Option(
+        "--val-share", metavar="SHARE", help="Share of the validation images, for data without splits; by default 0.2."
+    ),
+]
+Group = Annotated[
+    str | None,
+    typer.Option(
+        "--group", metavar="REGEX", help="Images with the same match in their path stay together; by default a scene."
+    ),
+]
+Folds = Annotated[
+    int | None,
+    typer.Option("--folds", metavar="NUMBER", help="Write this many folds for cross-validation, each a config."),
+]
+Blocks = Annotated[
+    int | None,
+    typer.Option(
+        "--blocks", metavar="PX", help="Cut large images and masks into blocks of this side; a strip of each validates."
+    ),
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="NUMBER", help="Of the division into splits or folds.")]
+Page = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures of each possible layout.")
+]
+CleanMasks = Annotated[
+    bool,
+    typer.Option(
+        "--clean-masks", help="Write copies of JPEG or smoothed masks, each pixel the nearest frequent value."
+    ),
+]
+Masks = Annotated[
+    str | None,
+    typer.Option(
+        "--masks",
+        metavar="KIND",
+        help="What the values of the masks are: ids, instances (value // 1000 is the class), panoptic or object.",
+    ),
+]
+Unlabelled = Annotated[
+    str | None,
+    typer.Option("--unlabelled", metavar="HOW", help="Pixels without a class name: ignore them, or make them a class."),
+]
+Palette = Annotated[
+    str | None,
+    typer.Option(
+        "--palette",
+        metavar="NAME",
+        help="Published data set whose colours the masks have; none: no known one.",
+    ),
+]
+Force = Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")]
+
+
+@app.command()
+def check(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    json_out: JsonFlag = False,
+    html_file: Annotated[Path | None, option("--html", "Write a page with pictures of what was found.")] = None,
+    sums_file: Annotated[Path | None, option("--sums", "Compare every file with this list of sha256 sums.")] = None,
+    new_sums_file: Annotated[Path | None, option("--write-sums", "Write that list, as sha256sum does.")] = None,
+) -> None:
+    """Examine the data: every file, every id, duplicate images. Exit code 3 if something is wrong."""
+    from segapp.config import load_config, named_config
+
+    loaded = load_config(named_config(config, overrides or []), overrides or [])
+    from segapp.commands.check import check_data
+
+    sys.exit(
+        check_data(loaded, as_json=json_out, html_file=html_file, sums_file=sums_file, new_sums_file=new_sums_file)
+    )
+
+
+@app.command()
+def doctor(json_out: JsonFlag = False) -> None:
+    """Show what this machine offers for training, what is missing, and the command that installs it.
+
+    Exit code 1 if something is missing without which training with default settings fails.
+    """
+    from segapp.commands.doctor import print_doctor
+
+    sys.exit(print_doctor(as_json=json_out))
+
+
+@app.command()
+def init(
+    root: Root,
+    out: Out = None,
+    layout: Layout = None,
+    val_share: ValShare = None,
+    group: Group = None,
+    folds: Folds = None,
+    blocks: Blocks = None,
+    seed: Seed = 0,
+    html_file: Page = None,
+    clean_masks: CleanMasks = False,
+    masks: Masks = None,
+    unlabelled: Unlabelled = None,
+    palette: Palette = None,
+    force: Force = False,
+) -> None:
+    """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
+    from segapp.onboarding.init import InitRequest
+    from segapp.onboarding.init.dialog import init_folder
+
+    init_folder(
+        InitRequest(
+            root,
+            out,
+            force,
+            layout,
+            val_share,
+            group,
+            folds,
+            seed,
+            html_file,
+            clean_masks,
+            blocks,
+            masks,
+            unlabelled,
+            palette,
+        )
+    )
+
+
+@app.command()
+def report(
+    run: RunArgument,
+    out: Annotated[Path | None, option("--out", "File to write; by default report.html in the run folder.")] = None,
+    split: SplitOption = None,
+    worst: Annotated[int, typer.Option("--worst", min=0, help="Number of images to show, the worst first.")] = 8,
+    no_images: Annotated[
+        bool, typer.Option("--no-images", help="Use the events of the run alone: no model, no data.")
+    ] = False,
+) -> None:
+    """Write a run's report: one HTML file with curves, classes, confusion matrix, worst images, memory, settings."""
+    from segapp.report import write_report
+
+    written = write_report(run, out, split=split, num_worst=worst, has_pictures=not no_images)
+    print(f"written: {written} ({written.stat().st_size / 2**20:.1f} MiB)")
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders.")],
+    html_file: Annotated[Path | None, option("--html", "Write a page with the curves.")] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Compare runs: results, speed, memory, and the differences of their configs."""
+    import json
+
+    from segapp.report.compare import compare_runs, print_comparison
+
+    found = compare_runs(runs, html_file)
+    if json_out:
+        print(json.dumps(found, indent=2))
+    else:
+        print_comparison(found)
+
+
+@app.command("ls")
+def list_runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[DIR|SWEEP]", help="Folder of the runs, or a sweep.", show_default=False)
+    ] = Path("runs"),
+    json_out: JsonFlag = False,
+) -> None:
+    """List the runs and sweeps under runs/, or under another folder, or of a sweep, with the reasons of failures."""
+    from segapp.commands import runs as overview
+
+    overview.print_runs(folder, as_json=json_out)
+
+
+@app.command()
+def status(run: RunArgument, json_out: JsonFlag = False) -> None:
+    """Show the state and progress of a run or a sweep."""
+    from segapp.commands import runs as overview
+
+    overview.print_status(run, as_json=json_out)
+
+
+ckpt = typer.Typer(help="Checkpoints that can be resumed.", no_args_is_help=True)
+app.add_typer(ckpt, name="ckpt")
+
+
+@ckpt.command("list")
+def ckpt_list(run: RunArgument, json_out: JsonFlag = False) -> None:
+    """List a run's committed checkpoints, newest first."""
+    from segapp.commands import runs as overview
+
+    overview.print_checkpoints(run, as_json=json_out, hashes=False)
+
+
+@ckpt.command("verify")
+def ckpt_verify(run: RunArgument, json_out: JsonFlag = False) -> None:
+    """Read every byte of a run's checkpoints; exit code 4 if one is damaged."""
+    from segapp.commands import runs as overview
+
+    sys.exit(overview.print_checkpoints(run, as_json=json_out, hashes=True))
+
+
+@app.command()
+def schema(out: Annotated[Path | None, option("--out", "Write it to this file instead.")] = None) -> None:
+    """Print the JSON schema of a config file, for editors."""
+    import json
+
+    from segapp.config import config_schema
+
+    text = json.dumps(config_schema(), indent=2) + "\n"
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text)
+    except OSError as error:
+        raise ConfigError(cannot_be_written(out, error)) from None
+
+
+@app.command()
+def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
+    """Print the script that completes commands, options, config keys, runs and configs in a shell."""
+    from segapp.completion import completion_script
+
+    print(completion_script(shell), end="")
+
+
+@app.command()
+def plan(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    gpus: Annotated[
+        str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's).", "LIST")
+    ] = None,
+    run: Annotated[str | None, option("--run", "Calibrate with the memory that this run has measured.", "RUN")] = None,
+    json_out: JsonFlag = False,
+) -> None:
+    """Predict each GPU's peak memory for every split of the batch, without a GPU."""
+    from segapp.commands.plan import print_plan
+
+    print_plan(config, overrides or [], gpus, run, as_json=json_out)
+
+
+@app.command()
+def models(
+    pattern: Annotated[
+        str | None, typer.Argument(metavar="[PATTERN]", help="A part of a name or a glob, e.g. 'smp/Unet/*convnext*'.")
+    ] = None,
+    size: Annotated[str, option("--size", "Size of the images, HEIGHTxWIDTH in pixels.", "HxW")] = "512x512",
+    memory: Annotated[bool, typer.Option("--memory", help="Simulate training steps: memory per image.")] = False,
+    json_out: JsonFlag = False,
+) -> None:
+    """List the networks that a config can name: parameters, GFLOPs, stride, memory, weights in the local caches."""
+    from segapp.commands.models import print_models
+
+    print_models(pattern, size, with_memory=memory, as_json=json_out)
+
+
+@app.command()
+def profile(
+    overrides: Overrides = None,
+    config: ConfigOption = None,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to time.")] = 3,
+    json_out: JsonFlag = False,
+) -> None:
+    """Run a few real steps and show where their time and memory go."""
+    from segapp.commands.profile import print_profile
+
+    print_profile(config, overrides or [], steps, as_json=json_out)
+
+
+@app.command("check-part")
+def check_part(
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[MODULE:FACTORY] [KEY=VALUE]...", help="An own part; dotted config keys."),
+    ] = None,
+    kind: Annotated[str | None, option("--as", "What it is.", "model|loss|data|optim|schedule|transform")] = None,
+    config: ConfigOption = None,
+) -> None:
+    """Try own parts as a training uses them: all those of a config, or the one named. Exit code 2 if a check fails."""
+    from segapp.commands.check_part import check_part as run_checks
+    from segapp.commands.check_part import sorted_words
+    from segapp.config import load_config, named_config
+    from segapp.config.load import is_config_name
+
+    name, overrides = sorted_words(words or [])
+    is_needed = config is not None or overrides or (name is not None and is_config_name(name))
+    loaded = load_config(named_config(config, words or []), overrides) if is_needed else None
+    raise typer.Exit(run_checks(name, kind, loaded))
+
+
+@app.command()
+def docs(
+    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="A page; by default their list.")] = None,
+    search: Annotated[str | None, option("--search", "Find the pages with these words.", "WORDS")] = None,
+) -> None:
+    """Show the documentation: the list of pages, one page, or the pages with some words."""
+    from segapp.commands.docs import show_docs
+
+    show_docs(topic, search)

@@ -1,0 +1,607 @@
+"""`segapp check-part`: try custom components as a training uses them, before one does."""
+
+from __future__ import annotations
+
+import copy
+import io
+import itertools
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
+from segapp.build.pairs import build_pixels, build_scheme, own_data, split_names
+from segapp.commands.other_device import NotTriedError, follows
+from segapp.config import DataConfig, LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
+from segapp.config.parts import part_sections
+from segapp.custom import is_part
+from segapp.custom.contracts import DataSource, Schedule
+from segapp.custom.loading import shown_error
+from segapp.custom.trust import remember_parts
+from segapp.datasets.augment import TrainTransform
+from segapp.datasets.augment.probe import check_transform
+from segapp.datasets.masks import train_ids
+from segapp.datasets.own_data import OwnData, Pixels
+from segapp.errors import ConfigError, SegappError, accepted_words
+from segapp.losses import AdditiveCriterion, PlainCriterion, surrogate
+from segapp.models import SegmentationModel, build_model
+from segapp.models.inspection import probabilities_problem
+from segapp.run.words import printable
+
+NUM_CLASSES, IGNORED = 3, 255
+"""What parts are tried with where no config says it."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """Result of one check of a part.
+
+    Attributes:
+        what: the statement that is checked.
+        problem: what is wrong, the cost that a note names, or the reason why it was not tried; empty where it holds.
+        kind: of the problem.
+    """
+
+    what: str
+    problem: str = ""
+    kind: Literal["failed", "note", "not tried"] = "failed"
+
+    @property
+    def mark(self) -> str:
+        """The word in front of the line."""
+        return {"failed": "FAILED", "note": "note", "not tried": "not tried"}[self.kind] if self.problem else "ok"
+
+
+def tried(what: str, check: Callable[[], str | None]) -> Check:
+    """Return the result of a check that returns its problem, or raises it."""
+    try:
+        return Check(what, check() or "")
+    except NotTriedError as reason:
+        return Check(what, str(reason), "not tried")
+    except SegappError as error:
+        return Check(what, str(error))
+    except Exception as error:
+        return Check(what, f"fails with {shown_error(error)}: correct it")
+
+
+def checks_of_loss(criterion: AdditiveCriterion) -> Iterator[Check]:
+    """Yield the checks of the criterion that a loss has become."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.randn(4, NUM_CLASSES, 8, 12, generator=generator, dtype=torch.float64)
+    logits = wide.float()
+    target = torch.randint(NUM_CLASSES, (4, 16, 24), generator=generator, dtype=torch.uint8)
+    target[0, :9], target[3, :, 5:] = IGNORED, IGNORED
+
+    def whole(of: Tensor = target) -> tuple[Tensor, Tensor]:
+        leaf = logits.clone().requires_grad_()
+        loss = criterion((leaf,), of)
+        if loss.dim() or not loss.is_floating_point():
+            raise ConfigError(
+                f"the loss is {loss.dtype} of shape {tuple(loss.shape)}: return a floating-point scalar, the mean over "
+                "valid pixels"
+            )
+        (gradient,) = torch.autograd.grad(loss, leaf)
+        return loss.detach(), gradient
+
+    def finite() -> str | None:
+        loss, gradient = whole()
+        wrong = "loss" if not loss.isfinite() else "gradient" if not gradient.isfinite().all() else ""
+        return f"the {wrong} is not: guard logarithms and divisions" if wrong else None
+
+    def nothing_valid() -> str | None:
+        loss, gradient = whole(torch.full_like(target, IGNORED))
+        if loss == 0 and not gradient.any():
+            return None
+        return f"the loss is {float(loss):g}: sum over target != ignore_index, and divide by at least 1"
+
+    def statistics() -> str | None:
+        found = criterion.statistics((logits,), target)
+        if len(found) != criterion.num_statistics:
+            return f"statistics gives {len(found)} tensors: set num_statistics to {len(found)}"
+        if criterion.is_linear and not torch.equal(criterion.target_statistics(target)[-1], found[-1]):
+            return "target_statistics gives another denominator than statistics: compute both from the target alone"
+        return None
+
+    def doubled() -> str | None:
+        once = float(whole()[0])
+        twice = float(criterion((logits.repeat(2, 1, 1, 1),), target.repeat(2, 1, 1)).detach())
+        if once == 0 or abs(twice / once - 2) > 1e-3:
+            return None
+        return (
+            f"it is {twice / once:.3g} times as large for each image given twice: it is a sum, and the learning rate "
+            'would depend on batch, crop and split: divide by the valid pixels (reduction="mean")'
+        )
+
+    def moved() -> str | None:
+        return follows(criterion, lambda copied, device: copied((logits.to(device),), target.to(device)))
+
+    values = tried("loss and gradient are finite", finite)
+    yield values
+    if values.problem:
+        return
+    repeats = "draws random numbers: make it a function of logits and target"
+    yield tried("it does not grow with the number of images", doubled)
+    yield tried("it repeats its result", lambda: None if torch.equal(whole()[1], whole()[1]) else repeats)
+    yield tried("without a valid pixel it is 0", nothing_valid)
+    yield tried("statistics and declarations agree", statistics)
+    yield from _of_split(criterion, wide, target)
+    yield tried("it can be copied and moved to another device", moved)
+
+
+def _of_split(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> Iterator[Check]:
+    """Yield whether a divided step equals the whole one in float32, and in float64 where the loss computes in it.
+
+    Args:
+        criterion: of the loss.
+        logits: (N, C, h, w) float64, of values that float32 does not hold.
+        target: (N, H, W).
+    """
+    what = "a divided step gives the same loss and gradient in"
+    narrow = logits.float()
+    found = [tried(f"{what} float32", lambda: _gap_problem(criterion, _split_gap(criterion, narrow, target), 1e-4))]
+    precise = copy.deepcopy(criterion).double()
+    try:
+        in_float64 = not torch.equal(*(precise((each,), target) for each in (logits, narrow.double())))
+        reason = "it rounds float64 logits"
+    except Exception as error:
+        in_float64, reason = False, f"with float64 logits it fails ({str(error).partition(chr(10))[0]})"
+    if in_float64:
+        found.append(tried(f"{what} float64", lambda: _gap_problem(precise, _split_gap(precise, logits, target), 1e-9)))
+    for check in found:
+        yield replace(check, kind="note") if isinstance(criterion, PlainCriterion) else check
+    if not in_float64:
+        yield Check(f"{what} float64", f"{reason}; float32 shows no error below 0.01 %", "not tried")
+
+
+def _split_gap(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> float:
+    """Return the largest relative difference in loss and gradient of a step of two chunks from the whole step."""
+    leaf = logits.clone().requires_grad_()
+    expected = criterion((leaf,), target)
+    (gradient,) = torch.autograd.grad(expected, leaf)
+    parts = [criterion.statistics((leaf[a:b],), target[a:b]) for a, b in ((0, 1), (1, len(logits)))]
+    totals = tuple(sum(entries[1:], entries[0]) for entries in zip(*parts, strict=True))
+    for part in parts:
+        surrogate(criterion, part, totals).backward()  # type: ignore[no-untyped-call]
+    assert leaf.grad is not None
+    difference = (criterion.finalize(totals) - expected).detach().abs()
+    loss_gap = float(difference / expected.detach().abs().clamp(min=1e-6))
+    return max(loss_gap, float((leaf.grad - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12)))
+
+
+def _gap_problem(criterion: AdditiveCriterion, gap: float, tolerance: float) -> str | None:
+    if gap <= tolerance:
+        return None
+    if isinstance(criterion, PlainCriterion):
+        return (
+            f"no mean over valid pixels (off by {gap:.2g} of its size): it is exact on one device without "
+            "train.accumulate; elsewhere write it as an AdditiveCriterion"
+        )
+    return f"off by {gap:.2g} of its size: return sums in statistics, and divide in finalize alone"
+
+
+def checks_of_model(
+    model: SegmentationModel, make: Callable[[], SegmentationModel], crop_px: tuple[int, int] | None
+) -> Iterator[Check]:
+    """Yield the checks of a network.
+
+    Args:
+        model: the network.
+        make: makes it again, with other weights.
+        crop_px: height and width of the training crops, if they are known.
+    """
+    height, width = size_px = model.suitable_size(64, 96)
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(4, model.in_channels, height, width, generator=generator)
+    yield tried(
+        "it takes images of other sizes", lambda: _size_problem(model, [size_px, *([crop_px] if crop_px else [])])
+    )
+
+    @torch.no_grad()
+    def logits(network: nn.Module = model, of: Tensor = images) -> Tensor:
+        found: Tensor = network.eval()(of)[0]
+        return found
+
+    def gradients() -> str | None:
+        model.train().zero_grad()
+        total = torch.stack([head.square().mean() for head in model(images)]).sum()
+        total.backward()  # type: ignore[no-untyped-call]
+        wrong = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
+        return f"that of {wrong[0]} is not finite: check its layer" if wrong else None
+
+    def alone() -> str | None:
+        apart = torch.cat([logits(of=images[i : i + 1]) for i in range(len(images))])
+        if torch.allclose(apart, logits(), rtol=1e-3, atol=1e-4):
+            return None
+        return "an image's logits depend on the others in its batch: remove what mixes images, or splits do not agree"
+
+    def round_trip() -> str | None:
+        file = io.BytesIO()
+        torch.save(model.state_dict(), file)
+        file.seek(0)
+        fresh = make()
+        fresh.load_state_dict(torch.load(file, weights_only=True))
+        if torch.equal(logits(fresh), logits()):
+            return None
+        return "other logits after loading: register what is learned as nn.Parameter or with register_buffer"
+
+    def moved() -> str | None:
+        return follows(model, lambda copied, device: logits(copied, images.to(device)))
+
+    def unbounded() -> str | None:
+        return probabilities_problem(logits(), logits(of=1000 * images))
+
+    yield tried("logits are finite", lambda: None if logits().isfinite().all() else "check the initial weights")
+    yield tried("it returns logits, not probabilities", unbounded)
+    same = "draws numbers in evaluation: use torch's dropout, which train() and eval() switch"
+    yield tried("evaluation repeats its result", lambda: None if torch.equal(logits(), logits()) else same)
+    yield tried("gradients are finite", gradients)
+    yield tried("images do not depend on each other", alone)
+    yield tried("its state can be saved and loaded", round_trip)
+    yield tried("it can be copied and moved to another device", moved)
+
+
+def _size_problem(model: SegmentationModel, sizes_px: list[tuple[int, int]]) -> str | None:
+    """Return which of some sizes of images a network does not take; None if it takes all."""
+    with torch.no_grad():
+        for height, width in sizes_px:
+            try:
+                model.eval()(torch.zeros(1, model.in_channels, height, width))
+            except Exception as error:
+                square = max(2 * model.size_divisor, 64)
+                made_px = "x".join(map(str, model.suitable_size(square, square)))
+                return (
+                    f"{made_px} px work, {height}x{width} px fail with {shown_error(error)}: compute sizes from the "
+                    f"input; or set size_divisor, min_size_px or fixed_size_px = (H, W) on the network, and "
+                    f"data.crop_px to a size that it takes"
+                )
+    return None
+
+
+def data_section(name: str, options: Mapping[str, Any], config: RunConfig | None) -> DataConfig:
+    """Return the section of a config, with the part as its format.
+
+    Raises:
+        ConfigError: there is no config.
+    """
+    if config is None:
+        raise ConfigError("data needs the root and the classes of a config: add --config FILE")
+    return config.data.model_copy(update={"format": name, "options": dict(options)})
+
+
+def _sample(source: DataSource, index: int) -> tuple[Any, Any]:
+    image, mask = source.image_and_mask(index)
+    return image, mask
+
+
+def _same(one: Any, two: Any) -> bool:
+    return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one, two, strict=True))
+
+
+def checks_of_data(data: OwnData, section: DataConfig) -> Iterator[Check]:
+    """Yield the checks of the training split of a data set.
+
+    Args:
+        data: the split.
+        section: names the part, the classes and the types.
+    """
+    indices = sorted({0, len(data) // 2, max(len(data) - 1, 0)})
+    pixels, scheme = build_pixels(section), build_scheme(section)
+
+    def typed() -> str | None:
+        for index in indices:
+            image, mask = _sample(data.source, index)
+            problem = _type_problem(image, mask, np.dtype(pixels.numpy_dtype), pixels.num_bands)
+            if problem:
+                return f"image_and_mask({index}) gives {problem}"
+        return None
+
+    def known_ids() -> str | None:
+        for index in indices:
+            train_ids(np.asarray(_sample(data.source, index)[1]), Path(f"image_and_mask({index})"), scheme)
+        return None
+
+    def repeats(source: DataSource) -> str | None:
+        for index in indices:
+            if not _same(_sample(data.source, index), _sample(source, index)):
+                return (
+                    f"image {index} differs from the first call: draw no random numbers here, because evaluations and "
+                    "resumed runs would not repeat; data.augment does"
+                )
+        return None
+
+    def another_split() -> str | None:
+        train, val = split_names(section)
+        other = own_data(section, val)
+        ends = sorted({0, len(data) - 1})
+        is_equal = len(other) == len(data) and all(
+            _same(_sample(data.source, i), _sample(other.source, i)) for i in ends
+        )
+        if train == val or section.allow_overlap or not is_equal:
+            return None
+        return f"{val} gives the images of {train}: use the argument `split` to choose the images"
+
+    yield Check("it has images", "" if len(data) else "its length is 0: check data.root and the split")
+    if not len(data):
+        return
+    types = tried("images and masks have the right types", typed)
+    yield types
+    if not types.problem:
+        yield tried("masks hold the ids of the classes", known_ids)
+    yield tried("it repeats its result", lambda: repeats(data.source))
+    copied = ForkingPickler  # what hands objects to spawned data workers
+    yield tried("it can be pickled for data workers", lambda: repeats(copied.loads(copied.dumps(data.source))))
+    yield tried("validation has other images", another_split)
+
+
+def _type_problem(image: Any, mask: Any, dtype: np.dtype[Any], num_bands: int) -> str | None:
+    """Return what image and mask are, and how they become what they must be; None if they are right."""
+    pixels: Pixels = np.asarray(image)
+    ids: Pixels = np.asarray(mask)
+    advice = []
+    if not isinstance(image, np.ndarray) or not isinstance(mask, np.ndarray):
+        advice.append("return NumPy arrays, segapp makes tensors")
+    if pixels.ndim == 3 and pixels.shape[2] != num_bands and pixels.shape[0] == num_bands:
+        advice.append("put the bands last: image.transpose(1, 2, 0)")
+    elif pixels.ndim != 3 or pixels.shape[2] != num_bands:
+        advice.append(f"return images (H, W, {num_bands}), or set data.bands")
+    if pixels.dtype != dtype:
+        advice.append(f"return {dtype.name} without normalization, or set data.dtype = {pixels.dtype.name}")
+    if ids.dtype.kind not in "iu":
+        advice.append("return class ids, integers: mask.astype(np.uint8)")
+    if not advice and ids.shape != pixels.shape[:2]:
+        advice.append("return a mask (H, W) of the size of its image")
+    kinds = " and ".join(
+        f"{type(each).__module__.partition('.')[0]} {array.dtype.name} {array.shape}"
+        for each, array in ((image, pixels), (mask, ids))
+    )
+    return f"{kinds.replace('numpy ', '')}: {'; '.join(advice)}" if advice else None
+
+
+_STEPS = 100
+
+
+def make_optimizer(name: str, options: Mapping[str, Any]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+    """Return two parameters, and the optimizer over them."""
+    weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).reshape(2, 3)), nn.Parameter(torch.ones(3))]
+    groups = [{"params": [w], "lr_factor": 1.0, "weight_decay": 0.0} for w in weights]
+    return weights, own_optimizer(OptimConfig(name=name, lr=0.01, options=dict(options)), groups)
+
+
+def checks_of_optimizer(
+    made: tuple[list[nn.Parameter], torch.optim.Optimizer], make: Callable[[], Any]
+) -> Iterator[Check]:
+    """Yield the checks of an optimizer, which `make` makes again."""
+
+    def step(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+        for weight in weights:
+            weight.grad = weight.detach().clone()
+        optimizer.step()
+
+    def moves() -> str | None:
+        weights, optimizer = made
+        before = [weight.detach().clone() for weight in weights]
+        step(weights, optimizer)
+        changed = all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, weights, strict=True))
+        return None if changed else "a step leaves weights as they are: update the parameters of every group"
+
+    def rate() -> str | None:
+        weights, optimizer = make()
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        before = [weight.detach().clone() for weight in weights]
+        step(weights, optimizer)
+        still = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
+        return None if still else "weights move at lr = 0: read group['lr'] in step(), where the schedule sets it"
+
+    def resumes() -> str | None:
+        weights, optimizer = made
+        other, resumed = make()
+        for theirs, own in zip(other, weights, strict=True):
+            theirs.data.copy_(own.data)
+        file = io.BytesIO()
+        torch.save(optimizer.state_dict(), file)
+        file.seek(0)
+        resumed.load_state_dict(torch.load(file, weights_only=True))
+        step(weights, optimizer)
+        step(other, resumed)
+        same = all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
+        return None if same else "another step after loading its state: keep all of it in `state` and `param_groups`"
+
+    yield tried("a step changes the weights", moves)
+    yield tried("it follows the schedule", rate)
+    yield tried("a resumed step is the same", resumes)
+    if not getattr(made[1], "_step_supports_amp_scaling", False):
+        yield Check("speed", "it waits for the device once a step; fused=True, if it has that, does not", "note")
+
+
+def make_schedule(name: str, options: Mapping[str, Any]) -> Schedule:
+    """Return the schedule of a short run."""
+    section = ScheduleConfig(name=name, options=dict(options))
+    return own_schedule(section, total_steps=_STEPS, steps_per_epoch=10)
+
+
+def checks_of_schedule(factor: Schedule) -> Iterator[Check]:
+    """Yield the checks of a schedule."""
+    steps = range(1, _STEPS + 1)
+
+    def pure() -> str | None:
+        forward = [factor(step) for step in steps]
+        backward = [factor(step) for step in reversed(steps)][::-1]
+        if forward == backward:
+            return None
+        return "the factor depends on earlier calls: make it a function of the step, or a resumed run differs"
+
+    def numbers() -> str | None:
+        for step in steps:
+            factor(step)  # raises for anything else
+        return None
+
+    yield tried(f"it gives numbers from 0 on at steps 1 to {_STEPS}", numbers)
+    yield tried("it is a function of the step alone", pure)
+
+
+def make_transform(name: str, config: RunConfig | None) -> TrainTransform:
+    """Return the list of a crop and the transform, with the options that a config gives it.
+
+    Raises:
+        UserWarning: a factory gives a transform an argument that it does not have, of which albumentations only warns.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
+        return TrainTransform((64, 64), _entries(name, config), ignore_index=IGNORED)
+
+
+def _entries(name: str, config: RunConfig | None) -> list[dict[str, dict[str, Any]]]:
+    entries = config.data.augment if config is not None else None
+    own = [entry for entry in entries or () if name in entry]
+    return [{"ScaledCrop": {}}, *(own[:1] or [{name: {}}])]
+
+
+def checks_of_transform(transform: TrainTransform) -> Iterator[Check]:
+    """Yield the checks of such a list."""
+    sizes = list(itertools.product((80, 200), (96, 160)))
+    what = "types, class ids, size, and one result for each seed"
+    yield tried(what, lambda: check_transform(transform, sizes, (3, np.uint8), np.dtype(np.uint8)))
+
+    def pickled() -> str | None:
+        ForkingPickler.dumps(transform)
+        return None
+
+    yield tried("it can be pickled for data workers", pickled)
+
+
+Kind = Literal["model", "loss", "data", "optim", "schedule", "transform"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+EXIT_FAILED = 2
+
+
+def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> int:
+    """Check one part, or all parts of a config, and print what was found.
+
+    Args:
+        name: `package.module:factory`; None: every part of the config.
+        kind: what it is; None: as the config says.
+        config: gives options, classes and data; None: none.
+
+    Returns:
+        0, or 2 if a check failed; a check that could not be tried is no failure.
+
+    Raises:
+        ConfigError: nothing is named, or it is not known what the part is.
+    """
+    if kind is not None and kind not in KINDS:
+        raise ConfigError(f"--as {kind} is not known: {accepted_words(kind, KINDS)}")
+    is_failed = False
+    for part, part_kind, options in _chosen(name, kind, config):
+        remember_parts([part])
+        print(f"{printable(part)} as {part_kind}", flush=True)
+        for check in _checks(part, part_kind, options, config):
+            is_failed = is_failed or check.mark == "FAILED"
+            problem = f": {printable(check.problem)}" if check.problem else ""
+            print(f"  {check.mark:6} {check.what}{problem}", flush=True)
+    return EXIT_FAILED if is_failed else 0
+
+
+def sorted_words(words: list[str]) -> tuple[str | None, list[str]]:
+    """Return the part and the KEY=VALUE words of a command line.
+
+    Raises:
+        ConfigError: there are two parts.
+    """
+    parts = [word for word in words if "=" not in word]
+    if len(parts) > 1:
+        raise ConfigError(f"{', '.join(parts)}: one part can be named; a config's are all checked with --config FILE")
+    return (parts[0] if parts else None), [word for word in words if "=" in word]
+
+
+def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> list[tuple[str, Kind, Mapping[str, Any]]]:
+    """Return the parts to check, each with what it is and its options."""
+    found: list[tuple[str, Kind, Mapping[str, Any]]] = []
+    for key, part in (part_names(config) if config is not None else {}).items():
+        section = key.partition(".")[0]
+        each: Any = "transform" if key.startswith("data.augment") else section
+        if (name is None or name == part) and kind in (None, each):
+            found.append((part, each, part_sections(config).get(key, {}) if config is not None else {}))
+    if found:
+        return found
+    if name is None:
+        raise ConfigError("no own part is named: give package.module:factory, or --config FILE of a config with some")
+    if not is_part(name):
+        raise ConfigError(f"{name!r} names no own part: write package.module:factory or file.py:factory")
+    if kind is None:
+        raise ConfigError(f"{name}: say what it is with --as {'|'.join(KINDS)}, or give the --config that names it")
+    return [(name, kind, {})]  # type: ignore[list-item]
+
+
+def _checks(name: str, kind: Kind, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
+    """Make the part as a training does, and yield the checks of its kind."""
+    make, checks = _OF_KIND[kind](name, options, config)
+    made: list[Any] = []
+    yield tried("it is imported and made", lambda: made.append(make()))
+    if made:
+        yield from checks(made[0])
+
+
+Steps = tuple[Callable[[], Any], Callable[[Any], Iterator[Check]]]
+"""What makes a part, and what yields its checks."""
+
+
+def _of_model(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
+
+    bands = config.data.bands if config is not None else None
+    in_channels = 3 if bands is None else len(bands)
+
+    def make() -> Any:
+        return build_model("python", name, NUM_CLASSES, in_channels=in_channels, options=options)
+
+    return make, lambda model: checks_of_model(model, make, config.data.crop_px if config is not None else None)
+
+
+def _of_loss(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
+
+    term = LossTerm(name=name, options=dict(options))
+    return lambda: own_criterion(term, NUM_CLASSES, IGNORED, None), checks_of_loss
+
+
+def _of_data(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
+
+    def make() -> Any:
+        section = data_section(name, options, config)
+        return own_data(section, split_names(section)[0])
+
+    return make, lambda data: checks_of_data(data, data_section(name, options, config))
+
+
+def _of_optimizer(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
+
+    def make() -> Any:
+        return make_optimizer(name, options)
+
+    return make, lambda made: checks_of_optimizer(made, make)
+
+
+def _of_schedule(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
+
+    return lambda: make_schedule(name, options), checks_of_schedule
+
+
+def _of_transform(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
+
+    return lambda: make_transform(name, config), checks_of_transform
+
+
+_OF_KIND: Mapping[Kind, Callable[[str, Mapping[str, Any], RunConfig | None], Steps]] = {
+    "model": _of_model,
+    "loss": _of_loss,
+    "data": _of_data,
+    "optim": _of_optimizer,
+    "schedule": _of_schedule,
+    "transform": _of_transform,
+}
