@@ -17,7 +17,7 @@ from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.eomt import NUM_QUERIES
-from segapp.models.network import some_names
+from segapp.models.names import some_names
 from segapp.models.weights import load_weights
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run

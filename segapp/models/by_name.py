@@ -11,7 +11,8 @@ from segapp.models.from_python import build_python
 from segapp.models.from_smp import build_smp
 from segapp.models.from_torchvision import build_torchvision
 from segapp.models.inspection import inspect_model
-from segapp.models.network import SegmentationModel, unknown_name
+from segapp.models.names import unknown_name
+from segapp.models.network import SegmentationModel
 from segapp.models.weights import (
     cached_hub_file,
     cached_url,

@@ -20,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
-from segapp.models.network import FAMILY_NOTES, SegmentationModel, unknown_name
+from segapp.models.names import unknown_name
+from segapp.models.network import FAMILY_NOTES, SegmentationModel
 
 NUM_QUERIES, NUM_BLOCKS = 100, 4
 """Defaults of the options `num_queries` and `num_blocks`."""

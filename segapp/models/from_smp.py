@@ -15,7 +15,8 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
-from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel, check_options, unknown_name
+from segapp.models.names import check_options, unknown_name
+from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
 
 # Arguments set by `build_model`, and the head's upsampling, which is removed.
 _RESERVED = {"self", "kwargs", "encoder_name", "encoder_weights", "in_channels", "classes", "activation", "aux_params"}

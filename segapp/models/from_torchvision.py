@@ -12,7 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
-from segapp.models.network import FAMILY_NOTES, SegmentationModel, check_options, unknown_name, widen_first_conv
+from segapp.models.first_conv import widen_first_conv
+from segapp.models.names import check_options, unknown_name
+from segapp.models.network import FAMILY_NOTES, SegmentationModel
 
 FAMILIES = ("deeplabv3", "fcn", "lraspp")
 

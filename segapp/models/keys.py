@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from segapp.errors import CheckpointError
-from segapp.models.network import some_names
+from segapp.models.names import some_names
 
 Shapes = Mapping[str, Sequence[int]]
 

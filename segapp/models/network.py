@@ -6,14 +6,14 @@ Shapes: N images, B bands, C classes, K feature channels, H x W of the input in 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
 
-from segapp.errors import ConfigError, accepted_words
+from segapp.errors import ConfigError
+from segapp.models.names import BACKBONE, modules_matching, parameters_matching
 from segapp.models.weights import LoadReport
 
 
@@ -247,105 +247,3 @@ class SegmentationModel(nn.Module):
 
     def _resolved(self, pattern: str) -> str:
         return self.backbone_prefix.removesuffix(".") if pattern == BACKBONE else pattern
-
-
-def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> ConfigError:
-    """Return the error for an unknown name."""
-    return ConfigError(f"{key}: {value!r} is not {what}: {accepted_words(value, sorted(known), most=3)}")
-
-
-def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -> None:
-    """Raise ConfigError for the first option that `owner` does not take."""
-    accepted = tuple(accepted)
-    for option in options:
-        if option not in accepted:
-            raise unknown_name("model.options", option, f"an option of {owner}", accepted)
-
-
-def some_names(names: Collection[str], most: int = 2) -> str:
-    """Return the first names and the number of the others."""
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(list(names)[:most]) + rest
-
-
-BACKBONE = "backbone"
-"""The pattern that stands for the backbone, whatever its name in the network."""
-
-
-def parameters_matching(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Return the names of the parameters that a glob matches, itself or through a module that holds them.
-
-    Args:
-        model: the network.
-        pattern: a glob, in which `*` also matches dots.
-        key: the config key that holds it, for the error.
-
-    Raises:
-        ConfigError: it matches none; the message has the nearest names.
-    """
-    found = [name for name, _ in model.named_parameters() if any(fnmatchcase(each, pattern) for each in _within(name))]
-    if not found:
-        known = {each for name, _ in model.named_parameters() for each in _within(name)}
-        raise unknown_name(key, pattern, "the name, or a pattern of names, of a module or parameter", known)
-    return found
-
-
-def modules_matching(model: nn.Module, pattern: str) -> list[str]:
-    """Return the names of the outermost modules that a glob matches."""
-    found: list[str] = []
-    for name, _ in model.named_modules():
-        if name and fnmatchcase(name, pattern) and not any(outer in found for outer in _within(name)):
-            found.append(name)
-    return found
-
-
-def _within(name: str) -> Iterator[str]:
-    """Yield a name and those of the modules that hold it, the outermost first.
-
-    >>> list(_within("encoder.layer1.0"))
-    ['encoder', 'encoder.layer1', 'encoder.layer1.0']
-    """
-    parts = name.split(".")
-    yield from (".".join(parts[:count]) for count in range(1, len(parts) + 1))
-
-
-RGB = 3
-
-
-def first_conv_name(module: nn.Module, in_channels: int) -> str | None:
-    """Return the name of the convolution that takes the image: the first one with so many input channels."""
-    for name, part in module.named_modules():
-        if isinstance(part, nn.Conv2d) and part.in_channels == in_channels:
-            return str(name)
-    return None
-
-
-def adapt_first_conv(weight: Tensor, in_channels: int) -> Tensor:
-    """Return the weight (O, B, k, k) of a first convolution for B bands, from one for RGB (O, 3, k, k).
-
-    One band gets the sum over RGB. Others repeat R, G, B in turn, times 3 / B, which keeps the size of the output. As
-    segmentation_models_pytorch's `patch_first_conv`.
-    """
-    if in_channels == 1:
-        return weight.sum(1, keepdim=True)
-    return weight[:, torch.arange(in_channels) % RGB] * (RGB / in_channels)
-
-
-def widen_first_conv(module: nn.Module, in_channels: int) -> None:
-    """Replace the first convolution of a network for RGB by one for other bands, with new random weights, in place."""
-    name = first_conv_name(module, RGB)
-    if in_channels == RGB or name is None:
-        return
-    old = module.get_submodule(name)
-    assert isinstance(old, nn.Conv2d)
-    new = nn.Conv2d(
-        in_channels,
-        old.out_channels,
-        old.kernel_size,  # type: ignore[arg-type]
-        old.stride,  # type: ignore[arg-type]
-        old.padding,  # type: ignore[arg-type]
-        bias=old.bias is not None,
-    )
-    nn.init.kaiming_normal_(new.weight, mode="fan_out", nonlinearity="relu")  # as torchvision's ResNets and MobileNets
-    parent, _, child = name.rpartition(".")
-    setattr(module.get_submodule(parent), child, new)

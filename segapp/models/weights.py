@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from segapp.errors import CheckpointError
+from segapp.models.first_conv import RGB, adapt_first_conv, first_conv_name
 from segapp.models.keys import KeyMap, Shapes, map_keys
-from segapp.models.network import RGB, adapt_first_conv, first_conv_name, some_names
+from segapp.models.names import some_names
 from segapp.run.events import Weights
 
 StateDict = dict[str, Tensor]

@@ -10,7 +10,7 @@ from segmentation_models_pytorch.encoders._utils import patch_first_conv
 from torch import nn
 
 from segapp.models import build_model
-from segapp.models.network import adapt_first_conv
+from segapp.models.first_conv import adapt_first_conv
 
 
 @pytest.mark.parametrize("num_bands", [1, 2, 4, 7])

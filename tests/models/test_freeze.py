@@ -9,7 +9,7 @@ import torch
 
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel, build_model
-from segapp.models.network import modules_matching
+from segapp.models.names import modules_matching
 from segapp.training.step.precise_bn import recompute_batchnorm
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from segapp.build.optimizer import layer_depths
 from segapp.errors import ConfigError
-from segapp.models.network import check_options, some_names, unknown_name
+from segapp.models.names import check_options, some_names, unknown_name
 
 TWENTY = [f"n{i:02}" for i in range(20)]
 
