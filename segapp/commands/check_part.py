@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 import torch
@@ -25,8 +25,6 @@ from segapp.custom import is_part
 from segapp.custom.contracts import DataSource, Schedule
 from segapp.custom.loading import shown_error
 from segapp.custom.trust import remember_parts
-from segapp.datasets.augment import TrainTransform
-from segapp.datasets.augment.probe import check_transform
 from segapp.datasets.masks import train_ids
 from segapp.datasets.own_data import OwnData, Pixels
 from segapp.errors import ConfigError, SegappError, accepted_words
@@ -34,6 +32,9 @@ from segapp.losses import AdditiveCriterion, PlainCriterion, surrogate
 from segapp.models import SegmentationModel, build_model
 from segapp.models.inspection import probabilities_problem
 from segapp.run.words import printable
+
+if TYPE_CHECKING:
+    from segapp.datasets.augment import TrainTransform
 
 NUM_CLASSES, IGNORED = 3, 255
 """What parts are tried with where no config says it."""
@@ -453,6 +454,8 @@ def make_transform(name: str, config: RunConfig | None) -> TrainTransform:
     Raises:
         UserWarning: a factory gives a transform an argument that it does not have, of which albumentations only warns.
     """
+    from segapp.datasets.augment import TrainTransform
+
     with warnings.catch_warnings():
         warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
         return TrainTransform((64, 64), _entries(name, config), ignore_index=IGNORED)
@@ -466,6 +469,8 @@ def _entries(name: str, config: RunConfig | None) -> list[dict[str, dict[str, An
 
 def checks_of_transform(transform: TrainTransform) -> Iterator[Check]:
     """Yield the checks of such a list."""
+    from segapp.datasets.augment.probe import check_transform
+
     sizes = list(itertools.product((80, 200), (96, 160)))
     what = "types, class ids, size, and one result for each seed"
     yield tried(what, lambda: check_transform(transform, sizes, (3, np.uint8), np.dtype(np.uint8)))

@@ -9,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from segapp.build.pairs import build_scheme
-from segapp.commands.models import ModelName
+from segapp.commands.model_names import ModelName
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError, SegappError
 from segapp.memory.simulated.jobs import SimulationJob

@@ -320,7 +320,7 @@ def test_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path]
     assert_same_run(folder, uninterrupted)
 
 
-def test_early_stop_ends_the_run_at_the_evaluation_that_completes_its_count(
+def test_early_stop_ends_the_run_after_its_evaluations(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scores = iter([0.5, 0.4, 0.6, 0.6, 0.5, 0.9, 0.9])  # the best is the third; the next two are not better
