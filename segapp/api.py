@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from segapp.config import RunConfig
     from segapp.inference.predict.pipeline import Tally
     from segapp.run.events import Event, RunEnd
-    from segapp.training.process.signals import StopSignals
+    from segapp.training.signals import StopSignals
 
 Config: TypeAlias = "str | Path | Mapping[str, Any] | RunConfig"
 """A config: a file or the name of one, nested plain values, or a validated config."""
@@ -283,9 +283,9 @@ def train(
     """
     from segapp.build.devices import plan_devices
     from segapp.run.folder import RunFolder
-    from segapp.training.process.signals import StopSignals
     from segapp.training.request import TrainRequest, plan_request
     from segapp.training.session import run_session
+    from segapp.training.signals import StopSignals
 
     _check_event_types(event_types)
     folder = None if run is None else Path(run)

@@ -20,7 +20,8 @@ import pytest
 from PIL import Image
 
 import segapp
-from segapp import Evaluated, History, StopTraining, api, evaluate, load, predict, train
+from segapp import History, api, evaluate, predict, train
+from segapp.api import Evaluated, StopTraining, load
 from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.run.events import Event

@@ -15,8 +15,8 @@ from segapp.config import changed_keys, load_config, validate_config
 from segapp.config.options import BUILT_INS
 from segapp.errors import ConfigError
 from segapp.older import CHECKPOINT_KEYS, OPTIONS, renamed, upgraded
-from segapp.run.events import decode
-from segapp.run.events.decode import parse_line
+from segapp.run.events import reader
+from segapp.run.events.reader import parse_line
 from segapp.run.folder import RunFolder
 from segapp.training.recovery.fallbacks import MemoryFallbacks, fallbacks_after
 from tests.support import ROOT
@@ -135,7 +135,7 @@ def test_former_key_of_the_command_line_wins_over_the_file(tmp_path: Path) -> No
 
 
 def test_former_keys_of_states_and_events_are_those_of_today(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "EVENT_KEYS", {"alert": {"text": "message"}})
+    monkeypatch.setattr(reader, "EVENT_KEYS", {"alert": {"text": "message"}})
     line = b'{"v":1,"seq":1,"t":1.0,"type":"%s","kind":"data","text":"hello"}'
     alert = parse_line(line % b"alert")
     assert alert is not None

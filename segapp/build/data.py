@@ -22,14 +22,14 @@ from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folde
 from segapp.datasets.dataset import OwnDataset, SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
-from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.loader import LoadOptions
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.pool import LoadOptions
 from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from segapp.errors import ConfigError, accepted_words
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 
 Item = TypeVar("Item")
 
@@ -68,6 +68,7 @@ def build_dataset(
     is_training: bool,
     seed: int,
     most: int | None = None,
+    has_distances: bool = False,
     ranks: Ranks | None = None,
 ) -> SegmentationDataset:
     """Return the data set of a split, its headers checked, with the training or the evaluation transform.
@@ -79,6 +80,7 @@ def build_dataset(
         is_training: use the training transform.
         seed: of the augmentation.
         most: use only so many images; None: all.
+        has_distances: targets hold the distance maps of the classes too, for the boundary loss.
         ranks: of a training, which share `data.cache`; all must call. None: images are read once, and so decoded.
 
     Raises:
@@ -94,7 +96,8 @@ def build_dataset(
 
     if is_part(data.format):
         source = own_data(data, split)
-        own = OwnDataset(source, scheme, pixels, seed=seed, indices=_chosen(range(len(source)), most))
+        chosen = _chosen(range(len(source)), most)
+        own = OwnDataset(source, scheme, pixels, seed=seed, indices=chosen, has_distances=has_distances)
         first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
         own.transform, own.mix = _transform(data, scheme, first_sizes, pixels, is_training=is_training), mix
         own.targets, own.largest_px = read(source.pairs(), first_sizes), _largest(first_sizes)
@@ -115,7 +118,9 @@ def build_dataset(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
                 "is read; name another folder in data.cache_dir, or set data.cache to none"
             )
-    dataset = SegmentationDataset(pairs, scheme, transform, pixels=pixels, seed=seed, cache=cache, notes=notes)
+    dataset = SegmentationDataset(
+        pairs, scheme, transform, pixels=pixels, seed=seed, cache=cache, notes=notes, has_distances=has_distances
+    )
     dataset.mix, dataset.targets, dataset.largest_px = mix, targets, _largest(sizes)
     return dataset
 

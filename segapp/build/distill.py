@@ -15,31 +15,32 @@ from segapp.build.pairs import build_pixels
 from segapp.config import CriticConfig, RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.normalize import Normalizer
+from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion, CriterionDistilled
 from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
-from segapp.training.step.critic import CriticTrainer, PenaltySettings
 from segapp.training.step.distill import (
     HOLISTIC,
     PAIR_WISE,
     PIXEL_WISE,
-    Distillation,
+    CriticTrainer,
     DistilledInput,
-    HolisticDistillation,
+    PenaltySettings,
     Teacher,
+    TeacherIdentity,
     TermSettings,
 )
+from segapp.training.step.participant import StepParticipant
 
 if TYPE_CHECKING:
     from segapp.build.trained import TrainedState
 
 
-def distilled_criterion(config: RunConfig, task: AdditiveCriterion) -> AdditiveCriterion:
-    """Return the criterion with the terms of the distillation added; unchanged without a `distill` section."""
-    return task if config.distill is None else CriterionDistilled(task, _factors(config))
+def distilled_criterion(config: RunConfig, task: AdditiveCriterion, network: NormalizedInput) -> AdditiveCriterion:
+    """Return the criterion with the terms of the distillation added; unchanged for a network that computes none."""
+    return CriterionDistilled(task, _factors(config)) if isinstance(network, DistilledInput) else task
 
 
 def _factors(config: RunConfig) -> dict[str, float]:
@@ -167,8 +168,8 @@ def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
 
 def build_distillation(
     config: RunConfig, network: nn.Module, inner: DistilledInput, device: torch.device, ranks: Ranks
-) -> Distillation:
-    """Build the distillation's part in every step; a critic is trained on the devices of the student's network.
+) -> list[StepParticipant]:
+    """Build the participants of the distillation; a critic is trained on the devices of the student's network.
 
     Args:
         config: with a `distill` section.
@@ -179,8 +180,9 @@ def build_distillation(
     """
     assert config.distill is not None
     section, critic = config.distill.critic, inner.critic
+    identity = TeacherIdentity(inner.teacher)
     if critic is None:
-        return Distillation(inner.teacher)
+        return [identity]
     own: nn.Module = critic
     if isinstance(network, DataParallelModel):
         own = DataParallelModel(
@@ -199,7 +201,7 @@ def build_distillation(
         PenaltySettings(section.penalty, section.penalty_weight, config.seed),
         ranks,
     )
-    return HolisticDistillation(inner.teacher, trainer)
+    return [identity, trainer]
 
 
 def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:

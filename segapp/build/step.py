@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.build.criterion import build_criterion
+from segapp.build.devices import DevicePlan
 from segapp.build.distill import (
     build_critic,
     build_distillation,
@@ -30,7 +31,7 @@ from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedState
 from segapp.config import RunConfig
-from segapp.config.modes import check_mode
+from segapp.config.modes import Mode, check_mode
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
@@ -39,6 +40,8 @@ from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.simulated.jobs import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.eomt import EomtModel
+from segapp.models.inspection import refusal
+from segapp.models.pooling import replace_adaptive_pooling
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import (
     BalancedDataParallel,
@@ -53,15 +56,47 @@ from segapp.parallel import (
     unused_parameters,
     wrap_ddp,
 )
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
-from segapp.training.step.deterministic import make_deterministic, refusal
 from segapp.training.step.distill import DistilledInput
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.layout import StepLayout
-from segapp.training.step.modules import StepModules, Thawing
-from segapp.training.step.participant import StepParticipant
-from segapp.training.step.update_count import UpdateCount
+from segapp.training.step.participant import StepParticipant, UpdateCount
+
+
+@dataclass(frozen=True)
+class StepLayout:
+    """The division of a step over devices.
+
+    Attributes:
+        mode: how the devices work together.
+        devices: of this process; the first one holds the weights.
+        gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
+        shares: samples of a full batch on each device or rank, in dp and ddp; None: as `gpu0_bsz` says.
+        loss: style of the loss; the planner compares segapp's with others.
+    """
+
+    mode: Mode
+    devices: tuple[torch.device, ...]
+    gpu0_bsz: int | None = None
+    shares: tuple[int, ...] | None = None
+    loss: LossStyle = "small"
+
+    @property
+    def is_batch_divided(self) -> bool:
+        """True if BatchNorm sees only a part of the batch on each device."""
+        return self.mode == "ddp" or (self.mode == "dp" and len(self.devices) > 1)
+
+
+def build_layout(config: RunConfig, devices: DevicePlan, gpu0_bsz: int | None) -> StepLayout:
+    """Return the layout that a config asks for on the devices of this process.
+
+    Args:
+        config: its `parallel.shares` hold before `gpu0_bsz`.
+        devices: devices and mode.
+        gpu0_bsz: samples of a full batch on the first device, `auto` resolved.
+    """
+    shares = None if config.parallel.shares is None else tuple(config.parallel.shares)
+    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares)
 
 
 @dataclass(frozen=True)
@@ -206,7 +241,7 @@ class StepAssembler:
             ConfigError: `train.deterministic`, and a part of the step has no deterministic form on CUDA.
         """
         if self.config.train.deterministic:
-            make_deterministic(model)
+            replace_adaptive_pooling(model)  # its backward pass adds in random order on CUDA
             if layout.devices[0].type == "cuda":
                 self._check_deterministic(model)
         if self._is_synced(layout):
@@ -270,6 +305,7 @@ class StepAssembler:
         layout: StepLayout,
         backend: DeviceBackend | None = None,
         *,
+        participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
         device_memory: DeviceMemoryTracker | None = None,
     ) -> StepEngine:
@@ -279,8 +315,9 @@ class StepAssembler:
             parts: the modules, on their devices.
             layout: how a step is divided.
             backend: of the devices; None: those of this machine, as the config says.
+            participants: take part in every step, besides those that config and model ask for.
             ranks: the processes that share every step.
-            device_memory: is told of the phases of a step.
+            device_memory: its phase is set in every step.
 
         Raises:
             ConfigError: the split, the batch or a stage does not suit the model or the devices.
@@ -298,47 +335,83 @@ class StepAssembler:
         inner = self._inner(parts, layout, backend, normalizer)
         rank_split = self._rank_split(layout, ranks) if layout.mode == "ddp" else None
         network = self._wrapped(inner, bare, layout, backend, rank_split)
-        if config.train.compile and backend.has_values:  # after the checks, which run the network in other ways
-            inner.compile_training()
+        self._compile(inner, layout, backend)
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
-        ema = config.train.ema
-        average = None if ema is None else WeightAverage(model, ema)
-        participants: list[StepParticipant] = []
-        criterion = parts.criterion
-        if isinstance(inner, DistilledInput):
-            participants.append(build_distillation(config, network, inner, device, ranks))
-            criterion = distilled_criterion(config, criterion)
-        if isinstance(model, EomtModel) and model.masking is not None:
-            participants.append(UpdateCount(model.masking))
-        least, needs_samples = 1, None
-        is_split = rank_split is not None or isinstance(network, DataParallelModel)
-        if backend.has_values and is_split and not config.parallel.sync_bn:
-            least = smallest_chunk(bare, self._example())
-        if backend.has_values and rank_split is not None:
-            needs_samples = no_samples_problem(inner, self._example().to(device))
-            if needs_samples is not None and 0 in rank_split.plan(config.train.batch_size):
-                raise ConfigError(
-                    f"parallel: split {list(rank_split.plan(config.train.batch_size))} leaves a rank without samples, "
-                    f"and {needs_samples}: give every rank one, or use parallel.mode=dp"
-                )
-        thawing = None
-        if model.frozen_parameters:
-            thawing = Thawing(
-                sum(model.get_parameter(name).numel() for name in model.frozen_parameters),
-                lambda names: build_parameter_groups(config.optim, model, precision, names),
-                lambda: self._wrapped(inner, bare, layout, backend, rank_split) if layout.mode == "ddp" else network,
-            )
+        smallest, needs_samples = self._least_samples(network, inner, bare, backend, rank_split)
+
+        def thawed(names: Sequence[str]) -> tuple[nn.Module, list[Mapping[str, Any]]]:
+            again = self._wrapped(inner, bare, layout, backend, rank_split) if layout.mode == "ddp" else network
+            return again, build_parameter_groups(config.optim, model, precision, names)
+
         engine = StepEngine(
-            StepModules(model, network, criterion.to(device), average, least, rank_split, needs_samples, thawing),
+            model,
+            network,
+            distilled_criterion(config, parts.criterion, inner).to(device),
             optimizer,
             precision,
+            average=self._average(model),
             clip_grad_norm=config.optim.clip_grad_norm,
-            participants=participants,
+            smallest_chunk=smallest,
+            rank_split=rank_split,
+            needs_samples=needs_samples,
+            thawed=thawed if model.frozen_parameters else None,
+            participants=[*participants, *self._participants(model, network, inner, device, ranks)],
             ranks=ranks,
             device_memory=device_memory,
         )
         _tag_state(engine, backend)
         return engine
+
+    def _compile(self, inner: NormalizedInput, layout: StepLayout, backend: DeviceBackend) -> None:
+        """Compile the network if the config asks for it; after the checks, which run it in other ways."""
+        if not self.config.train.compile:
+            return
+        if layout.mode == "dp" and len(layout.devices) > 1:
+            raise ConfigError("train.compile does not support dp over several devices: use parallel.mode=ddp")
+        if backend.has_values:
+            inner.compile_training()
+
+    def _average(self, model: SegmentationModel) -> WeightAverage[SegmentationModel] | None:
+        ema = self.config.train.ema
+        return None if ema is None else WeightAverage(model, ema)
+
+    def _participants(
+        self, model: SegmentationModel, network: nn.Module, inner: NormalizedInput, device: torch.device, ranks: Ranks
+    ) -> list[StepParticipant]:
+        """Return what takes part in every step because of the config or the model."""
+        found: list[StepParticipant] = []
+        if isinstance(inner, DistilledInput):
+            found += build_distillation(self.config, network, inner, device, ranks)
+        if isinstance(model, EomtModel) and model.masking is not None:
+            found.append(UpdateCount(model.masking))
+        return found
+
+    def _least_samples(
+        self,
+        network: nn.Module,
+        inner: NormalizedInput,
+        bare: NormalizedInput,
+        backend: DeviceBackend,
+        rank_split: RankSplit | None,
+    ) -> tuple[int, str | None]:
+        """Return the samples that every busy device needs, and why no rank can be without samples (None: it can).
+
+        Raises:
+            ConfigError: the split leaves a rank without samples that needs some.
+        """
+        smallest, needs_samples = 1, None
+        is_split = rank_split is not None or isinstance(network, DataParallelModel)
+        if backend.has_values and is_split and not self.config.parallel.sync_bn:
+            smallest = smallest_chunk(bare, self._example())
+        if backend.has_values and rank_split is not None:
+            shares = rank_split.plan(self.config.train.batch_size)
+            needs_samples = no_samples_problem(inner, self._example().to(next(inner.parameters()).device))
+            if needs_samples is not None and 0 in shares:
+                raise ConfigError(
+                    f"parallel: split {list(shares)} leaves a rank without samples, and {needs_samples}: give every "
+                    "rank one, or use parallel.mode=dp"
+                )
+        return smallest, needs_samples
 
     def _check_deterministic(self, model: nn.Module) -> None:
         """Refuse parts of the step that CUDA cannot repeat bit for bit."""

@@ -17,40 +17,40 @@ from segapp.build.network import build_inference
 from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
 from segapp.build.own_parts import part_hashes
 from segapp.build.pairs import build_scheme, check_splits_apart, split_names
-from segapp.build.step import StepAssembler
+from segapp.build.step import StepAssembler, build_layout
 from segapp.build.trained import read_trained
-from segapp.checkpoint.training_state import CheckpointStore, LoadedCheckpoint
+from segapp.checkpoint.saver import SaveRules
+from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash
 from segapp.datasets.dataset import OwnDataset, SegmentationDataset, compute_class_frequencies
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
+from segapp.datasets.sampling import Order
 from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError, OutOfMemoryError
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.run.starting import announce
 from segapp.scores import SCORES
+from segapp.training.context import RunContext
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
+from segapp.training.control.inbox import Inbox, applied_after
 from segapp.training.planning.auto import planned_advice
 from segapp.training.planning.host_memory import check_host_memory
-from segapp.training.process.context import RunContext
-from segapp.training.process.inbox import applied_after
 from segapp.training.recovery.fallbacks import fallbacks_after
 from segapp.training.recovery.memory_limit import build_memory_limit
 from segapp.training.recovery.out_of_memory import OomHandler
 from segapp.training.recovery.policy import BatchSizes, OomPolicy
-from segapp.training.reporting import TrainerParts
 from segapp.training.request import ImageLimit
-from segapp.training.saving.saver import SaveRules
 from segapp.training.settings import RunFacts, TrainerSettings
-from segapp.training.start_checks import StartFacts, run_length, start_alerts, start_notes
+from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.layout import build_layout
+from segapp.training.step.participant import FirstOutputs
 from segapp.training.step.precise_bn import PreciseBatchNorm
-from segapp.training.telemetry.sample_images import SamplePictures
+from segapp.training.telemetry.remaining_time import Timetable
 from segapp.training.trainer import Trainer
-from segapp.training.validation import Validation
+from segapp.training.validation import SamplePictures, Validation
 
 
 def _announce(ranks: Ranks, what: str) -> None:
@@ -99,15 +99,13 @@ def build_trainer(
     if devices.devices[0].type == "cpu" and not is_second_trial:
         _check_host_memory(config, len(train_set), ranks)
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
-    engine = _build_engine(config, context, devices, train_set, first_gpu0_bsz(config, saved_plan), checkpoint)
-    controller = build_controller(config, context, devices, engine, saved_plan)
+    first_outputs = FirstOutputs()
+    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_outputs)
     step = 0 if checkpoint is None else checkpoint.step
-    controller.schedule_replay(ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None))
+    controller = build_controller(config, context, devices, engine, saved_plan, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
-    train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine.device, limit)
-    if engine.rank_split is not None:
-        train_loader.divide = engine.rank_split.plan
+    train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine, limit)
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
     precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn) if config.train.precise_bn else None
     oom_policy = OomPolicy(
@@ -119,23 +117,46 @@ def build_trainer(
         limit=build_memory_limit(config.parallel.memory_budget_mib, devices.devices, engine, context.device_memory),
         later=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
-    parts = TrainerParts(
-        engine,
-        train_loader,
-        Validation(engine, val_loader, inference, scheme, precise_bn=precise_bn, samples=samples),
-        controller,
-        oom_policy,
-        CheckpointStore(context.folder.checkpoints, keep=config.checkpoint.keep, config_hash=config_hash(config)),
-        build_plateau(
+    facts = _facts(config, context, devices, engine, train_set, val_set)
+    if not is_second_trial:
+        alerts = start_alerts(
+            config,
+            scheme,
+            train_set.targets,
+            val_set.targets,
+            largest_px=train_set.largest_px,
+            num_batches=len(train_loader) if limit is None else 0,
+            device_type=engine.device.type,
+        )
+        notes = start_notes(scheme, (train_set.targets, val_set.targets))
+        facts = dataclasses.replace(facts, alerts=alerts, notes=notes)
+    return Trainer(
+        context,
+        build_settings(config, len(train_loader), len(val_set)),
+        facts,
+        engine=engine,
+        train_loader=train_loader,
+        validation=Validation(engine, val_loader, inference, scheme, precise_bn=precise_bn, samples=samples),
+        controller=controller,
+        oom_policy=oom_policy,
+        plateau=build_plateau(
             config.schedule, config.optim.lr, larger_is_better=SCORES[config.checkpoint.monitor].larger_is_better
         ),
+        config_hash=config_hash(config),
+        first_outputs=first_outputs,
     )
-    groups = describe_groups(config.optim, engine.model)
-    num_batches = len(train_loader) if limit is None else None
-    known = StartFacts(
-        config, scheme, train_set.targets, val_set.targets, train_set.largest_px, num_batches, engine.device.type
-    )
-    facts = RunFacts(
+
+
+def _facts(
+    config: RunConfig,
+    context: RunContext,
+    devices: DevicePlan,
+    engine: StepEngine,
+    train_set: SegmentationDataset,
+    val_set: SegmentationDataset,
+) -> RunFacts:
+    scheme, groups = train_set.scheme, describe_groups(config.optim, engine.model)
+    return RunFacts(
         classes=list(scheme.names),
         palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
         num_params=sum(p.numel() for p in engine.model.parameters()),
@@ -149,10 +170,7 @@ def build_trainer(
         mode=devices.mode,
         mode_reason=devices.mode_reason or None,
         parts=part_hashes(config),
-        alerts=() if is_second_trial else start_alerts(known),
-        notes=() if is_second_trial else start_notes(known),
     )
-    return Trainer(context, build_settings(config, len(train_loader)), parts, facts)
 
 
 def _check_host_memory(config: RunConfig, num_train: int, ranks: Ranks) -> None:
@@ -172,22 +190,42 @@ def _check_host_memory(config: RunConfig, num_train: int, ranks: Ranks) -> None:
         raise problem
 
 
-def build_settings(config: RunConfig, num_batches: int) -> TrainerSettings:
-    """Return the fixed numbers of a training with `num_batches` micro-batches an epoch."""
-    train, optim, checkpoint = config.train, config.optim, config.checkpoint
-    epochs, total, steps_per_epoch = run_length(train, num_batches)
-    return TrainerSettings(
+def build_timetable(config: RunConfig, num_batches: int, num_val: int) -> Timetable:
+    """Return how long a training with `num_batches` micro-batches an epoch is, and when it evaluates and saves."""
+    train, checkpoint = config.train, config.checkpoint
+    epochs, _, steps_per_epoch = run_length(train, num_batches)
+    return Timetable(
         epochs=epochs,
+        steps_per_epoch=steps_per_epoch,
         total_steps=train.steps,
+        eval_every_epochs=config.eval.every_epochs,
+        eval_every_steps=config.eval.every_steps,
+        save_every_epochs=checkpoint.every_epochs,
+        save_every_steps=checkpoint.every_steps,
+        save_every_s=None if checkpoint.every_minutes is None else 60 * checkpoint.every_minutes,
+        num_eval_images=num_val,
+        num_step_images=train.batch_size * train.accumulate,
+    )
+
+
+def build_settings(config: RunConfig, num_batches: int, num_val: int) -> TrainerSettings:
+    """Return the fixed numbers of a training with `num_batches` micro-batches an epoch and `num_val` images."""
+    train, optim, checkpoint = config.train, config.optim, config.checkpoint
+    _, total, steps_per_epoch = run_length(train, num_batches)
+    return TrainerSettings(
+        timetable=build_timetable(config, num_batches, num_val),
         batch_size=train.batch_size,
         accumulate=train.accumulate,
         base_lr=optim.lr,
         learning_rate=build_schedule(config.schedule, optim.lr, total_steps=total, steps_per_epoch=steps_per_epoch),
-        save_rules=SaveRules(checkpoint.every_steps, checkpoint.every_minutes, checkpoint.grace_s),
-        save_every_epochs=checkpoint.every_epochs,
+        save_rules=SaveRules(
+            checkpoint.every_epochs,
+            checkpoint.every_steps,
+            checkpoint.every_minutes,
+            checkpoint.keep,
+            checkpoint.grace_s,
+        ),
         monitor=checkpoint.monitor,
-        eval_every_epochs=config.eval.every_epochs,
-        eval_every_steps=config.eval.every_steps,
         freeze_epochs=config.model.freeze_epochs,
         early_stop=train.early_stop,
         max_bad_steps=train.max_bad_steps,
@@ -204,9 +242,26 @@ def first_gpu0_bsz(config: RunConfig, saved_plan: SavedMemoryPlan | None) -> int
 
 
 def build_controller(
-    config: RunConfig, context: RunContext, devices: DevicePlan, engine: StepEngine, saved_plan: SavedMemoryPlan | None
+    config: RunConfig,
+    context: RunContext,
+    devices: DevicePlan,
+    engine: StepEngine,
+    saved_plan: SavedMemoryPlan | None,
+    step: int = 0,
 ) -> CommandController:
-    """Build what handles commands, with the settings that the config begins with."""
+    """Build what handles commands, with the settings that the config begins with.
+
+    Args:
+        config: the complete config.
+        context: of the run.
+        devices: which devices, in which mode.
+        engine: makes steps.
+        saved_plan: the memory plan that the run began with.
+        step: steps done; settings that were applied after it before are applied again.
+    """
+    ranks = context.ranks
+    inbox = Inbox(context.folder if ranks.is_main else None, context.event_log)
+    replay = ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None)
     parallel = config.parallel
     batch_split = BatchSplitController(
         engine.rank_split or engine.network,
@@ -219,7 +274,9 @@ def build_controller(
     )
     gpu0_bsz = first_gpu0_bsz(config, saved_plan)
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
-    return CommandController(context.inbox, context.event_log, batch_split, context.device_memory, settings)
+    return CommandController(
+        inbox, context.event_log, batch_split, context.device_memory, settings, replay=replay or ()
+    )
 
 
 def _build_datasets(
@@ -229,17 +286,13 @@ def _build_datasets(
     train_split, val_split = split_names(config.data)
     num_train = None if limit is None else limit.num_batches * config.train.batch_size
     num_val = None if limit is None else limit.num_val
-    train_set = build_dataset(
-        config.data, scheme, train_split, is_training=True, seed=config.seed, most=num_train, ranks=ranks
-    )
+    common: Any = {"seed": config.seed, "has_distances": needs_distances(config.loss), "ranks": ranks}
+    train_set = build_dataset(config.data, scheme, train_split, is_training=True, most=num_train, **common)
     if len(train_set) < ranks.world_size:
         raise ConfigError(
             f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each"
         )
-    val_set = build_dataset(
-        config.data, scheme, val_split, is_training=False, seed=config.seed, most=num_val, ranks=ranks
-    )
-    train_set.has_distances = val_set.has_distances = needs_distances(config.loss)
+    val_set = build_dataset(config.data, scheme, val_split, is_training=False, most=num_val, **common)
     check_splits_apart(config.data, train_set.pairs, val_set.pairs)
     return train_set, val_set
 
@@ -249,29 +302,35 @@ def _build_engine(
     context: RunContext,
     devices: DevicePlan,
     train_set: SegmentationDataset,
-    gpu0_bsz: int | None,
+    saved_plan: SavedMemoryPlan | None,
     checkpoint: LoadedCheckpoint | None,
+    first_outputs: FirstOutputs,
 ) -> StepEngine:
     scheme, ranks = train_set.scheme, context.ranks
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     assembler = StepAssembler(config, scheme, teacher)
-    layout = build_layout(config, devices, gpu0_bsz)
+    layout = build_layout(config, devices, first_gpu0_bsz(config, saved_plan))
     parts = assembler.build_parts(
         layout, lambda rule: class_weights(rule, _frequencies(train_set, scheme)), with_weights=checkpoint is None
     )
-    return assembler.assemble(parts, layout, ranks=ranks, device_memory=context.device_memory)
+    return assembler.assemble(
+        parts, layout, participants=[first_outputs], ranks=ranks, device_memory=context.device_memory
+    )
 
 
 def _build_loaders(
     config: RunConfig,
     ranks: Ranks,
     datasets: tuple[SegmentationDataset, SegmentationDataset],
-    device: torch.device,
+    engine: StepEngine,
     limit: ImageLimit | None,
 ) -> tuple[TrainLoader, EvalLoader]:
     train_set, val_set = datasets
     rank, world_size = ranks.rank, ranks.world_size
-    options = build_load_options(config.data, train_set, device, -(-config.train.batch_size // world_size))
+    options = build_load_options(config.data, train_set, engine.device, -(-config.train.batch_size // world_size))
+    order: Order | None = None
+    if config.data.sampling != "uniform" and limit is None:  # a few images need not have the classes to aim at
+        order = build_order(config.data, train_set, _frequencies(train_set, train_set.scheme), config.seed)
     train_loader = TrainLoader(
         train_set,
         config.train.batch_size,
@@ -279,10 +338,9 @@ def _build_loaders(
         options=options,
         rank=rank,
         world_size=world_size,
+        order=order,
+        divide=None if engine.rank_split is None else engine.rank_split.plan,
     )
-    if config.data.sampling != "uniform" and limit is None:  # a few images need not have the classes to aim at
-        counts = _frequencies(train_set, train_set.scheme)
-        train_loader.order = build_order(config.data, train_set, counts, config.seed)
     val_loader = EvalLoader(
         val_set,
         options=options,

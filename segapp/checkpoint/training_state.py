@@ -1,4 +1,6 @@
-"""Saving and loading the training state; `segapp.run.checkpoints` has the layout of the files and the commit protocol.
+"""Saving and loading the training state, and what a training can continue from.
+
+`segapp.run.checkpoints` has the layout of the files and the commit protocol.
 
 A checkpoint is a dict of tensors and plain values written by `torch.save`, so `torch.load(path, weights_only=True)`
 reads it anywhere. It has at least `model`, the bare state dict without a `module.` prefix, and `checkpoint`, its facts
@@ -9,20 +11,15 @@ import math
 import re
 import time
 import zipfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from segapp.checkpoint.snapshot import (
-    as_storable,
-    capture_rng,
-    find_non_finite,
-    num_tensor_bytes,
-    restore_rng,
-    snapshot,
-)
+from segapp.checkpoint.snapshot import as_storable, find_non_finite, num_tensor_bytes
+from segapp.config import RunConfig, resume_differences
 from segapp.errors import CheckpointError, NonFiniteError, accepted_words
 from segapp.models.weights import load_tensors, peek_tensors
 from segapp.older import CHECKPOINT_KEYS, renamed
@@ -37,20 +34,8 @@ from segapp.run.checkpoints import (
     Manifest,
 )
 from segapp.run.files import hash_file
+from segapp.run.folder import RunFolder
 from segapp.run.words import first_line
-
-__all__ = [
-    "CheckpointStore",
-    "LoadedCheckpoint",
-    "SavedCheckpoint",
-    "as_storable",
-    "capture_rng",
-    "find_non_finite",
-    "load_checkpoint",
-    "restore_rng",
-    "save_checkpoint",
-    "snapshot",
-]
 
 FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
 """Parts of a state that must be finite for a commit."""
@@ -63,8 +48,6 @@ _POSITION = ("step", "epoch", "position")
 class SavedCheckpoint:
     """Result of `save_checkpoint`."""
 
-    path: Path
-    """`last.pt` in the folder; its other names have the same bytes."""
     event_path: str
     """The name that is kept longest, relative to the run folder, for the `checkpoint` event."""
     entry: CheckpointEntry
@@ -91,42 +74,6 @@ class LoadedCheckpoint:
     """True if the file matches a sha256 in a manifest."""
     messages: tuple[str, ...]
     """Newer checkpoints that were skipped, with reasons, and other warnings; shown and reported as alerts."""
-
-
-class CheckpointStore:
-    """The checkpoints of one run, for the trainer that holds its lock.
-
-    Args:
-        folder: The run's `checkpoints` folder.
-        keep: Number of `epoch_*.pt` that stay.
-        config_hash: Hash of the resolved config.
-    """
-
-    def __init__(self, folder: Path | str, *, keep: int = 3, config_hash: str = "") -> None:
-        self.folder = Path(folder)
-        self.keep = keep
-        self.config_hash = config_hash
-
-    def save(
-        self,
-        state: dict[str, Any],
-        *,
-        step: int,
-        epoch: int,
-        position: int = 0,
-        metric: float | None = None,
-        is_best: bool = False,
-        finished_epoch: int | None = None,
-    ) -> SavedCheckpoint:
-        """Commit a checkpoint; arguments and errors as for `CheckpointFacts` and `save_checkpoint`."""
-        facts = CheckpointFacts(step=step, epoch=epoch, position=position, metric=metric, config_hash=self.config_hash)
-        return save_checkpoint(
-            self.folder, state, facts, is_best=is_best, finished_epoch=finished_epoch, keep=self.keep
-        )
-
-    def load(self, which: str = "auto") -> LoadedCheckpoint:
-        """Read a checkpoint as the holder of the run's lock; errors as for `load_checkpoint`."""
-        return load_checkpoint(self.folder, which, is_holder=True)
 
 
 def save_checkpoint(
@@ -170,7 +117,6 @@ def save_checkpoint(
     )
     name = LAST if finished_epoch is None else f"epoch_{finished_epoch:04d}.pt"
     return SavedCheckpoint(
-        path=Path(folder) / LAST,
         event_path=f"checkpoints/{name}",
         entry=entry,
         is_best=is_best,
@@ -201,6 +147,74 @@ def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool 
         name = {"last": LAST, "best": BEST}.get(which, which)
         return _load_named(store, name if name.endswith(".pt") else f"{name}.pt")
     return _load_file(path)
+
+
+def checkpoint_to_resume(
+    folder: RunFolder, *, is_resumed: bool, checkpoint: Path | None = None
+) -> LoadedCheckpoint | None:
+    """Load the state to continue from; None for a new training, or for a run that was stopped before its first save.
+
+    Args:
+        folder: of the run.
+        is_resumed: the folder was there before.
+        checkpoint: the file to continue from; None: the folder's newest intact one.
+
+    Raises:
+        CheckpointError: no checkpoint can be read.
+    """
+    if checkpoint is not None:
+        return load_checkpoint(checkpoint)
+    if not is_resumed:
+        return None
+    if CheckpointFolder(folder.checkpoints).is_untouched():
+        print("the run has no checkpoint yet: it begins anew")
+        return None
+    return load_checkpoint(folder.path, is_holder=True)
+
+
+def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path, dict[str, Any]] | None:
+    """Return the file that a training would continue from, and the state in it without its tensors.
+
+    None for a new training, or if the state cannot be read: loading it goes back to an older one, or names the damage.
+
+    Args:
+        folder: of the run, if it was there before.
+        checkpoint: the file to continue from; None: the folder's newest.
+    """
+    path = checkpoint
+    if path is None and folder is not None:
+        path = newest_file(CheckpointFolder(folder.checkpoints))
+    state = None if path is None else peek_state(path)
+    return None if path is None or state is None else (path, state)
+
+
+def check_resumable(
+    state: Mapping[str, Any], path: Path, config: RunConfig, num_train: int, classes: Sequence[str]
+) -> None:
+    """Refuse to continue where the course of the training would change.
+
+    Raises:
+        CheckpointError: names every difference.
+    """
+    saved = state.get("config")
+    if not isinstance(saved, Mapping):
+        raise CheckpointError(f"{path} holds no config: it was not written by segapp train", path=path)
+    differences = resume_differences(saved, config)
+    if differences:
+        shown = "\n".join(f"  {line}" for line in differences)
+        raise CheckpointError(
+            f"{path} cannot be resumed with this config, these keys differ (saved -> now):\n{shown}\n"
+            "  put them back, or start a new run",
+            path=path,
+        ).see("resume-refused")
+    data: Any = state["data"]
+    saved_classes = list(state["classes"])
+    if data["num_train"] != num_train or saved_classes != list(classes):
+        raise CheckpointError(
+            f"{path} was trained on {data['num_train']} images of {len(saved_classes)} classes; data.root "
+            f"now has {num_train} of {len(classes)}: put the data back, or start a new run",
+            path=path,
+        ).see("resume-refused")
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,6 @@ from segapp.export import is_exported
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Evaluator, evaluate_on_devices
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
-from segapp.inference.progress_bar import progress_bar
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
@@ -36,7 +35,7 @@ from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic, write_json
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
-from segapp.training.telemetry.console import iou_table, worst_first
+from segapp.training.telemetry.console import iou_table, progress_bar, worst_first
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,8 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]
-    dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed)
-    dataset.has_distances = needs_distances(config.loss)
+    has_distances = needs_distances(config.loss)
+    dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed, has_distances=has_distances)
     has_loss = all(_has_same_loss(trained, other) for _, other in networks[1:])
     evaluators: Sequence[Evaluator]
     if ensemble is None:

@@ -22,9 +22,9 @@ from segapp.inference.predict import (
     find_images,
     predict_files,
 )
-from segapp.inference.progress_bar import progress_bar
 from segapp.run.folder import is_run
 from segapp.run.words import printable
+from segapp.training.telemetry.console import progress_bar
 
 NETWORK_SUFFIXES = (".pt", ".pth", ".pt2", ".onnx", ".safetensors")
 

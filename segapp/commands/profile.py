@@ -24,25 +24,25 @@ from torch.utils.hooks import RemovableHandle
 from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import plan_devices
-from segapp.build.numerics import auto_precision
+from segapp.build.numerics import auto_precision, numerics
 from segapp.build.pairs import build_pixels, build_scheme, split_names
+from segapp.build.step import build_layout
 from segapp.build.trainer import seed_everything
 from segapp.config import RunConfig, load_config, named_config
-from segapp.datasets.loader import Batch, TrainLoader
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import Batch
 from segapp.datasets.resources import cores_of_rank
 from segapp.datasets.workers import sample_seconds, wait_advice
 from segapp.errors import ConfigError, DataError
 from segapp.memory.ledger import PhaseMarks, Recorder
 from segapp.memory.report import aligned
 from segapp.memory.simulated.jobs import PHASES, PhasePeak
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.training.planning.auto import with_train
 from segapp.training.planning.blank_data import blank_batch
 from segapp.training.planning.simulate import phase_peaks, watch_modules
 from segapp.training.planning.trial import build_trial_engine
-from segapp.training.process.numerics import numerics
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.layout import build_layout
 
 WAIT = "data"
 BAR_CELLS = 40
@@ -141,10 +141,12 @@ def _training_loader(config: RunConfig, device: torch.device) -> TrainLoader | N
     try:
         scheme = build_scheme(config.data)
         split = split_names(config.data)[0]
-        train_set = build_dataset(config.data, scheme, split, is_training=True, seed=config.seed, ranks=Ranks())
+        has_distances = needs_distances(config.loss)
+        train_set = build_dataset(
+            config.data, scheme, split, is_training=True, seed=config.seed, has_distances=has_distances, ranks=Ranks()
+        )
     except (DataError, OSError):
         return None
-    train_set.has_distances = needs_distances(config.loss)
     options = build_load_options(config.data, train_set, device, config.train.batch_size)
     return TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=options)
 

@@ -22,6 +22,7 @@ import torch
 
 from segapp.build.devices import plan_devices
 from segapp.build.pairs import count_images, split_names
+from segapp.build.trainer import build_timetable
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.sampling import num_batches
 from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
@@ -30,7 +31,7 @@ from segapp.run.folder import RunFolder
 from segapp.run.words import duration, printable, size
 from segapp.training.request import ImageLimit, TrainRequest
 from segapp.training.session import run_session
-from segapp.training.start_checks import run_length, schedule_notes
+from segapp.training.start_checks import schedule_notes
 
 NUM_STEPS = 4
 """Steps of the first training, and of each epoch of the second."""
@@ -237,14 +238,12 @@ def estimate_full_run(
     config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
 ) -> FullRunEstimate:
     """Multiply the measurements by the counts of the full config."""
-    section, every = config.checkpoint, config.eval.every_steps
-    epochs, steps, _ = run_length(config.train, num_batches(num_train, batch_size, drop_last=True))
-    evaluations = -(-epochs // config.eval.every_epochs) if every is None else -(-steps // every)
+    section = config.checkpoint
+    timetable = build_timetable(config, num_batches(num_train, batch_size, drop_last=True), num_val)
+    whole = timetable.whole_run()
+    epochs, steps, evaluations = timetable.epochs, whole.steps, whole.evaluations
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
-    by_epochs = 0 if section.every_epochs is None else epochs // section.every_epochs
-    by_steps = 0 if section.every_steps is None else steps // section.every_steps
-    by_time = 0 if section.every_minutes is None else int((train_s + eval_s) / 60 / section.every_minutes)
-    saves = max(1, by_epochs + by_steps + by_time)
+    saves = timetable.saves_within(whole, train_s + eval_s)
     save_s = saves * measured.copy_s
     total_s = train_s + eval_s + save_s
     published = steps // config.log.every_steps + epochs

@@ -22,8 +22,8 @@ from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.state import run_state
 from segapp.run.words import printable
-from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
 from segapp.training.request import TrainRequest, taken_note
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 DETACH_AFTER_S = 120.0
 """Longest wait of `--detach` for the start of the training."""

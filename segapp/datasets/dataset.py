@@ -69,10 +69,10 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         seed: Seed of the augmentation.
         cache: Of the decoded images and masks, filled at the first read; None: every read decodes.
         notes: Sentences for the user about how the images are read.
+        has_distances: Targets hold the distance maps of the classes too, computed here for the boundary loss.
 
     Attributes:
         mix: Mixes each sample with that of another image; None at first.
-        has_distances: Targets hold the distance maps of the classes too, computed here for the boundary loss.
         targets: Counts of the masks of the split, as far as they were read before a training; None: not read.
         largest_px: Height of the highest and width of the widest image, as far as their sizes are known.
 
@@ -90,6 +90,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         seed: int = 0,
         cache: PixelCache | None = None,
         notes: Sequence[str] = (),
+        has_distances: bool = False,
     ) -> None:
         if not pairs:
             raise DataError("the data set has no images: check data.root and the split")
@@ -101,7 +102,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         self.cache = cache
         self.notes = tuple(notes)
         self.mix: PairMix | None = None
-        self.has_distances = False
+        self.has_distances = has_distances
         self.targets: Targets | None = None
         self.largest_px: tuple[int, int] | None = None
         self._read_in_windows: dict[int, ImageWindows | None] = {}
@@ -218,13 +219,21 @@ class OwnDataset(SegmentationDataset):
         pixels: number of bands and type of the images.
         seed: of the augmentation.
         indices: the images to use.
+        has_distances: see `SegmentationDataset`.
     """
 
     def __init__(
-        self, data: OwnData, scheme: ClassScheme, pixels: PixelFormat = RGB8, *, seed: int, indices: Sequence[int]
+        self,
+        data: OwnData,
+        scheme: ClassScheme,
+        pixels: PixelFormat = RGB8,
+        *,
+        seed: int,
+        indices: Sequence[int],
+        has_distances: bool = False,
     ) -> None:
         self._own = data.pairs(indices)
-        super().__init__(self._own, scheme, pixels=pixels, seed=seed)
+        super().__init__(self._own, scheme, pixels=pixels, seed=seed, has_distances=has_distances)
 
     def _image_windows(self, index: int) -> None:
         return None

@@ -49,11 +49,9 @@ class TrainLoader:
         drop_last: Drop a last batch that is not full; never the only batch of an epoch.
         rank: This process's rank, 0 to world_size - 1.
         world_size: Number of ranks, which share each batch.
-
-    Attributes:
-        order: Returns the samples of an epoch; every image once, shuffled, at first.
-        divide: Returns the samples of every rank for a batch of so many; called when an epoch begins. Even shares at
-            first.
+        order: Returns the samples of an epoch; None: every image once, shuffled.
+        divide: Returns the samples of every rank for a batch of so many; called when an epoch begins. None: even
+            shares.
 
     Raises:
         ValueError: batch_size, rank or world_size is out of range.
@@ -69,6 +67,8 @@ class TrainLoader:
         drop_last: bool = True,
         rank: int = 0,
         world_size: int = 1,
+        order: Order | None = None,
+        divide: Callable[[int], Sequence[int]] | None = None,
     ) -> None:
         if batch_size < world_size or not 0 <= rank < world_size:
             raise ValueError(
@@ -76,10 +76,10 @@ class TrainLoader:
             )
         self.dataset = dataset
         self.batch_size = batch_size
-        self.order: Order = uniform_order(len(dataset), seed)
+        self._order = order or uniform_order(len(dataset), seed)
         self.rank = rank
         self.world_size = world_size
-        self.divide: Callable[[int], Sequence[int]] = lambda num_samples: plan_shares(num_samples, world_size)
+        self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))
         self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
         self._pool = BatchPool(dataset, options)
 
@@ -100,9 +100,9 @@ class TrainLoader:
             DataError: A file cannot be used.
             WorkerError: A worker died, or no batch came within `timeout_s`.
         """
-        order = self.order(epoch)
+        order = self._order(epoch)
         batches = (global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self)))
-        shares = (part_of(samples, self.rank, self.divide(len(samples))) for samples in batches)
+        shares = (part_of(samples, self.rank, self._divide(len(samples))) for samples in batches)
         return self._pool.run(list(shares))
 
     def close(self) -> None:

@@ -18,11 +18,18 @@ from torch import Tensor
 
 from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
 from segapp.errors import OutOfMemoryError
-from segapp.inference.evaluate import Evaluation, EvaluationCounts, EvaluationSettings, evaluate_parts, split_batch
+from segapp.inference.evaluate import (
+    Evaluation,
+    EvaluationCounts,
+    EvaluationSettings,
+    SpreadCounters,
+    copy_to,
+    evaluate_parts,
+    split_batch,
+)
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
-from segapp.inference.spread import SpreadCounters, copy_to
 from segapp.losses import labels_of
 from segapp.memory.oom import is_out_of_memory
 from segapp.metrics import Counts, LabelCounts, counts_for

@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from segapp.chunks import check_split
 from segapp.memory.peaks import PeakModel, Split
-from segapp.parallel.chunks import check_split
 
 Level = Literal["ok", "tight", "won't fit", "no change", "refused"]
 

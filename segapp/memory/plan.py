@@ -13,10 +13,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from segapp.chunks import check_split
 from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.judge import FULL_FRAC, Level, SplitJudge
 from segapp.memory.peaks import PeakModel, PlannedPeaks
-from segapp.parallel.chunks import check_split
 from segapp.run.files import write_atomic
 
 CONTEXT_MIB = 500.0

@@ -1,128 +1,40 @@
 """Exact parallel training: the loss and gradients of a single device at any split of the batch.
 
-A library of its own: torch and the standard library, nothing else of segapp. Names are imported lazily, so that
-`from segapp.parallel import plan_chunks` does not import torch.
+A library of its own: torch, the standard library and `segapp.chunks`, which imports nothing; viewers and planners take
+splits from there without loading torch.
 """
 
-from __future__ import annotations
-
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from segapp.parallel.batchnorm_guard import (
-        batchnorm_single_value_problem,
-        check_batchnorm,
-        no_samples_problem,
-        smallest_chunk,
-        unused_parameters,
-    )
-    from segapp.parallel.chunks import RankSplit, SplitCheck, check_gpu0_bsz, check_split, plan_chunks
-    from segapp.parallel.data_parallel import (
-        BalancedDataParallel,
-        DataParallelCriterion,
-        DataParallelModel,
-        ReplicaOutputs,
-    )
-    from segapp.parallel.distributed import (
-        DistributedSetupError,
-        RankInfo,
-        abandon,
-        all_reduce_gradients,
-        any_rank,
-        init_from_env,
-        is_launched,
-        shutdown,
-        tighten_timeout,
-        wrap_ddp,
-    )
-    from segapp.parallel.exchange import allreduce, sum_over_ranks
-    from segapp.parallel.launch import die_with_parent, end_with_peers, launch_local
-    from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
-    from segapp.parallel.penalties import gradient_penalty
-    from segapp.parallel.ranks import PeerOutOfMemoryError, Ranks
-    from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
-    from segapp.parallel.replicas import replicate, run_replicas
-    from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
-    from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
-
-_HOMES = {
-    "chunks": (
-        "RankSplit",
-        "SplitCheck",
-        "check_gpu0_bsz",
-        "check_split",
-        "plan_chunks",
-    ),
-    "rendezvous": (
-        "ReplicaDesyncError",
-        "ReplicaError",
-        "ReplicaOutOfMemoryError",
-        "current_replica",
-    ),
-    "replicas": (
-        "replicate",
-        "run_replicas",
-    ),
-    "scatter_gather": (
-        "gather",
-        "reduce_add",
-        "resolve_devices",
-        "scatter",
-    ),
-    "ranks": (
-        "PeerOutOfMemoryError",
-        "Ranks",
-    ),
-    "data_parallel": (
-        "BalancedDataParallel",
-        "DataParallelCriterion",
-        "DataParallelModel",
-        "ReplicaOutputs",
-    ),
-    "exchange": (
-        "allreduce",
-        "sum_over_ranks",
-    ),
-    "sync_batchnorm": (
-        "SyncBatchNorm",
-        "convert_sync_batchnorm",
-        "revert_sync_batchnorm",
-    ),
-    "batchnorm_guard": (
-        "batchnorm_single_value_problem",
-        "check_batchnorm",
-        "no_samples_problem",
-        "smallest_chunk",
-        "unused_parameters",
-    ),
-    "penalties": ("gradient_penalty",),
-    "distributed": (
-        "DistributedSetupError",
-        "RankInfo",
-        "abandon",
-        "all_reduce_gradients",
-        "any_rank",
-        "init_from_env",
-        "is_launched",
-        "shutdown",
-        "tighten_timeout",
-        "wrap_ddp",
-    ),
-    "launch": (
-        "die_with_parent",
-        "end_with_peers",
-        "launch_local",
-    ),
-    "model_parallel": (
-        "StagePlacement",
-        "balance_stages",
-        "measure_stages",
-        "place_stages",
-        "plan_stages",
-    ),
-}
-_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+from segapp.chunks import RankSplit, SplitCheck, check_gpu0_bsz, check_split, plan_chunks
+from segapp.parallel.batchnorm_guard import (
+    batchnorm_single_value_problem,
+    check_batchnorm,
+    no_samples_problem,
+    smallest_chunk,
+    unused_parameters,
+)
+from segapp.parallel.data_parallel import BalancedDataParallel, DataParallelCriterion, DataParallelModel, ReplicaOutputs
+from segapp.parallel.distributed import (
+    DistributedSetupError,
+    PeerOutOfMemoryError,
+    RankInfo,
+    Ranks,
+    abandon,
+    all_reduce_gradients,
+    any_rank,
+    init_from_env,
+    is_launched,
+    shutdown,
+    tighten_timeout,
+    wrap_ddp,
+)
+from segapp.parallel.exchange import allreduce, sum_over_ranks
+from segapp.parallel.launch import die_with_parent, end_with_peers, launch_local
+from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
+from segapp.parallel.penalties import gradient_penalty
+from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
+from segapp.parallel.replicas import replicate, run_replicas
+from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
+from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 __all__ = [
     "BalancedDataParallel",
@@ -176,15 +88,3 @@ __all__ = [
     "unused_parameters",
     "wrap_ddp",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(f"{__name__}.{_HOME_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOME_OF})

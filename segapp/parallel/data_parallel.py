@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from segapp.parallel.chunks import check_gpu0_bsz, plan_chunks
+from segapp.chunks import check_gpu0_bsz, plan_chunks
 from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode
 from segapp.parallel.replicas import check_replicable, replicate, run_replicas, write_back_buffers
 from segapp.parallel.scatter_gather import (

@@ -16,7 +16,6 @@ from segapp.build.data import build_dataset
 from segapp.build.pairs import split_names
 from segapp.build.trained import load_trained
 from segapp.errors import SegappError
-from segapp.inference.progress_bar import progress_bar
 from segapp.report import charts
 from segapp.report.charts import Curve, Frame
 from segapp.report.confusion import confusion_figure
@@ -25,6 +24,7 @@ from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.words import printable
 from segapp.scores import HEADLINES, SCORES
+from segapp.training.telemetry.console import progress_bar
 from segapp.view import wording
 from segapp.view.history import SMOOTHINGS
 

@@ -1,11 +1,16 @@
-"""The folder of a run: created once, locked by one trainer at a time, found by name."""
+"""The folder of a run: created once, locked by one trainer at a time, found by name.
+
+Locks end with the process that holds them, and can be queried without being taken.
+"""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
+import struct
 import sys
 import time
 import weakref
@@ -24,7 +29,6 @@ from segapp.run.files import (
     write_atomic,
     write_json,
 )
-from segapp.run.lock import drop_lock, is_write_locked, take_lock
 from segapp.run.process import ProcessId, this_process
 
 SCHEMA = 1
@@ -449,3 +453,45 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return raw if isinstance(raw, dict) else None
+
+
+_FLOCK = "hhqqi4x"
+"""`struct flock` of Linux on 64 bits: type, whence, start, length, pid."""
+
+
+def take_lock(fd: int) -> None:
+    """Lock an open file until its file description is closed (an "open file description" lock).
+
+    Unlike a POSIX record lock it is not released when another part of the process opens and closes the same file,
+    and unlike `flock` it can be queried without being taken.
+
+    Raises:
+        OSError: Another process holds the lock.
+    """
+    if _has_ofd_locks():
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def drop_lock(fd: int) -> None:
+    """Unlock for all processes that share the file description: a new child may not have closed its copy yet."""
+    if _has_ofd_locks():
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def is_write_locked(fd: int) -> bool | None:
+    """Return the lock that conflicts with a shared one, without taking any."""
+    if not _has_ofd_locks():
+        return None
+    try:
+        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+    except OSError:
+        return None
+    return int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
+
+
+def _has_ofd_locks() -> bool:
+    return sys.platform.startswith("linux") and hasattr(fcntl, "F_OFD_SETLK")

@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from segapp.errors import ConfigError, RunBusyError, storage_errors
 from segapp.run.files import write_atomic
-from segapp.run.folder import RunFolder, is_run, is_sweep
-from segapp.run.lock import is_write_locked, take_lock
+from segapp.run.folder import RunFolder, is_run, is_sweep, is_write_locked, take_lock
 from segapp.run.state import RunSummary, State, run_state, summarize
 
 SCHEMA = 1

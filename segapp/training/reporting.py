@@ -4,51 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from segapp.checkpoint.training_state import CheckpointStore
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.normalize import NormalizedInput
-from segapp.optim.schedules import Plateau
-from segapp.run.events import Alert, EpochStart, RunStart, Step, Val
+from segapp.run.events import Alert, EpochStart, EventLog, RunStart, Step, Val
 from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import TrainingProgress
 from segapp.training.recovery.policy import OomPolicy
 from segapp.training.settings import RunFacts, TrainerSettings
-from segapp.training.step.engine import StepEngine
-from segapp.training.step.modules import StepResult
+from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.telemetry.clock import Clock
 from segapp.training.telemetry.data_watch import DataWatch
-from segapp.training.telemetry.event_log import EventLog
-from segapp.training.telemetry.remaining_time import Observed, Place, RemainingTime, Schedule
+from segapp.training.telemetry.remaining_time import Observed, Place, RemainingTime
 from segapp.training.validation import Validation
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import TrainLoader
-
-
-@dataclass(frozen=True)
-class TrainerParts:
-    """The objects that a trainer puts to work.
-
-    Attributes:
-        engine: makes steps.
-        train_loader: micro-batches of an epoch, from any position.
-        validation: evaluates.
-        controller: handles commands; holds the settings in force.
-        oom_policy: makes steps and evaluations with the memory there is.
-        store: writes checkpoints.
-        plateau: lowers the learning rate after evaluations; None with other schedules.
-    """
-
-    engine: StepEngine
-    train_loader: TrainLoader
-    validation: Validation
-    controller: CommandController
-    oom_policy: OomPolicy
-    store: CheckpointStore
-    plateau: Plateau | None = None
 
 
 class TrainingReporter:
@@ -57,59 +29,47 @@ class TrainingReporter:
     Args:
         event_log: takes them.
         settings: fixed numbers.
-        parts: of the trainer.
-        progress: of the training.
+        progress: position and best evaluation.
         clock: of the training thread.
+        engine: makes steps.
+        controller: holds the settings in force.
+        oom_policy: holds the fallbacks in force.
+        train_loader: micro-batches of an epoch.
+        validation: evaluates.
     """
 
     def __init__(
         self,
         event_log: EventLog,
         settings: TrainerSettings,
-        parts: TrainerParts,
         progress: TrainingProgress,
         clock: Clock,
+        *,
+        engine: StepEngine,
+        controller: CommandController,
+        oom_policy: OomPolicy,
+        train_loader: TrainLoader,
+        validation: Validation,
     ) -> None:
         self._event_log, self._settings, self._progress, self._clock = event_log, settings, progress, clock
-        self._engine, self._controller, self._oom_policy = parts.engine, parts.controller, parts.oom_policy
+        self._engine, self._controller, self._oom_policy = engine, controller, oom_policy
         inner = next((part for part in self._engine.network.modules() if isinstance(part, NormalizedInput)), None)
         self._compiled_call = None if inner is None else inner.compiled_call
-        self._num_batches = len(parts.train_loader)
-        self._remaining = RemainingTime(self._schedule(parts.validation.num_images))
-        self._data_watch = DataWatch(parts.train_loader, parts.validation.loader.dataset)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps of an epoch; the last one may have fewer micro-batches."""
-        return math.ceil(self._num_batches / self._settings.accumulate)
-
-    def _schedule(self, num_eval_images: int) -> Schedule:
-        """Return what the remaining time is estimated from."""
-        settings, rules = self._settings, self._settings.save_rules
-        return Schedule(
-            settings.epochs,
-            self.steps_per_epoch,
-            settings.total_steps,
-            settings.eval_every_epochs,
-            settings.eval_every_steps,
-            settings.save_every_epochs,
-            rules.every_steps,
-            None if rules.every_minutes is None else 60 * rules.every_minutes,
-            num_eval_images,
-            settings.batch_size * settings.accumulate,
-        )
+        self._num_batches = len(train_loader)
+        self._remaining = RemainingTime(settings.timetable)
+        self._data_watch = DataWatch(train_loader, validation.loader.dataset)
 
     def run_start(self, facts: RunFacts, resumed_from_step: int | None) -> None:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
-        live = self._controller.settings
+        live, timetable = self._controller.settings, self._settings.timetable
         described = {name: value for name, value in vars(facts).items() if name not in ("config", "alerts", "notes")}
         self._event_log.emit(
             RunStart(
                 **described,
                 batch_size=self._settings.batch_size,
-                epochs=self._settings.epochs,
-                steps_per_epoch=self.steps_per_epoch,
-                steps=self._settings.total_steps,
+                epochs=timetable.epochs,
+                steps_per_epoch=timetable.steps_per_epoch,
+                steps=timetable.total_steps,
                 resumed_from_step=resumed_from_step,
                 gpu0_bsz=live.gpu0_bsz,
                 is_auto=live.gpu0_bsz_auto,

@@ -11,15 +11,17 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from segapp import __version__
 from segapp.build.devices import DevicePlan, plan_devices
+from segapp.build.numerics import keep_freed_memory, numerics
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
+from segapp.build.pairs import build_scheme, count_images, split_names
 from segapp.build.trainer import build_trainer
-from segapp.checkpoint.training_state import LoadedCheckpoint
+from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, checkpoint_to_resume, saved_state
 from segapp.config import RunConfig, dump_config, part_names
 from segapp.custom.names import keep_parts
 from segapp.custom.trust import TRUST_VARIABLE, remember_parts
@@ -35,29 +37,24 @@ from segapp.parallel import (
     launch_local,
     shutdown,
 )
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
-from segapp.run.events import Alert, EventWriter, RunEnd
+from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
+from segapp.training.context import RunContext
 from segapp.training.failures import as_segapp_error
 from segapp.training.planning.auto import resolve_auto
-from segapp.training.process.context import RunContext
-from segapp.training.process.inbox import Inbox
-from segapp.training.process.malloc import keep_freed_memory
-from segapp.training.process.numerics import numerics
-from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.training.recovery.fallbacks import fallbacks_after
 from segapp.training.recovery.reverted import report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
-from segapp.training.saving.resume import check_before_start, check_resumable, checkpoint_to_resume
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.training.telemetry.console import PlainReporter
-from segapp.training.telemetry.event_log import EventListener, EventLog
 from segapp.training.telemetry.sampler import MemorySampler
 from segapp.training.telemetry.trackers import make_trackers
-from segapp.training.telemetry.watchdog import HangLimits, Watchdog
+from segapp.training.telemetry.watchdog import Watchdog
 from segapp.training.trainer import Trainer
 
 _DEVICES = "SEGAPP_RANK_DEVICES"
@@ -106,10 +103,20 @@ def run_session(
 
 
 def _check_before_start(request: TrainRequest) -> None:
-    check_parts(request.config)
-    remember_parts(part_names(request.config).values())
-    is_limited = request.limit is not None
-    check_before_start(request.config, request.folder, request.checkpoint, is_limited=is_limited)
+    """Refuse own parts that cannot be used, and what could not be resumed, before the run folder is changed."""
+    config = request.config
+    check_parts(config)
+    remember_parts(part_names(config).values())
+    saved = saved_state(request.folder, request.checkpoint)
+    if saved is None:
+        return
+    path, state = saved
+    if not config.train.batch_size or config.train.effective_batch_size is not None:  # an automatic batch is the saved
+        kept = {key: state["config"]["train"][key] for key in ("batch_size", "accumulate")}
+        config = config.model_copy(update={"train": config.train.model_copy(update=kept)})
+    is_limited = request.limit is not None  # the number of a part of the images says nothing
+    num_train = state["data"]["num_train"] if is_limited else count_images(config.data, split_names(config.data)[0])
+    check_resumable(state, path, config, num_train, list(build_scheme(config.data).names))
 
 
 def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
@@ -252,6 +259,45 @@ def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
         handler.close()
 
 
+class Stage:
+    """How far a training process is, for the threads that watch it and for the way it ends."""
+
+    def __init__(self) -> None:
+        self.is_saved = False
+        """True if there is a checkpoint to continue from; from the first step on, every way out saves first."""
+        self._trainer: Trainer | None = None
+        self._is_failed = False
+
+    def begin(self, trainer: Trainer) -> None:
+        """Enter the training itself."""
+        self._trainer, self.is_saved = trainer, True
+
+    def fail(self) -> None:
+        """Note that this rank failed: the others may be elsewhere."""
+        self._is_failed = True
+
+    @property
+    def is_with_ranks(self) -> bool:
+        """True if every rank comes to the same place at the end of the training."""
+        return self._trainer is not None and not self._is_failed
+
+    def step(self) -> int | None:
+        """Return the steps done; None before the training begins."""
+        return None if self._trainer is None else self._trainer.position.step
+
+    def has_stepped(self) -> bool:
+        """Return True once this process has made a step."""
+        return self._trainer is not None and self.step() != (self._trainer.progress.resumed_from_step or 0)
+
+    def saving_s(self) -> float | None:
+        """Return the seconds since the running checkpoint write began; None while none runs."""
+        return None if self._trainer is None else self._trainer.saver.written_for_s()
+
+    def save_last_boundary(self, is_still: Callable[[], bool]) -> str | None:
+        """Save the state of the last step boundary from another thread; return why it could not be."""
+        return "nothing was there to save yet" if self._trainer is None else self._trainer.save_last_boundary(is_still)
+
+
 def _run_in(
     folder: RunFolder,
     request: TrainRequest,
@@ -260,73 +306,133 @@ def _run_in(
     signals: StopSignals,
     listener: EventListener | None,
 ) -> int:
-    console = PlainReporter()
+    console, stage = PlainReporter(), Stage()
     event_log = EventLog(EventWriter(folder.events), [listener or console]) if ranks.is_main else EventLog(None)
-    memory = DeviceMemoryTracker(_device_infos(devices, ranks, request.config.parallel.memory_budget_mib))
-    sampler = MemorySampler(event_log, memory, blocked_s=request.config.checkpoint.grace_s)
+    device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
+    context = RunContext(folder, event_log, ranks, signals, DeviceMemoryTracker(device_infos))
     rank_pids = ranks.gather((socket.gethostname(), os.getpid()))
-    watchdog = _build_watchdog(folder, request.config, event_log, memory, ranks, rank_pids)
-    end_peer_watch = _watch_peers(event_log, rank_pids, sampler)
-    is_saved = has_begun = False
-    try:
-        config, saved_plan = _with_resolved_auto(folder, request.config, devices, memory.devices, ranks)
-        checkpoint = _checkpoint_of(folder, request, ranks)
-        is_saved = checkpoint is not None
-        if ranks.world_size > 1 and ranks.is_main:
-            report_reverted_split(folder, event_log)
-        inbox = Inbox(folder if ranks.is_main else None, event_log)
-        context = RunContext(folder, event_log, ranks, signals, memory, inbox)
-        with (
-            watchdog,
-            sampler if ranks.is_main else contextlib.nullcontext(),
-            contextlib.closing(
-                build_trainer(
-                    config, context, devices, checkpoint=checkpoint, saved_plan=saved_plan, limit=request.limit
-                )
-            ) as trainer,
-        ):
-            _restore(trainer, context, config, checkpoint)
-            if trainer.progress.is_complete:
-                if ranks.is_main:
-                    trainer.end_complete()
-                    key = "train.epochs" if config.train.steps is None else "train.steps"
-                    print(f"already complete: {trainer.length}; raise {key} to train on")
-                return 0
-            sampler.follow(lambda: trainer.position.step, trainer.saver.written_for_s)
-            saver = trainer.saver
-            watchdog.follow(
-                lambda: trainer.position.step, trainer.save_last_boundary, lambda: saver.written_for_s() is not None
-            )
-            if ranks.is_main:
-                for note in trainer.facts.notes:
-                    print(printable(note), flush=True)
-                announce("first step")
-            is_saved = has_begun = True  # from here on every way out saves first, or raises
-            reason = trainer.fit()
-        event_log.emit(RunEnd(status="finished", reason=reason, exit_code=0, step=sampler.step()))
-        return 0
-    except StopRequest as stop:
-        code = EXIT_STOPPED_AND_SAVED if is_saved else 128 + signals.number
-        end = "a checkpoint was saved; --resume goes on from it" if is_saved else "nothing was there to save yet"
-        event_log.emit(RunEnd(status="stopped", reason=f"{stop}: {end}", exit_code=code, step=sampler.step()))
+
+    def end(status: Literal["finished", "stopped", "failed"], reason: str, code: int) -> int:
+        event_log.emit(RunEnd(status=status, reason=reason, exit_code=code, step=stage.step()))
         return code
-    except Exception as error:
-        known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
-        logger.exception("training failed")
-        has_begun = False  # the other ranks may be elsewhere
-        console.is_error_shown = True  # on stderr, by whoever catches what is raised here
-        reason = first_line(known)  # the report of an out-of-memory error has an event of its own
-        event_log.emit(RunEnd(status="failed", reason=reason, exit_code=known.exit_code, step=sampler.step()))
-        if known is error:
-            raise
-        shown = type(known)(f"{known}\n(traceback in {folder.log})")
-        shown.topic = known.topic
-        raise shown from error
-    finally:
+
+    with _watched_peers(rank_pids, end, event_log):
+        try:
+            with _restored_trainer(context, request, devices, stage, rank_pids) as trainer:
+                if trainer.progress.is_complete:
+                    _end_complete(trainer)
+                    return 0
+                stage.begin(trainer)
+                if ranks.is_main:
+                    for note in trainer.facts.notes:
+                        print(printable(note), flush=True)
+                    announce("first step")
+                reason = trainer.fit()
+            return end("finished", reason, 0)
+        except StopRequest as stop:
+            outcome = "a checkpoint was saved; --resume goes on from it"
+            if not stage.is_saved:
+                outcome = "nothing was there to save yet"
+            code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
+            return end("stopped", f"{stop}: {outcome}", code)
+        except Exception as error:
+            known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
+            logger.exception("training failed")
+            stage.fail()
+            console.is_error_shown = True  # on stderr, by whoever catches what is raised here
+            # The report of an out-of-memory error has an event of its own.
+            end("failed", first_line(known), known.exit_code)
+            if known is error:
+                raise
+            shown = type(known)(f"{known}\n(traceback in {folder.log})")
+            shown.topic = known.topic
+            raise shown from error
+        finally:
+            event_log.close()
+            if stage.is_with_ranks:
+                ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
+
+
+@contextlib.contextmanager
+def _restored_trainer(
+    context: RunContext,
+    request: TrainRequest,
+    devices: DevicePlan,
+    stage: Stage,
+    rank_pids: Sequence[tuple[str, int]],
+) -> Iterator[Trainer]:
+    """Resolve the config, build the trainer and restore its state; yields it under watch."""
+    folder, ranks = context.folder, context.ranks
+    config, saved_plan = _with_resolved_auto(folder, request.config, devices, context.device_memory.devices, ranks)
+    checkpoint = _checkpoint_of(folder, request, ranks)
+    stage.is_saved = checkpoint is not None
+    if ranks.world_size > 1 and ranks.is_main:
+        report_reverted_split(folder, context.event_log)
+    with (
+        _watched(context, config, stage, rank_pids),
+        contextlib.closing(
+            build_trainer(config, context, devices, checkpoint=checkpoint, saved_plan=saved_plan, limit=request.limit)
+        ) as trainer,
+    ):
+        _restore(trainer, context, config, checkpoint)
+        yield trainer
+
+
+def _end_complete(trainer: Trainer) -> None:
+    """Say that a training was complete before, and answer its commands."""
+    if trainer.ranks.is_main:
+        trainer.end_complete()
+        key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
+        print(f"already complete: {trainer.length}; raise {key} to train on")
+
+
+@contextlib.contextmanager
+def _watched(
+    context: RunContext, config: RunConfig, stage: Stage, rank_pids: Sequence[tuple[str, int]]
+) -> Iterator[None]:
+    """Run the body under the watchdog and, on the main rank, the sampler of memory and heartbeats."""
+    sampler = MemorySampler(
+        context.event_log,
+        context.device_memory,
+        step=stage.step,
+        saving_s=stage.saving_s,
+        blocked_s=config.checkpoint.grace_s,
+    )
+    watchdog = Watchdog(
+        context.folder,
+        context.event_log,
+        context.device_memory,
+        timeout_s=config.train.hang_timeout_s,
+        data_timeout_s=config.data.timeout_s,
+        num_workers=1 if config.data.workers == "auto" else config.data.workers,  # auto is at least 1
+        step=stage.step,
+        has_stepped=stage.has_stepped,
+        save_last_boundary=stage.save_last_boundary,
+        is_writing=lambda: stage.saving_s() is not None,
+        rank=context.ranks.rank,
+        rank_pids=rank_pids,
+    )
+    with watchdog, sampler if context.ranks.is_main else contextlib.nullcontext():
+        yield
+
+
+@contextlib.contextmanager
+def _watched_peers(
+    rank_pids: Sequence[tuple[str, int]], end: Callable[[Literal["failed"], str, int], int], event_log: EventLog
+) -> Iterator[None]:
+    """Run the body; end this process soon after another rank of this machine is gone."""
+    code, here = DistributedError.exit_code, socket.gethostname()
+    others = [pid for host, pid in rank_pids if host == here and pid != os.getpid()]
+
+    def report() -> None:
+        end("failed", "another rank is gone, and this one waited for it: look at its lines", code)
         event_log.close()
-        if has_begun:
-            ranks.any_of(False)  # the last exchange: no rank ends while another one still writes
-        end_peer_watch()
+
+    end_watch = end_with_peers(others, code, report) if others else lambda: None
+    try:
+        yield
+    finally:
+        end_watch()
 
 
 def _with_resolved_auto(
@@ -360,7 +466,7 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
     if checkpoint is None and event_log.writer is not None:
         event_log.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew
     if checkpoint is not None:
-        check_resumable(checkpoint, config, trainer.facts.num_train, trainer.facts.classes)
+        check_resumable(checkpoint.state, checkpoint.path, config, trainer.facts.num_train, trainer.facts.classes)
         trainer.load_state_dict(checkpoint.state)
         if event_log.writer is not None:
             at = checkpoint
@@ -379,40 +485,6 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
         keep_parts(part_names(config).values(), context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
         event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.classes, at_step))
-
-
-def _watch_peers(
-    event_log: EventLog, rank_pids: Sequence[tuple[str, int]], sampler: MemorySampler
-) -> Callable[[], None]:
-    """End this process soon after another rank of this machine is gone; return what ends the watch."""
-    code, here = DistributedError.exit_code, socket.gethostname()
-    others = [pid for host, pid in rank_pids if host == here and pid != os.getpid()]
-
-    def report() -> None:
-        reason = "another rank is gone, and this one waited for it: look at its lines"
-        event_log.emit(RunEnd(status="failed", reason=reason, exit_code=code, step=sampler.step()))
-        event_log.close()
-
-    return end_with_peers(others, code, report) if others else lambda: None
-
-
-def _build_watchdog(
-    folder: RunFolder,
-    config: RunConfig,
-    event_log: EventLog,
-    memory: DeviceMemoryTracker,
-    ranks: Ranks,
-    rank_pids: Sequence[tuple[str, int]],
-) -> Watchdog:
-    num_workers = 1 if config.data.workers == "auto" else config.data.workers  # auto is at least 1
-    return Watchdog(
-        folder.path,
-        event_log,
-        memory,
-        HangLimits(config.train.hang_timeout_s, config.data.timeout_s, num_workers),
-        rank=ranks.rank,
-        rank_pids=rank_pids,
-    )
 
 
 def _versions() -> dict[str, str]:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from segapp.checkpoint.saver import SaveRules
 from segapp.run.events import Alert, ParamGroup
-from segapp.training.saving.saver import SaveRules
+from segapp.training.telemetry.remaining_time import Timetable
 
 
 @dataclass(frozen=True)
@@ -15,34 +16,26 @@ class TrainerSettings:
     """Fixed numbers of a training.
 
     Attributes:
-        epochs: of the whole training; with `total_steps` the last one may be cut short.
-        total_steps: steps of the whole training; None: whole epochs.
+        timetable: how long the training is, and when it evaluates.
         batch_size: images of a micro-batch, all devices and ranks together.
         accumulate: micro-batches of a step.
         base_lr: the configured learning rate, for messages.
         learning_rate: returns the learning rate of a step (from 1), before the live factor.
-        save_rules: when checkpoints are due within an epoch.
-        save_every_epochs: epochs from one checkpoint to the next; None: none at the end of an epoch.
+        save_rules: when checkpoints are due.
         monitor: the score that decides which checkpoint is best.
-        eval_every_epochs: epochs from one evaluation to the next.
-        eval_every_steps: steps from one evaluation to the next, instead; None: by epochs.
         freeze_epochs: epochs for which `model.freeze` holds; None: the whole run.
         early_stop: evaluations without a better score that end the training; None: never.
         max_bad_steps: steps in a row without a finite loss or gradient that end the training.
         log_every_steps: steps from one `step` event to the next.
     """
 
-    epochs: int
-    total_steps: int | None
+    timetable: Timetable
     batch_size: int
     accumulate: int
     base_lr: float
     learning_rate: Callable[[int], float]
     save_rules: SaveRules
-    save_every_epochs: int | None
     monitor: str
-    eval_every_epochs: int
-    eval_every_steps: int | None
     freeze_epochs: int | None
     early_stop: int | None
     max_bad_steps: int

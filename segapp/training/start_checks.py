@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 
 from segapp.build.pairs import split_note
 from segapp.config import DataConfig, RunConfig, ScheduleConfig, TrainConfig
@@ -29,38 +28,33 @@ def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
     return epochs, train.steps or epochs * per_epoch, per_epoch
 
 
-@dataclass(frozen=True)
-class StartFacts:
-    """Facts of a training that are known before its first step.
+def start_alerts(
+    config: RunConfig,
+    scheme: ClassScheme,
+    train: Targets | None,
+    val: Targets | None,
+    *,
+    largest_px: tuple[int, int] | None,
+    num_batches: int,
+    device_type: str,
+) -> list[Alert]:
+    """Return the alerts of a training, in order of weight.
 
-    Attributes:
+    Args:
         config: the complete config.
         scheme: of the classes.
         train: counts of the training masks; None: not read.
         val: counts of the validation masks; None: not read.
         largest_px: height of the highest and width of the widest training image; None: not known.
-        num_batches: micro-batches of an epoch; None: of a trial on a few images, whose length says nothing.
+        num_batches: micro-batches of an epoch; 0: of a trial on a few images, whose length says nothing.
         device_type: cpu or cuda.
     """
-
-    config: RunConfig
-    scheme: ClassScheme
-    train: Targets | None
-    val: Targets | None
-    largest_px: tuple[int, int] | None
-    num_batches: int | None
-    device_type: str
-
-
-def start_alerts(facts: StartFacts) -> list[Alert]:
-    """Return the alerts of a training, in order of weight."""
-    config = facts.config
     found = [
-        *(("classes", message) for message in _of_classes(facts)),
-        *(("schedule", message) for message in _of_schedule(facts)),
-        *(("data", message) for message in _of_data(config.data, facts.largest_px)),
+        *(("classes", message) for message in _of_classes(scheme, train, val)),
+        *(("schedule", message) for message in (schedule_notes(config, num_batches) if num_batches else ())),
+        *(("data", message) for message in _of_data(config.data, largest_px)),
     ]
-    if config.train.precision in ("fp16", "amp-fp16") and facts.device_type == "cpu":
+    if config.train.precision in ("fp16", "amp-fp16") and device_type == "cpu":
         slow = (
             f"train.precision = {config.train.precision} on the CPU, where half-precision convolutions take many times "
             "as long as fp32: set train.precision to fp32, or use a GPU"
@@ -69,28 +63,19 @@ def start_alerts(facts: StartFacts) -> list[Alert]:
     return [Alert(kind=kind, message=message) for kind, message in found]
 
 
-def start_notes(facts: StartFacts) -> list[str]:
+def start_notes(scheme: ClassScheme, splits: Iterable[Targets | None]) -> list[str]:
     """Return the shares of ignored pixels with their causes: most data sets have some, so these are no alerts."""
-    notes = (
-        ignored_note(targets, facts.scheme)
-        for targets in (facts.train, facts.val)
-        if targets is not None and not has_shades(targets, facts.scheme)
-    )
-    return [note for note in notes if note is not None]
+    read = (targets for targets in splits if targets is not None and not has_shades(targets, scheme))
+    return [note for targets in read if (note := ignored_note(targets, scheme)) is not None]
 
 
-def _of_classes(facts: StartFacts) -> Iterator[str]:
-    scheme = facts.scheme
-    if facts.train is not None and (absent := absent_note(facts.train, scheme)) is not None:
+def _of_classes(scheme: ClassScheme, train: Targets | None, val: Targets | None) -> Iterator[str]:
+    if train is not None and (absent := absent_note(train, scheme)) is not None:
         yield f"{absent}; the network cannot learn {'them' if ', ' in absent else 'it'}"
-    if facts.train is not None and has_shades(facts.train, scheme):
-        yield ignored_note(facts.train, scheme) or ""
-    if facts.val is not None and scheme.multilabel is None and len(present := classes_present(facts.val, scheme)) == 1:
-        yield f"in {facts.val.where} only {present[0]} has pixels: the scores of the other classes say nothing"
-
-
-def _of_schedule(facts: StartFacts) -> list[str]:
-    return [] if facts.num_batches is None else schedule_notes(facts.config, facts.num_batches)
+    if train is not None and has_shades(train, scheme):
+        yield ignored_note(train, scheme) or ""
+    if val is not None and scheme.multilabel is None and len(present := classes_present(val, scheme)) == 1:
+        yield f"in {val.where} only {present[0]} has pixels: the scores of the other classes say nothing"
 
 
 def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:

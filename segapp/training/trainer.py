@@ -15,30 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from segapp.checkpoint.training_state import capture_rng, restore_rng
+from segapp.checkpoint.saver import Captured, CheckpointSaver, Position
+from segapp.checkpoint.snapshot import capture_rng, restore_rng
 from segapp.config import LiveSettings
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.failpoints import failpoint
 from segapp.inference.evaluate import Evaluation
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import is_out_of_memory
-from segapp.training.control.progress import TrainingProgress
+from segapp.optim.schedules import Plateau
+from segapp.training.context import RunContext
+from segapp.training.control.commands import CommandController
+from segapp.training.control.progress import Best, TrainingProgress
 from segapp.training.control.safe_point import SafePoint
 from segapp.training.divergence import LossWatch
-from segapp.training.process.context import RunContext
-from segapp.training.process.signals import PauseRequest, StopRequest
 from segapp.training.recovery.fallbacks import MemoryFallbacks
-from segapp.training.reporting import TrainerParts, TrainingReporter
-from segapp.training.saving.position import Best, Position
-from segapp.training.saving.saver import Captured, CheckpointSaver
+from segapp.training.recovery.policy import OomPolicy
+from segapp.training.reporting import TrainingReporter
 from segapp.training.settings import RunFacts, TrainerSettings
-from segapp.training.step.first_outputs import FirstOutputs
-from segapp.training.step.modules import StepResult
+from segapp.training.signals import PauseRequest, StopRequest
+from segapp.training.step.engine import StepEngine, StepResult
+from segapp.training.step.participant import FirstOutputs
 from segapp.training.step.rollback import rng_fields
-from segapp.training.telemetry.clock import images_in
+from segapp.training.telemetry.clock import ActivityLog, images_in
+from segapp.training.validation import Validation
 
 if TYPE_CHECKING:
-    from segapp.datasets.loader import Batch
+    from segapp.datasets.loader import TrainLoader
+    from segapp.datasets.pool import Batch
 
 STATE_FORMAT = 1
 
@@ -52,25 +56,63 @@ class Trainer:
     Args:
         context: of the run.
         settings: fixed numbers.
-        parts: the objects that it puts to work.
         facts: for the `run_start` event and the checkpoint.
+        engine: makes steps.
+        train_loader: micro-batches of an epoch, from any position.
+        validation: evaluates.
+        controller: handles commands; holds the settings in force.
+        oom_policy: makes steps and evaluations with the memory there is.
+        plateau: lowers the learning rate after evaluations; None with other schedules.
+        config_hash: of the resolved config, for checkpoints.
+        first_outputs: looks at the outputs of the first step; None: nothing looks.
     """
 
-    def __init__(self, context: RunContext, settings: TrainerSettings, parts: TrainerParts, facts: RunFacts) -> None:
+    def __init__(
+        self,
+        context: RunContext,
+        settings: TrainerSettings,
+        facts: RunFacts,
+        *,
+        engine: StepEngine,
+        train_loader: TrainLoader,
+        validation: Validation,
+        controller: CommandController,
+        oom_policy: OomPolicy,
+        plateau: Plateau | None = None,
+        config_hash: str = "",
+        first_outputs: FirstOutputs | None = None,
+    ) -> None:
         self.settings, self.facts = settings, facts
-        self.engine, self.train_loader, self.validation = parts.engine, parts.train_loader, parts.validation
-        self.controller, self.oom_policy = parts.controller, parts.oom_policy
+        self.engine, self.train_loader, self.validation = engine, train_loader, validation
+        self.controller, self.oom_policy, self.plateau = controller, oom_policy, plateau
         self.ranks, self.device_memory = context.ranks, context.device_memory
-        self.plateau = parts.plateau
-        self.progress = TrainingProgress(settings.epochs, settings.total_steps)
-        self.activities = context.activities
-        self.activities.step = lambda: self.position.step
-        self.reporter = TrainingReporter(context.event_log, settings, parts, self.progress, self.activities.clock)
-        self.saver = CheckpointSaver(parts.store, settings.save_rules, context, self._capture)
-        self.engine.first_outputs = FirstOutputs()
+        self.progress = TrainingProgress(settings.timetable.epochs, settings.timetable.total_steps)
+        self.activities = ActivityLog(context.event_log, context.device_memory, lambda: self.position.step)
+        self.reporter = TrainingReporter(
+            context.event_log,
+            settings,
+            self.progress,
+            self.activities.clock,
+            engine=engine,
+            controller=controller,
+            oom_policy=oom_policy,
+            train_loader=train_loader,
+            validation=validation,
+        )
+        self.saver = CheckpointSaver(
+            context.folder.checkpoints,
+            settings.save_rules,
+            context.event_log,
+            context.ranks,
+            self._capture,
+            config_hash=config_hash,
+            during_save=lambda: self.activities.during("save"),
+            on_written=lambda seconds: self.activities.clock.add("write", seconds),
+        )
+        self._first_outputs = first_outputs
         self.loss_watch = LossWatch(len(facts.classes))
         self.has_diverged = False
-        self.safe_point = SafePoint(context, self.controller, self.saver, self.progress)
+        self.safe_point = SafePoint(context, controller, self.saver, self.progress, self.activities)
 
     # --- the course ------------------------------------------------------------------------------------------------
 
@@ -82,8 +124,8 @@ class Trainer:
     @property
     def length(self) -> str:
         """The length of the whole training in words."""
-        steps = self.settings.total_steps
-        return f"{self.settings.epochs} epochs" if steps is None else f"{steps} steps"
+        timetable = self.settings.timetable
+        return f"{timetable.epochs} epochs" if timetable.total_steps is None else f"{timetable.total_steps} steps"
 
     def fit(self) -> str:
         """Train to the last epoch or step, or to an early stop.
@@ -168,7 +210,8 @@ class Trainer:
             clock.count_step(images_in(self.position.batch, len(group), settings.batch_size, num_images))
             self.position.batch += len(group)
             self.loss_watch.add(result.loss)
-            self._look_at_first_outputs()
+            if self._first_outputs is not None and (note := self._first_outputs.take_note()) is not None:
+                self.reporter.outputs(note)
             self.controller.after_step(result.split, sum(result.split), self.position.step)
             is_last = self._is_stretch_over()
             if is_last:
@@ -279,17 +322,9 @@ class Trainer:
 
     def _is_evaluation_due(self) -> bool:
         """Return True at the end of the run, and after every so many steps or epochs; once at a position."""
-        settings, at = self.settings, self.position
-        if at.is_evaluated:
-            return False
-        is_epoch_end = at.batch >= len(self.train_loader)
-        if settings.total_steps is None:
-            is_end = is_epoch_end and at.epoch >= settings.epochs
-        else:
-            is_end = at.step >= settings.total_steps
-        if settings.eval_every_steps is not None:
-            return is_end or (at.step > 0 and at.step % settings.eval_every_steps == 0)
-        return is_end or (is_epoch_end and at.epoch % settings.eval_every_epochs == 0)
+        at, is_epoch_end = self.position, self.position.batch >= len(self.train_loader)
+        timetable = self.settings.timetable
+        return not at.is_evaluated and timetable.is_evaluation_due(at.epoch, at.step, is_epoch_end=is_epoch_end)
 
     def _finish_stretch(self) -> None:
         """Evaluate if it is due, move to the next epoch at the end of one, save if it is due."""
@@ -308,9 +343,7 @@ class Trainer:
         finished = epoch if self.position.batch >= len(self.train_loader) else None
         if finished is not None:
             self.progress.finish_epoch()
-        every = settings.save_every_epochs
-        is_due = finished is not None and every is not None and finished % every == 0
-        if is_best or self.progress.is_complete or is_due or self.saver.is_due(self.position.step):
+        if is_best or self.progress.is_complete or self.saver.is_due(self.position.step, finished):
             self.saver.begin(finished_epoch=finished, is_best=is_best)
 
     def _lr(self, step: int) -> float:
@@ -326,18 +359,9 @@ class Trainer:
                 f"{move} optim.lr = {self.settings.base_lr}, add schedule.warmup_steps or optim.clip_grad_norm"
             )
 
-    def _look_at_first_outputs(self) -> None:
-        """Report outputs that are probabilities after the first step of this process; later steps are not looked at."""
-        if self.engine.first_outputs is None:
-            return
-        note = self.engine.first_outputs.note()
-        self.engine.first_outputs = None
-        if note is not None:
-            self.reporter.outputs(note)
-
     def _judge_epoch(self) -> None:
         """Report an epoch whose losses stayed above the first one, and end a run that has diverged."""
-        found = self.loss_watch.end_epoch(self.reporter.steps_per_epoch)
+        found = self.loss_watch.end_epoch(self.settings.timetable.steps_per_epoch)
         if found is None:
             return
         has_diverged, words = found

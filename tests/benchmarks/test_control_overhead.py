@@ -13,22 +13,20 @@ from typing import Any
 
 import pytest
 
-from segapp.checkpoint.training_state import CheckpointStore
+from segapp.checkpoint.saver import Captured, CheckpointSaver, Position, SaveRules
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceMemoryTracker, device_info_of
-from segapp.parallel.ranks import Ranks
-from segapp.run.events import EventWriter, Step
+from segapp.parallel.distributed import Ranks
+from segapp.run.events import EventLog, EventWriter, Step
 from segapp.run.folder import RunFolder
+from segapp.training.context import RunContext
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
+from segapp.training.control.inbox import Inbox
 from segapp.training.control.progress import TrainingProgress
 from segapp.training.control.safe_point import SafePoint
-from segapp.training.process.context import RunContext
-from segapp.training.process.inbox import Inbox
-from segapp.training.process.signals import StopSignals
-from segapp.training.saving.position import Position
-from segapp.training.saving.saver import Captured, CheckpointSaver, SaveRules
-from segapp.training.telemetry.event_log import EventLog
+from segapp.training.signals import StopSignals
+from segapp.training.telemetry.clock import ActivityLog
 from segapp.training.telemetry.sampler import HEARTBEAT_S, MEMORY_S, MemorySampler
 from tests.support.runs import events, merged, train
 
@@ -63,7 +61,7 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
     event_log = EventLog(EventWriter(folder.events))
     watch = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
     inbox = Inbox(folder, event_log)
-    context = RunContext(folder, event_log, Ranks(), StopSignals(), watch, inbox)
+    context = RunContext(folder, event_log, Ranks(), StopSignals(), watch)
     controller = CommandController(
         inbox,
         event_log,
@@ -71,10 +69,9 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
         watch,
         LiveSettings(),
     )
-    saver = CheckpointSaver(
-        CheckpointStore(folder.checkpoints), SaveRules(), context, lambda: Captured({}, Position(), None)
-    )
-    safe_point = SafePoint(context, controller, saver, TrainingProgress(epochs=9))
+    saver = CheckpointSaver(folder.checkpoints, SaveRules(), event_log, Ranks(), lambda: Captured({}, Position(), None))
+    activities = ActivityLog(event_log, watch, lambda: 0)
+    safe_point = SafePoint(context, controller, saver, TrainingProgress(epochs=9), activities)
     monitor = MemorySampler(event_log, watch)
     parts_us = {
         "a look (no poll due)": median_us(safe_point.check),

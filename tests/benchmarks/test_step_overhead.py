@@ -16,16 +16,15 @@ import torch
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
 from segapp.build.trainer import build_trainer, seed_everything
+from segapp.checkpoint.saver import Position
 from segapp.losses import CriterionCE
 from segapp.memory.counters import DeviceMemoryTracker
-from segapp.parallel.ranks import Ranks
-from segapp.run.events import EventWriter
+from segapp.parallel.distributed import Ranks
+from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.training.process.context import RunContext
-from segapp.training.process.inbox import Inbox
-from segapp.training.process.signals import StopSignals
-from segapp.training.saving.position import Best, Position
-from segapp.training.telemetry.event_log import EventLog
+from segapp.training.context import RunContext
+from segapp.training.control.progress import Best
+from segapp.training.signals import StopSignals
 from segapp.training.trainer import Trainer
 from tests.support.runs import merged
 
@@ -62,7 +61,7 @@ def test_time_of_a_step_against_a_plain_loop(tiny: dict[str, Any], tmp_path: Pat
     folder = RunFolder.create("bench", path=tmp_path / "run")
     event_log = EventLog(EventWriter(folder.events))
     ranks, memory = Ranks(), DeviceMemoryTracker()
-    context = RunContext(folder, event_log, ranks, StopSignals(), memory, Inbox(folder, event_log))
+    context = RunContext(folder, event_log, ranks, StopSignals(), memory)
     trainer = build_trainer(config, context, DevicePlan("single", (torch.device("cpu"),), ""))
     seed_everything(config.seed)
     model = build_network(config.model, 3)

@@ -12,7 +12,7 @@ from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
 from segapp.build.numerics import auto_precision, uses_channels_last
 from segapp.config import ModelConfig, TrainConfig, dump_config, validate_config
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.auto import resolve_auto
 

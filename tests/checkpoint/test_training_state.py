@@ -20,13 +20,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from segapp import failpoints
+from segapp.checkpoint.snapshot import capture_rng, restore_rng, snapshot
 from segapp.checkpoint.training_state import (
-    CheckpointStore,
-    capture_rng,
     load_checkpoint,
-    restore_rng,
     save_checkpoint,
-    snapshot,
 )
 from segapp.errors import CheckpointError, NonFiniteError, StorageError
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
@@ -313,7 +310,7 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
         assert loaded.step == (40 if point in BEFORE_COMMIT else 50)
         assert load_checkpoint(folder, "best").step == (20 if point in BEFORE_COMMIT else 50)
         assert load_checkpoint(folder, "epoch_0004").step == 40
-        assert CheckpointStore(folder, keep=2).load().step == loaded.step
+        assert load_checkpoint(folder, is_holder=True).step == loaded.step
         assert assert_is_whole(torch.load(folder / "last.pt", weights_only=True)) == loaded.step
         # The next save works, tidies up, and nothing is left over.
         save(folder, 60, finished_epoch=6, keep=2)
@@ -328,8 +325,9 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
 
 def test_sigkill_failpoint_from_environment_keeps_old_checkpoint(tmp_path):
     code = (
-        "import sys, torch; from segapp.checkpoint.training_state import CheckpointStore\n"
-        "for step in (1, 2): CheckpointStore(sys.argv[1]).save({'model': {'w': torch.ones(9)}}, step=step, epoch=1)"
+        "import sys, torch; from segapp.checkpoint.training_state import save_checkpoint\n"
+        "from segapp.run.checkpoints import CheckpointFacts as Facts; model = {'model': {'w': torch.ones(9)}}\n"
+        "for step in (1, 2): save_checkpoint(sys.argv[1], model, Facts(step=step, epoch=1, position=0))"
     )
     environment = {**os.environ, "SEGAPP_FAILPOINTS": "ckpt.before_rename=2:kill", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=False)

@@ -46,11 +46,10 @@ def loader(
     dataset: SegmentationDataset, workers: int = 0, rank: int = 0, ranks: int = 1, **data: object
 ) -> TrainLoader:
     config = DataConfig(format="folder", root="data", classes=list(CLASSES), **data)
-    made = TrainLoader(
-        dataset, 2, seed=1, options=LoadOptions(workers), drop_last=False, rank=rank, world_size=ranks
-    )  # fmt: skip
-    made.order = build_order(config, dataset, compute_class_frequencies(dataset), 1)
-    return made
+    order = build_order(config, dataset, compute_class_frequencies(dataset), 1)
+    return TrainLoader(
+        dataset, 2, seed=1, options=LoadOptions(workers), drop_last=False, rank=rank, world_size=ranks, order=order
+    )
 
 
 # --- order

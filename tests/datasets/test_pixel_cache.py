@@ -31,7 +31,7 @@ from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_sch
 from segapp.datasets.loader import LoadOptions, SegmentationDataset, TrainLoader
 from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from tests.support.drawn_data import draw_image, draw_mask
 
 WritePairs = Callable[..., tuple[ImagePair, ...]]

@@ -24,9 +24,9 @@ from segapp.config import RunConfig
 from segapp.datasets.cache import pixel_cache
 from segapp.errors import DataError
 from segapp.export.runner import ExportedModel
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
-from segapp.training.process import signals
+from segapp.training import signals
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.band_data import write_band_data

@@ -25,9 +25,9 @@ from segapp.commands.export import export_target
 from segapp.commands.predict import PredictOptions, predict_target
 from segapp.errors import CheckpointError, ConfigError, RunError
 from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export, runner, write, write_export
-from segapp.export.network import SizedPooling
 from segapp.models import SegmentationModel, build_model
 from segapp.models.network import FamilyNote
+from segapp.models.pooling import SizedPooling
 from tests.support.runs import merged, segapp, train
 from tests.training.test_modern_networks import DPT, DPT_V2, EOMT, NETWORKS
 

@@ -18,9 +18,9 @@ from torch import nn
 from segapp.errors import CheckpointError, RunError
 from segapp.export import ExportNetwork, check_export, write
 from segapp.export.info import ExportInfo
-from segapp.export.network import SizedPooling, replace_adaptive_pooling
 from segapp.export.runner import is_exported
 from segapp.export.weights import write_weights
+from segapp.models.pooling import SizedPooling, replace_adaptive_pooling
 from tests.export.test_export import SmallNet, info_of
 
 

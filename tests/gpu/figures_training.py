@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from segapp.build.network import build_inference
+from segapp.build.numerics import numerics
 from segapp.build.pairs import build_scheme
+from segapp.build.step import StepLayout
 from segapp.config import RunConfig, validate_config
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.training.planning.blank_data import blank_batch
 from segapp.training.planning.trial import build_trial_engine
-from segapp.training.process.numerics import numerics
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.layout import StepLayout
 from tests.support import ROOT
 
 Mode = Literal["single", "dp", "ddp"]

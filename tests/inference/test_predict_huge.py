@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.inference.predict.png import PngWriter
+from segapp.inference.predict.outputs import PngWriter
 
 HEIGHT, WIDTH = 12_000, 16_000
 BOUND_MIB = 6 * HEIGHT * WIDTH / 2**20 + 2048

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from segapp.chunks import plan_chunks
 from segapp.memory.judge import MARGIN_FRAC, SplitJudge, SplitMove
 from segapp.memory.peaks import PeakModel
-from segapp.parallel.chunks import plan_chunks
 
 Split = tuple[int, ...]
 

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import segapp.memory.judge as module
+from segapp.chunks import plan_chunks
 from segapp.memory.judge import SplitJudge, usable_mib
 from segapp.memory.peaks import PeakModel
-from segapp.parallel.chunks import plan_chunks
 
 
 def test_examples_in_the_docstrings_hold() -> None:

@@ -21,11 +21,11 @@ from segapp.memory.plan import OverheadEstimate, Planner
 from segapp.parallel import DataParallelModel, RankSplit
 from segapp.run.commands import SetCommand, parse_command, send_command
 from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step
+from segapp.run.events.writer import EventLog
 from segapp.run.folder import RunFolder
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController, TrainingPosition
-from segapp.training.process.inbox import Inbox
-from segapp.training.telemetry.event_log import EventLog
+from segapp.training.control.inbox import Inbox
 from segapp.tui.panes.devices import Draft, edit_draft, gpu0_content
 from segapp.tui.panes.glyphs import ASCII
 from segapp.view.source import Status

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import segapp.memory.peaks as module
+from segapp.chunks import plan_chunks
 from segapp.memory.peaks import PeakModel, fit_lines
-from segapp.parallel.chunks import plan_chunks
 
 
 def test_peaks_docstring_examples_hold() -> None:

@@ -154,7 +154,7 @@ def test_record_has_the_lines_and_the_time_of_each_test(tmp_path: Path) -> None:
     assert selection.record(["-n", "1", "-q", test], tmp_path) == 0
     lines = coverage.CoverageData(str(tmp_path / "coverage"))
     lines.read()
-    tests = lines.contexts_by_lineno(str(ROOT / "segapp/run/events/decode.py"))
+    tests = lines.contexts_by_lineno(str(ROOT / "segapp/run/events/reader.py"))
     assert any(f"{test}|run" in each for each in tests.values())
     assert (tmp_path / "times.xml").read_text().count("<testcase ") == 1
 

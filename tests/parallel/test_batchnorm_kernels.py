@@ -10,7 +10,7 @@ from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import BalancedDataParallel, DataParallelModel, convert_sync_batchnorm
-from segapp.parallel.sync_batchnorm import layer as layers
+from segapp.parallel import sync_batchnorm as layers
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
 from tests.support.gpu.launch_counts import OperatorCounter
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error

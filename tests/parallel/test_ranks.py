@@ -11,8 +11,8 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from segapp.parallel import DistributedSetupError, distributed, init_from_env, is_launched, launch_local, wrap_ddp
+from segapp.parallel.distributed import Ranks
 from segapp.parallel.exchange import has_other_ranks, stack_ranks
-from segapp.parallel.ranks import Ranks
 from tests.support import ROOT
 
 

@@ -34,7 +34,7 @@ from segapp.run.events import (
     parse_event,
     read_answers,
 )
-from segapp.run.events.rewind import RewindPoint, is_repeated
+from segapp.run.events.writer import RewindPoint, is_repeated
 
 
 def step(number: int, **fields: object) -> Step:

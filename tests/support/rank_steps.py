@@ -38,11 +38,10 @@ from segapp.losses import (
 )
 from segapp.models import build_model
 from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, shutdown, wrap_ddp
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.modules import StepModules
-from segapp.training.step.update_count import UpdateCount
+from segapp.training.step.participant import UpdateCount
 
 FULL_BATCH = 8
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -120,12 +119,21 @@ def engine_of(
         network = wrap_ddp(inner, device)
         rank_split = RankSplit(ranks.world_size, full_batch=FULL_BATCH, **split)
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.01}]
-    modules = StepModules(model, network, criterion.double().to(device), rank_split=rank_split)  # type: ignore[arg-type]
     optimizer = build_optimizer(OptimConfig(lr=0.1, momentum=0.9), groups)
     masking = getattr(model, "masking", None)
     participants = [] if masking is None else [UpdateCount(masking)]
     precision = Precision("fp32", device)
-    return StepEngine(modules, optimizer, precision, clip_grad_norm=1.0, participants=participants, ranks=ranks)
+    return StepEngine(
+        model,  # type: ignore[arg-type]
+        network,
+        criterion.double().to(device),
+        optimizer,
+        precision,
+        clip_grad_norm=1.0,
+        rank_split=rank_split,
+        participants=participants,
+        ranks=ranks,
+    )
 
 
 def own_device() -> torch.device:

@@ -13,13 +13,12 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler, StepParts
+from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.config import validate_config
 from segapp.memory.ledger import Recorder
 from segapp.memory.simulated.jobs import SimulationJob
 from segapp.parallel import data_parallel
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
-from segapp.training.step.layout import StepLayout
 
 MODELS = {
     "lraspp": {"library": "torchvision", "name": "lraspp_mobilenet_v3_large"},

@@ -11,7 +11,7 @@ from unittest import mock
 
 import numpy as np
 
-from segapp.parallel.chunks import plan_chunks
+from segapp.chunks import plan_chunks
 from segapp.run.events import (
     Alert,
     Checkpoint,

@@ -24,7 +24,7 @@ import numpy as np
 from segapp.failpoints import arm
 from segapp.run.commands import parse_command, send_command
 from segapp.run.events import RunEnd
-from segapp.training.telemetry import event_log
+from segapp.run.events import writer as event_log
 from segapp.training.telemetry.clock import Clock
 from segapp.training.telemetry.remaining_time import Observed, RemainingTime
 from tests.support.live_runs import seen, wait_for
@@ -102,7 +102,7 @@ def record(shape: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
         return of(clock)
 
     def observed(self: RemainingTime, observed: Observed, way: Any = None) -> None:
-        found["schedule"] = asdict(self._schedule)
+        found["schedule"] = asdict(self._timetable)
         rows.append([time.perf_counter(), paused(Heard.clock, "paused").seconds, repr(way), observed])
         observe(self, observed, way)
 

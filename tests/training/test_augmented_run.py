@@ -12,7 +12,7 @@ import torch
 
 from segapp.config import RunConfig, load_config
 from segapp.run.folder import RunFolder
-from segapp.training.process import signals
+from segapp.training import signals
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.runs import differing, events, merged, train

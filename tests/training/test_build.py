@@ -9,7 +9,7 @@ import pytest
 from segapp.build.pairs import build_scheme
 from segapp.build.trainer import _build_datasets
 from segapp.errors import ConfigError
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from tests.support.runs import merged
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError
-from segapp.inference.compiled import CompiledCall
-from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.inference.normalize import CompiledCall, NormalizedInput, Normalizer
 from segapp.losses import CriterionMaskClassification
 from segapp.models import build_model
 from segapp.run.folder import RunFolder

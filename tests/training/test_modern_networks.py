@@ -11,7 +11,7 @@ import torch
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
 from segapp.run.folder import RunFolder
-from segapp.training.process import signals
+from segapp.training import signals
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.runs import differing, events, merged, train

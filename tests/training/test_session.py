@@ -18,13 +18,13 @@ import torch
 from segapp.build.devices import DevicePlan, plan_devices
 from segapp.errors import DistributedError, OutOfMemoryError
 from segapp.parallel import DistributedSetupError
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
+from segapp.run.events import EventLog
 from segapp.run.folder import RunFolder
 from segapp.training import session
-from segapp.training.process.context import RunContext
+from segapp.training.context import RunContext
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
-from segapp.training.telemetry.event_log import EventLog
 from tests.support.runs import events, merged
 
 
@@ -37,11 +37,15 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(session, "end_with_peers", end_with_peers)
     here, own = socket.gethostname(), os.getpid()
+
+    def watch(ranks: list[tuple[str, int]]) -> None:
+        with session._watched_peers(ranks, lambda status, reason, code: code, EventLog(None)):
+            pass
+
     for elsewhere in ([], [("elsewhere", own + 1), ("elsewhere", own)]):
-        session._watch_peers(EventLog(None), [(here, own), *elsewhere], None)()  # type: ignore[arg-type]
+        watch([(here, own), *elsewhere])
     assert watched == []
-    ranks = [(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)]
-    session._watch_peers(EventLog(None), ranks, None)  # type: ignore[arg-type]
+    watch([(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)])
     assert watched == [([own + 1, own + 3], session.DistributedError.exit_code)]
 
 

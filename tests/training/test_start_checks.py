@@ -14,7 +14,7 @@ from segapp.config import dump_config, validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
 from segapp.errors import DataError
-from segapp.training.start_checks import StartFacts, schedule_notes, start_alerts, start_notes
+from segapp.training.start_checks import schedule_notes, start_alerts, start_notes
 from tests.support.runs import draw_scene, events, merged, segapp, train
 
 CLASSES = ["ground", "box", "disc"]
@@ -30,8 +30,10 @@ def said(tiny: dict[str, Any], num_batches: int | None = 100, **sections: Any) -
     """Returns kind and message of the alerts of a sound set of 48 x 64 px images with some keys changed."""
     config = merged(merged(tiny, schedule={"warmup_steps": 0}).model_dump(mode="json"), **sections)
     train_set, val_set = counted("train", (50, 20, 30)), counted("val", (9, 1, 1))
-    facts = StartFacts(config, SCHEME, train_set, val_set, (48, 64), num_batches, "cpu")
-    return [(alert.kind, alert.message) for alert in start_alerts(facts)]
+    alerts = start_alerts(
+        config, SCHEME, train_set, val_set, largest_px=(48, 64), num_batches=num_batches or 0, device_type="cpu"
+    )
+    return [(alert.kind, alert.message) for alert in alerts]
 
 
 @pytest.mark.parametrize(
@@ -79,10 +81,11 @@ def test_the_length_of_a_trial_says_nothing_about_the_schedule(tiny: dict[str, A
 def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
     def of(train_set: Targets, val_set: Targets) -> tuple[list[str], list[str]]:
         config = merged(tiny, schedule={"warmup_steps": 0})
-        facts = StartFacts(config, SCHEME, train_set, val_set, (48, 64), 100, "cpu")
-        alerts = start_alerts(facts)
+        alerts = start_alerts(
+            config, SCHEME, train_set, val_set, largest_px=(48, 64), num_batches=100, device_type="cpu"
+        )
         assert {alert.kind for alert in alerts} <= {"classes"}
-        return [alert.message for alert in alerts], start_notes(facts)
+        return [alert.message for alert in alerts], start_notes(SCHEME, (train_set, val_set))
 
     full = counted("val", (1, 1, 1))
     assert of(counted("train", (9, 9, 0)), full)[0] == [

@@ -8,11 +8,12 @@ from unittest.mock import Mock
 
 import pytest
 
+from segapp.checkpoint.saver import Position
 from segapp.config import LiveSettings
 from segapp.errors import DataError, NonFiniteError, OutOfMemoryError, WorkerError
 from segapp.training import trainer as module
-from segapp.training.process.signals import StopRequest
-from segapp.training.saving.position import Best, Position
+from segapp.training.control.progress import Best
+from segapp.training.signals import StopRequest
 from segapp.training.trainer import Trainer
 
 

@@ -23,7 +23,7 @@ from segapp.config import RunConfig
 from segapp.errors import ConfigError
 from segapp.run.sweep import SweepFolder, SweepRun
 from segapp.run.words import printable
-from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 if TYPE_CHECKING:
     from segapp.report.sweep_results import Spread, SweepResults

@@ -8,7 +8,7 @@ from typing import Any, TextIO
 from segapp.run.sweep import SweepRun
 from segapp.run.words import duration, printable
 from segapp.scores import EpochLoss, count_scored, loss_text, of_classes
-from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 INTERVAL_S = 10.0
 """Time between two lines of one training."""

@@ -23,8 +23,8 @@ from segapp.run.events import EventReader
 from segapp.run.folder import is_run
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
 from segapp.run.words import first_line
-from segapp.training.process.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 from segapp.training.request import TrainRequest, plan_request
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 
 _POLL_S = 0.1
 _LOOK_S = 1.0

@@ -1,6 +1,5 @@
 """Prediction of image and video files: label maps, colour pictures, overlays and probabilities."""
 
-from segapp.inference.predict.ensemble import EnsemblePredictor, check_same_classes
 from segapp.inference.predict.outputs import (
     SAVED,
     ImageOutputs,
@@ -12,8 +11,15 @@ from segapp.inference.predict.outputs import (
     parse_saved,
 )
 from segapp.inference.predict.pipeline import Tally, predict_files
-from segapp.inference.predict.predictor import ExportedPredictor, Predictor, TrainedPredictor, predict_image
-from segapp.inference.predict.sources import IMAGE_SUFFIXES, VIDEO_SUFFIXES, ImageFile, find_images
+from segapp.inference.predict.predictor import (
+    EnsemblePredictor,
+    ExportedPredictor,
+    Predictor,
+    TrainedPredictor,
+    check_same_classes,
+    predict_image,
+)
+from segapp.inference.predict.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES, ImageFile, find_images
 from segapp.inference.workspace import Workspace
 
 __all__ = [

@@ -28,8 +28,7 @@ from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.predictor import Predictor, likeliest
-from segapp.inference.predict.reading import MAX_PREDICTED_PX, Picture, read_picture
-from segapp.inference.predict.sources import ImageFile
+from segapp.inference.predict.reading import MAX_PREDICTED_PX, ImageFile, Picture, read_picture
 from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
 from segapp.inference.predict.video import VideoOutputs, VideoReader
 from segapp.inference.workspace import Workspace

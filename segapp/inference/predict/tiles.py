@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segapp.inference.predict.ensemble import EnsemblePredictor
-from segapp.inference.predict.predictor import Predictor, TrainedPredictor, likeliest
+from segapp.inference.predict.predictor import EnsemblePredictor, Predictor, TrainedPredictor, likeliest
 from segapp.inference.workspace import (
     Workspace,
     host_budget,

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import shown
 from segapp.errors import DataError, StorageError, cannot_be_written
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan, Saved, blend, colorize
-from segapp.inference.predict.reading import Picture
-from segapp.inference.predict.sources import ImageFile
+from segapp.inference.predict.reading import ImageFile, Picture
 from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name
 

@@ -11,8 +11,7 @@ replacement (`EventReader.generation` increases) and read the file again from it
 when it meets the field is right in both.
 """
 
-from segapp.run.events.decode import StepRun, is_known, parse_event, parse_line, step_column
-from segapp.run.events.reader import EventReader, read_answers
+from segapp.run.events.reader import EventReader, StepRun, is_known, parse_event, parse_line, read_answers, step_column
 from segapp.run.events.types import (
     EVENT_TYPES,
     FINAL_STATUSES,
@@ -38,7 +37,7 @@ from segapp.run.events.types import (
     Val,
     Weights,
 )
-from segapp.run.events.writer import EventWriter
+from segapp.run.events.writer import EventListener, EventLog, EventWriter
 
 __all__ = [
     "EVENT_TYPES",
@@ -52,6 +51,8 @@ __all__ = [
     "DeviceMemory",
     "EpochStart",
     "Event",
+    "EventListener",
+    "EventLog",
     "EventReader",
     "EventWriter",
     "Gpu0Bsz",

@@ -13,7 +13,7 @@ from segapp.memory.judge import SplitJudge, SplitMove, format_split
 from segapp.memory.peaks import PeakModel
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import DataParallelModel, RankSplit
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 
 
 class BatchSplitController:

@@ -14,8 +14,9 @@ from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.judge import SplitJudge, format_split
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
-from segapp.run.events import Alert
+from segapp.run.events import Alert, EventLog
 from segapp.training.control.batch_split import BatchSplitController
+from segapp.training.control.inbox import FinalStatus, Inbox
 from segapp.training.control.pending_sets import (
     AUTO_ON,
     SPLIT_SETTINGS,
@@ -25,8 +26,6 @@ from segapp.training.control.pending_sets import (
     SplitProbation,
     with_changes,
 )
-from segapp.training.process.inbox import FinalStatus, Inbox
-from segapp.training.telemetry.event_log import EventLog
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,8 @@ class CommandController:
         batch_split: The split of the batch over the devices.
         device_memory: Measures the memory of the devices.
         settings: The settings that the run begins with.
+        replay: Changes of settings to apply again (`inbox.applied_after`), for a training that goes back to a
+            checkpoint written before them: the step after which each was applied, and the new values.
     """
 
     def __init__(
@@ -69,6 +70,8 @@ class CommandController:
         batch_split: BatchSplitController,
         device_memory: DeviceMemoryTracker,
         settings: LiveSettings,
+        *,
+        replay: Sequence[tuple[int, dict[str, Any]]] = (),
     ) -> None:
         self.inbox, self.batch_split = inbox, batch_split
         self.settings = settings
@@ -79,7 +82,7 @@ class CommandController:
         self._probation: SplitProbation | None = None
         self._has_full_batch = False
         """True if a full batch was trained since the peaks were reset."""
-        self._replay: list[tuple[int, dict[str, Any]]] = []
+        self._replay = list(replay)
 
     def judge(self) -> SplitJudge:
         """Return what decides about a split now, with the memory that the devices have for this run."""
@@ -236,14 +239,6 @@ class CommandController:
                 self._sets.cancel(pending, reason, self.settings, position.step)
 
     # --- settings ----------------------------------------------------------------------------------------------------
-
-    def schedule_replay(self, changes: Sequence[tuple[int, dict[str, Any]]]) -> None:
-        """Apply changes of settings again, for a training that goes back to a checkpoint written before them.
-
-        Args:
-            changes: Step after which each change was applied, and the new values (`inbox.applied_after`).
-        """
-        self._replay = list(changes)
 
     def restore_settings(self, settings: LiveSettings, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
         """Restore the settings of a checkpoint; a split that was changed in the config since takes precedence.

@@ -9,9 +9,8 @@ from typing import Any, Literal
 from segapp.config import LiveSettings
 from segapp.memory.judge import SplitJudge
 from segapp.run.commands import ReceivedCommand
-from segapp.run.events import Gpu0Bsz
-from segapp.training.process.inbox import Inbox
-from segapp.training.telemetry.event_log import EventLog
+from segapp.run.events import EventLog, Gpu0Bsz
+from segapp.training.control.inbox import Inbox
 
 SPLIT_SETTINGS = frozenset({"gpu0_bsz", "gpu0_bsz_auto", "shares"})
 """The settings that decide about the split; a change of one of them replaces all."""

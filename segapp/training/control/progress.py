@@ -2,10 +2,27 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
+from segapp.checkpoint.saver import Position
 from segapp.training.control.commands import TrainingPosition
-from segapp.training.saving.position import Best, Position
+
+
+@dataclass
+class Best:
+    """The best evaluation so far, larger is better, and how many evaluations ago it was."""
+
+    value: float | None = None
+    epoch: int | None = None
+    evaluations_since: int = 0
+
+    def note(self, value: float | None, epoch: int) -> bool:
+        """Record the value of an evaluation; return True if it is the best so far."""
+        if value is None or (self.value is not None and value <= self.value):
+            self.evaluations_since += 1
+            return False
+        self.value, self.epoch, self.evaluations_since = value, epoch, 0
+        return True
 
 
 class TrainingProgress:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
+from segapp.checkpoint.saver import CheckpointSaver
+from segapp.training.context import RunContext
 from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import TrainingProgress
-from segapp.training.process.context import RunContext
-from segapp.training.process.signals import PauseRequest, StopRequest
-from segapp.training.saving.saver import CheckpointSaver
+from segapp.training.signals import PauseRequest, StopRequest
+from segapp.training.telemetry.clock import ActivityLog
 
 PAUSE_POLL_S = 0.1
 
@@ -20,9 +21,15 @@ class SafePoint:
     """
 
     def __init__(
-        self, context: RunContext, controller: CommandController, saver: CheckpointSaver, progress: TrainingProgress
+        self,
+        context: RunContext,
+        controller: CommandController,
+        saver: CheckpointSaver,
+        progress: TrainingProgress,
+        activities: ActivityLog,
     ) -> None:
         self._context, self._controller, self._saver, self._progress = context, controller, saver, progress
+        self._activities = activities
         self._has_overdue_save = False
         self._asked_at_step: int | None = None
 
@@ -71,7 +78,7 @@ class SafePoint:
         is_stop, is_save, has_commands, is_overdue = context.ranks.any_of(
             context.signals.is_set,
             context.signals.take_checkpoint_request(),
-            context.inbox.has_commands(),
+            controller.inbox.has_commands(),
             self._saver.is_overdue(),
         )
         self._has_overdue_save |= is_overdue
@@ -87,7 +94,7 @@ class SafePoint:
 
     def _pause(self) -> None:
         self._controller.answer_all("pause", "applied", None, self._progress.position.step)
-        with self._context.activities.during("paused"):
+        with self._activities.during("paused"):
             while self._controller.requests.is_paused:
                 time.sleep(PAUSE_POLL_S)
                 self._poll()

@@ -23,7 +23,7 @@ from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.plan import OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.plan import plan_largest, plan_memory
 from segapp.training.planning.trial import trial_step

@@ -15,8 +15,7 @@ from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import Batch
 from segapp.errors import DataError
-from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.spread import further_devices
+from segapp.inference.evaluate import EvaluationSettings, evaluate, further_devices
 from segapp.inference.workspace import HostLimit
 from segapp.training.step.engine import StepEngine
 

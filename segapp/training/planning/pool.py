@@ -15,8 +15,8 @@ from typing import Any
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError, RunError
-from segapp.inference.progress_bar import progress_bar
 from segapp.memory.simulated.jobs import SimulationJob, SimulationResult
+from segapp.training.telemetry.console import progress_bar
 
 NUM_PROCESSES = 2
 

@@ -27,7 +27,7 @@ from segapp.build.criterion import needs_distances
 from segapp.build.network import build_normalizer, largest_phase
 from segapp.build.own_parts import plain_loss_note
 from segapp.build.pairs import build_scheme
-from segapp.build.step import StepAssembler, StepParts
+from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig, validate_config
 from segapp.custom import is_part
@@ -42,7 +42,6 @@ from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
 from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.layout import StepLayout
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from segapp.build.devices import DevicePlan
 from segapp.build.network import largest_phase
 from segapp.build.pairs import build_pixels, build_scheme
-from segapp.build.step import RealDevices, StepAssembler
+from segapp.build.step import RealDevices, StepAssembler, StepLayout
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig
 from segapp.memory.counters import DeviceMemoryTracker
@@ -20,7 +20,6 @@ from segapp.memory.plan import SavedMemoryPlan
 from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
 from segapp.training.recovery.memory_limit import build_memory_limit
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.layout import StepLayout
 
 
 def build_trial_engine(

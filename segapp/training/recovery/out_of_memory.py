@@ -19,7 +19,7 @@ from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, oom_sna
 from segapp.parallel import ReplicaError
 from segapp.run.events import Alert
 from segapp.run.files import write_atomic
-from segapp.training.process.context import RunContext
+from segapp.training.context import RunContext
 from segapp.training.recovery.fallbacks import MemoryFallbacks
 
 MIB = 2**20

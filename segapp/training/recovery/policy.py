@@ -6,17 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 
+from segapp.checkpoint.saver import Position
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.oom_report import OomReport, OomSnapshot
-from segapp.parallel.ranks import PeerOutOfMemoryError
+from segapp.parallel.distributed import PeerOutOfMemoryError
 from segapp.training.control.commands import CommandController
 from segapp.training.recovery.fallbacks import MemoryFallbacks, next_eval_fallback
 from segapp.training.recovery.memory_limit import MemoryLimit
 from segapp.training.recovery.out_of_memory import OomHandler, final_error, first_line
-from segapp.training.saving.position import Position
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.precise_bn import BatchNormMemoryError
 

@@ -8,10 +8,9 @@ from typing import Any
 
 from segapp.memory.judge import format_split
 from segapp.older import EVENT_KEYS, renamed
-from segapp.run.events import CommandAnswer, EventReader, Gpu0Bsz, read_answers
+from segapp.run.events import CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
 from segapp.run.folder import RunFolder
 from segapp.training.recovery.fallbacks import MemoryFallbacks
-from segapp.training.telemetry.event_log import EventLog
 
 
 def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
@@ -16,74 +17,99 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.failpoints import failpoint
-from segapp.losses import Statistics, surrogate
+from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.memory.counters import IDLE, DeviceMemoryTracker
 from segapp.memory.oom_failpoint import oom_failpoint
-from segapp.optim.optimizers import add_groups, set_lr
-from segapp.parallel import DataParallelCriterion, DataParallelModel
-from segapp.parallel.ranks import Ranks
+from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
+from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit
+from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
-from segapp.training.step.first_outputs import FirstOutputs
-from segapp.training.step.modules import StepModules, StepResult
 from segapp.training.step.participant import StepParticipant
 from segapp.training.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
-from segapp.training.step.update import may_update
 
 if TYPE_CHECKING:
-    from segapp.datasets.loader import Batch
+    from segapp.datasets.pool import Batch
+    from segapp.models import SegmentationModel
+
+
+@dataclass
+class StepResult:
+    """The result of a step, as tensors on the device: reading them waits for it."""
+
+    loss: Tensor
+    grad_norm: Tensor
+    is_bad: Tensor
+    split: list[int]
+    terms: dict[str, Tensor] = field(default_factory=dict)
+    """Parts of the loss that are shown, by name."""
 
 
 class StepEngine:
     """Makes optimizer steps.
 
     Args:
-        modules: model, network, criterion and average.
+        model: the bare model, on its device and cast by `precision`.
+        network: takes uint8 images (N, 3, H, W) and wraps `model`: a `DataParallelModel` (one device or several), a
+            `DistributedDataParallel` (one device per rank), or a module whose stages lie on several devices.
+        criterion: additive statistics of the network's outputs.
         optimizer: its groups hold `precision`'s master weights.
         precision: the precision mode; its device is the first one, which holds the weights and where sums are made.
+        average: moving average of the weights, or None.
         clip_grad_norm: largest norm of the whole gradient, or None.
+        smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronised.
+        rank_split: the split of a batch over the ranks; None outside ddp.
+        needs_samples: why the network cannot run without samples, as a rank with a share of 0 does; None if it can.
+        thawed: returns the network in its wrapper, and the optimizer's groups, for frozen parameters of these names
+            that are trained from now on; None without `model.freeze`.
         participants: take part in every step beside the model.
         ranks: the processes that share every step.
-        device_memory: is told of the phases of a step.
+        device_memory: its phase is set.
 
     Attributes:
         bad_steps: steps that left the weights as they were because a value was not finite; 0-dim, on the device.
         bad_in_row: the same, in a row up to the last step.
         num_frozen: parameters that were frozen when the engine was made.
-        first_outputs: looks at the outputs of the first step; None: nothing looks.
         is_whole: True if the state is that of a step boundary; False only where an update broke off in the middle.
     """
 
     def __init__(
         self,
-        modules: StepModules,
+        model: SegmentationModel,
+        network: nn.Module,
+        criterion: AdditiveCriterion,
         optimizer: torch.optim.Optimizer,
         precision: Precision,
         *,
+        average: WeightAverage[SegmentationModel] | None = None,
         clip_grad_norm: float | None = None,
+        smallest_chunk: int = 1,
+        rank_split: RankSplit | None = None,
+        needs_samples: str | None = None,
+        thawed: Callable[[Sequence[str]], tuple[nn.Module, list[Mapping[str, Any]]]] | None = None,
         participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
         device_memory: DeviceMemoryTracker | None = None,
     ) -> None:
-        self.model, self.network, self.criterion = modules.model, modules.network, modules.criterion
-        self.average, self.smallest_chunk = modules.average, modules.smallest_chunk
-        self.rank_split, self.needs_samples, self._thawing = modules.rank_split, modules.needs_samples, modules.thawing
+        self.model, self.network, self.criterion = model, network, criterion
+        self.average, self.smallest_chunk = average, smallest_chunk
+        self.rank_split, self.needs_samples, self._thawed = rank_split, needs_samples, thawed
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
         self.ranks = ranks or Ranks()
         self.device_memory = device_memory or DeviceMemoryTracker()
         self.device = device = precision.device
-        devices = [device, *(parameter.device for parameter in self.model.parameters())]
-        devices += self.network.devices if isinstance(self.network, DataParallelModel) else ()
+        is_replicated = isinstance(network, DataParallelModel)
+        devices = [device, *(parameter.device for parameter in model.parameters())]
+        devices += network.devices if isinstance(network, DataParallelModel) else ()
         self._rng_devices = tuple(dict.fromkeys(each for each in devices if each.type == "cuda"))
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
-        is_replicated = isinstance(self.network, DataParallelModel)
-        self._summed = DataParallelCriterion(self.criterion) if is_replicated else self.criterion
-        self.guard = BufferGuard(self.model)
+        self._summed = DataParallelCriterion(criterion) if is_replicated else criterion
+        self.guard = BufferGuard(model)
         self.is_whole = True
-        self.num_frozen = 0 if modules.thawing is None else modules.thawing.num_params
+        frozen = () if thawed is None else model.frozen_parameters
+        self.num_frozen = sum(model.get_parameter(name).numel() for name in frozen)
         self._rng_before_step: TorchRng | None = None
-        self.first_outputs: FirstOutputs | None = None
 
     def step(
         self,
@@ -191,7 +217,7 @@ class StepEngine:
     @property
     def is_frozen(self) -> bool:
         """True while parameters are frozen."""
-        return self._thawing is not None and bool(self.model.frozen_parameters)
+        return self._thawed is not None and bool(self.model.frozen_parameters)
 
     def thaw(self) -> None:
         """Train the frozen parameters from the next step on; every rank must call it at the same step boundary.
@@ -199,13 +225,13 @@ class StepEngine:
         They join the optimizer as new groups with fresh state. DistributedDataParallel is made anew: its buckets have
         place for those parameters alone that needed a gradient when it was made.
         """
-        assert self._thawing is not None
+        assert self._thawed is not None
         names = self.model.thaw()
         self.network.train()
         if isinstance(self.network, DistributedDataParallel):
             self.network = self.network.module  # frees the old buckets before new ones are made
-        self.network = self._thawing.wrap()
-        add_groups(self.optimizer, self._thawing.build_groups(names))
+        self.network, groups = self._thawed(names)
+        add_groups(self.optimizer, groups)
 
     def split_of(self, num_samples: int) -> list[int]:
         """Return the samples on each device, or on each rank, of a batch of `num_samples`."""
@@ -253,8 +279,6 @@ class StepEngine:
         else:
             target = batch.target.to(self.device, non_blocking=True)
             outputs = self.network(batch.images.to(self.device, non_blocking=True))
-        if self.first_outputs is not None:
-            self.first_outputs.take(outputs)
         for participant in self.participants:
             participant.take(outputs)
         self.device_memory.mark("loss")
@@ -312,7 +336,7 @@ class StepEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's part of a checkpoint."""
-        return {
+        state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "ema": None if self.average is None else self.average.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -321,8 +345,11 @@ class StepEngine:
             "bad_steps": self.bad_steps,
             "bad_in_row": self.bad_in_row,
             "is_frozen": self.is_frozen,
-            **{participant.name: participant.state_dict() for participant in self.participants},
         }
+        for participant in self.participants:
+            if own := participant.state_dict():
+                state[participant.name] = {**state.get(participant.name, {}), **own}
+        return state
 
     def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
         """Return `state_dict` and random states as they were before the step that another thread is in.
@@ -444,3 +471,19 @@ class StepEngine:
 
 def _added(a: Statistics, b: Statistics) -> Statistics:
     return tuple(x + y for x, y in zip(a, b, strict=True))
+
+
+def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
+    """Return False if a step is bad and the optimizer would update the weights nevertheless.
+
+    torch's fused optimizers are told by `found_inf`, on the device, and leave everything as it is. For others, of the
+    user's own code, the host reads the value, which waits for the step, as torch's `GradScaler` does.
+
+    Args:
+        optimizer: of the step.
+        is_bad: 0-dim float tensor, 0 or 1.
+    """
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+        return True
+    return type(is_bad) is not Tensor or not bool(is_bad)  # a simulated tensor has no value

@@ -1,11 +1,14 @@
-"""The interface of a participant: it takes part in every step beside the model, such as a critic with its update."""
+"""The interface of a participant, which takes part in every step beside the model; counts and looks of small ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
+
+from segapp.models.eomt import QueryMasking
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import Batch
@@ -18,7 +21,7 @@ class StepParticipant:
     `backward`, `finish_gradients`, `apply`; or `rollback` where the step is left before `apply`.
 
     Attributes:
-        name: key of its state in a checkpoint.
+        name: key of its state in a checkpoint; participants of one name share a dict.
     """
 
     name = "participant"
@@ -82,3 +85,61 @@ class StepParticipant:
         Raises:
             CheckpointError: the state belongs to another participant.
         """
+
+
+class UpdateCount(StepParticipant):
+    """Counts every update, also one that was skipped; the count is a buffer of the network and saved with it.
+
+    Args:
+        masking: of the network, whose masked attention fades with the count.
+    """
+
+    name = "update_count"
+
+    def __init__(self, masking: QueryMasking) -> None:
+        self._masking = masking
+
+    def apply(self, is_step_bad: Tensor) -> None:
+        """Count the update."""
+        self._masking.count_update()
+
+
+_CLOSE = 1e-3
+
+
+class FirstOutputs(StepParticipant):
+    """Tells if a network returns probabilities, where losses take logits.
+
+    It looks at the first image of the first micro-batch; what it has seen is read once, after the step.
+    """
+
+    name = "first_outputs"
+
+    def __init__(self) -> None:
+        self._seen: Tensor | None = None
+        self._is_read = False
+
+    @torch.no_grad()
+    def take(self, outputs: Any) -> None:
+        """Note the range of the logits, and how far their sums over the classes are from 1; the first call only."""
+        if self._is_read or self._seen is not None:
+            return
+        while isinstance(outputs, (list, tuple)) and outputs:  # replicas, then heads
+            outputs = outputs[0]
+        if not isinstance(outputs, Tensor) or outputs.ndim != 4 or not len(outputs):
+            return
+        first = outputs[:1].float()
+        self._seen = torch.stack([first.min(), first.max(), (first.sum(1) - 1).abs().max()])
+
+    def take_note(self) -> str | None:
+        """Return a sentence if the outputs are probabilities, from the first call only; None if they are not."""
+        is_read, self._is_read = self._is_read, True
+        if is_read or self._seen is None:
+            return None
+        least, most, off_one = self._seen.tolist()
+        if not (least >= 0 and most <= 1 and off_one < _CLOSE):
+            return None
+        return (
+            "the outputs of the network are probabilities: from 0 to 1, with sum 1 over the classes; the losses apply "
+            "the softmax themselves, and a second one stops the training from learning: return logits"
+        )

@@ -1,4 +1,4 @@
-"""The times of the training thread by activity, and the throughput between two `step` events."""
+"""The times of the training thread by activity, its heartbeats, and the throughput between two `step` events."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Literal, NamedTuple
+
+from segapp.memory.counters import DeviceMemoryTracker
+from segapp.run.events import EventLog, Heartbeat
 
 Activity = Literal["train", "load", "eval", "save", "paused", "write"]
 """`load`: from the beginning of an epoch, or of what an evaluation left of it, to its first batch. `write`: the
@@ -112,3 +115,50 @@ def images_in(first: int, count: int, batch_size: int, num_images: int) -> int:
     (8, 6)
     """
     return sum(min(batch_size, num_images - batch * batch_size) for batch in range(first, first + count))
+
+
+PROGRESS_S = 1.0
+"""Seconds between two heartbeats with the progress of an evaluation."""
+
+
+class ActivityLog:
+    """Tells what the training thread does, and counts the time of it.
+
+    Args:
+        event_log: takes the heartbeats.
+        device_memory: its phase is set.
+        step: returns the steps done.
+
+    Attributes:
+        clock: the time by activity.
+    """
+
+    def __init__(self, event_log: EventLog, device_memory: DeviceMemoryTracker, step: Callable[[], int]) -> None:
+        self.clock = Clock()
+        self._event_log, self._memory, self._step = event_log, device_memory, step
+        self._told = "train"
+        self._told_s = 0.0
+
+    @contextlib.contextmanager
+    def during(self, activity: Activity) -> Iterator[None]:
+        """Tell of an activity, and of the one around it when the block has ended without an error."""
+        around, phase = self._told, self._memory.phase
+        self._memory.mark(activity)
+        self._tell(activity)
+        try:
+            with self.clock.during(activity):
+                yield
+        finally:
+            self._memory.mark(phase)
+            self._told = around
+        self._tell(around)
+
+    def report_evaluated(self, num_done: int, num_images: int) -> None:
+        """Tell how many images of the running evaluation were handed to a device, at most once a second."""
+        if time.monotonic() - self._told_s >= PROGRESS_S:
+            self._tell("eval", min(num_done, num_images), num_images)
+
+    def _tell(self, activity: str, num_done: int | None = None, num_images: int | None = None) -> None:
+        self._told, self._told_s = activity, time.monotonic()
+        step = self._step()
+        self._event_log.emit(Heartbeat(phase=activity, step=step, num_evaluated=num_done, num_images=num_images))

@@ -1,10 +1,11 @@
-"""Prints a training's events: throttled lines, and a progress bar where there is a terminal."""
+"""Prints a training's events: throttled lines, and progress bars if there is a terminal."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from segapp.run.events import (
@@ -153,3 +154,16 @@ class PlainReporter:
 
 def _length(event: RunStart) -> str:
     return f"{event.epochs} epochs" if event.steps is None else f"{event.steps} steps in {event.epochs} epochs"
+
+
+@contextmanager
+def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callable[[int], None]]:
+    """Show a progress bar if stderr is a terminal; yields a function to call with the number of units done."""
+    from tqdm import tqdm
+
+    with tqdm(total=total, desc=label, unit=unit, disable=not sys.stderr.isatty(), leave=False) as bar:
+
+        def progress(done: int) -> None:
+            bar.update(done - bar.n)
+
+        yield progress

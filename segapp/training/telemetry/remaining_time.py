@@ -58,7 +58,7 @@ class Left(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Timetable:
     """How long a training is, and when it evaluates and saves.
 
     Attributes:
@@ -84,6 +84,21 @@ class Schedule:
     save_every_s: float | None = None
     num_eval_images: int = 0
     num_step_images: int = 1
+
+    def is_evaluation_due(self, epoch: int, step: int, *, is_epoch_end: bool) -> bool:
+        """Return True at the end of the training, and after every so many steps or epochs."""
+        is_end = is_epoch_end and epoch >= self.epochs if self.total_steps is None else step >= self.total_steps
+        if self.eval_every_steps is not None:
+            return is_end or (step > 0 and step % self.eval_every_steps == 0)
+        return is_end or (is_epoch_end and epoch % self.eval_every_epochs == 0)
+
+    def whole_run(self) -> Left:
+        """Return what a training does from its beginning to its end."""
+        return self.left_of_run(Place(1, 0, self.steps_per_epoch))
+
+    def saves_within(self, left: Left, seconds: float) -> int:
+        """Return the saves of what is left, which takes so many seconds, those by time included."""
+        return left.saves if self.save_every_s is None else max(left.saves, int(seconds / self.save_every_s))
 
     def left_of_run(self, place: Place) -> Left:
         """Return what is left of the training; what is due at the place itself is still to come."""
@@ -145,12 +160,12 @@ class RemainingTime:
     """Estimates the remaining time of a training.
 
     Args:
-        schedule: of the training.
+        timetable: of the training.
     """
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
-        self._step = _Mean(max(MIN_SPAN_STEPS, schedule.steps_per_epoch / 2))
+    def __init__(self, timetable: Timetable) -> None:
+        self._timetable = timetable
+        self._step = _Mean(max(MIN_SPAN_STEPS, timetable.steps_per_epoch / 2))
         self._others = [_Mean(_SPAN, is_first_slow=True) for _ in Observed._fields[1:]]
         self._before = Observed(*[Spent()] * len(Observed._fields))
         self._way: Hashable = None
@@ -181,21 +196,18 @@ class RemainingTime:
         if self._step.value is None:
             return None, None
         write_s = self._others[-1].value or 0.0
-        of_run = self._schedule.left_of_run(place)
-        of_epoch = self._schedule.left_of_epoch(place)
+        of_run = self._timetable.left_of_run(place)
+        of_epoch = self._timetable.left_of_epoch(place)
         run_s = self._seconds(of_run) + write_s
         return run_s if of_epoch == of_run else self._seconds(of_epoch), run_s
 
     def _seconds(self, left: Left) -> float:
-        schedule, step_s = self._schedule, self._step.value or 0.0
+        timetable, step_s = self._timetable, self._step.value or 0.0
         eval_s, save_s, load_s = (mean.value for mean in self._others[:3])
         if eval_s is None:
-            eval_s = step_s * schedule.num_eval_images / schedule.num_step_images
+            eval_s = step_s * timetable.num_eval_images / timetable.num_step_images
         seconds = left.steps * step_s + left.evaluations * eval_s + left.loads * (load_s or 0.0)
-        saves = left.saves
-        if schedule.save_every_s is not None:
-            saves = max(saves, int(seconds / schedule.save_every_s))
-        return seconds + saves * (save_s or 0.0)
+        return seconds + timetable.saves_within(left, seconds) * (save_s or 0.0)
 
 
 class _Mean:

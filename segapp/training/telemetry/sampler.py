@@ -15,8 +15,7 @@ from typing import Any
 
 from segapp.memory.counters import PHASES, DeviceMemoryTracker
 from segapp.memory.gpus import GpuPoller, GpuStatus
-from segapp.run.events import Alert, DeviceMemory, Heartbeat, Memory
-from segapp.training.telemetry.event_log import EventLog
+from segapp.run.events import Alert, DeviceMemory, EventLog, Heartbeat, Memory
 
 MEMORY_S = 2.0
 HEARTBEAT_S = 5.0
@@ -30,6 +29,8 @@ class MemorySampler:
     Args:
         event_log: Takes the events.
         device_memory: The training's devices, and the phase of the training thread.
+        step: Returns the steps done; None before the training begins.
+        saving_s: Returns the seconds since the running checkpoint write began; None while none runs.
         gpus: Asks about GPUs; None: one is made if a device has a uuid.
         memory_s: Seconds between two samples.
         heartbeat_s: Seconds between two heartbeats.
@@ -41,16 +42,15 @@ class MemorySampler:
         event_log: EventLog,
         device_memory: DeviceMemoryTracker,
         *,
+        step: Callable[[], int | None] = lambda: None,
+        saving_s: Callable[[], float | None] = lambda: None,
         gpus: GpuPoller | None = None,
         memory_s: float = MEMORY_S,
         heartbeat_s: float = HEARTBEAT_S,
         blocked_s: float = 30.0,
     ) -> None:
         self.event_log, self.device_memory = event_log, device_memory
-        self.step: Callable[[], int | None] = lambda: None
-        """Returns the steps done; None before `follow`."""
-        self.saving_s: Callable[[], float | None] = lambda: None
-        """Returns the seconds since the running checkpoint write began; None while none runs."""
+        self._step, self._saving_s = step, saving_s
         has_gpus = any(place.uuid for place in device_memory.devices)
         self._gpus = gpus or (GpuPoller(own_used_mib=device_memory.driver_used_mib) if has_gpus else None)
         self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
@@ -66,21 +66,12 @@ class MemorySampler:
         self._stop.set()
         self._thread.join()
 
-    def follow(self, step: Callable[[], int | None], saving_s: Callable[[], float | None]) -> None:
-        """Report a training from now on.
-
-        Args:
-            step: returns the steps done.
-            saving_s: returns the seconds since the running checkpoint write began; None while none runs.
-        """
-        self.step, self.saving_s = step, saving_s
-
     def beat(self) -> None:
         """Emit a heartbeat."""
         phase = self.device_memory.phase
         activity = phase if phase in ("start", "eval", "save", "paused") else "train"
-        saving_s = self.saving_s()
-        self.event_log.emit(Heartbeat(pid=os.getpid(), phase=activity, step=self.step(), saving_s=saving_s))
+        saving_s = self._saving_s()
+        self.event_log.emit(Heartbeat(pid=os.getpid(), phase=activity, step=self._step(), saving_s=saving_s))
         self._alert_blocked(saving_s)
 
     def _alert_blocked(self, saving_s: float | None) -> None:
@@ -90,13 +81,13 @@ class MemorySampler:
         elif saving_s >= self._blocked_alert_s:
             self._blocked_alert_s = saving_s + self._blocked_s
             message = f"checkpoint write blocked: the disk has not taken it for {saving_s:.0f} s; training goes on"
-            self.event_log.emit(Alert(kind="storage", message=message, step=self.step()))
+            self.event_log.emit(Alert(kind="storage", message=message, step=self._step()))
 
     def sample(self) -> None:
         """Emit a `memory` event."""
         devices = self.device_memory.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
-        self.event_log.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self.step()))
+        self.event_log.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self._step()))
 
     def _run(self) -> None:
         next_memory_s = next_beat_s = time.monotonic()

@@ -5,30 +5,31 @@ Without progress for `train.hang_timeout_s`, the stacks of this process, its dat
 machine are written to `stacks.log` in the run folder, the state of the last step boundary is saved if it can be read,
 the reason is emitted as an event, the data workers are killed, and the process exits with the exit code of the cause.
 
-SIGUSR2 writes the stacks at any time, without ending the training (`segapp.training.telemetry.stacks`).
+SIGUSR2 writes the stacks at any time, without ending the training (`StackLog`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
+import json
 import logging
 import os
-import re
 import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
 from segapp.memory.counters import DeviceMemoryTracker
-from segapp.run.events import Alert, RunEnd
+from segapp.run.events import Alert, EventLog, RunEnd
+from segapp.run.folder import RunFolder
 from segapp.run.process import child_pids
-from segapp.training.telemetry.event_log import EventLog
-from segapp.training.telemetry.stacks import StackLog
 
 START_S = 600.0
 """Minimum timeout until the first step: models are built, kernels selected or compiled."""
@@ -40,24 +41,37 @@ _RESCUE_S = 60.0
 _EMIT_S = 5.0
 _OTHERS_S = 3.0
 _WAIT_FOR_MAIN_S = 15.0
-_LINE = re.compile(r"^rank (\d+) .*?: no progress for ([\d.]+) s in (\w+)", re.MULTILINE)
-
 logger = logging.getLogger("segapp")
 
 
 @dataclass(frozen=True)
-class HangLimits:
-    """Limits on the time that a training thread may make no progress.
+class Hang:
+    """A training thread without progress, as its rank reports it: one JSON line of `reports/hangs.jsonl`."""
 
-    Attributes:
-        timeout_s: Time without progress after which the training is ended; 0: never.
-        data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
-        num_workers: Data workers of this process.
-    """
+    rank: int
+    pid: int
+    host: str
+    t: float
+    """Unix seconds."""
+    silent_s: float
+    activity: str
+    step: int | None
 
-    timeout_s: float
-    data_timeout_s: float = 0.0
-    num_workers: int = 0
+    def sentence(self) -> str:
+        """Return what the rank was at, and for how long."""
+        return f"rank {self.rank} in {self.activity} for {self.silent_s:.1f} s"
+
+
+def read_hangs(path: Path, rank_pids: Sequence[tuple[str, int]]) -> list[Hang]:
+    """Return the latest hang of each of these processes; lines that are cut off or of other processes are left out."""
+    found: dict[tuple[str, int], Hang] = {}
+    with contextlib.suppress(OSError):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError, TypeError):
+                hang = Hang(**json.loads(line))
+                if (hang.host, hang.pid) in rank_pids:
+                    found[hang.host, hang.pid] = hang
+    return list(found.values())
 
 
 class Watchdog:
@@ -67,7 +81,14 @@ class Watchdog:
         folder: The run folder.
         event_log: Takes the reason; without a writer on ranks that write nothing.
         device_memory: Progress and phase of the training thread.
-        limits: When a training thread counts as hanging.
+        timeout_s: Time without progress after which the training is ended; 0: never.
+        data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
+        num_workers: Data workers of this process.
+        step: Returns the steps done; None before the training begins.
+        has_stepped: Returns True once this process has made a step.
+        save_last_boundary: Saves the state of the last step boundary, given a function that returns True while the
+            training thread has not moved; returns why it could not.
+        is_writing: Returns True while a checkpoint is being written.
         rank: Rank of this process.
         rank_pids: (host, process id) of every rank.
         end: Exits the process with the given code.
@@ -75,23 +96,26 @@ class Watchdog:
 
     def __init__(
         self,
-        folder: Path,
+        folder: RunFolder,
         event_log: EventLog,
         device_memory: DeviceMemoryTracker,
-        limits: HangLimits,
         *,
+        timeout_s: float,
+        data_timeout_s: float = 0.0,
+        num_workers: int = 0,
+        step: Callable[[], int | None] = lambda: None,
+        has_stepped: Callable[[], bool] = lambda: False,
+        save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet",
+        is_writing: Callable[[], bool] = lambda: False,
         rank: int = 0,
         rank_pids: Sequence[tuple[str, int]] = (),
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self.step: Callable[[], int | None] = lambda: None
-        self._first_step: int | None = None
-        self._save_last_boundary: Callable[[Callable[[], bool]], str | None] = lambda _: "nothing was there to save yet"
-        self._is_writing: Callable[[], bool] = lambda: False
-        self._stacks = StackLog(folder / "stacks.log")
-        self._folder, self._event_log, self._device_memory, self._end = folder, event_log, device_memory, end
-        self._timeout_s, self._data_timeout_s = limits.timeout_s, limits.data_timeout_s
-        self._num_workers = limits.num_workers
+        self._stacks, self._hangs = StackLog(folder.path / "stacks.log"), folder.reports / "hangs.jsonl"
+        self._event_log, self._device_memory, self._end = event_log, device_memory, end
+        self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
+        self._step, self._has_stepped = step, has_stepped
+        self._save_last_boundary, self._is_writing = save_last_boundary, is_writing
         self._rank, self._rank_pids = rank, rank_pids
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
@@ -107,22 +131,6 @@ class Watchdog:
         if self._thread.is_alive():
             self._thread.join()
         self._stacks.__exit__()
-
-    def follow(
-        self,
-        step: Callable[[], int | None],
-        save_last_boundary: Callable[[Callable[[], bool]], str | None],
-        is_writing: Callable[[], bool],
-    ) -> None:
-        """Watch a training from now on.
-
-        Args:
-            step: returns the steps done; its present value is where this process began.
-            save_last_boundary: saves the state of the last step boundary; returns why it could not.
-            is_writing: returns True while a checkpoint is being written.
-        """
-        self._first_step = step()
-        self.step, self._save_last_boundary, self._is_writing = step, save_last_boundary, is_writing
 
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
         """Return the seconds without progress that are allowed in an activity."""
@@ -142,7 +150,7 @@ class Watchdog:
             if self._device_memory.last_progress_s != seen_s:
                 seen_s, silent_s = self._device_memory.last_progress_s, 0.0
             place = self._device_memory.activity
-            if silent_s >= self.limit_s(place, has_stepped=self.step() not in (None, self._first_step)):
+            if silent_s >= self.limit_s(place, has_stepped=self._has_stepped()):
                 if self._report_hang(place, silent_s, functools.partial(self._is_still, seen_s)):
                     return
                 silent_s = 0.0
@@ -161,7 +169,7 @@ class Watchdog:
             return True
         error = self._reason(place, silent_s)
         problem = self._save_problem(place, is_still)
-        saved = f"saved at step {self.step()}" if problem is None else f"not saved ({problem})"
+        saved = f"saved at step {self._step()}" if problem is None else f"not saved ({problem})"
         message = f"{error}; {saved}; --resume goes on from the newest checkpoint"
         _within(_EMIT_S, lambda: self._emit(message, error.exit_code))
         with contextlib.suppress(OSError):
@@ -170,12 +178,13 @@ class Watchdog:
         return True
 
     def _write_stacks(self, place: str, silent_s: float) -> None:
-        """Write the stacks of this process, of its workers, and of the ranks on this machine."""
-        header = (
-            f"\nrank {self._rank} (process {os.getpid()} on {socket.gethostname()}), {time.strftime('%F %T')}: "
-            f"no progress for {silent_s:.1f} s in {place}, step {self.step()}\n"
-        )
-        self._stacks.write(header)
+        """Write the stacks of this process, of its workers, and of the ranks on this machine, and where it hangs."""
+        hang = Hang(self._rank, os.getpid(), socket.gethostname(), time.time(), silent_s, place, self._step())
+        self._stacks.write(f"\n{time.strftime('%F %T')}: {hang.sentence()}, process {hang.pid} on {hang.host}\n")
+        with contextlib.suppress(OSError):
+            self._hangs.parent.mkdir(exist_ok=True)
+            with self._hangs.open("a") as file:
+                file.write(f"\n{json.dumps(asdict(hang))}\n")  # the line before may be cut off, on a full disk
         here = socket.gethostname()
         others = [pid for host, pid in self._rank_pids if host == here and pid != os.getpid()]
         for pid in [*child_pids(), *others]:
@@ -187,13 +196,10 @@ class Watchdog:
             time.sleep(0.2)
 
     def _reason(self, place: str, silent_s: float) -> RunError:
-        where = f"no progress for {silent_s:.0f} s in {place} after step {self.step()}"
+        where = f"no progress for {silent_s:.0f} s in {place} after step {self._step()}"
         if len(self._rank_pids) > 1:
-            with contextlib.suppress(OSError):
-                latest = {
-                    m[1]: f"rank {m[1]} in {m[3]} for {m[2]} s" for m in _LINE.finditer(self._stacks.path.read_text())
-                }
-                where += f" ({', '.join(latest[rank] for rank in sorted(latest))})"
+            hangs = sorted(read_hangs(self._hangs, self._rank_pids), key=lambda hang: hang.rank)
+            where += f" ({', '.join(hang.sentence() for hang in hangs)})" if hangs else ""
         advice = f"all stacks are in {self._stacks.path}; train.hang_timeout_s = {self._timeout_s:g}"
         if place == "read":
             return WorkerError(f"{where}: the storage of the data does not answer: {advice}")
@@ -216,8 +222,8 @@ class Watchdog:
 
     def _emit(self, message: str, code: int) -> None:
         logger.error(message)
-        self._event_log.emit(Alert(kind="hang", message=message, step=self.step()))
-        self._event_log.emit(RunEnd(status="failed", reason=message, exit_code=code, step=self.step()))
+        self._event_log.emit(Alert(kind="hang", message=message, step=self._step()))
+        self._event_log.emit(RunEnd(status="failed", reason=message, exit_code=code, step=self._step()))
         self._event_log.close()
 
     def _exit(self, code: int) -> None:
@@ -239,3 +245,70 @@ def _within(timeout_s: float, act: Callable[[], object]) -> None:
     thread = threading.Thread(target=guarded, name="watchdog-act", daemon=True)
     thread.start()
     thread.join(timeout_s)
+
+
+class StackLog:
+    """Context manager: while it is entered, SIGUSR2 writes the stacks of this process, and the training goes on.
+
+    A signal handler can only write the stack of the thread that it interrupts: the other threads run on meanwhile, and
+    the process crashes if one of them starts or ends while its stack is read. The handler does that, which shows
+    the training thread even if it holds the interpreter lock for ever. A thread that the signal wakes then writes the
+    stacks of all threads under the lock. Data workers are forked from this process and inherit only the handler: they
+    call `signal.set_wakeup_fd(-1)`.
+
+    Python handles signals in the main thread alone: entered in another one, there is only the handler.
+
+    Args:
+        path: The file; the stacks are appended, and a file that stays empty is removed at the end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO
+        self._exits = contextlib.ExitStack()
+
+    def __enter__(self) -> StackLog:
+        with contextlib.ExitStack() as exits:
+            exits.callback(self._remove_if_empty)
+            self._file = exits.enter_context(self.path.open("ab"))
+            in_main = threading.current_thread() is threading.main_thread()
+            if in_main:
+                self._listen_for_signals(exits)
+            faulthandler.register(signal.SIGUSR2, self._file, all_threads=False, chain=in_main)
+            exits.callback(faulthandler.unregister, signal.SIGUSR2)
+            self._exits = exits.pop_all()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._exits.close()
+
+    def _listen_for_signals(self, exits: contextlib.ExitStack) -> None:
+        """Start the thread that writes all stacks; Python's own handler writes the signal's number into its pipe."""
+        reading, writing = os.pipe()
+        exits.callback(os.close, reading)
+        exits.callback(os.close, writing)
+        os.set_blocking(writing, False)
+        listener = threading.Thread(target=self._listen, args=(reading,), name="stacks", daemon=True)
+        listener.start()
+        exits.callback(listener.join)
+        exits.callback(os.write, writing, b"\0")
+        exits.callback(signal.set_wakeup_fd, signal.set_wakeup_fd(writing, warn_on_full_buffer=False))
+        previous = signal.signal(signal.SIGUSR2, lambda *_: None)  # called by faulthandler's
+        exits.callback(signal.signal, signal.SIGUSR2, previous or signal.SIG_DFL)
+
+    def write(self, header: str = "") -> None:
+        """Append a header and the stacks of all threads; a full disk is ignored."""
+        with contextlib.suppress(OSError, ValueError):
+            self._file.write(header.encode())
+            self._file.flush()
+            faulthandler.dump_traceback(self._file, all_threads=True)
+
+    def _listen(self, reading: int) -> None:
+        while 0 not in (numbers := os.read(reading, 4096)):
+            if signal.SIGUSR2 in numbers:
+                self.write()
+
+    def _remove_if_empty(self) -> None:
+        with contextlib.suppress(OSError):
+            if self.path.stat().st_size == 0:
+                self.path.unlink()

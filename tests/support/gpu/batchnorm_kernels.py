@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from segapp.parallel.sync_batchnorm import layer
+from segapp.parallel import sync_batchnorm
 
 
 def _dims(x: Tensor) -> list[int]:
@@ -112,7 +112,7 @@ def kernels_on_the_cpu() -> Iterator[None]:
     for function in (stats, gather_stats_with_counts, elemt, backward_reduce, backward_elemt):
         library.impl(f"batch_norm_{function.__name__}", function, "CPU")
     try:
-        with mock.patch.object(layer, "has_kernels", return_value=True):
+        with mock.patch.object(sync_batchnorm, "has_kernels", return_value=True):
             yield
     finally:
         library._destroy()

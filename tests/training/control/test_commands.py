@@ -18,14 +18,13 @@ from segapp.errors import OutOfMemoryError, RunError
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.parallel import DataParallelModel
 from segapp.run.commands import parse_command, send_command
-from segapp.run.events import EventWriter
+from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController, TrainingPosition
-from segapp.training.process.inbox import Inbox
+from segapp.training.control.inbox import Inbox
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
-from segapp.training.telemetry.event_log import EventLog
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
 from tests.support.runs import alerts, differing, events, train
 
@@ -480,7 +479,7 @@ def test_new_split_in_config_overrides_saved_setting(harness: ControllerHarness)
     saved = {"gpu0_bsz": None, "shares": None}
     harness.controller.restore_settings(LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig().model_dump())
     assert harness.batch_split.current == (5, 2, 1)
-    harness.controller.schedule_replay([(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})])
+    harness.controller._replay = [(20, {"gpu0_bsz": 6, "lr_factor": 0.25}), (30, {"shares": [8, 0, 0]})]
     harness.controller.restore_settings(
         LiveSettings(gpu0_bsz=5, lr_factor=0.5), saved, ParallelConfig(gpu0_bsz=1).model_dump()
     )
@@ -498,7 +497,7 @@ def test_sample_images_show_all_three_and_change_nothing(
 ) -> None:
     import cv2
 
-    from segapp.training.telemetry import sample_images
+    from segapp.training import validation as sample_images
 
     modes: list[bool] = []
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.training.step.engine import StepEngine
 from tests.support.runs import merged, train
 

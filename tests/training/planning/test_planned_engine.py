@@ -14,13 +14,12 @@ from segapp.build.devices import plan_devices
 from segapp.build.trainer import build_trainer
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.simulated.devices import is_supported
-from segapp.parallel.ranks import Ranks
-from segapp.run.events import EventWriter
+from segapp.parallel.distributed import Ranks
+from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.training.process.context import RunContext
-from segapp.training.process.inbox import Inbox
-from segapp.training.process.signals import StopSignals
-from segapp.training.telemetry.event_log import EventLog
+from segapp.training.context import RunContext
+from segapp.training.control.inbox import Inbox
+from segapp.training.signals import StopSignals
 from tests.support import ROOT
 from tests.support.engine_description import description
 from tests.support.runs import merged, train
@@ -45,6 +44,8 @@ CASES: dict[str, dict[str, Any]] = {
 def trained_engine(config: Any, folder: Path) -> dict[str, Any]:
     run = RunFolder.create(path=folder)
     log = EventLog(EventWriter(run.events))
+    context = RunContext(run, log, Ranks(), StopSignals(), DeviceMemoryTracker())
+    trainer = build_trainer(config, context, plan_devices(config.parallel))
     context = RunContext(run, log, Ranks(), StopSignals(), DeviceMemoryTracker(), Inbox(run, log))
     trainer = build_trainer(config, context, plan_devices(config))
     log.close()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from segapp.errors import NonFiniteError
 from segapp.inference.evaluate import EvaluationSettings
 from segapp.training.divergence import LossWatch, judge_epoch
-from segapp.training.step.first_outputs import FirstOutputs
+from segapp.training.step.participant import FirstOutputs
 from tests.support.runs import events, merged, train
 
 INF = math.inf
@@ -112,9 +112,10 @@ def test_outputs_that_are_probabilities_are_told_from_logits() -> None:
     for outputs in (logits, [(logits, logits)], logits.sigmoid(), torch.zeros(2, 5, 4, 4), logits.log_softmax(1)):
         look = FirstOutputs()
         look.take(outputs)
-        assert look.note() is None
+        assert look.take_note() is None
+    assert FirstOutputs().take_note() is None
     look = FirstOutputs()
-    assert look.note() is None
     look.take([(logits.softmax(1).half(), logits)])
     look.take(logits)  # of a later micro-batch
-    assert "return logits" in (look.note() or "")
+    assert "return logits" in (look.take_note() or "")
+    assert look.take_note() is None, "it is said once"

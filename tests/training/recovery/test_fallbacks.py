@@ -8,12 +8,12 @@ from itertools import permutations
 
 import pytest
 
+from segapp.checkpoint.saver import Position
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.training.recovery.fallbacks import MemoryFallbacks, next_eval_fallback
 from segapp.training.recovery.policy import BatchSizes, OomPolicy
-from segapp.training.saving.position import Position
 
 WHOLE = Inference(Normalizer((0.5,) * 3, (0.25,) * 3))
 """Whole images."""

@@ -13,13 +13,12 @@ import torch
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, report_event
 from segapp.parallel import ReplicaError
-from segapp.parallel.ranks import Ranks
-from segapp.run.events import EventReader, EventWriter
+from segapp.parallel.distributed import Ranks
+from segapp.run.events import EventLog, EventReader, EventWriter
 from segapp.run.folder import RunFolder
-from segapp.training.process.context import RunContext
+from segapp.training.context import RunContext
 from segapp.training.recovery import out_of_memory
 from segapp.training.recovery.out_of_memory import OomHandler
-from segapp.training.telemetry.event_log import EventLog
 
 
 class Dead(types.ModuleType):
@@ -37,7 +36,7 @@ def context(tmp_path: Path) -> RunContext:
     folder = RunFolder.create("tiny", path=tmp_path / "run")
     log = EventLog(EventWriter(folder.events))
     memory = DeviceMemoryTracker([DeviceInfo("cpu"), DeviceInfo("cpu")])
-    return RunContext(folder, log, Ranks(), None, memory, None)  # type: ignore[arg-type]
+    return RunContext(folder, log, Ranks(), None, memory)  # type: ignore[arg-type]
 
 
 def reported(context: RunContext, error: Exception) -> dict[str, Any]:

@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from segapp.run.events import CommandAnswer, EventWriter, Gpu0Bsz
+from segapp.run.events import CommandAnswer, EventLog, EventWriter, Gpu0Bsz
 from segapp.run.folder import RunFolder
-from segapp.training.process.inbox import applied_after
+from segapp.training.control.inbox import applied_after
 from segapp.training.recovery.fallbacks import MemoryFallbacks, fallbacks_after
 from segapp.training.recovery.reverted import report_reverted_split
-from segapp.training.telemetry.event_log import EventLog
 from tests.support.runs import events
 
 

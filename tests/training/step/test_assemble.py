@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from segapp.build.pairs import build_scheme
-from segapp.build.step import RealDevices, StepAssembler
+from segapp.build.step import RealDevices, StepAssembler, StepLayout
 from segapp.config import RunConfig
 from segapp.errors import ConfigError
-from segapp.parallel.ranks import Ranks
-from segapp.training.step.layout import StepLayout
+from segapp.parallel.distributed import Ranks
 from tests.support.runs import merged
 
 ONE_CPU = StepLayout("single", (torch.device("cpu"),))

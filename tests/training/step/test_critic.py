@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.checkpoint.snapshot import snapshot
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.models import Critic
 from segapp.models.critic import SelfAttention
 from segapp.optim.optimizers import adam
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
-from segapp.training.step import critic as module
-from segapp.training.step.critic import CriticTrainer, PenaltySettings
+from segapp.training.step import distill as module
+from segapp.training.step.distill import CriticTrainer, PenaltySettings
 
 CPU = torch.device("cpu")
 
@@ -102,7 +102,8 @@ def test_random_numbers_depend_on_seed_step_and_image(kind: str, drawn: list[Ten
 
 def everything_of(trainer: CriticTrainer) -> dict[str, Any]:
     state: dict[str, Any] = snapshot(trainer.state_dict())
-    return {"critic": state["critic"], "optimizer": state["optimizer"]["state"]}
+    own = state["critic"]
+    return {"critic": own["critic"], "optimizer": own["optimizer"]["state"]}
 
 
 def num_different(one: Any, two: Any) -> int:

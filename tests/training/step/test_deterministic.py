@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.build.network import build_network
+from segapp.build.numerics import numerics
 from segapp.config import ModelConfig, validate_config
-from segapp.training.process.numerics import numerics
-from segapp.training.step.deterministic import make_deterministic, nondeterministic_parts, refusal
+from segapp.models.inspection import nondeterministic_parts, refusal
+from segapp.models.pooling import replace_adaptive_pooling
 from tests.training.step.test_launches import CPU, config_of
 
 PSP = {"library": "smp", "name": "PSPNet", "encoder": "resnet18"}
@@ -58,7 +59,7 @@ def test_pyramid_pooling_is_replaced_by_the_same_function(model: dict[str, Any])
         expected = ours(images)[0]
     assert "_adaptive_avg_pool2d" in {operator for _, operator in nondeterministic_parts(ours, example().double())}
     keys = list(ours.state_dict())
-    make_deterministic(ours)
+    replace_adaptive_pooling(ours)
     assert refusal(ours, example().double()) is None
     assert list(ours.state_dict()) == keys
     with torch.no_grad():
@@ -74,9 +75,9 @@ def _deterministic() -> Iterator[None]:
 @pytest.mark.usefixtures("_deterministic")
 def test_steps_on_the_cpu_run_under_the_switch() -> None:
     from segapp.build.pairs import build_scheme
+    from segapp.build.step import StepLayout
     from segapp.training.planning.blank_data import blank_batch
     from segapp.training.planning.trial import build_trial_engine
-    from segapp.training.step.layout import StepLayout
 
     config = config_of({**PSP}, deterministic=True)
     engine = build_trial_engine(config, StepLayout("single", (CPU,)))

@@ -22,10 +22,9 @@ from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import BalancedDataParallel
-from segapp.parallel.ranks import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.modules import StepModules
 
 CPU = torch.device("cpu")
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
@@ -89,16 +88,13 @@ def engine_of(
     if num_devices > 1:
         network = BalancedDataParallel(1, network, ["cpu"] * num_devices)
     groups = [{"params": list(model.parameters()), "lr_factor": 1.0, "weight_decay": 0.0}]
-    modules = StepModules(
+    return StepEngine(
         model,  # type: ignore[arg-type]
         network,
         criterion,
-        WeightAverage(model, 0.5) if average else None,  # type: ignore[arg-type]
-    )
-    return StepEngine(
-        modules,
         build_optimizer(OptimConfig(lr=lr, momentum=0.9), groups),
         Precision("fp32", CPU),
+        average=WeightAverage(model, 0.5) if average else None,  # type: ignore[arg-type]
         clip_grad_norm=clip,
         ranks=ranks,
     )

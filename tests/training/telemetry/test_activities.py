@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from segapp.training.telemetry import activities
+from segapp.training.telemetry import clock as activities
 from segapp.training.telemetry.clock import Clock, Spent
 from segapp.training.telemetry.data_watch import DataWatch
 from tests.support.runs import alerts, events, merged, train

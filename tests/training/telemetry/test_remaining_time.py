@@ -14,18 +14,18 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from segapp.training.telemetry.clock import Clock, Spent
-from segapp.training.telemetry.remaining_time import Left, Observed, Place, RemainingTime, Schedule
+from segapp.training.telemetry.remaining_time import Left, Observed, Place, RemainingTime, Timetable
 from tests.training.telemetry.test_activities import Time
 
 RECORDED = Path(__file__).parent / "recorded_times"
 
 
-def happenings(schedule: Schedule) -> Iterator[tuple[str, Place]]:
+def happenings(timetable: Timetable) -> Iterator[tuple[str, Place]]:
     """Yield what a training does, in its order, by the rules of the loop: `load`, `step`, `eval`, `save`, `end`."""
-    total, epoch, step = schedule.total_steps, 1, 0
-    last = total or schedule.epochs * schedule.steps_per_epoch
+    total, epoch, step = timetable.total_steps, 1, 0
+    last = total or timetable.epochs * timetable.steps_per_epoch
     while step < last:
-        in_epoch = schedule.steps_per_epoch
+        in_epoch = timetable.steps_per_epoch
         is_new = True
         while in_epoch and step < last:
             place = Place(epoch, step, in_epoch)
@@ -35,12 +35,12 @@ def happenings(schedule: Schedule) -> Iterator[tuple[str, Place]]:
             step, in_epoch = step + 1, in_epoch - 1
             place = Place(epoch, step, in_epoch)
             yield "step", place
-            by_steps, by_epochs = schedule.eval_every_steps, schedule.eval_every_epochs
+            by_steps, by_epochs = timetable.eval_every_steps, timetable.eval_every_epochs
             is_regular = step % by_steps == 0 if by_steps else not in_epoch and epoch % by_epochs == 0
             if is_regular or step == last:
                 is_new = True
                 yield "eval", place
-            epochs, steps = schedule.save_every_epochs, schedule.save_every_steps
+            epochs, steps = timetable.save_every_epochs, timetable.save_every_steps
             if (epochs and not in_epoch and epoch % epochs == 0) or (steps and step % steps == 0) or step == last:
                 yield "save", place
         epoch += 1
@@ -48,8 +48,8 @@ def happenings(schedule: Schedule) -> Iterator[tuple[str, Place]]:
 
 
 some = st.integers(1, 7)
-schedules = st.builds(
-    Schedule,
+timetables = st.builds(
+    Timetable,
     epochs=some,
     steps_per_epoch=st.integers(1, 12),
     eval_every_epochs=some,
@@ -59,13 +59,13 @@ schedules = st.builds(
 )
 
 
-@given(schedules, st.none() | st.integers(1, 12), st.data())
-@example(Schedule(3, 5, eval_every_epochs=2), None, None)
-def test_what_is_left_equals_what_the_loop_still_does(schedule: Schedule, cut: int | None, data: Any) -> None:
+@given(timetables, st.none() | st.integers(1, 12), st.data())
+@example(Timetable(3, 5, eval_every_epochs=2), None, None)
+def test_what_is_left_equals_what_the_loop_still_does(timetable: Timetable, cut: int | None, data: Any) -> None:
     if cut is not None:
-        total = max(1, schedule.epochs * schedule.steps_per_epoch - cut % schedule.steps_per_epoch)
-        schedule = Schedule(**{**asdict(schedule), "total_steps": total})
-    course = list(happenings(schedule))
+        total = max(1, timetable.epochs * timetable.steps_per_epoch - cut % timetable.steps_per_epoch)
+        timetable = Timetable(**{**asdict(timetable), "total_steps": total})
+    course = list(happenings(timetable))
     steps = [i for i, (what, _) in enumerate(course) if what == "step"]
     at = data.draw(st.sampled_from(steps)) if data is not None else steps[4]
     place = course[at][1]
@@ -75,9 +75,9 @@ def test_what_is_left_equals_what_the_loop_still_does(schedule: Schedule, cut: i
         kinds = [what for what, _ in later[:until]]
         return Left(*(kinds.count(what) for what in ("step", "eval", "save", "load")))
 
-    assert schedule.left_of_run(place) == counted(len(later))
+    assert timetable.left_of_run(place) == counted(len(later))
     begins = [i for i, (what, p) in enumerate(later) if what == "load" and p.epoch > place.epoch]
-    assert schedule.left_of_epoch(place) == counted(min([*begins, len(later)]))
+    assert timetable.left_of_epoch(place) == counted(min([*begins, len(later)]))
 
 
 pauses = st.dictionaries(st.integers(1, 80), st.floats(5, 500), max_size=3)
@@ -93,13 +93,13 @@ def test_remaining_time_is_within_15_percent_of_the_truth(
 
     The steps before a change count as three (`_KEPT`), so that it takes ten after it to be right again.
     """
-    schedule = Schedule(6, 14, eval_every_epochs=2, save_every_steps=5)
+    timetable = Timetable(6, 14, eval_every_epochs=2, save_every_steps=5)
     seconds = {"load": 1.5, "step": 0.5, "eval": 4.0, "save": 0.7}
     time = Time()
-    clock, estimate = Clock(time), RemainingTime(schedule)
+    clock, estimate = Clock(time), RemainingTime(timetable)
     found: list[tuple[Place, float, float | None]] = []
     num_evaluations, last_change = 0, None
-    for what, place in happenings(schedule):
+    for what, place in happenings(timetable):
         way = changed_at is not None and place.epoch >= changed_at
         if way and last_change is None:
             clock.warm_up()
@@ -136,7 +136,7 @@ def observed(raw: list[list[float]]) -> Observed:
 def test_recorded_trainings_end_when_it_was_estimated(shape: str) -> None:
     """From the second epoch on within 15 % of the truth, or within a second."""
     found = json.loads((RECORDED / f"{shape}.json").read_text())
-    estimate = RemainingTime(Schedule(**found["schedule"]))
+    estimate = RemainingTime(Timetable(**found["schedule"]))
     end_s, paused_s = found["end"]
     wrong = []
     for t, paused, way, times, place in found["rows"]:

@@ -21,10 +21,9 @@ from segapp.memory.counters import (
     host_memory_mib,
 )
 from segapp.memory.gpus import GpuPoller
-from segapp.run.events import EventWriter
+from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.training.telemetry import sampler as sampler_module
-from segapp.training.telemetry.event_log import EventLog
 from segapp.training.telemetry.sampler import MemorySampler
 from tests.support.fault_table import case
 from tests.support.runs import events

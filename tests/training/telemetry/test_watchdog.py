@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import types
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
 
+from segapp.checkpoint.saver import Position
 from segapp.memory.counters import DeviceMemoryTracker, device_info_of
+from segapp.run.events import EventLog
+from segapp.run.folder import RunFolder
+from segapp.training.session import Stage
 from segapp.training.telemetry import watchdog as module
-from segapp.training.telemetry.event_log import EventLog
-from segapp.training.telemetry.watchdog import HangLimits, Watchdog
+from segapp.training.telemetry.watchdog import Hang, Watchdog
 
 
 class Clock:
@@ -35,11 +42,18 @@ class Clock:
 class Watched:
     """A watchdog whose loop runs in the test, and the seconds after which it reports a hang."""
 
-    def __init__(self, folder: Path, limits: HangLimits) -> None:
+    def __init__(self, folder: Path, timeout_s: float, **limits: Any) -> None:
         self.memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
-        self.dog = Watchdog(folder, EventLog(None), self.memory, limits)
-        self.num_steps = 7
-        self.dog.follow(lambda: self.num_steps, lambda _: None, lambda: False)
+        self.has_stepped = False
+        self.dog = Watchdog(
+            RunFolder(folder),
+            EventLog(None),
+            self.memory,
+            timeout_s=timeout_s,
+            step=lambda: 7,
+            has_stepped=lambda: self.has_stepped,
+            **limits,
+        )
 
     def reported_after(self, waits_s: Sequence[float], monkeypatch: pytest.MonkeyPatch) -> float | None:
         """Return the seconds of silence with which a hang was reported; None if it was not."""
@@ -54,7 +68,7 @@ class Watched:
 
 @pytest.fixture
 def watched(tmp_path: Path) -> Watched:
-    return Watched(tmp_path, HangLimits(60.0))
+    return Watched(tmp_path, 60.0)
 
 
 @pytest.mark.parametrize(
@@ -79,37 +93,43 @@ def test_limits_by_hand(
     has_stepped: bool,
     limit_s: float,
 ) -> None:
-    dog = Watched(tmp_path, HangLimits(timeout_s, data_timeout_s, num_workers)).dog
+    dog = Watched(tmp_path, timeout_s, data_timeout_s=data_timeout_s, num_workers=num_workers).dog
     assert dog.limit_s(place, has_stepped=has_stepped) == limit_s
 
 
 @pytest.mark.parametrize(("timeout_s", "runs"), [(0.0, False), (0.5, True)])
 def test_timeout_of_zero_watches_nothing(tmp_path: Path, timeout_s: float, runs: bool) -> None:
-    with Watched(tmp_path, HangLimits(timeout_s)).dog as dog:
+    with Watched(tmp_path, timeout_s).dog as dog:
         assert dog._thread.is_alive() == runs
     assert not dog._thread.is_alive()
 
 
 def test_training_hangs_after_its_timeout(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched.num_steps += 1
+    watched.has_stepped = True
     assert watched.reported_after([1.0] * 60, monkeypatch) is None, "the first look sees the last progress"
     assert watched.reported_after([1.0] * 61, monkeypatch) == 60.0
 
 
-@pytest.mark.parametrize("num_steps", [0, 7])
-def test_first_step_of_a_process_has_ten_minutes(
-    watched: Watched, num_steps: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_first_step_of_a_process_has_ten_minutes(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """A resumed training begins at a step that another process made."""
-    watched.num_steps = num_steps
-    watched.dog.follow(lambda: watched.num_steps, lambda _: None, lambda: False)
     assert watched.reported_after([1.0] * 600, monkeypatch) is None
     assert watched.reported_after([1.0] * 601, monkeypatch) == 600.0
 
 
+@pytest.mark.parametrize(("resumed_from", "step", "has_stepped"), [(None, 0, False), (7, 7, False), (7, 8, True)])
+def test_stage_tells_own_steps_from_earlier_ones(resumed_from: int | None, step: int, has_stepped: bool) -> None:
+    stage = Stage()
+    assert (stage.step(), stage.has_stepped(), stage.saving_s(), stage.is_saved) == (None, False, None, False)
+    assert stage.save_last_boundary(lambda: True) == "nothing was there to save yet"
+    stage.begin(Mock(position=Position(step=step), progress=Mock(resumed_from_step=resumed_from)))
+    assert (stage.step(), stage.has_stepped(), stage.is_saved, stage.is_with_ranks) == (step, has_stepped, True, True)
+    stage.fail()
+    assert not stage.is_with_ranks
+
+
 def test_time_asleep_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
     """SIGSTOP, or a machine that was suspended for an hour: one look that comes late counts two seconds."""
-    watched.num_steps += 1
+    watched.has_stepped = True
     asleep = [1.0] * 10 + [3600.0] + [1.0] * 10
     assert watched.reported_after(asleep, monkeypatch) is None
     assert watched.reported_after(asleep + [1.0] * 38, monkeypatch) is None
@@ -117,7 +137,7 @@ def test_time_asleep_is_no_silence(watched: Watched, monkeypatch: pytest.MonkeyP
 
 
 def test_progress_ends_the_silence(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
-    watched.num_steps += 1
+    watched.has_stepped = True
 
     def waits() -> Iterator[float]:
         yield from [1.0] * 50
@@ -143,8 +163,16 @@ def test_save_that_hangs_blames_the_disk_only_while_it_writes(
         DeviceMemoryTracker([device_info_of(torch.device("cpu"))]),
         [("elsewhere", n) for n in range(num_ranks)],
     )
-    with Watchdog(tmp_path, EventLog(None), memory, HangLimits(0.0), rank_pids=pids) as dog:
-        dog.follow(lambda: 7, lambda _: "not gathered", lambda: is_writing)
+    with Watchdog(
+        RunFolder(tmp_path),
+        EventLog(None),
+        memory,
+        timeout_s=0.0,
+        step=lambda: 7,
+        save_last_boundary=lambda _: "not gathered",
+        is_writing=lambda: is_writing,
+        rank_pids=pids,
+    ) as dog:
         error = dog._reason("save", 60.0)
         problem = dog._save_problem("save", lambda: True)
     assert says in str(error)
@@ -162,7 +190,25 @@ def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, mo
     monkeypatch.setattr(module.time, "sleep", slept.append)
     for others in ([], [("elsewhere", own + 3)], [(here, own + 2), ("elsewhere", own + 3)]):
         ranks = [(here, own), *others]
-        with Watchdog(tmp_path, EventLog(None), memory, HangLimits(0.0), rank_pids=ranks) as dog:  # 0: no thread
+        folder = RunFolder(tmp_path)
+        with Watchdog(folder, EventLog(None), memory, timeout_s=0.0, rank_pids=ranks) as dog:  # 0: no thread
             dog._write_stacks("step", 61.0)
     assert heard == [own + 1, own + 1, own + 1, own + 2]
     assert slept == [module._OTHERS_S]
+
+
+def test_reason_names_where_each_rank_of_this_run_hangs(tmp_path: Path) -> None:
+    """Lines of an earlier process of the run, and one that a full disk has cut off, do not count."""
+    folder, here = RunFolder(tmp_path), socket.gethostname()
+    earlier, other = os.getpid() + 1, os.getpid() + 2
+    pids = [(here, os.getpid()), (here, other)]
+    lines = [Hang(1, earlier, here, 1.0, 99.0, "save", 3), Hang(1, other, here, 2.0, 60.5, "backward", 7)]
+    folder.reports.mkdir(parents=True)
+    (folder.reports / "hangs.jsonl").write_text("".join(json.dumps(asdict(each)) + "\n" for each in lines) + '{"ra')
+    memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
+    with Watchdog(folder, EventLog(None), memory, timeout_s=0.0, step=lambda: 7, rank_pids=pids) as dog:
+        dog._rank_pids = pids[:1]  # nobody else is signalled here
+        dog._write_stacks("step", 61.0)
+        dog._rank_pids = pids
+        text = str(dog._reason("step", 61.0))
+    assert "(rank 0 in step for 61.0 s, rank 1 in backward for 60.5 s)" in text

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from segapp.training.process.signals import StopRequest, StopSignals
+from segapp.training.signals import StopRequest, StopSignals
 
 HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 

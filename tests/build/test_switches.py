@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.build import numerics as module
+from segapp.build.numerics import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
 from segapp.config import load_config
 from segapp.errors import ConfigError
 from segapp.inference.sliding import without_cudnn_benchmark
 from segapp.training.failures import as_segapp_error
-from segapp.training.process import numerics as module
-from segapp.training.process.numerics import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
 from tests.support import ROOT
 
 PLAIN: dict[str, Any] = {"deterministic": False, "tf32": True, "cudnn_benchmark": True}

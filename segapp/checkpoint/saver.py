@@ -11,16 +11,18 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from segapp.checkpoint.snapshot import snapshot
-from segapp.checkpoint.training_state import CheckpointStore, SavedCheckpoint
+from segapp.checkpoint.training_state import SavedCheckpoint, save_checkpoint
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
-from segapp.run.events import Alert, Checkpoint
-from segapp.training.process.context import RunContext
-from segapp.training.saving.position import Position
+from segapp.parallel import Ranks
+from segapp.run.checkpoints import CheckpointFacts
+from segapp.run.events import Alert, Checkpoint, EventLog
 
 RETRY_S = 30.0
 """A save that failed is tried again after so many seconds, then after twice as many, up to `MAX_RETRY_S`."""
@@ -29,6 +31,19 @@ MAX_RETRY_S = 600.0
 
 _EXCHANGE_S = 5.0
 """Ranks that wait for the writer meet in a collective at least this often, so that none times out."""
+
+
+@dataclass
+class Position:
+    """`batch` micro-batches of epoch `epoch` (from 1) are done, and `step` updates in all.
+
+    `is_evaluated`: there was an evaluation after the last of them.
+    """
+
+    epoch: int = 1
+    batch: int = 0
+    step: int = 0
+    is_evaluated: bool = False
 
 
 @dataclass(frozen=True)
@@ -42,16 +57,20 @@ class Captured:
 
 @dataclass(frozen=True)
 class SaveRules:
-    """When saves are due beside those at the end of an epoch.
+    """When checkpoints are saved, besides the best one and the last one, and how many stay.
 
     Attributes:
-        every_steps: a save every so many steps; None: none.
-        every_minutes: a save every so many minutes; None: none.
+        every_epochs: epochs from one save to the next; None: none at the end of an epoch.
+        every_steps: steps from one save to the next; None: none within an epoch.
+        every_minutes: minutes from one save to the next; None: none by time.
+        keep: number of `epoch_*.pt` that stay.
         grace_s: seconds between a scheduler's SIGTERM and SIGKILL; a save that takes longer is an alert.
     """
 
+    every_epochs: int | None = None
     every_steps: int | None = None
     every_minutes: float | None = None
+    keep: int = 3
     grace_s: float = 30.0
 
 
@@ -59,24 +78,33 @@ class CheckpointSaver:
     """Saves checkpoints; every rank has one, the main rank writes.
 
     Args:
-        store: where the main rank writes to.
+        folder: the run's `checkpoints` folder.
         rules: when saves are due.
-        context: of the run; the thread that writes emits events too.
+        event_log: the thread that writes emits events too.
+        ranks: that train together.
         capture: returns the state; every rank must call it at the same time.
+        config_hash: of the resolved config.
+        during_save: a context for the time that training waits.
+        on_written: called with the seconds of each write, by the thread that writes.
         retry_s: seconds before a failed save is tried again.
     """
 
     def __init__(
         self,
-        store: CheckpointStore,
+        folder: Path,
         rules: SaveRules,
-        context: RunContext,
+        event_log: EventLog,
+        ranks: Ranks,
         capture: Callable[[], Captured],
         *,
+        config_hash: str = "",
+        during_save: Callable[[], AbstractContextManager[None]] = nullcontext,
+        on_written: Callable[[float], None] = lambda _: None,
         retry_s: float = RETRY_S,
     ) -> None:
-        self._store, self._rules, self._capture = store, rules, capture
-        self._event_log, self._ranks, self._activities = context.event_log, context.ranks, context.activities
+        self._folder, self._rules, self._capture, self._config_hash = folder, rules, capture, config_hash
+        self._event_log, self._ranks = event_log, ranks
+        self._during_save, self._on_written = during_save, on_written
         self._begun: Position | None = None
         """The position of the last save that was begun and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
@@ -90,9 +118,11 @@ class CheckpointSaver:
 
     # --- when ------------------------------------------------------------------------------------------------------
 
-    def is_due(self, step: int) -> bool:
-        """Return True if a save is due at this step; the same on every rank."""
-        return self._rules.every_steps is not None and step % self._rules.every_steps == 0
+    def is_due(self, step: int, finished_epoch: int | None = None) -> bool:
+        """Return True if a save is due after this step, which may have finished an epoch; the same on every rank."""
+        steps, epochs = self._rules.every_steps, self._rules.every_epochs
+        is_epoch_due = finished_epoch is not None and epochs is not None and finished_epoch % epochs == 0
+        return is_epoch_due or (steps is not None and step % steps == 0)
 
     def is_overdue(self) -> bool:
         """Return True if a postponed, failed or timed save can begin now; decided by the main rank."""
@@ -198,7 +228,7 @@ class CheckpointSaver:
         return None if self._problem is None else str(self._problem)
 
     def _save(self, finished_epoch: int | None, is_best: bool, *, is_last: bool) -> None:
-        with self._activities.during("save"):
+        with self._during_save():
             self.wait()
             began_s = time.perf_counter()
             captured = self._capture()
@@ -238,16 +268,21 @@ class CheckpointSaver:
         at = captured.position
         try:
             self._event_log.sync()  # a resume goes on from this checkpoint: the events before it must be there
-            saved = self._store.save(
+            saved = save_checkpoint(
+                self._folder,
                 captured.state,
-                step=at.step,
-                epoch=at.epoch,
-                position=at.batch,
-                metric=captured.metric,
+                CheckpointFacts(
+                    step=at.step,
+                    epoch=at.epoch,
+                    position=at.batch,
+                    metric=captured.metric,
+                    config_hash=self._config_hash,
+                ),
                 is_best=is_best,
                 finished_epoch=finished_epoch,
+                keep=self._rules.keep,
             )
-            self._activities.clock.add("write", saved.save_s)
+            self._on_written(saved.save_s)
             self._tell(saved, captured, finished_epoch, copy_s)
             self._retry_s = self._first_retry_s
         except Exception as error:

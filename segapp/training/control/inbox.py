@@ -16,9 +16,8 @@ from segapp.run.commands import (
     remove_answered,
     remove_command,
 )
-from segapp.run.events import CommandAnswer, EventReader, read_answers
+from segapp.run.events import CommandAnswer, EventLog, EventReader, read_answers
 from segapp.run.folder import RunFolder
-from segapp.training.telemetry.event_log import EventLog
 
 POLL_S = 0.25
 

@@ -10,54 +10,49 @@ from typing import Any
 import pytest
 import torch
 
-from segapp.checkpoint.training_state import CheckpointStore, SavedCheckpoint, load_checkpoint
+from segapp.checkpoint import saver as module
+from segapp.checkpoint.saver import MAX_RETRY_S, Captured, CheckpointSaver, Position, SaveRules
+from segapp.checkpoint.training_state import SavedCheckpoint, load_checkpoint, save_checkpoint
 from segapp.errors import StorageError
-from segapp.memory.counters import DeviceMemoryTracker, device_info_of
-from segapp.parallel.ranks import Ranks
-from segapp.run.events import Alert, Event
+from segapp.parallel.distributed import Ranks
+from segapp.run.checkpoints import CheckpointFacts
+from segapp.run.events import Alert, Event, EventLog
 from segapp.run.folder import RunFolder
-from segapp.training.process.context import RunContext
-from segapp.training.process.inbox import Inbox
-from segapp.training.process.signals import StopSignals
-from segapp.training.saving import saver as module
-from segapp.training.saving.position import Position
-from segapp.training.saving.saver import MAX_RETRY_S, Captured, CheckpointSaver, SaveRules
-from segapp.training.telemetry.event_log import EventLog
 
 
-class Store(CheckpointStore):
-    """The real store, which first fails as often as it is told, and writes only while it is allowed to."""
+class Disk:
+    """Stands for `save_checkpoint`: first fails as often as it is told, and writes only while it is allowed to."""
 
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
+    def __init__(self) -> None:
         self.num_failures = 0
         self.may_write = threading.Event()
         self.may_write.set()
         self.steps: list[int] = []
 
-    def save(self, state: dict[str, Any], *, step: int, **facts: Any) -> SavedCheckpoint:
+    def save(self, folder: Path, state: dict[str, Any], facts: CheckpointFacts, **options: Any) -> SavedCheckpoint:
         assert self.may_write.wait(60)
         if self.num_failures:
             self.num_failures -= 1
             raise StorageError("the disk is full")
-        self.steps.append(step)
-        return super().save(state, step=step, **facts)
+        self.steps.append(facts.step)
+        return save_checkpoint(folder, state, facts, **options)
 
 
 class Training:
     """A saver, the training whose state it saves, and its clock, which only `now_s` moves."""
 
-    def __init__(self, root: Path, rules: SaveRules, retry_s: float) -> None:
+    def __init__(self, root: Path, rules: SaveRules, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 1000.0
         self.events: list[Event] = []
         self.position = Position(step=1)
         self.weight = torch.ones(2)
         folder = RunFolder.create(path=root / "run")
-        event_log = EventLog(None, [self])
-        devices = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
-        context = RunContext(folder, event_log, Ranks(), StopSignals(), devices, Inbox(None, event_log))
-        self.store = Store(folder.checkpoints)
-        self.saver = CheckpointSaver(self.store, rules, context, self.capture, retry_s=retry_s)
+        self.folder, self.store = folder.checkpoints, Disk()
+        self.saver = CheckpointSaver(
+            folder.checkpoints, rules, EventLog(None, [self]), Ranks(), self.capture, retry_s=100.0
+        )
+        monkeypatch.setattr(module, "save_checkpoint", self.store.save)
+        monkeypatch.setattr(module, "time", self)
 
     def monotonic(self) -> float:
         return self.now_s
@@ -79,16 +74,14 @@ class Training:
 
 @pytest.fixture
 def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Training]:
-    one = Training(tmp_path, SaveRules(every_steps=5, every_minutes=3.0), retry_s=100.0)
-    monkeypatch.setattr(module, "time", one)
+    one = Training(tmp_path, SaveRules(every_steps=5, every_minutes=3.0), monkeypatch)
     yield one
     one.store.may_write.set()
     one.saver.wait()
 
 
 def test_failed_saves_are_retried_ever_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    training = Training(tmp_path, SaveRules(), retry_s=100.0)
-    monkeypatch.setattr(module, "time", training)
+    training = Training(tmp_path, SaveRules(), monkeypatch)
     saver, training.store.num_failures = training.saver, 5
     for wait_s in (100.0, 200.0, 400.0, MAX_RETRY_S, MAX_RETRY_S):
         saver.begin()
@@ -103,7 +96,7 @@ def test_failed_saves_are_retried_ever_later(tmp_path: Path, monkeypatch: pytest
         assert saver.is_overdue()
     saver.begin()
     assert saver.wait()
-    assert load_checkpoint(training.store.folder).step == 1
+    assert load_checkpoint(training.folder).step == 1
     training.now_s += 10 * MAX_RETRY_S
     assert not saver.is_overdue(), "it is saved, and no rule asks for another save"
     training.store.num_failures = 1
@@ -139,13 +132,23 @@ def test_timed_save_is_due_so_long_after_the_last_began(training: Training) -> N
     assert [step for step in range(1, 12) if training.saver.is_due(step)] == [5, 10]
 
 
+@pytest.mark.parametrize(("every_epochs", "due"), [(None, [8]), (1, [2, 4, 6, 8]), (2, [4, 8])])
+def test_epochs_and_steps_are_due_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_epochs: int | None, due: list[int]
+) -> None:
+    rules = SaveRules(every_epochs=every_epochs, every_steps=8)
+    saver = Training(tmp_path, rules, monkeypatch).saver
+    ends = {2: 1, 4: 2, 6: 3, 8: 4}
+    assert [step for step in range(1, 9) if saver.is_due(step, ends.get(step))] == due
+
+
 def test_state_is_written_as_it_was_when_the_save_began(training: Training) -> None:
     training.store.may_write.clear()
     training.saver.begin()
     training.weight += 5  # the next update, while the writer works
     training.store.may_write.set()
     assert training.saver.wait()
-    assert load_checkpoint(training.store.folder).state["model"]["weight"].tolist() == [1.0, 1.0]
+    assert load_checkpoint(training.folder).state["model"]["weight"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("moves", ["before the copy", "during the copy", "never"])
