@@ -1,15 +1,14 @@
 """Read the tags of a TIFF: size, bands, type and layout of its pixels, which Pillow knows for few types; its pages.
 
-Classic TIFF (TIFF 6.0, section 2) and BigTIFF, both byte orders. Only the tags are read, a few kilobytes. The
-description that OME, ImageJ and tifffile write says what the pages are.
+tifffile reads the tags. The description that OME, ImageJ and tifffile write says what the pages are.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import math
-import os
 import re
 import struct
 from dataclasses import dataclass, replace
@@ -19,30 +18,9 @@ from segapp.datasets.images.pixel_format import DTYPES, StoredPixels
 
 TIFF_SUFFIXES = (".tif", ".tiff")
 
-_MAX_ENTRIES = 4096
-_MAX_VALUES = 64
-_MAX_DESCRIPTION_BYTES = 2**22
 _MAX_PAGES = 4096
-_WIDTH, _HEIGHT, _BITS, _COMPRESSION, _PHOTOMETRIC = 256, 257, 258, 259, 262
-_ORIENTATION, _BANDS, _TILE_WIDTH, _EXTRA, _FORMAT = 274, 277, 322, 338, 339
-_SUBFILE, _DESCRIPTION = 254, 270
-_WANTED = {
-    _SUBFILE,
-    _WIDTH,
-    _HEIGHT,
-    _BITS,
-    _COMPRESSION,
-    _PHOTOMETRIC,
-    _ORIENTATION,
-    _BANDS,
-    _TILE_WIDTH,
-    _EXTRA,
-    _FORMAT,
-    _DESCRIPTION,
-}
-_TYPES = {1: "B", 2: "s", 3: "H", 4: "I", 6: "b", 8: "h", 9: "i", 16: "Q", 17: "q"}
 _KINDS = {1: "uint", 2: "int", 3: "float", 4: "uint", 5: "complex", 6: "complex"}
-_MAGIC = {b"II*\0": ("<", False), b"MM\0*": (">", False), b"II+\0": ("<", True), b"MM\0+": (">", True)}
+_MAGIC = (b"II*\0", b"MM\0*", b"II+\0", b"MM\0+")
 
 BLACK_IS_ZERO, RGB, CMYK, YCBCR = 1, 2, 5, 6
 """Values of the tag PhotometricInterpretation."""
@@ -123,42 +101,55 @@ def read_tiff_tags(file: BinaryIO) -> TiffTags:
     Raises:
         ValueError: it is no TIFF, or its directory is damaged.
     """
+    import tifffile  # a quarter of a second, and most data sets have no TIFF
+
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # damage is reported by the reader of the pixels
     try:
-        values, following, order, is_big = _read_directory(file)
-        tags = _as_tags(values)
-        pages = _full_pages(file, tags, following, order, is_big)
-        axes = _axes(_description(values), len(pages))
-        return replace(tags, pages=pages, axes=axes)
-    except (struct.error, OverflowError, OSError) as error:
+        file.seek(0)
+        with tifffile.TiffFile(file) as tiff:
+            first = tiff.pages.first
+            tags = _as_tags(first.tags)
+            pages = _full_pages(tiff, tags)
+            return replace(tags, pages=pages, axes=_axes(first.description, len(pages)))
+    except (struct.error, OverflowError, OSError, IndexError, TypeError, KeyError) as error:
         raise ValueError(f"the directory of the TIFF is damaged ({error})") from error
 
 
-def _as_tags(values: dict[int, tuple[Any, ...]]) -> TiffTags:
-    bands = values.get(_BANDS, (1,))[0]
-    bits, formats = values.get(_BITS, (1,)), values.get(_FORMAT, (1,))
-    if _WIDTH not in values or _HEIGHT not in values or min(values[_WIDTH][0], values[_HEIGHT][0], bands) < 1:
+def _values(tags: Any, name: str, default: int) -> tuple[int, ...]:
+    """Return the integers of a tag.
+
+    Raises:
+        ValueError: it is no integer, or is there twice with different values, of which libraries use one or the other.
+    """
+    found = [tag.value for tag in tags.getall(name, ())] or [default]
+    values = [value if isinstance(value, tuple) else (value,) for value in found]
+    if len(set(values)) > 1:
+        raise ValueError(f"the TIFF has tag {name} twice, with different values")
+    return tuple(map(int, values[0]))
+
+
+def _as_tags(tags: Any) -> TiffTags:
+    bands = _values(tags, "SamplesPerPixel", 1)[0]
+    bits, formats = _values(tags, "BitsPerSample", 1), _values(tags, "SampleFormat", 1)
+    height_px, width_px = _values(tags, "ImageLength", 0)[0], _values(tags, "ImageWidth", 0)[0]
+    if min(height_px, width_px, bands) < 1:
         raise ValueError("the TIFF has no size")
     if len(set(bits)) > 1 or len(set(formats)) > 1:
         raise ValueError(f"the bands of the TIFF differ in type (bits {bits}, sample formats {formats})")
-    orientation = values.get(_ORIENTATION, (1,))[0]
+    orientation = _values(tags, "Orientation", 1)[0]
     return TiffTags(
-        height_px=values[_HEIGHT][0],
-        width_px=values[_WIDTH][0],
+        height_px=height_px,
+        width_px=width_px,
         bands=bands,
         dtype=f"{_KINDS.get(formats[0], 'uint')}{bits[0]}",
-        photometric=values.get(_PHOTOMETRIC, (BLACK_IS_ZERO,))[0],
+        photometric=_values(tags, "PhotometricInterpretation", BLACK_IS_ZERO)[0],
         orientation=orientation if 1 <= orientation <= 8 else 1,
-        has_alpha=values.get(_EXTRA, (0,))[-1] in {1, 2},
-        is_tiled=_TILE_WIDTH in values,
+        has_alpha=_values(tags, "ExtraSamples", 0)[-1] in {1, 2},
+        is_tiled="TileWidth" in tags,
     )
 
 
 _AXIS_WORDS = {"C": "channels", "Z": "depth", "T": "time", "S": "samples", "I": "a series"}
-
-
-def _description(values: dict[int, tuple[Any, ...]]) -> str:
-    data = values.get(_DESCRIPTION, (b"",))[0]
-    return data.decode("utf-8", "replace").rstrip("\0") if isinstance(data, bytes) else ""
 
 
 def _axes(description: str, num_pages: int) -> str:
@@ -198,61 +189,19 @@ def _said_sizes(description: str) -> dict[str, int]:
     return {}
 
 
-def _full_pages(file: BinaryIO, first: TiffTags, offset: int, order: str, is_big: bool) -> tuple[int, ...]:
+def _full_pages(tiff: Any, first: TiffTags) -> tuple[int, ...]:
     """Return the numbers of the full pages: those not marked as smaller copies or masks, nor half as large or less."""
-    pages, number, seen = [1], 1, set()
-    while offset and offset not in seen and number < _MAX_PAGES:
-        seen.add(offset)
-        number += 1
-        values, offset = _read_entries(file, offset, order, is_big)
-        is_copy = values.get(_SUBFILE, (0,))[0] & 5
-        sizes = (values.get(_HEIGHT, (0,))[0], values.get(_WIDTH, (0,))[0])
-        is_small = 2 * sizes[0] <= first.height_px + 1 and 2 * sizes[1] <= first.width_px + 1
+    pages, offsets = [1], {tiff.pages.first.offset}
+    for number in range(2, _MAX_PAGES):
+        try:
+            page = tiff.pages[number - 1]
+        except (IndexError, ValueError):  # after the last page, or a damaged chain of pages
+            break
+        is_copy = _values(page.tags, "NewSubfileType", 0)[0] & 5
+        is_small = 2 * page.imagelength <= first.height_px + 1 and 2 * page.imagewidth <= first.width_px + 1
         if not is_copy and not is_small:
             pages.append(number)
+        if page.offset in offsets:  # a damaged chain leads back
+            break
+        offsets.add(page.offset)
     return tuple(pages)
-
-
-def _read_directory(file: BinaryIO) -> tuple[dict[int, tuple[Any, ...]], int, str, bool]:
-    """Return the first values of the tags that are wanted, the offset of the next directory, and the file's order."""
-    file.seek(0)
-    start = file.read(16)
-    if not is_tiff(start):
-        raise ValueError("no TIFF")
-    order, is_big = _MAGIC[start[:4]]
-    offset = struct.unpack_from(order + "Q", start, 8)[0] if is_big else struct.unpack_from(order + "I", start, 4)[0]
-    return *_read_entries(file, offset, order, is_big), order, is_big
-
-
-def _read_entries(file: BinaryIO, offset: int, order: str, is_big: bool) -> tuple[dict[int, tuple[Any, ...]], int]:
-    """Return the first values of the wanted tags of a directory, and the offset of the next one."""
-    count_type, entry = ("Q", order + "HHQ8s") if is_big else ("H", order + "HHI4s")
-    if offset > file.seek(0, os.SEEK_END):
-        raise ValueError("the directory of the TIFF lies beyond its end")
-    file.seek(offset)
-    count = struct.unpack(order + count_type, file.read(struct.calcsize(count_type)))[0]
-    if count > _MAX_ENTRIES:
-        raise ValueError(f"the TIFF has {count} tags")
-    size = struct.calcsize(entry)
-    entries = file.read(count * size)
-    following = file.read(8 if is_big else 4)
-    found: dict[int, tuple[Any, ...]] = {}
-    for at in range(0, count * size, size):
-        tag, kind, number, inline = struct.unpack_from(entry, entries, at)
-        if tag in _WANTED and kind in _TYPES and number and (kind == 2) == (tag == _DESCRIPTION):
-            most = _MAX_DESCRIPTION_BYTES if tag == _DESCRIPTION else _MAX_VALUES
-            values = _values(file, order, _TYPES[kind], min(number, most), inline)
-            if found.setdefault(tag, values) != values and tag != _DESCRIPTION:  # libraries differ in which they use
-                raise ValueError(f"the TIFF has tag {tag} twice, with different values")
-    is_whole = len(following) == (8 if is_big else 4)  # a file may end with its only directory
-    return found, struct.unpack(order + ("Q" if is_big else "I"), following)[0] if is_whole else 0
-
-
-def _values(file: BinaryIO, order: str, kind: str, number: int, inline: bytes) -> tuple[Any, ...]:
-    """Return values that lie in an entry where they fit, else at the offset in it."""
-    form = f"{order}{number}{kind}"
-    size = struct.calcsize(form)
-    if size > len(inline):
-        file.seek(struct.unpack(order + ("Q" if len(inline) == 8 else "I"), inline)[0])
-        inline = file.read(size)
-    return struct.unpack_from(form, inline)
