@@ -350,8 +350,6 @@ def check(
     config: ConfigOption = None,
     json_out: JsonFlag = False,
     html_file: Annotated[Path | None, option("--html", "Write a page with pictures of what was found.")] = None,
-    sums_file: Annotated[Path | None, option("--sums", "Compare every file with this list of sha256 sums.")] = None,
-    new_sums_file: Annotated[Path | None, option("--write-sums", "Write that list, as sha256sum does.")] = None,
 ) -> None:
     """Examine the data: every file, every id, duplicate images. Exit code 3 if something is wrong."""
     from segapp.config import load_config, named_config
@@ -359,9 +357,7 @@ def check(
     loaded = load_config(named_config(config, overrides or []), overrides or [])
     from segapp.commands.check import check_data
 
-    sys.exit(
-        check_data(loaded, as_json=json_out, html_file=html_file, sums_file=sums_file, new_sums_file=new_sums_file)
-    )
+    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
 
 
 @app.command()

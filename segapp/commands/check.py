@@ -34,8 +34,7 @@ from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order
-from segapp.datasets.sums import check_sums, write_sums
-from segapp.errors import ConfigError, DataError, storage_errors
+from segapp.errors import DataError, storage_errors
 from segapp.onboarding.division.groups import find_shared_groups
 from segapp.onboarding.survey.accounting import Account, Uses, account_for
 from segapp.onboarding.survey.tree import survey_tree
@@ -48,14 +47,7 @@ EXIT_DATA = 3
 _MAX_SHOWN = 5
 
 
-def check_data(
-    config: RunConfig,
-    *,
-    as_json: bool,
-    html_file: Path | None,
-    sums_file: Path | None = None,
-    new_sums_file: Path | None = None,
-) -> int:
+def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> int:
     """Examine the data of a config and report the findings.
 
     Returns:
@@ -63,13 +55,10 @@ def check_data(
 
     Raises:
         ConfigError: `data.augment` or `data.sampling` does not fit the data.
-        DataError: there is no data to examine, or the list of sums cannot be read.
-        StorageError: a file cannot be written.
-        ConfigError: the data are own code, and sums of files are asked for.
+        DataError: there is no data to examine.
+        StorageError: the page cannot be written.
     """
     data, scheme = config.data, build_scheme(config.data)
-    if is_part(data.format) and (sums_file is not None or new_sums_file is not None):
-        raise ConfigError(f"--sums and --write-sums are for files, and {data.format} gives images: leave them out")
     splits, before = _collect(data)
     measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
     if problem is not None:
@@ -91,10 +80,6 @@ def check_data(
     samples: list[AugmentedSample] = []
     if problem is None:
         samples = _samples(config, scheme, reports[0], with_pictures=html_file is not None)
-    if sums_file is not None:
-        before += check_sums(sums_file, splits, Path(data.root))
-    if new_sums_file is not None:
-        _write(new_sums_file, write_sums(splits, Path(data.root)), "--write-sums")
     groups = grouped(reports, before)
     account = None if is_part(data.format) else _account(data, splits)
     weights = suggested_weights(reports[0], scheme)

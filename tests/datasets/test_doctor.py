@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,6 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from segapp.datasets.dataset import OwnDataset
 from segapp.datasets.doctor import (
@@ -25,7 +22,6 @@ from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_sch
 from segapp.datasets.lookalikes import difference_hash, find_copies
 from segapp.datasets.masks import read_masks, summary_of_ids
 from segapp.datasets.own_data import OwnData
-from segapp.datasets.sums import check_sums, write_sums
 from segapp.datasets.targets import ClassFrequencies, MaskCounts, Targets, class_frequencies, read_targets
 from segapp.errors import DataError
 from tests.support.runs import draw_scene, segapp
@@ -425,40 +421,6 @@ def test_unpaired_files_are_listed_and_the_rest_checked(root: Path, tmp_path: Pa
     assert found.count(("warning", "file", "train")) == 3
     assert found.count(("error", "link", "train")) == 1
     assert (report["splits"]["train"]["pairs"], report["splits"]["val"]["pairs"]) == (7, 3)
-
-
-def test_checksums_find_a_changed_pixel(root: Path, tmp_path: Path) -> None:
-    assert check(root, tmp_path, "--write-sums", "sums.txt")[0] == 0
-    done = subprocess.run(["sha256sum", "-c", "--quiet", tmp_path / "sums.txt"], cwd=root, capture_output=True)
-    assert done.returncode == 0, done.stderr
-    assert check(root, tmp_path, "--sums", "sums.txt")[0] == 0
-    path = root / "images" / "train" / "04.png"
-    pixels = read(path)
-    pixels[0, 0] ^= 1
-    write(path, pixels)
-    code, report = check(root, tmp_path, "--sums", "sums.txt")
-    assert (code, [f["kind"] for f in report["findings"]]) == (3, ["sums"])
-    assert "04.png has changed" in report["findings"][0]["message"]
-
-
-@given(st.text(st.characters(blacklist_characters="/\0", blacklist_categories=("Cs",)), min_size=1, max_size=40))
-def test_checksum_list_takes_any_file_name(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
-    root = tmp_path_factory.mktemp("sums")
-    image = root / f"a{name}"
-    image.write_bytes(b"content")
-    splits = {"train": [ImagePair(image, None, name)]}
-    (root / "sums").write_text(write_sums(splits, root), newline="")
-    assert check_sums(root / "sums", splits, root) == []
-    image.write_bytes(b"other")
-    assert len(check_sums(root / "sums", splits, root)) == 1
-
-
-def test_bad_checksum_list_is_a_data_error(tmp_path: Path) -> None:
-    (tmp_path / "sums").write_text("abc  x.png\n")
-    with pytest.raises(DataError, match=r"sums:1 is not a sum"):
-        check_sums(tmp_path / "sums", {}, tmp_path)
-    with pytest.raises(DataError, match="--write-sums"):
-        check_sums(tmp_path / "absent", {}, tmp_path)
 
 
 @pytest.mark.parametrize("plant", [black_and_white, one_class_more, all_ignored])

@@ -21,6 +21,7 @@ import pytest
 import yaml
 from PIL import Image
 
+from tests.support import ROOT
 from tests.support.fault_runs import case
 from tests.support.hostile_files import CONTROL, MARKUP, is_inert, png_bomb, write_data, write_picture
 from tests.support.programs import start
@@ -113,19 +114,22 @@ def test_damaged_masks_are_each_named(root: Path) -> None:
     assert found == {f"bad-{i}.png" for i in range(len(damages(b"x" * 100)))}
 
 
-@case("D03", how="a bit of a JPEG flipped after --write-sums", passes="check --sums names the file, exit 3")
+@case("D03", how="a bit of a JPEG flipped after the sums were taken", passes="the page's sha256sum names the file")
 def test_changed_pixel_in_jpeg_is_found_by_its_checksum(root: Path) -> None:
     path = root / "images" / "train" / "00.png"
     jpeg = path.with_suffix(".jpg")
     write_picture(jpeg, cv2.imread(str(path)))
     path.unlink()
-    assert run("check", root, "--write-sums", "sums").returncode == 0
+    page = (ROOT / "segapp" / "docs" / "tasks" / "check-data.md").read_text()
+    take, compare = next(block for block in page.split("```sh\n") if "sha256sum" in block).splitlines()[:2]
+    subprocess.run(take, shell=True, check=True, cwd=root)
+    assert subprocess.run(compare, shell=True, check=False, cwd=root).returncode == 0
     data = bytearray(jpeg.read_bytes())
     data[len(data) // 2] ^= 4
     jpeg.write_bytes(bytes(data))
-    done = run("check", root, "--sums", "sums", "--json")
-    assert done.returncode == 3
-    assert [f["kind"] for f in json.loads(done.stdout)["findings"]] == ["sums"]
+    done = subprocess.run(compare, shell=True, check=False, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stdout == "./images/train/00.jpg: FAILED\n"
 
 
 @case("D04", how="400 mutated PNGs and JPEGs through check", passes="the process lives; no mask decodes to other ids")
