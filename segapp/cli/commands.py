@@ -389,8 +389,7 @@ def init(
     force: Force = False,
 ) -> None:
     """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
-    from segapp.onboarding.init import InitRequest
-    from segapp.onboarding.init.dialog import init_folder
+    from segapp.onboarding.init import InitRequest, init_folder
 
     init_folder(
         InitRequest(

@@ -35,7 +35,7 @@ from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order
 from segapp.errors import DataError, storage_errors
-from segapp.onboarding.division.groups import find_shared_groups
+from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.survey.accounting import Account, Uses, account_for
 from segapp.onboarding.survey.tree import survey_tree
 from segapp.run.words import printable

@@ -13,7 +13,7 @@ from PIL import Image
 from segapp.config import load_config
 from segapp.datasets.images.raster import Georeference, read_georeference
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.convert.pixels.blocks import choose_strip, margin_of, plan_cut
+from segapp.onboarding.convert.blocks import choose_strip, margin_of, plan_cut
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.survey.questions import OpenQuestionError
 from tests.support.drawn_folders import samples_read, seeded

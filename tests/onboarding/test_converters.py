@@ -16,7 +16,7 @@ import pytest
 from PIL import Image
 
 from segapp.errors import DataError, SegappError
-from segapp.onboarding.convert.drawing import decode_runs
+from segapp.onboarding.convert.conversion import decode_runs
 from segapp.onboarding.convert.parquet import _suffix
 from segapp.onboarding.init import InitRequest, propose_config
 from tests.support.drawn_annotations import (

@@ -8,8 +8,7 @@ from collections import Counter
 import pytest
 
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.division.groups import Grouping
-from segapp.onboarding.division.sides import divide, divide_into_folds, split_word_of
+from segapp.onboarding.division import Grouping, divide, divide_into_folds, split_word_of
 from segapp.onboarding.survey.hypotheses import Pair
 
 

@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 
-from segapp.onboarding.convert.drawing import area_of, blank_mask, fill_polygon, paste
+from segapp.onboarding.convert.conversion import area_of, blank_mask, fill_polygon, paste
 
 
 def test_pasted_piece_is_cut_off_at_every_side() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from segapp.onboarding.convert import cvat, label_studio, labelme
-from segapp.onboarding.convert.drawing import blank_mask
+from segapp.onboarding.convert.conversion import blank_mask
 from segapp.onboarding.convert.yolo import _shape
 
 SIZE = (24, 20)

@@ -9,13 +9,11 @@ import pytest
 from PIL import Image
 
 from segapp.errors import DataError
-from segapp.onboarding.convert.sources import Images
+from segapp.onboarding.convert.conversion import Images
 from segapp.onboarding.convert.yolo import _classes_in
 from segapp.onboarding.survey.class_files import ClassFile
 from segapp.onboarding.survey.content import MaskContent, count_pixels
-from segapp.onboarding.survey.encoding import read_classes
-from segapp.onboarding.survey.encoding.ids import binary_classes
-from segapp.onboarding.survey.encoding.words import is_stray
+from segapp.onboarding.survey.encoding import binary_classes, is_stray, read_classes
 from segapp.onboarding.survey.tables import read_tables
 from segapp.onboarding.survey.tree import Tree, survey_tree
 

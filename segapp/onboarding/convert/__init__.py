@@ -1,0 +1,92 @@
+"""The converters to masks, each by the annotations or pixels that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import replace
+
+from segapp.errors import DataError
+from segapp.onboarding.convert.arrays import find_arrays
+from segapp.onboarding.convert.coco import find_coco
+from segapp.onboarding.convert.conversion import BAD_ENTRY, Conversion, problem_of
+from segapp.onboarding.convert.cvat import find_cvat
+from segapp.onboarding.convert.label_studio import find_label_studio
+from segapp.onboarding.convert.labelme import find_labelme
+from segapp.onboarding.convert.nnunet import find_nnunet
+from segapp.onboarding.convert.parquet import find_parquet
+from segapp.onboarding.convert.pieces import find_pieces
+from segapp.onboarding.convert.rle import find_rle
+from segapp.onboarding.convert.supervisely import find_supervisely
+from segapp.onboarding.convert.yolo import find_yolo
+from segapp.onboarding.survey.hypotheses import Layout
+from segapp.onboarding.survey.tree import Tree
+
+Reading = Conversion | Layout
+
+CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Reading] | Sequence[Conversion] | None]] = {
+    "COCO": find_coco,
+    "YOLO": find_yolo,
+    "labelme": find_labelme,
+    "Label Studio": find_label_studio,
+    "CVAT": find_cvat,
+    "Supervisely": find_supervisely,
+    "parquet": find_parquet,
+    "nnU-Net": find_nnunet,
+    "tables of run lengths": find_rle,
+    "arrays": find_arrays,
+    "several masks for each image": find_pieces,
+}
+"""Each returns what it finds in a folder: nothing, a conversion, or a conversion for each way to read it."""
+
+
+def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Reading], list[str]]:
+    """Return what the converters find, and why a converter cannot read the annotations of its kind.
+
+    Args:
+        tree: the folder.
+        has_masks: there are masks already: they are preferred to masks that are drawn, not to readings of these masks.
+
+    Raises:
+        DataError: a converter needs a package that is not installed, and there are no masks.
+    """
+    found: list[Reading] = []
+    problems, known = [], set(tree.images)
+    for title, convert in CONVERTERS.items():
+        try:
+            result = convert(tree)
+        except BAD_ENTRY as error:
+            problems.append(f"the annotations look like those of {title}, but cannot be read: {problem_of(error)}")
+            continue
+        except DataError as error:
+            if not has_masks:
+                raise
+            problems.append(str(error))
+            continue
+        for reading in [result] if isinstance(result, Conversion) else result or ():
+            is_drawn = isinstance(reading, Conversion) and not set(reading.sources) & known
+            confidence = (0.85 if has_masks and is_drawn else 1.0) * reading.confidence
+            found.append(replace(reading, confidence=confidence))
+    return found, problems
+
+
+def with_layouts(readings: Sequence[Reading], layouts: Sequence[Layout]) -> list[Reading]:
+    """Return readings and layouts without repetitions.
+
+    A layout is left out if a conversion makes its masks or images from all of the layout's (one of several classes, one
+    of several channels) and so reads more; a reading of several masks for each image is left out if a layout has its
+    pairs.
+    """
+    sources = [set(one.sources) for one in readings if isinstance(one, Conversion)]
+    pairs = {_pairs(layout) for layout in layouts}
+    kept = [one for one in readings if isinstance(one, Conversion) or _pairs(one) not in pairs]
+    return [*kept, *(layout for layout in layouts if not any(_is_part(layout, own) for own in sources))]
+
+
+def _is_part(layout: Layout, sources: AbstractSet[str]) -> bool:
+    """Return True if all masks or all images of a layout are files that a conversion reads for its own."""
+    return {pair.mask for pair in layout.pairs} <= sources or {pair.image for pair in layout.pairs} <= sources
+
+
+def _pairs(layout: Layout) -> frozenset[tuple[str, str]]:
+    return frozenset((pair.image, pair.mask) for pair in layout.pairs)

@@ -14,12 +14,19 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import IGNORED, Conversion, Item, Mask, check_classes
-from segapp.onboarding.convert.drawing import area_of, blank_mask, decode_runs, fill_polygon
-from segapp.onboarding.convert.sources import (
+from segapp.onboarding.convert.conversion import (
+    IGNORED,
     ON_TOP,
+    Conversion,
     Images,
+    Item,
+    Mask,
+    area_of,
+    blank_mask,
+    check_classes,
     coverage_words,
+    decode_runs,
+    fill_polygon,
     first_bytes,
     load_json,
     mask_target,

@@ -9,17 +9,21 @@ import cv2
 
 from segapp.datasets.files import read_bytes, shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask
-from segapp.onboarding.convert.drawing import decode_runs, fill_polygon, paste
-from segapp.onboarding.convert.sources import (
+from segapp.onboarding.convert.conversion import (
     ON_TOP,
+    Conversion,
     Images,
+    Item,
+    Mask,
     check_objects,
     class_values,
     coverage_words,
+    decode_runs,
+    fill_polygon,
     first_bytes,
     mask_target,
     painter,
+    paste,
     split_said,
 )
 from segapp.onboarding.survey.tree import Tree

@@ -12,14 +12,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask
-from segapp.onboarding.convert.drawing import fill_polygon
-from segapp.onboarding.convert.sources import (
+from segapp.onboarding.convert.conversion import (
     ON_TOP,
+    Conversion,
     Images,
+    Item,
+    Mask,
     check_objects,
     class_values,
     coverage_words,
+    fill_polygon,
     first_bytes,
     load_json,
     mask_target,

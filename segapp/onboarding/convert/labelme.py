@@ -11,18 +11,21 @@ import cv2
 import numpy as np
 
 from segapp.datasets.files import shown
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask
-from segapp.onboarding.convert.drawing import fill_polygon, paste
-from segapp.onboarding.convert.sources import (
+from segapp.onboarding.convert.conversion import (
     ON_TOP,
+    Conversion,
     Images,
+    Item,
+    Mask,
     check_objects,
     class_values,
     coverage_words,
+    fill_polygon,
     first_bytes,
     load_json,
     mask_target,
     painter,
+    paste,
     split_said,
 )
 from segapp.onboarding.survey.tree import Tree

@@ -19,8 +19,7 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.raster import encode_bands, read_description
 from segapp.datasets.images.reading import read_image
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask, digest_of
-from segapp.onboarding.convert.sources import load_json, split_said
+from segapp.onboarding.convert.conversion import Conversion, Item, Mask, digest_of, load_json, split_said
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.tree import Tree
 

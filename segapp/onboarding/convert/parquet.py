@@ -12,8 +12,7 @@ import numpy as np
 from PIL import Image
 
 from segapp.datasets.files import MAX_PIXELS, open_bytes, shown
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask
-from segapp.onboarding.convert.sources import missing_extra, split_said
+from segapp.onboarding.convert.conversion import Conversion, Item, Mask, missing_extra, split_said
 from segapp.onboarding.survey.tree import Tree
 
 _MASKS = ("mask", "label", "labels", "annotation", "segmentation", "semantic_segmentation", "seg", "gt", "masks")

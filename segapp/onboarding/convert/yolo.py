@@ -10,9 +10,20 @@ from collections.abc import Callable, Sequence
 from pathlib import PurePosixPath
 
 from segapp.datasets.files import read_bytes, shown
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask, check_classes
-from segapp.onboarding.convert.drawing import area_of, blank_mask, fill_polygon
-from segapp.onboarding.convert.sources import ON_TOP, Images, first_bytes, mask_target, split_said
+from segapp.onboarding.convert.conversion import (
+    ON_TOP,
+    Conversion,
+    Images,
+    Item,
+    Mask,
+    area_of,
+    blank_mask,
+    check_classes,
+    fill_polygon,
+    first_bytes,
+    mask_target,
+    split_said,
+)
 from segapp.onboarding.survey.class_files import find_class_files
 from segapp.onboarding.survey.tree import Tree
 

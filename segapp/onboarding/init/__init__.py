@@ -1,6 +1,6 @@
 """`segapp init`: look at a folder of images, and write a config for it, with the reason for each choice as a comment.
 
-`candidates` finds what the folder may be, `splitting` divides its images, `text` is the config, `placing` writes.
+`candidates` finds what the folder may be, `splitting` divides its images, `text` is the config.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -18,26 +22,33 @@ from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
-from segapp.datasets.layouts.formats import DATASETS
-from segapp.errors import ConfigError, DataError, SegappError
+from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
+from segapp.errors import ConfigError, DataError, SegappError, storage_errors
+from segapp.onboarding.convert.blocks import ask_for_blocks, cut_into_blocks
 from segapp.onboarding.convert.conversion import Conversion, Item, some_problems, write_files
 from segapp.onboarding.convert.copies import copies_of
-from segapp.onboarding.convert.pixels.blocks import ask_for_blocks, cut_into_blocks
-from segapp.onboarding.init.candidates import Candidate, Found, choose, confirm, find_candidates, found_lines
-from segapp.onboarding.init.neighbors import neighbor_lines
-from segapp.onboarding.init.placing import check_place, place
-from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, check_request, divided
+from segapp.onboarding.init.candidates import (
+    Candidate,
+    Found,
+    choose,
+    confirm,
+    find_candidates,
+    found_lines,
+    save_candidates,
+)
+from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, check_request, divided, neighbor_lines
 from segapp.onboarding.init.text import Facts, config_text
 from segapp.onboarding.survey.accounting import Uses, account_for
 from segapp.onboarding.survey.class_files import find_class_files, nearest_first
 from segapp.onboarding.survey.content import MaskContent, read_contents
 from segapp.onboarding.survey.encoding import IGNORED, Classes, MaskChoices, ignored_shares, read_classes
-from segapp.onboarding.survey.expression import folder_keys
-from segapp.onboarding.survey.hypotheses import Layout, Pair
+from segapp.onboarding.survey.hypotheses import Layout, Pair, common_beginning
+from segapp.onboarding.survey.questions import OpenQuestionError
 from segapp.onboarding.survey.tree import Tree, survey_tree
+from segapp.run.files import remove_dead_temporaries, write_atomic
+from segapp.run.words import printable
 
-__all__ = ["InitRequest", "InitResult", "propose_config"]
-
+_DEFAULT_FOLDERS = {("image_dir", "images/{split}"), ("mask_dir", "masks/{split}")}
 _PLAUSIBLE = 0.25
 """Confidence from which the account names another reading as what an unused file may be for."""
 
@@ -112,8 +123,6 @@ def propose_config(request: InitRequest) -> InitResult:
     survey = find_candidates(tree)
     found = survey.candidates
     if request.html is not None:
-        from segapp.onboarding.init.page import save_candidates
-
         save_candidates(request.html, tree, found)
     chosen = choose(root, found, request.layout)
     if isinstance(chosen, Conversion):
@@ -356,3 +365,178 @@ def _listed(pairs: Sequence[Pair]) -> bytes:
             raise DataError(f"{shown(pair.image)}: a list cannot hold this name: rename the file", path=pair.image)
         lines.append(os.fsencode(f"{pair.image}\t{pair.mask}\n"))
     return b"".join(lines)
+
+
+def init_folder(request: InitRequest) -> None:
+    """Write the configs of a request; print what is believed, and the next commands."""
+    result = asked(request)
+    print(*map(printable, result.lines), sep="\n")
+    first = result.configs[0]
+    print(f"written: {', '.join(map(str, result.configs))}")
+    train = f"segapp train --config {first}"
+    if len(result.configs) > 1:
+        train = f"segapp sweep {' '.join(map(str, result.configs))}"
+    print(f"next: segapp check --config {first}; {train}")
+
+
+def asked(request: InitRequest) -> InitResult:
+    """Return the result of a request; each question that the folder leaves open is asked in a terminal.
+
+    Raises:
+        OpenQuestionError: there is no terminal, or no answer.
+    """
+    while True:
+        try:
+            return propose_config(request)
+        except OpenQuestionError as question:
+            if not (sys.stdin.isatty() and sys.stderr.isatty()):
+                raise
+            chosen: dict[str, Any] = {question.attribute: _answer(question)}
+            request = replace(request, **chosen)
+
+
+def _answer(question: OpenQuestionError) -> str:
+    """Return the value that the person at the terminal chooses.
+
+    Raises:
+        OpenQuestionError: the answer is empty or no number of an answer.
+    """
+    print(f"{printable(question.question)}:", file=sys.stderr)
+    for number, answer in enumerate(question.answers, start=1):
+        print(f"  {number}  {printable(answer.value)}: {printable(answer.words)}", file=sys.stderr)
+    print(f"number for {question.option} (none: stop): ", end="", file=sys.stderr, flush=True)
+    said = sys.stdin.readline().strip()
+    if not said.isdigit() or not 1 <= int(said) <= len(question.answers):
+        raise question
+    return question.answers[int(said) - 1].value
+
+
+def check_place(root: Path, out: Path) -> None:
+    """Check that a config and what is beside it would not lie in the data folder.
+
+    Raises:
+        ConfigError: they would.
+    """
+    data, place = Path(os.path.realpath(root)), Path(os.path.realpath(out.parent))
+    if place.is_relative_to(data):
+        raise ConfigError(
+            f"{shown(out)} lies in the data folder {shown(root)}, where nothing is written: name a place outside it, "
+            f"such as --out {shown(os.path.relpath(data.parent / out.name))}",
+            path=out,
+        )
+
+
+def place(
+    lists: Mapping[str, bytes], list_dir: Path, configs: Mapping[Path, str], check: Callable[[Path], None]
+) -> None:
+    """Write lists and configs.
+
+    Args:
+        lists: name -> content of each list; none: no folder is made.
+        list_dir: their folder, replaced as a whole.
+        configs: path -> content.
+        check: raises an error for a config that cannot be used; the lists are in place then.
+
+    Raises:
+        SegappError: of `check`; nothing has changed then.
+        StorageError: a file cannot be written; nothing has changed then.
+    """
+    drafts = {path: path.with_name(f".{path.name}.partial") for path in configs}
+    first = next(iter(configs))
+    with storage_errors(first):
+        first.parent.mkdir(parents=True, exist_ok=True)
+        remove_dead_temporaries(first.parent)
+        with _replaced_folder(lists, list_dir):
+            try:
+                for path, text in configs.items():
+                    write_atomic(drafts[path], text)
+                    check(drafts[path])
+                for path, draft in drafts.items():
+                    os.replace(draft, path)
+            finally:
+                for draft in drafts.values():
+                    draft.unlink(missing_ok=True)
+
+
+@contextmanager
+def _replaced_folder(files: Mapping[str, bytes], folder: Path) -> Iterator[None]:
+    """Put a folder of files in place of an older one; on an error in the block the older one comes back."""
+    if not files:
+        yield
+        return
+    draft, older = (folder.with_name(f".{folder.name}.{word}") for word in ("partial", "older"))
+    for left in (draft, older):
+        shutil.rmtree(left, ignore_errors=True)
+    is_placed = False
+    try:
+        draft.mkdir()
+        for name, content in files.items():
+            write_atomic(draft / name, content)
+        if folder.exists():
+            folder.rename(older)
+        draft.rename(folder)
+        is_placed = True
+        yield
+    except BaseException:
+        if is_placed:
+            shutil.rmtree(folder, ignore_errors=True)
+        if older.exists():
+            older.rename(folder)
+        raise
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(older, ignore_errors=True)
+
+
+def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[str, str] | None:
+    """Return `image_dir`, `mask_dir` and endings with which format `folder` finds exactly these pairs; None without.
+
+    Args:
+        root: of the data set.
+        layout: whose splits are folders.
+        words: split -> its word on disk, of the splits that the config names.
+    """
+    wanted = {split: {(pair.image, pair.mask) for pair in layout.pairs if pair.split == split} for split in words}
+    for keys in _keys_that_may_fit(layout):
+        if all(_pairs_by(root, keys, words[split]) == pairs for split, pairs in wanted.items()):
+            return {key: value for key, value in keys.items() if (key, value) not in _DEFAULT_FOLDERS}
+    return None
+
+
+def _keys_that_may_fit(layout: Layout) -> Iterator[dict[str, str]]:
+    image_dir, mask_dir = _common_folder(layout.image_pattern), _common_folder(layout.mask_pattern)
+    if image_dir is None or mask_dir is None or "{split}" not in image_dir:
+        return
+    keys = {"image_dir": image_dir, "mask_dir": mask_dir}
+    yield keys
+    if (endings := _constant_endings(layout.pairs)) is not None:
+        yield {**keys, "image_suffix": endings[0], "mask_suffix": endings[1]}
+
+
+def _common_folder(pattern: tuple[str, ...]) -> str | None:
+    """Return the folders up to those that vary; None if folders with a role follow them."""
+    fixed = list(pattern)
+    while fixed and fixed[-1] == "*":
+        fixed.pop()
+    return None if "*" in fixed else "/".join(fixed)
+
+
+def _constant_endings(pairs: tuple[Pair, ...]) -> tuple[str, str] | None:
+    """Return the endings of image and mask names that follow what both have in common, if all pairs have the same."""
+    endings = set()
+    for pair in pairs:
+        image, mask = os.path.basename(pair.image), os.path.basename(pair.mask)
+        common = common_beginning(image, mask).rstrip(".")
+        endings.add((image[len(common) :], mask[len(common) :]))
+    return endings.pop() if len(endings) == 1 else None
+
+
+def _pairs_by(root: Path, keys: Mapping[str, Any], split: str) -> set[tuple[str, str]] | None:
+    location = DataLocation("folder", root, **keys, allow_outside_root=True)
+    try:
+        pairs = find_pairs(location, split)
+    except DataError:
+        return None
+    return {
+        (os.path.relpath(pair.image, root), os.path.relpath(pair.mask, root)) for pair in pairs if pair.mask is not None
+    }

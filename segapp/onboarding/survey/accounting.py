@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.onboarding.survey.families import ImageFile, inner_stem, parse_file
+from segapp.onboarding.survey.hypotheses import ImageFile, inner_stem, parse_file
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import affixes, role_of
 

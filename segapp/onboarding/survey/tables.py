@@ -1,26 +1,37 @@
-"""Tables next to the data as rows of text: CSV, TSV, JSON, JSON Lines, and lists with one name or pair per line."""
+"""Tables next to the data as rows of text, and the pairs and data splits that they name.
+
+Tables are CSV, TSV, JSON, JSON Lines, and lists with one name or pair per line.
+"""
 
 from __future__ import annotations
 
 import csv
 import json
 import os
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
 from segapp.datasets.files import open_regular
+from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
+from segapp.onboarding.survey.hypotheses import Layout, Pair, common_affixes
 from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import SPLIT_WORDS, is_trainval, tokens
+from segapp.onboarding.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, tokens
 
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_SIDECARS = 20
 """More files of one kind in a folder describe one image each; they are annotations rather than tables."""
 _SUFFIXES = (".txt", ".lst", ".csv", ".tsv", ".json", ".jsonl")
+_MIN_FOUND = 0.9
+"""Share of a list's names that must be images."""
+_SPLIT_HEADERS = frozenset(["split", "set", "subset", "phase", "partition", "usage", "fold", "mode", "stage"])
+_GROUP_HEADERS = frozenset(
+    ["patient", "subject", "case", "scene", "video", "sequence", "site", "slide", "group", "study", "series"]
+)
 
 
 @dataclass(frozen=True)
@@ -170,3 +181,316 @@ def _from_records(path: str, records: Sequence[tuple[str | None, Any]]) -> Table
 
 def _cell(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
+
+
+@dataclass
+class ListedPairs:
+    """The pairs that tables name.
+
+    Attributes:
+        layout: of the pairs; None without such tables.
+        unused: table -> why it is not used.
+    """
+
+    layout: Layout | None = None
+    unused: dict[str, str] = field(default_factory=dict)
+
+
+def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
+    """Return the layout of tables that name an image and its mask in each row.
+
+    Raises:
+        DataError: an image is in two splits, or has two masks.
+    """
+    finder = _Files(tree.images)
+    by_folder: dict[str, list[Table]] = defaultdict(list)
+    for table in tables:
+        by_folder[table.folder].append(table)
+    listed = ListedPairs()
+    for same_folder in by_folder.values():
+        pairs: dict[str, Pair] = {}
+        num_rows, used = 0, []
+        for table in same_folder:
+            columns = _pair_columns(table, finder)
+            if columns is None:
+                continue
+            if listed.layout is not None:
+                listed.unused[table.path] = f"the pairs are taken from {', '.join(listed.layout.sources)}"
+                continue
+            used.append(table.path)
+            num_rows += len(table.rows)
+            for pair in _rows_of(table, columns, finder):
+                earlier = pairs.get(pair.image)
+                if earlier is not None and None not in (earlier.split, pair.split) and earlier.split != pair.split:
+                    raise DataError(_overlap([pair.image]))
+                if earlier is not None and earlier.mask != pair.mask:
+                    both = f"{earlier.mask} and {pair.mask}"
+                    raise DataError(
+                        f"{table.path}: {pair.image} has two masks, {both}: keep one of the rows", path=table.path
+                    )
+                if earlier is None or earlier.split is None:
+                    pairs[pair.image] = pair
+        if pairs and len({pair.mask for pair in pairs.values()}) > len(pairs) / 2:
+            evidence = [f"{', '.join(used)}: {len(pairs)} pairs of image and mask"]
+            if left_out := num_rows - len(pairs):
+                evidence.append(f"{left_out} rows name no pair of files, or one named before")
+            ordered = sorted(pairs.values(), key=lambda pair: os.fsencode(pair.image))
+            share = len(pairs) / num_rows
+            listed.layout = Layout(
+                "lists", tuple(ordered), 0.99 * min(1.0, share), tuple(evidence), sources=tuple(used)
+            )
+    return listed
+
+
+def _pair_columns(table: Table, finder: _Files) -> tuple[int, int] | None:
+    """Return the columns of the images and of the masks; None if the table has none."""
+    found = {}
+    for number in range(table.num_columns):
+        cells = [cell for cell in table.column(number) if cell]
+        if cells and len(cells) >= 0.5 * len(table.rows):
+            known = sum(bool(finder.find(cell, table.folder)) for cell in cells)
+            if known >= _MIN_FOUND * len(cells):
+                found[number] = role_of(table.header[number]) if number < len(table.header) else role_of("")
+    masks = [number for number, role in found.items() if role.is_mask and not role.is_other]
+    images = [number for number, role in found.items() if not role.is_mask and not role.is_other]
+    images.sort(key=lambda number: not found[number].is_image)
+    if masks and images:
+        return images[0], masks[0]
+    return (
+        (images[0], images[1])
+        if len(images) == 2 and not any(found[number].is_image for number in images[1:])
+        else None
+    )
+
+
+def _rows_of(table: Table, columns: tuple[int, int], finder: _Files) -> Iterable[Pair]:
+    splits = _row_splits(table)
+    groups = _row_groups(table)
+    for number, (image, mask) in enumerate(zip(*map(table.column, columns), strict=True)):
+        images = finder.find(image, table.folder)
+        masks = finder.find(mask, table.folder)
+        if len(images) > 1 or len(masks) > 1:  # the same name in the folders of images and of masks
+            images = [path for path in images if not role_of(path.rpartition("/")[0]).is_mask]
+            masks = [path for path in masks if role_of(path.rpartition("/")[0]).is_mask]
+        if len(images) == 1 and len(masks) == 1 and images != masks:
+            yield Pair(images[0], masks[0], splits[number], group=groups[number] if groups else None)
+
+
+def _row_splits(table: Table) -> list[str | None]:
+    """Return the split of each row: of its cell, of its list, or of the file's name."""
+    if table.row_splits:
+        return list(table.row_splits)
+    for number in range(table.num_columns):
+        said = [split_of_words(cell) if cell else None for cell in table.column(number)]
+        header = table.header[number].lower() if number < len(table.header) else ""
+        is_named = any(token.word in _SPLIT_HEADERS for token in tokens(header))
+        plain = all(len(tokens(cell)) <= 2 for cell in table.column(number))
+        if plain and all(said) and (len(set(said)) > 1 or is_named):
+            return said
+    return [table.split] * len(table.rows)
+
+
+def _row_groups(table: Table) -> list[str] | None:
+    """Return the group of each row, of a column such as patient_id; None without such a column."""
+    for number, name in enumerate(table.header):
+        if {token.word for token in tokens(name)} & _GROUP_HEADERS and all(table.column(number)):
+            return table.column(number)
+    return None
+
+
+@dataclass
+class ListedSplits:
+    """A layout with the splits that tables say.
+
+    Attributes:
+        layout: with the splits, or as it was.
+        unused: table -> why it is not used, of tables that name images of the layout.
+    """
+
+    layout: Layout
+    unused: dict[str, str] = field(default_factory=dict)
+
+
+def with_listed_splits(tables: Sequence[Table], layout: Layout) -> ListedSplits:
+    """Return the layout with the splits that tables say, if no folder says them; and the tables that are not used.
+
+    Raises:
+        DataError: an image is in the list of two splits.
+    """
+    names = _Names(layout.pairs)
+    by_folder: dict[str, list[_Said]] = defaultdict(list)
+    for table in tables:
+        if (said := _said_by(table, names)) is not None:
+            by_folder[table.folder].append(said)
+    result = ListedSplits(layout)
+    is_divided = {"train", "val"} <= layout.splits.keys() or {"train", "test"} <= layout.splits.keys()
+    for lists in by_folder.values():
+        if is_divided or result.layout is not layout:
+            reason = "the folders and names of the images say the splits"
+            if result.layout is not layout:
+                reason = f"the splits are those of {', '.join(result.layout.sources)}"
+            elif layout.name == "lists":
+                reason = f"the splits are those of {', '.join(layout.sources)}"
+            result.unused |= {one.path: reason for one in lists if one.path not in layout.sources}
+            continue
+        divided = _divided(layout, _without_sums(lists))
+        if divided is None:
+            reason = "it names images, but no list of the folder says which train and which validate"
+            result.unused |= {one.path: reason for one in lists if one.path not in layout.sources}
+            continue
+        result.layout = divided
+        result.unused |= {
+            one.path: f"the splits are those of {', '.join(divided.sources)}"
+            for one in lists
+            if one.path not in divided.sources
+        }
+    for one in (one for lists in by_folder.values() for one in lists):
+        if one.path in result.layout.sources:
+            result.unused.pop(one.path, None)
+    return result
+
+
+@dataclass(frozen=True)
+class _Said:
+    """The splits that a table says of the pairs of a layout."""
+
+    path: str
+    is_sum: bool
+    pairs: tuple[tuple[str | None, Pair], ...]
+
+
+def _said_by(table: Table, names: _Names) -> _Said | None:
+    """Return what a table says of the pairs; None if it does not name images of them."""
+    splits = _row_splits(table)
+    best: tuple[int, list[tuple[Pair, ...]]] | None = None
+    for number in range(table.num_columns):
+        found = [names.find(cell) if cell else () for cell in table.column(number)]
+        count = sum(map(bool, found))
+        if count >= max(1, _MIN_FOUND * len(table.rows)) and (best is None or count > best[0]):
+            best = (count, found)
+    if best is None:
+        return None
+    pairs = tuple((split, pair) for split, own in zip(splits, best[1], strict=True) for pair in own)
+    stem = PurePosixPath(table.path).stem
+    is_sum = (
+        table.split == "train" and split_of_words(stem.lower().replace("val", "")) == "train" and "val" in stem.lower()
+    )
+    return _Said(table.path, is_sum, pairs)
+
+
+def _without_sums(lists: Sequence[_Said]) -> list[_Said]:
+    """Return the lists without trainval, if train and val have their own."""
+    own = {split for one in lists if not one.is_sum for split, _ in one.pairs}
+    return [one for one in lists if not one.is_sum] if {"train", "val"} <= own else list(lists)
+
+
+def _divided(layout: Layout, lists: Sequence[_Said]) -> Layout | None:
+    """Return the layout with the splits of lists; None if they do not divide it."""
+    said: dict[str, dict[str, Pair]] = defaultdict(dict)
+    used = []
+    for one in lists:
+        if any(split is not None for split, _ in one.pairs):
+            used.append(one.path)
+        for split, pair in one.pairs:
+            if split is not None:
+                said[split][pair.image] = pair
+    if "train" not in said or len(said) < 2:
+        return None
+    evaluated = said.get("val") or said["test"]
+    if both := sorted(said["train"].keys() & evaluated.keys()):
+        raise DataError(_overlap(both))
+    splits = {image: split for split in ("test", "val", "train") for image in said.get(split, {})}
+    pairs = tuple(replace(p, split=splits[p.image], split_word=None) for p in layout.pairs if p.image in splits)
+    evidence = [f"the splits are those of {', '.join(used)}"]
+    if left_out := len(layout.pairs) - len(pairs):
+        evidence.append(f"{left_out} pairs are in no list and are left out")
+    return replace(layout, pairs=pairs, evidence=(*layout.evidence, *evidence), sources=(*layout.sources, *used))
+
+
+def _overlap(both: list[str]) -> str:
+    return (
+        f"{len(both)} validation images are training images too, such as {both[0]}: take them out of one of the lists"
+    )
+
+
+class _Files:
+    """Finds the image files that a cell of a table names."""
+
+    def __init__(self, paths: Iterable[str]) -> None:
+        self._paths = set(paths)
+        self._by_name: dict[str, list[str]] = defaultdict(list)
+        for path in sorted(self._paths):
+            self._by_name[path.rpartition("/")[2]].append(path)
+            self._by_name[PurePosixPath(path).stem].append(path)
+
+    def find(self, cell: str, folder: str) -> list[str]:
+        """Return the files: by path from the root, the table's folder or those above it; else by the end of a path."""
+        clean = os.path.normpath(cell.replace("\\", "/")).lstrip("/")
+        base = folder
+        while True:
+            place = os.path.normpath(os.path.join(base, clean))
+            if place in self._paths:
+                return [place]
+            if not base:
+                break
+            base = base.rpartition("/")[0]
+        tail = clean
+        while "/" in tail:  # the name of the data set's own folder in front, or an absolute path of another machine
+            tail = tail.partition("/")[2]
+            if tail in self._paths:
+                return [tail]
+        named = self._by_name.get(tail, [])
+        if "/" in clean:  # folders that are not there: only a file that is the only one of its name
+            return named if len(named) == 1 else []
+        return named
+
+
+class _Names:
+    """Finds the pairs that a line of a list names.
+
+    By path, end of a path, name or stem of the image, by the stem without what all stems share or without words of
+    roles, and by the folder of a scene, which names all its pairs.
+    """
+
+    def __init__(self, pairs: Sequence[Pair]) -> None:
+        self._by_name: dict[str, tuple[Pair, ...]] = {}
+        self._loose: dict[str, tuple[Pair, ...]] = {}
+        self._scenes: dict[str, tuple[Pair, ...]] = {}
+        stems = [PurePosixPath(pair.image).stem for pair in pairs]
+        prefix, ending = common_affixes(stems)
+        for pair, stem in zip(pairs, stems, strict=True):
+            path = PurePosixPath(pair.image)
+            for key in {pair.image, str(path.with_suffix("")), path.name, stem}:
+                self._by_name[key] = () if key in self._by_name else (pair,)
+            for key in {stem[len(prefix) : len(stem) - len(ending)], affixes(stem)[1], PurePosixPath(pair.mask).stem}:
+                for own in {key, _number(key)} - {""}:
+                    self._loose[own] = () if own in self._loose else (pair,)
+            for key in {"/".join(pair.scene), *pair.scene[-1:]} - {""}:
+                self._scenes[key] = (*self._scenes.get(key, ()), pair)
+
+    def find(self, line: str) -> tuple[Pair, ...]:
+        """Return the pairs; none if there are none, or if a name is that of several images."""
+        line = line.strip().replace("\\", "/")
+        line = line.removeprefix("./").lstrip("/")
+        name = PurePosixPath(line).name
+        for table, key in (
+            (self._by_name, line),
+            (self._by_name, name),
+            (self._by_name, _stem(line)),
+            (self._scenes, line.rstrip("/")),
+            (self._loose, _stem(line)),
+            (self._loose, _number(_stem(line))),
+        ):
+            if found := table.get(key):
+                return found
+        return ()
+
+
+def _number(text: str) -> str:
+    """Return a number without zeros in front; empty for other texts."""
+    return str(int(text)) if text.isascii() and text.isdigit() else ""
+
+
+def _stem(line: str) -> str:
+    name = PurePosixPath(line).name
+    return name.rpartition(".")[0] if name.lower().endswith(IMAGE_SUFFIXES) else name

@@ -32,8 +32,7 @@ from segapp.datasets.images.raster import (
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.convert.conversion import Conversion, Item, digest_of, encode_png, is_png_of
-from segapp.onboarding.convert.sources import mask_target
+from segapp.onboarding.convert.conversion import Conversion, Item, digest_of, encode_png, is_png_of, mask_target
 from segapp.onboarding.survey.content import color_codes, stored_pixels
 from segapp.onboarding.survey.hypotheses import Layout, Pair
 from segapp.onboarding.survey.questions import Answer, open_question

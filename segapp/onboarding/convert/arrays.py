@@ -22,13 +22,22 @@ from numpy.typing import NDArray
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import encode_bands, read_description
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask, WideMask, digest_of, encode_png, is_png_of
-from segapp.onboarding.convert.pixels.dicom import dicom_array, dicom_head
-from segapp.onboarding.convert.pixels.planes import MAX_SETS, combine
-from segapp.onboarding.convert.sources import mask_target
+from segapp.onboarding.convert.conversion import (
+    Conversion,
+    Item,
+    Mask,
+    WideMask,
+    digest_of,
+    encode_png,
+    is_png_of,
+    mask_target,
+    missing_extra,
+)
+from segapp.onboarding.convert.pieces import MAX_SETS, combine
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
+from segapp.run.words import first_line
 
 ARRAY_SUFFIXES = (".npy", ".npz", ".dcm")
 _IMAGE_WORDS = IMAGE_WORDS | {"x", "dicom", "dcm", "ct", "mr"}
@@ -397,3 +406,60 @@ def _ids(values: NDArray[Any]) -> Mask:
     if values.dtype.kind == "f" and not (ids == values).all():
         raise ValueError("numbers with fractions, which are no ids")
     return ids
+
+
+def _dataset(file: Path, *, has_pixels: bool) -> Any:
+    """Return the data set of a file.
+
+    Raises:
+        DataError: pydicom is not installed.
+        ValueError: the file is no DICOM file of pixels.
+    """
+    try:
+        import pydicom
+        from pydicom.errors import InvalidDicomError
+    except ImportError:
+        raise missing_extra("pydicom", "DICOM files", "dicom") from None
+    try:
+        dataset = pydicom.dcmread(file, stop_before_pixels=not has_pixels)
+    except (InvalidDicomError, OSError, EOFError) as error:
+        raise ValueError(f"no DICOM file that can be read ({str(error).partition('. ')[0]})") from error
+    if "Rows" not in dataset or "Columns" not in dataset:
+        raise ValueError("a DICOM file without pixels")
+    return dataset
+
+
+def dicom_head(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Return the shape and the type of `dicom_array`.
+
+    Raises:
+        DataError: pydicom is not installed.
+        ValueError: the file is no DICOM file of pixels.
+    """
+    dataset = _dataset(file, has_pixels=False)
+    frames, samples = int(dataset.get("NumberOfFrames") or 1), int(dataset.get("SamplesPerPixel") or 1)
+    shape = (int(dataset.Rows), int(dataset.Columns))
+    with_frames = (frames, *shape) if frames > 1 else shape
+    return ((*with_frames, samples), np.dtype(np.uint8)) if samples > 1 else (with_frames, np.dtype(np.float32))
+
+
+def dicom_array(file: Path) -> NDArray[Any]:
+    """Return the pixels of a file: colours of 8 bits, or values with rescale slope and intercept applied, as float32.
+
+    Values of MONOCHROME1, where the largest is black, are negated, so that larger is brighter.
+
+    Raises:
+        DataError: pydicom is not installed.
+        ValueError: the pixels cannot be decoded.
+    """
+    dataset = _dataset(file, has_pixels=True)
+    try:
+        pixels = np.asarray(dataset.pixel_array)
+    except Exception as error:  # pydicom raises other types for each of its decoders
+        reason = first_line(error)
+        raise ValueError(f"{shown(file)}: its pixels cannot be decoded ({reason}): pip install pylibjpeg") from error
+    if int(dataset.get("SamplesPerPixel") or 1) > 1:
+        return pixels.astype(np.uint8)
+    values = pixels.astype(np.float32) * float(dataset.get("RescaleSlope") or 1)
+    values += float(dataset.get("RescaleIntercept") or 0)
+    return -values if dataset.get("PhotometricInterpretation") == "MONOCHROME1" else values

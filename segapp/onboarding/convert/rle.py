@@ -20,10 +20,18 @@ import numpy as np
 
 from segapp.datasets.files import open_regular, shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import BAD_ENTRY, Conversion, Item, WideMask, check_classes
-from segapp.onboarding.convert.drawing import decode_starts
-from segapp.onboarding.convert.pixels.planes import Plane, both_readings, combine, overlap_share
-from segapp.onboarding.convert.sources import Images, mask_target, split_said
+from segapp.onboarding.convert.conversion import (
+    BAD_ENTRY,
+    Conversion,
+    Images,
+    Item,
+    WideMask,
+    check_classes,
+    decode_starts,
+    mask_target,
+    split_said,
+)
+from segapp.onboarding.convert.pieces import Plane, both_readings, combine, overlap_share
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import role_of
 
