@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from segapp.onboarding.convert import cvat, label_studio, labelme
 from segapp.onboarding.convert.conversion import blank_mask
+from segapp.onboarding.convert.label_tools import _draw_cvat, _draw_label_studio, _draw_labelme
 from segapp.onboarding.convert.yolo import _shape
 
 SIZE = (24, 20)
@@ -36,7 +36,7 @@ CORNERS = [[2, 5], [9, 5], [9, 13], [2, 13]]
 )
 def test_boxes_of_labelme_fill_their_corners(shape: dict[str, Any]) -> None:
     mask = blank_mask(*SIZE)
-    labelme.draw_shape(mask, {"label": "road", **shape}, VALUES)
+    _draw_labelme(mask, {"label": "road", **shape}, VALUES)
     np.testing.assert_array_equal(mask, BOX)
 
 
@@ -49,58 +49,58 @@ def is_disc(mask: np.ndarray[Any, Any], x: int, y: int, radius: int) -> bool:
 
 def test_circles_lines_and_points_of_labelme() -> None:
     mask = blank_mask(*SIZE)
-    labelme.draw_shape(mask, {"label": "road", "shape_type": "circle", "points": [[10, 12], [13, 8]]}, VALUES)
+    _draw_labelme(mask, {"label": "road", "shape_type": "circle", "points": [[10, 12], [13, 8]]}, VALUES)
     assert is_disc(mask, 10, 12, 5)
     mask = blank_mask(*SIZE)
     line = {"label": "road", "shape_type": "linestrip", "points": [[2, 5], [9, 5], [9, 13]]}
-    labelme.draw_shape(mask, line, VALUES)
+    _draw_labelme(mask, line, VALUES)
     wanted = rectangle(2, 5, 9, 5) | rectangle(9, 5, 9, 13)
     np.testing.assert_array_equal(mask, wanted)
     for kind in ("point", "points"):
-        labelme.draw_shape(mask, {"label": "road", "shape_type": kind, "points": [[1, 1]]}, VALUES)
+        _draw_labelme(mask, {"label": "road", "shape_type": kind, "points": [[1, 1]]}, VALUES)
     np.testing.assert_array_equal(mask, wanted)
     with pytest.raises(ValueError, match="shape_type 'cube' is not known"):
-        labelme.draw_shape(mask, {"label": "road", "shape_type": "cube", "points": []}, VALUES)
+        _draw_labelme(mask, {"label": "road", "shape_type": "cube", "points": []}, VALUES)
 
 
 def test_shapes_of_cvat_fill_their_pixels() -> None:
     mask = blank_mask(*SIZE)
     box = {"label": "road", "xtl": "2.2", "ytl": "4.9", "xbr": "9.4", "ybr": "13.0"}
-    cvat._draw(mask, ("box", box), VALUES)
+    _draw_cvat(mask, ("box", box), VALUES)
     np.testing.assert_array_equal(mask, BOX)
     mask = blank_mask(*SIZE)
-    cvat._draw(mask, ("polygon", {"label": "road", "points": "2.0,5.0;9.0,5.0;9.0,13.0;2.0,13.0"}), VALUES)
+    _draw_cvat(mask, ("polygon", {"label": "road", "points": "2.0,5.0;9.0,5.0;9.0,13.0;2.0,13.0"}), VALUES)
     np.testing.assert_array_equal(mask, BOX)
     mask = blank_mask(*SIZE)
-    cvat._draw(mask, ("ellipse", {"label": "road", "cx": "10.1", "cy": "11.9", "rx": "6", "ry": "6"}), VALUES)
+    _draw_cvat(mask, ("ellipse", {"label": "road", "cx": "10.1", "cy": "11.9", "rx": "6", "ry": "6"}), VALUES)
     assert is_disc(mask, 10, 12, 6)
     flat, turned = blank_mask(*SIZE), blank_mask(*SIZE)
     ellipse = {"label": "road", "cx": "10", "cy": "12", "rx": "8", "ry": "3"}
-    cvat._draw(flat, ("ellipse", ellipse), VALUES)
-    cvat._draw(turned, ("ellipse", {**ellipse, "rotation": "90"}), VALUES)
+    _draw_cvat(flat, ("ellipse", ellipse), VALUES)
+    _draw_cvat(turned, ("ellipse", {**ellipse, "rotation": "90"}), VALUES)
     assert (np.ptp(np.nonzero(flat)[1]), np.ptp(np.nonzero(flat)[0])) == (16, 6)
     assert (np.ptp(np.nonzero(turned)[1]), np.ptp(np.nonzero(turned)[0])) == (6, 16)
     with pytest.raises(ValueError, match="a line has no area"):
-        cvat._draw(mask, ("polyline", {"label": "road", "points": "1,1;2,2"}), VALUES)
+        _draw_cvat(mask, ("polyline", {"label": "road", "points": "1,1;2,2"}), VALUES)
 
 
 def test_boxes_of_label_studio_are_percent_of_the_sides() -> None:
     mask = blank_mask(*SIZE)
     value = {"x": 12.5, "y": 22.9167, "width": 35.0, "height": 33.3333, "rectanglelabels": ["road"]}
-    label_studio._draw(mask, {"type": "rectanglelabels", "value": value}, VALUES)
+    _draw_label_studio(mask, {"type": "rectanglelabels", "value": value}, VALUES)
     np.testing.assert_array_equal(mask, BOX)  # 12.5 % of 20 is 2.5, half a pixel right of the second pixel's centre
     with pytest.raises(ValueError, match="a turned rectangle: draw it as a polygon"):
-        label_studio._draw(mask, {"type": "rectanglelabels", "value": {**value, "rotation": 5}}, VALUES)
+        _draw_label_studio(mask, {"type": "rectanglelabels", "value": {**value, "rotation": 5}}, VALUES)
 
 
 @pytest.mark.parametrize(
     ("line", "corners"),
     [
-        ("7 0.5 0.5 0.25 0.5", [(29.5, 9.5), (49.5, 9.5), (49.5, 29.5), (29.5, 29.5)]),
-        ("7 0.5 0.5 0.25 0.5 0.93", [(29.5, 9.5), (49.5, 9.5), (49.5, 29.5), (29.5, 29.5)]),  # with a confidence
-        ("7 0 0 1 0 0.5 1", [(-0.5, -0.5), (79.5, -0.5), (39.5, 39.5)]),
+        (b"7 0.5 0.5 0.25 0.5", [(29.5, 9.5), (49.5, 9.5), (49.5, 29.5), (29.5, 29.5)]),
+        (b"7 0.5 0.5 0.25 0.5 0.93", [(29.5, 9.5), (49.5, 9.5), (49.5, 29.5), (29.5, 29.5)]),  # with a confidence
+        (b"7 0 0 1 0 0.5 1", [(-0.5, -0.5), (79.5, -0.5), (39.5, 39.5)]),
     ],
 )
-def test_lines_of_yolo_are_boxes_or_polygons(line: str, corners: list[tuple[float, float]]) -> None:
+def test_lines_of_yolo_are_boxes_or_polygons(line: bytes, corners: list[tuple[float, float]]) -> None:
     """On an image of 80 x 40 pixels."""
     assert _shape(line, 40, 80) == (7, corners)

@@ -10,14 +10,11 @@ from segapp.errors import DataError
 from segapp.onboarding.convert.arrays import find_arrays
 from segapp.onboarding.convert.coco import find_coco
 from segapp.onboarding.convert.conversion import BAD_ENTRY, Conversion, problem_of
-from segapp.onboarding.convert.cvat import find_cvat
-from segapp.onboarding.convert.label_studio import find_label_studio
-from segapp.onboarding.convert.labelme import find_labelme
+from segapp.onboarding.convert.label_tools import find_cvat, find_label_studio, find_labelme, find_supervisely
 from segapp.onboarding.convert.nnunet import find_nnunet
 from segapp.onboarding.convert.parquet import find_parquet
 from segapp.onboarding.convert.pieces import find_pieces
 from segapp.onboarding.convert.rle import find_rle
-from segapp.onboarding.convert.supervisely import find_supervisely
 from segapp.onboarding.convert.yolo import find_yolo
 from segapp.onboarding.survey.hypotheses import Layout
 from segapp.onboarding.survey.tree import Tree

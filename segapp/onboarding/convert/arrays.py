@@ -20,16 +20,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.datasets.files import read_header, shown
-from segapp.datasets.images.raster import encode_bands, read_description
+from segapp.datasets.images.raster import encode_bands
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
     Conversion,
     Item,
-    Mask,
     WideMask,
+    as_ids,
     digest_of,
     encode_png,
-    is_png_of,
+    file_state,
+    is_image_of,
     mask_target,
     missing_extra,
 )
@@ -322,7 +323,7 @@ def _items(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *,
     """Yield an item for each image of a pair; those of one array are a scene where there are several arrays."""
     image, mask = pair
     files = [tree.root / side.path for side in pair]
-    states = [(side.path, side.key, *_state(file)) for side, file in zip(pair, files, strict=True)]
+    states = [(side.path, side.key, *file_state(file)) for side, file in zip(pair, files, strict=True)]
     known, own = (image, axes.image) if image.dtype is not None else (mask, axes.mask)
     has_many = "N" in own
     count = known.shape[own.index("N")] if has_many else 1
@@ -351,23 +352,14 @@ def _items(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *,
             image=f"images/{name}.{'png' if is_png else 'tif'}",
             target=f"masks/{name}",
             image_bytes=partial(_image_bytes, files[0], image, axes.image, number, digest),
-            has_image=partial(is_png_of if is_png else _is_tiff_of, digest=digest),
+            has_image=partial(is_image_of, digest=digest),
         )
-
-
-def _state(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _is_png(image: _Side, axes: str) -> bool:
     """Return True for images of 8 bits with one or three channels."""
     channels = image.shape[axes.index("C")] if "C" in axes else 1
     return image.dtype is not None and image.dtype.name in ("uint8", "bool") and channels in (1, 3)
-
-
-def _is_tiff_of(path: Path, digest: str) -> bool:
-    return path.is_file() and read_description(path) == digest
 
 
 def _image_bytes(file: Path, side: _Side, axes: str, number: int, digest: str) -> bytes:
@@ -391,21 +383,11 @@ def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> 
         return np.asarray(stored_pixels(file, as_rgb=False)[0], np.uint8)
     planes = _image_of(file, side, axes, number)
     if planes.shape[2] == 1:
-        return _ids(planes[..., 0])
+        return as_ids(planes[..., 0], 255)
     if is_sets:
         sets = {number: planes[..., number] > 0 for number in range(planes.shape[2])}
         return combine(sets, planes.shape[:2], planes.shape[2], is_multilabel=True)
     return np.asarray((planes > 0).argmax(axis=2), np.uint8)
-
-
-def _ids(values: NDArray[Any]) -> Mask:
-    low, high = values.min(initial=0), values.max(initial=0)
-    if not (low >= 0 and high <= 255):
-        raise ValueError(f"values from {low} to {high}, which are no ids of 0 to 255")
-    ids = np.asarray(values.astype(np.uint8))
-    if values.dtype.kind == "f" and not (ids == values).all():
-        raise ValueError("numbers with fractions, which are no ids")
-    return ids
 
 
 def _dataset(file: Path, *, has_pixels: bool) -> Any:

@@ -26,13 +26,21 @@ from segapp.datasets.images.raster import (
     Window,
     encode_bands,
     read_bands,
-    read_description,
     read_georeference,
 )
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.convert.conversion import Conversion, Item, digest_of, encode_png, is_png_of, mask_target
+from segapp.onboarding.convert.conversion import (
+    Conversion,
+    Item,
+    as_ids,
+    digest_of,
+    encode_png,
+    file_state,
+    is_image_of,
+    mask_target,
+)
 from segapp.onboarding.survey.content import color_codes, stored_pixels
 from segapp.onboarding.survey.hypotheses import Layout, Pair
 from segapp.onboarding.survey.questions import Answer, open_question
@@ -257,7 +265,7 @@ class _Pixels:
             values = values if stored.bands >= 3 else values[..., 0]
         else:
             values = _whole_mask(self.path)[window]
-        return _as_ids(values)
+        return as_ids(values, 65_535)
 
 
 @lru_cache(maxsize=1)
@@ -271,16 +279,6 @@ def _whole_image(path: Path) -> NDArray[Any]:
 @lru_cache(maxsize=1)
 def _whole_mask(path: Path) -> NDArray[Any]:
     return stored_pixels(path, as_rgb=False)[0]
-
-
-def _as_ids(values: NDArray[Any]) -> NDArray[Any]:
-    if values.dtype == np.uint8:
-        return values
-    low, high = values.min(initial=0), values.max(initial=0)
-    ids = values.astype(np.uint8 if high <= 255 else np.uint16)
-    if not (low >= 0 and high <= 65_535) or not (ids == values).all():
-        raise ValueError(f"values from {low} to {high}, which are no ids of 0 to 65535")
-    return ids
 
 
 def _counts(mask: _Pixels) -> NDArray[np.int64]:
@@ -302,7 +300,7 @@ def _item(pair: Pair, image: _Pixels, mask: _Pixels, window: Window, split: str 
     rows, columns = window
     name = f"{mask_target(pair.image)}/{rows.start:05}-{columns.start:05}"
     place = (rows.start, rows.stop, columns.start, columns.stop)
-    states = [(str(one.path), one.path.stat().st_size, one.path.stat().st_mtime_ns) for one in (image, mask)]
+    states = [(str(one.path), *file_state(one.path)) for one in (image, mask)]
     digest = digest_of((states, place))
     return Item(
         f"images/{name}.{'tif' if _is_written_as_tiff(image) else 'png'}",
@@ -313,19 +311,13 @@ def _item(pair: Pair, image: _Pixels, mask: _Pixels, window: Window, split: str 
         split,
         (mask_target(pair.image),),
         image_bytes=partial(_image_bytes, image, window, digest),
-        has_image=partial(_is_block, digest=digest),
+        has_image=partial(is_image_of, digest=digest),
     )
 
 
 def _is_written_as_tiff(image: _Pixels) -> bool:
     stored = read_header(image.path).stored
     return image.is_tiff or (stored is not None and not stored.is_picture)
-
-
-def _is_block(path: Path, digest: str) -> bool:
-    if path.suffix == ".png":
-        return is_png_of(path, digest)
-    return path.is_file() and read_description(path) == digest
 
 
 def _image_bytes(image: _Pixels, window: Window, digest: str) -> bytes:

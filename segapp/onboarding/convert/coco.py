@@ -7,6 +7,7 @@ annotation are background.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,7 @@ from segapp.onboarding.convert.conversion import (
     load_json,
     mask_target,
     missing_extra,
+    painter,
     split_said,
 )
 from segapp.onboarding.survey.class_files import is_background
@@ -77,7 +79,10 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> C
             own = by_image.get(entry.get("id"), [])
             if found is None or (is_panoptic and not own):
                 continue
-            paint = _panoptic(tree, path, own, value_of) if is_panoptic else _instances(images, found, own, value_of)
+            if is_panoptic:
+                paint = _panoptic(tree, path, own, value_of)
+            else:
+                paint = painter(images, found, own, partial(_draw, value_of=value_of), "annotation", _area)
             origin = f"{shown(path)}: image {shown(file_name)}"
             split = split_said(found) or split_said(path)
             items.append(Item(found, mask_target(found), origin, own, paint, split))
@@ -103,17 +108,8 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> C
     )
 
 
-def _instances(
-    images: Images, image: str, annotations: Sequence[Any], value_of: Mapping[int, int]
-) -> Callable[[], Mask]:
-    def paint() -> Mask:
-        height, width = images.size_of(image)
-        mask = blank_mask(height, width)
-        for annotation in sorted(annotations, key=_area, reverse=True):
-            draw_segmentation(mask, annotation["segmentation"], value_of[int(annotation["category_id"])])
-        return mask
-
-    return paint
+def _draw(mask: Mask, annotation: Mapping[str, Any], value_of: Mapping[int, int]) -> None:
+    draw_segmentation(mask, annotation["segmentation"], value_of[int(annotation["category_id"])])
 
 
 def _area(annotation: Mapping[str, Any]) -> float:

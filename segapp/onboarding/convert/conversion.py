@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
 
 from segapp.datasets.files import open_regular, read_header, shown
+from segapp.datasets.images.raster import read_description
 from segapp.errors import DataError, storage_errors
 from segapp.onboarding.survey.class_files import is_background, is_void
 from segapp.onboarding.survey.hypotheses import Pair, parse_file
@@ -249,6 +250,40 @@ def is_png_of(path: Path, digest: str) -> bool:
         return False
 
 
+def is_image_of(path: Path, digest: str) -> bool:
+    """Return True for a complete PNG or TIFF of this content."""
+    if path.suffix == ".png":
+        return is_png_of(path, digest)
+    return path.is_file() and read_description(path) == digest
+
+
+def file_state(path: Path) -> tuple[int, int]:
+    """Return what changes if a file is written again: its size in bytes, and the time in nanoseconds."""
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def as_ids(values: NDArray[Any], largest: int) -> WideMask:
+    """Return values as ids of 8 bits, or of 16 if there are some beyond 255.
+
+    Args:
+        values: of a mask, of any type.
+        largest: id that is allowed.
+
+    Raises:
+        ValueError: a value is larger, negative, or has a fraction.
+    """
+    if values.dtype == np.uint8:
+        return values
+    low, high = values.min(initial=0), values.max(initial=0)
+    if not (low >= 0 and high <= largest):
+        raise ValueError(f"values from {low} to {high}, which are no ids of 0 to {largest}")
+    ids: WideMask = values.astype(np.uint8) if high <= 255 else values.astype(np.uint16)
+    if not (ids == values).all():
+        raise ValueError("numbers with fractions, which are no ids")
+    return ids
+
+
 def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16], digest: str) -> bytes:
     """Return a PNG of ids or grey values (H, W), or RGB (H, W, 3), with the digest of its content."""
     info = PngImagePlugin.PngInfo()
@@ -339,16 +374,30 @@ class Images:
 
 
 def painter(
-    images: Images, image: str, objects: Sequence[Any], draw: Callable[[Mask, Any], None], noun: str = "object"
+    images: Images,
+    image: str,
+    objects: Sequence[Any],
+    draw: Callable[[Mask, Any], None],
+    noun: str,
+    area: Callable[[Any], float] | None = None,
 ) -> Callable[[], Mask]:
-    """Return a function that paints the mask of an image: its objects in their order, later ones on top.
+    """Return a function that paints the mask of an image: its objects one after the other, later ones on top.
 
-    It raises ValueError, with the number of the object, where `draw` raises an error of BAD_ENTRY.
+    Args:
+        images: of the folder.
+        image: whose mask is painted.
+        objects: as the annotation holds them.
+        draw: draws an object in place.
+        noun: of an object; the function raises ValueError with it and the object's number for an error of BAD_ENTRY.
+        area: of an object; the larger ones are drawn first. None: all are drawn in their order.
     """
 
     def paint() -> Mask:
         mask = blank_mask(*images.size_of(image))
-        for number, one in enumerate(objects):
+        numbered = list(enumerate(objects))
+        if area is not None:
+            numbered.sort(key=lambda one: -area(one[1]))
+        for number, one in numbered:
             try:
                 draw(mask, one)
             except BAD_ENTRY as error:
@@ -445,6 +494,12 @@ def fill_polygon(mask: NDArray[np.uint8], rings: Sequence[Sequence[Sequence[floa
             raise ValueError("a corner that is no number")
         corners.append(np.rint(points[:, :2]).astype(np.int32))
     cv2.fillPoly(mask, corners, value)
+
+
+def fill_box(mask: Mask, first: Sequence[float], last: Sequence[float], value: int) -> None:
+    """Fill a rectangle, in place, between two opposite corners (x, y); see `fill_polygon`."""
+    (x0, y0), (x1, y1) = first, last
+    fill_polygon(mask, [[(x0, y0), (x1, y0), (x1, y1), (x0, y1)]], value)
 
 
 def area_of(ring: Sequence[Sequence[float]]) -> float:

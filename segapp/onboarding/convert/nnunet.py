@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -16,10 +17,19 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.pixel_format import PixelFormat
-from segapp.datasets.images.raster import encode_bands, read_description
+from segapp.datasets.images.raster import encode_bands
 from segapp.datasets.images.reading import read_image
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask, digest_of, load_json, split_said
+from segapp.onboarding.convert.conversion import (
+    Conversion,
+    Item,
+    Mask,
+    digest_of,
+    file_state,
+    is_image_of,
+    load_json,
+    split_said,
+)
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.tree import Tree
 
@@ -82,7 +92,7 @@ def _channel_names(tree: Tree, count: int) -> list[str]:
 
 def _item(tree: Tree, image: str, channels: Sequence[str], mask: str, names: Sequence[str]) -> Item:
     files = [tree.root / path for path in channels]
-    states = [(path, file.stat().st_size, file.stat().st_mtime_ns) for path, file in zip(channels, files, strict=True)]
+    states = [(path, *file_state(file)) for path, file in zip(channels, files, strict=True)]
     digest = digest_of((states, list(names)))
     return Item(
         image,
@@ -92,7 +102,7 @@ def _item(tree: Tree, image: str, channels: Sequence[str], mask: str, names: Seq
         _mask_of(tree.root / mask),
         split_said(image),
         image_bytes=lambda: encode_bands(_stacked(files), names, digest),
-        has_image=lambda path: path.is_file() and read_description(path) == digest,
+        has_image=partial(is_image_of, digest=digest),
         mask=mask,
         preview=channels[0],
     )

@@ -12,7 +12,7 @@ import numpy as np
 from PIL import Image
 
 from segapp.datasets.files import MAX_PIXELS, open_bytes, shown
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask, missing_extra, split_said
+from segapp.onboarding.convert.conversion import Conversion, Item, Mask, as_ids, file_state, missing_extra, split_said
 from segapp.onboarding.survey.tree import Tree
 
 _MASKS = ("mask", "label", "labels", "annotation", "segmentation", "semantic_segmentation", "seg", "gt", "masks")
@@ -41,7 +41,7 @@ def find_parquet(tree: Tree) -> Conversion | None:
         if image is None or mask is None:
             continue
         said = f"the columns {image} and {mask}"
-        status = (tree.root / path).stat()
+        state = file_state(tree.root / path)
         first_row = 0
         for group in range(file.num_row_groups):
             read = _reader(tree.root / path, group, (image, mask))
@@ -55,7 +55,7 @@ def find_parquet(tree: Tree) -> Conversion | None:
                         f"images/{name}{suffix}",
                         f"masks/{name}",
                         f"{shown(path)}: row {row}",
-                        (path, row, status.st_size, status.st_mtime_ns),
+                        (path, row, *state),
                         _mask_of(read, number),
                         split_said(path),
                         image_bytes=_image_of(read, number),
@@ -107,6 +107,4 @@ def _mask(data: bytes) -> Mask:
     if image.mode not in ("L", "P", "1", "I", "I;16"):
         raise ValueError(f"a mask of mode {image.mode}: only masks of ids can be converted")
     ids = np.asarray(Image.open(io.BytesIO(data)))
-    if ids.max(initial=0) > 255:
-        raise ValueError("ids beyond 255")
-    return ids.astype(np.uint8)
+    return as_ids(ids, 255).astype(np.uint8, copy=False)

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Conversion, Images, Item, WideMask, mask_target, split_said
+from segapp.onboarding.convert.conversion import Conversion, Images, Item, WideMask, file_state, mask_target, split_said
 from segapp.onboarding.survey.content import UNREADABLE, stored_pixels
 from segapp.onboarding.survey.hypotheses import Layout, Pair, probe
 from segapp.onboarding.survey.tree import Tree
@@ -496,8 +496,7 @@ class _Reader:
         """Return an item for each image."""
         found = []
         for image, own in sorted(by_image.items()):
-            files = {path: (self.root / path).stat() for path in own.values()}
-            states = [(name, path, files[path].st_size, files[path].st_mtime_ns) for name, path in own.items()]
+            states = [(name, path, *file_state(self.root / path)) for name, path in own.items()]
             paint = partial(self._mask, image, own, is_multilabel)
             origin = f"masks of {shown(image)}"
             found.append(Item(image, mask_target(image), origin, (states, is_multilabel), paint, split_said(image)))

@@ -1,4 +1,4 @@
-"""YOLO: text files with a class and a polygon a line, beside the images or under labels/ where they are under images/.
+"""YOLO: text files with a class and a polygon per line, beside the images or under labels/ if those are in images/.
 
 Larger polygons are drawn first, so that smaller ones lie on top. Pixels without annotation are background.
 """
@@ -17,11 +17,11 @@ from segapp.onboarding.convert.conversion import (
     Item,
     Mask,
     area_of,
-    blank_mask,
     check_classes,
     fill_polygon,
     first_bytes,
     mask_target,
+    painter,
     split_said,
 )
 from segapp.onboarding.survey.class_files import find_class_files
@@ -90,20 +90,17 @@ def _lines(tree: Tree, path: str) -> list[str]:
 
 
 def _painter(images: Images, image: str, content: bytes, num_classes: int) -> Callable[[], Mask]:
-    def paint() -> Mask:
-        height, width = images.size_of(image)
-        mask = blank_mask(height, width)
-        shapes = [_shape(line, height, width) for line in content.decode().splitlines() if line.strip()]
-        for number, corners in sorted(shapes, key=lambda shape: -area_of(shape[1])):
-            if not 0 <= number < num_classes:
-                raise ValueError(f"class {number} has no name")
-            fill_polygon(mask, [corners], number + 1)
-        return mask
+    def draw(mask: Mask, line: bytes) -> None:
+        number, corners = _shape(line, *mask.shape)
+        if not 0 <= number < num_classes:
+            raise ValueError(f"class {number} has no name")
+        fill_polygon(mask, [corners], number + 1)
 
-    return paint
+    lines = [line for line in content.splitlines() if line.strip()]
+    return painter(images, image, lines, draw, "polygon", lambda line: area_of(_shape(line, 1, 1)[1]))
 
 
-def _shape(line: str, height: int, width: int) -> tuple[int, Sequence[tuple[float, float]]]:
+def _shape(line: bytes, height: int, width: int) -> tuple[int, Sequence[tuple[float, float]]]:
     """Return the class and the corners in pixels of a line; a box has four numbers, and is drawn as a rectangle."""
     number, *words = line.split()
     values = [float(word) for word in words]
