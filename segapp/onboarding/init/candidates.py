@@ -23,7 +23,6 @@ from segapp.onboarding.survey.published import published_layout
 from segapp.onboarding.survey.questions import SURE, Answer, OpenQuestionError, open_question
 from segapp.onboarding.survey.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.survey.tree import Tree
-from segapp.report.render import data_url, render, save_page
 
 Candidate = Layout | Conversion
 
@@ -159,6 +158,8 @@ def save_candidates(out: Path, tree: Tree, found: Sequence[Candidate]) -> None:
     Raises:
         StorageError: it cannot be written.
     """
+    from segapp.report.render import render, save_page  # loads torch, which no config needs
+
     values = {
         "name": shown(tree.root),
         "candidates": [(candidate, list(_pictures(tree, candidate))) for candidate in found[:_MAX_CANDIDATES]],
@@ -200,6 +201,8 @@ def _colored(mask: NDArray[np.uint8] | NDArray[np.uint8 | np.int64]) -> NDArray[
 
 
 def _thumbnail(pixels: NDArray[np.uint8]) -> Markup:
+    from segapp.report.render import data_url
+
     factor = min(1.0, _THUMBNAIL_PX / max(pixels.shape[:2]))
     size = (max(1, round(pixels.shape[1] * factor)), max(1, round(pixels.shape[0] * factor)))
     small = cv2.resize(np.ascontiguousarray(pixels), size, interpolation=cv2.INTER_NEAREST)
