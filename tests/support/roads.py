@@ -56,13 +56,13 @@ def broken_links(stops: list[Stop]) -> list[str]:
     """Return the stops that do not exist, or do not name the next one."""
     problems = []
     for here, there in itertools.pairwise(stops):
-        node = _definition(here)
+        node = definition(here)
         if node is None:
             problems.append(f"{here.file} defines no {here.name}")
         elif there.name.rpartition(".")[2] not in _names_in(node):
             problems.append(f"{here.file}:{here.name} does not name {there.name}")
     last = stops[-1]
-    if last.file and _definition(last) is None:
+    if last.file and definition(last) is None:
         problems.append(f"{last.file} defines no {last.name}")
     return problems
 
@@ -72,7 +72,7 @@ def stops_without(stops: list[Stop], key: str) -> list[str]:
     leaf = key.rpartition(".")[2]
     problems = []
     for stop in stops:
-        node = _definition(stop)
+        node = definition(stop)
         if node is None:
             problems.append(f"{stop.file} defines no {stop.name}")
         elif leaf not in {*_names_in(node), *_defined_by(node)}:
@@ -80,7 +80,8 @@ def stops_without(stops: list[Stop], key: str) -> list[str]:
     return problems
 
 
-def _definition(stop: Stop) -> ast.AST | None:
+def definition(stop: Stop) -> ast.AST | None:
+    """Return the syntax tree of what a stop names; None if it does not exist."""
     scope: ast.AST | None = ast.parse((ROOT / "segapp" / Path(stop.file)).read_text())
     for name in stop.name.split("."):
         scope = next((node for node in getattr(scope, "body", []) if name in _defined_by(node)), None)
