@@ -157,7 +157,6 @@ def attach(
         typer.Argument(metavar="[RUN]", help="A run's name or folder; else the newest that trains, else the newest."),
     ] = None,
     readonly: Annotated[bool, typer.Option("--readonly", help="Show only; send no commands.")] = False,
-    replay: Annotated[float | None, option("--replay", "Play the run again at SPEED times its speed.", "SPEED")] = None,
     theme: Annotated[str | None, typer.Option(metavar="NAME", help="Colours of the screen.")] = None,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
 ) -> None:
@@ -167,7 +166,7 @@ def attach(
         from segapp.tui.app import run_ui
 
     folder = run_to_attach(run)
-    sys.exit(run_ui(folder.path, readonly=readonly, replay=replay, theme=theme, ascii_only=ascii_only))
+    sys.exit(run_ui(folder.path, readonly=readonly, theme=theme, ascii_only=ascii_only))
 
 
 @app.command()

@@ -13,7 +13,7 @@ from textual import events
 from textual.binding import BindingType
 from textual.widgets import Input
 
-from segapp.errors import CommandError, ConfigError, RunError
+from segapp.errors import CommandError, RunError
 from segapp.run.commands import (
     CancelCommand,
     CheckpointCommand,
@@ -40,15 +40,13 @@ from segapp.tui.seen import seen_path
 from segapp.tui.settings import load_settings, settings_path
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
 from segapp.tui.widgets import Gpu0Pane
-from segapp.view.replay import ReplaySource
-from segapp.view.source import LiveSource, RunSource
+from segapp.view.source import LiveSource
 
 
 def run_ui(
     run: Path | str | RunFolder,
     *,
     readonly: bool = False,
-    replay: float | None = None,
     theme: str | None = None,
     ascii_only: bool = False,
     starts_with_list: bool = False,
@@ -59,7 +57,6 @@ def run_ui(
     Args:
         run: Name of the run, path to its folder, or the folder of a run that may not have begun yet.
         readonly: Hide and disable all keys that send commands.
-        replay: Replay the events of the run, this many times faster than real time.
         theme: One of `themes.NAMES`, `dark` or `light`; None: the last one used.
         ascii_only: Draw without Unicode; always if the locale has none.
         starts_with_list: Show the list of the runs first.
@@ -69,20 +66,17 @@ def run_ui(
         0.
 
     Raises:
-        ConfigError: There is no such run or theme, the speed is not positive, or there is no terminal.
-        RunError: There is nothing to replay, or the screen failed.
+        ConfigError: There is no such run or theme, or there is no terminal.
+        RunError: The screen failed.
     """
     folder = run if isinstance(run, RunFolder) else find_run(run)
-    if replay is not None and not 0 < replay < 1e9:
-        raise ConfigError(f"replay={replay}: the speed must be a number above 0, such as 20")
     file = settings_path()
     settings = load_settings(file)
     if theme is not None:
         settings.theme = themes.find_theme(theme)
     check_terminal()
-    source: RunSource = LiveSource(folder) if replay is None else ReplaySource(folder, replay)
     app = MonitorApp(
-        source,
+        LiveSource(folder),
         readonly=readonly,
         starts_with_list=starts_with_list,
         settings=settings,
@@ -126,7 +120,7 @@ class MonitorApp(BrowsingApp):
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the keys that the view does not offer."""
-        return keys.is_offered(action, is_readonly=self.readonly, is_replay=self.is_replay)
+        return keys.is_offered(action, is_readonly=self.readonly)
 
     def send(self, command: Command) -> None:
         """Write a command to the run's inbox, unless there is no trainer to handle it."""
@@ -134,8 +128,7 @@ class MonitorApp(BrowsingApp):
         if self.readonly:
             self.say(f"{text}: this view is read-only", "warning")
         elif status.is_over:
-            why = "this is a replay" if status.is_replay else f"the run has ended ({header.state_label(status)})"
-            self.say(f"{text} was not sent: {why}", "warning")
+            self.say(f"{text} was not sent: the run has ended ({header.state_label(status)})", "warning")
         else:
             try:
                 self.unanswered[send_command(self.source.folder.path, command)] = text

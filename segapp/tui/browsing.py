@@ -29,7 +29,6 @@ from segapp.tui.widgets import ClassesPane
 from segapp.view.details import Detail, details_text, event_details
 from segapp.view.history import SMOOTHINGS
 from segapp.view.metrics import CLASS, metric_names, metric_title
-from segapp.view.replay import ReplaySource
 from segapp.view.wording import LogLine
 
 Choice = TypeVar("Choice")
@@ -218,31 +217,6 @@ class BrowsingApp(Monitor):
         else:
             self.say("nothing to copy: drag over a text first, or select an event")
 
-    # --- replay ----------------------------------------------------------------------------------------------------
-
-    def action_replay_pause(self) -> None:
-        """Pause the replay, or play on."""
-        if isinstance(self.source, ReplaySource):
-            self.source.toggle_pause()
-            self._tick()
-            self.show_view()
-
-    def action_replay_epoch(self, by: int) -> None:
-        """Move the replay to the beginning of another epoch; among pictures, show another evaluation."""
-        if self.pane == "pictures":
-            self.action_cursor(by)
-        elif isinstance(self.source, ReplaySource):
-            self.source.move_epoch(by)
-            self._tick()
-            self.show_view()
-
-    def action_replay_end(self, end: int) -> None:
-        """Move the replay to the beginning (0) or to the end (1) of the recording."""
-        if isinstance(self.source, ReplaySource):
-            self.source.move_to(end=bool(end))
-            self._tick()
-            self.show_view()
-
     # --- input lines ---------------------------------------------------------------------------------------------
 
     def action_filter(self) -> None:
@@ -304,9 +278,7 @@ class BrowsingApp(Monitor):
 
     def action_help(self) -> None:
         """Show the help page."""
-        found = keys.help_lines(
-            keys.available(self.readonly, is_replay=self.is_replay), self.settings.keymap, glyphs=self.glyphs
-        )
+        found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, glyphs=self.glyphs)
         self.push_screen(HelpScreen(found))
 
     def action_manual(self) -> None:
@@ -318,7 +290,7 @@ class BrowsingApp(Monitor):
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
         """Yield the commands of the palette: every key's action, every metric, every theme, and everyday words."""
-        for key in keys.available(self.readonly, is_replay=self.is_replay):
+        for key in keys.available(self.readonly):
             name = keys.shown_key(key, self.settings.keymap, is_ascii=self.is_ascii)
 
             async def act(action: str = key.action) -> None:

@@ -44,20 +44,11 @@ class Key(NamedTuple):
     """Everyday words under which the command palette finds the action."""
     is_bound: bool = True
     """False for a key that the focused widget handles itself."""
-    only: str = ""
-    """`run`: not in a replay; `replay`: only there; empty: in both."""
 
 
 KEYS = (
     Key("detach", "q,ctrl+q", "Leave", "leave; the training goes on", words="quit, exit, detach"),
-    Key(
-        "toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume", True, only="run"
-    ),
-    Key("replay_pause", "space", "Pause", "pause the replay, or play on", words="resume, play", only="replay"),
-    Key("replay_epoch(-1)", "left", "Back", "begin of the epoch, or of the one before", words="seek", only="replay"),
-    Key("replay_epoch(1)", "right", "Next", "next epoch", words="seek, forward", only="replay"),
-    Key("replay_end(0)", "home", "Begin", "begin of the recording", words="seek, rewind", only="replay"),
-    Key("replay_end(1)", "end", "End", "end of the recording", words="seek", only="replay"),
+    Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume", True),
     Key(
         "edit_gpu0",
         "b",
@@ -84,15 +75,14 @@ KEYS = (
     Key("window(1)", "minus,right_square_bracket", "", "longer part of the curve", panes="loss", words="zoom out"),
     Key("pan(-1)", "shift+left", "", "earlier part of the curve; also by dragging", panes="loss"),
     Key("pan(1)", "shift+right", "", "later part of the curve", panes="loss"),
-    Key("jump(0)", "home", "", "first steps", panes="loss", only="run"),
-    Key("jump(1)", "end", "", "newest steps, which are followed", panes="loss", only="run"),
+    Key("jump(0)", "home", "", "first steps", panes="loss"),
+    Key("jump(1)", "end", "", "newest steps, which are followed", panes="loss"),
     Key(
         "cursor(-1)",
         "left",
         "Read",
         "read the curve to the left; pictures of the evaluation before",
         panes="loss pictures",
-        only="run",
     ),
     Key(
         "cursor(1)",
@@ -100,7 +90,6 @@ KEYS = (
         "",
         "read the curve to the right; pictures of the next evaluation",
         panes="loss pictures",
-        only="run",
     ),
     Key("image", "down", "Image", "another image of the evaluation; also up", panes="pictures", is_bound=False),
     Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),
@@ -155,17 +144,16 @@ def binding_id(key: Key) -> str:
     return "".join(c if c.isalnum() else "_" for c in key.action.replace("-1", "back").replace("1", "on")).strip("_")
 
 
-def is_offered(action: str, *, is_readonly: bool, is_replay: bool) -> bool:
+def is_offered(action: str, *, is_readonly: bool) -> bool:
     """Return True if a view offers an action, or if it is none of the table."""
     of_table = [key for key in KEYS if key.action.partition("(")[0] == action]
-    offered = available(is_readonly, is_replay=is_replay)
+    offered = available(is_readonly)
     return not of_table or any(key in offered for key in of_table)
 
 
-def available(is_readonly: bool, *, is_replay: bool = False) -> list[Key]:
+def available(is_readonly: bool) -> list[Key]:
     """Return the keys that a view offers."""
-    left_out = "run" if is_replay else "replay"
-    return [key for key in KEYS if not (is_readonly and key.is_control) and key.only != left_out]
+    return [key for key in KEYS if not (is_readonly and key.is_control)]
 
 
 def shown_key(key: Key, keymap: Mapping[str, str], *, is_ascii: bool = False) -> str:

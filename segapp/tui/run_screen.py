@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rich.console import RenderableType
 from textual import events
 from textual.app import App, ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.geometry import Size
-from textual.screen import Screen
 from textual.widget import Widget
 
 from segapp.failpoints import failpoint
@@ -27,8 +25,6 @@ from segapp.run.words import printable
 from segapp.tui import keys, layout, themes
 from segapp.tui.announcer import RESTORE_TITLE, SAVE_TITLE, Announcer
 from segapp.tui.event_log import EventsPane
-from segapp.tui.output.compositor import PartialScreen
-from segapp.tui.output.frame import Frame
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import ChartOptions, LossChart, Other
 from segapp.tui.panes.classes import classes_title
@@ -42,9 +38,8 @@ from segapp.tui.settings import UiSettings, save_settings
 from segapp.tui.terminal import end_with_terminal, is_hung_up
 from segapp.tui.widgets import ClassesPane, Gpu0Pane, LiteralText, Pane, set_title
 from segapp.view.metrics import chart_title, step_field
-from segapp.view.replay import ReplaySource
 from segapp.view.runs import RunList
-from segapp.view.source import LiveSource, RunSource, Status, newest_pictures
+from segapp.view.source import LiveSource, Status, newest_pictures
 from segapp.view.tail import LogTail
 from segapp.view.view import View
 
@@ -79,7 +74,7 @@ class Monitor(App[None]):
 
     def __init__(
         self,
-        source: RunSource,
+        source: LiveSource,
         *,
         readonly: bool = False,
         starts_with_list: bool = False,
@@ -112,13 +107,12 @@ class Monitor(App[None]):
         """For a trainer that is starting; see `run_ui`."""
         self.unanswered: dict[str, str] = {}
         """Commands that were sent and have no final answer: id -> text."""
-        self._layout: layout.Layout | None = None
+        self.layout_plan: layout.Layout | None = None
         self._screen_size: Size | None = None
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = self._was_reading = False
         self._is_starting: bool | None = None
         self._plan: tuple[Path, SavedMemoryPlan | None] | None = None
-        self._frame = Frame()
         self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
         for own in themes.OWN:
             self.register_theme(own)
@@ -173,10 +167,10 @@ class Monitor(App[None]):
         self.apply_layout()
         self._announcer = Announcer(self._write_control, self.settings.notify)
         self._write_control(SAVE_TITLE)
-        self.call_after_refresh(self._tick)
+        self.call_after_refresh(self.tick)
         if self.starts_with_list:
             self.show_runs()
-        self.set_interval(TICK_S, self._tick)
+        self.set_interval(TICK_S, self.tick)
 
     def on_unmount(self) -> None:
         """Save the settings, and give the terminal its title back."""
@@ -196,7 +190,8 @@ class Monitor(App[None]):
         timer.start()
         self.exit()
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
+        """Read what is new and show it; called twice a second."""
         failpoint("tui.tick")
         if not self.is_headless and is_hung_up():
             self._leave()
@@ -219,14 +214,6 @@ class Monitor(App[None]):
         if self._driver is not None and not self.is_headless:
             self._driver.write(codes)
 
-    def get_default_screen(self) -> Screen[object]:
-        """Return the screen that holds the panes."""
-        return PartialScreen()
-
-    def _display(self, screen: Screen[object], renderable: RenderableType | None) -> None:
-        """Write an update to the terminal, without what the terminal shows already."""
-        super()._display(screen, self._frame.updated(renderable))
-
     def after_poll(self) -> None:
         """Hook for subclasses, called after new events were read."""
 
@@ -248,7 +235,7 @@ class Monitor(App[None]):
         self.unanswered.clear()
         self.query_one(LossChart).options = self._chart_options(metric="loss", part=Viewport(), cursor=None)
         self.apply_layout()
-        self._tick()
+        self.tick()
         self.show_view()
 
     def _other_curves(self, metric: str) -> list[Other]:
@@ -262,11 +249,6 @@ class Monitor(App[None]):
             series = None if field is None else source.series(field)
             others.append(Other(printable(path.name), source.view, series))
         return others
-
-    @property
-    def is_replay(self) -> bool:
-        """True if a recorded run is replayed."""
-        return isinstance(self.source, ReplaySource)
 
     def status(self) -> Status:
         """Return the status of the run; a trainer that has just been started is not taken for a crashed one."""
@@ -298,8 +280,8 @@ class Monitor(App[None]):
         width, height = self._screen_size or self.size
         is_editing = self.draft is not None
         plan = layout.plan_layout(width, height, self.pane, is_zoomed=self.is_zoomed, is_editing=is_editing)
-        if plan != self._layout:
-            self._layout = plan
+        if plan != self.layout_plan:
+            self.layout_plan = plan
             shown = {name: name in plan.panes for name in (*layout.PANES, "gpu0")}
             shown |= dict.fromkeys(("head", "progress", "main", "keys"), not plan.is_notice)
             shown |= {"notice": plan.is_notice, "left": plan.has_left, "right": plan.has_right}
@@ -313,7 +295,7 @@ class Monitor(App[None]):
 
     def show_view(self) -> None:
         """Update every visible part of the screen."""
-        plan = self._layout
+        plan = self.layout_plan
         if not self._show_status() or plan is None:
             return
         view, (width, _) = self.source.view, self._screen_size or self.size
@@ -327,7 +309,7 @@ class Monitor(App[None]):
 
     def _show_status(self) -> bool:
         """Update the lines above the panes; return True if there are panes below them."""
-        view, status, plan = self.source.view, self.status(), self._layout
+        view, status, plan = self.source.view, self.status(), self.layout_plan
         if plan is None or not self.is_running:
             return False
         (width, height), glyphs = self._screen_size or self.size, self.glyphs
@@ -365,11 +347,9 @@ class Monitor(App[None]):
         if self.draft is not None:
             self._text("keys").show(keys.bar(EDITOR_KEYS, width))
             return
-        is_held = isinstance(self.source, ReplaySource) and self.source.is_paused
-        labels = {"toggle_pause": "Resume" if self.source.view.is_paused else "Pause",
-                  "replay_pause": "Play" if is_held else "Pause"}  # fmt: skip
+        labels = {"toggle_pause": "Resume" if self.source.view.is_paused else "Pause"}
         is_readonly = self.readonly or self.status().is_over or pane == "starting"  # no trainer can answer yet
-        shown = keys.here(keys.available(is_readonly, is_replay=self.is_replay), pane)
+        shown = keys.here(keys.available(is_readonly), pane)
         self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
 
     def _show_left(self, plan: layout.Layout) -> None:

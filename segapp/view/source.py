@@ -1,4 +1,4 @@
-"""The source of the screen's view of a run: its folder, which is followed, or a replay (`replay`)."""
+"""The run folder that a screen follows: its view, its state, and its sample pictures."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from segapp.run.events import EventReader, StepRun
 from segapp.run.folder import RunFolder
@@ -38,22 +38,15 @@ class Status:
     """Current time, Unix seconds; on the trainer's clock if its offset is known."""
     loaded_frac: float = 1.0
     """Fraction of the history that has been read."""
-    replay: str = ""
-    """Of a replay: what it does, such as `replay 8x`; else empty."""
     host: str | None = None
     pid: int | None = None
     skew_s: float = 0.0
     """Seconds by which the trainer's clock is ahead of this host's; 0 if small."""
 
     @property
-    def is_replay(self) -> bool:
-        """True for a recorded run that is replayed."""
-        return bool(self.replay)
-
-    @property
     def is_over(self) -> bool:
         """True if no trainer will answer a command."""
-        return self.is_replay or not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
+        return not self.is_there or self.state in ("finished", "stopped", "failed", "crashed")
 
 
 @dataclass(frozen=True)
@@ -67,25 +60,6 @@ class _Found:
     """True if a trainer holds the folder again, after the end of the training."""
     process: ProcessId | None
     """The holder of the folder, else the process that created it."""
-
-
-class RunSource(Protocol):
-    """A live or a replayed run, polled by the screen twice a second."""
-
-    folder: RunFolder
-    view: View
-
-    def poll(self) -> bool:
-        """Read a slice of the new events; return True if more are waiting."""
-        ...
-
-    def status(self) -> Status:
-        """Return the current status."""
-        ...
-
-    def series(self, field: str) -> History:
-        """Return the values of a number of the `step` events, as far as they have been read."""
-        ...
 
 
 class LiveSource:

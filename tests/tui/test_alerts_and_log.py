@@ -20,7 +20,7 @@ from segapp.view.source import LiveSource
 from segapp.view.tail import LogTail
 from segapp.view.view import NUM_WHOLE_EVENTS, View, fold_events
 from tests.support.recorded_runs import RecordedRun
-from tests.tui.test_screen import press, run_screen, screen_text, settled, source_of
+from tests.support.screens import press, run_screen, screen_text, settle, source_of
 
 DISK_FULL = (
     "cannot write a checkpoint in /data/runs/camvid/checkpoints: no space left on device: 117 MB are needed and 9 MB "
@@ -44,7 +44,7 @@ def test_alert_stays_in_the_banner_until_it_is_seen(fresh: RecordedRun, kind: st
         assert f"{kind}: cannot write" in text
         assert "choose another folder with --run" in " ".join(text.split())  # the remedy, behind a line break
         fresh.train(3)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "1 alert" in screen_text(app)
         await press(app, pilot, "a")
         assert "1 alert" not in screen_text(app).splitlines()[0]
@@ -86,7 +86,7 @@ def test_seen_alerts_stay_seen_on_the_next_screen(fresh: RecordedRun, tmp_path: 
         assert "alert" not in screen_text(app).splitlines()[0]
         fresh.clock.now_s += 600
         fresh.alert("hang", "no progress for 1200 s")
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "hang (2 times): no progress for 1200 s" in screen_text(app)
 
     run_screen(fresh, see, files=files)
@@ -153,16 +153,16 @@ def test_log_follows_its_end_through_bursts(tmp_path: Path) -> None:
         for burst in (1, 3, 20):
             for i in range(burst):
                 run.alert("compile", f"note {burst} {i}")
-            await settled(app, pilot)
+            await settle(app, pilot)
             assert f"note {burst} {burst - 1}" in screen_text(app)
         await press(app, pilot, "4", "up", "up")
         run.alert("compile", "unseen note")
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "unseen note" not in screen_text(app)
         await press(app, pilot, "end")
         assert "unseen note" in screen_text(app)
         run.alert("compile", "last note")
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "last note" in screen_text(app)
 
     run_screen(run, act)

@@ -27,11 +27,11 @@ from segapp.tui.panes.viewport import Viewport
 from segapp.view.history import History
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
 from segapp.view.plot import choose_scale, reduce_columns, usual_range
-from segapp.view.replay import ReplaySource
 from segapp.view.series import SeriesReader
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import CAMVID, RecordedRun
-from tests.tui.test_screen import press, run_screen, screen_text, sent, settled
+from tests.support.screens import press, run_screen, screen_text, settle
+from tests.tui.test_screen import sent
 
 
 @pytest.fixture
@@ -90,20 +90,6 @@ def test_series_follows_a_growing_and_a_replaced_file(run: RecordedRun) -> None:
     reader.poll()
     reader.poll()
     assert reader.history.size < 10
-
-
-def test_replay_has_the_series_of_the_steps_replayed(run: RecordedRun) -> None:
-    now = [0.0]
-    source = ReplaySource(run.folder, 1.0, monotonic=lambda: now[0])
-    now[0] = 20.0
-    while source.poll():
-        pass
-    first = source.series("lr").size
-    assert 0 < first < 60
-    now[0] = 1e9
-    while source.poll():
-        pass
-    assert source.series("lr").size == 60
 
 
 def test_keys_go_through_the_metrics_and_back(run: RecordedRun) -> None:
@@ -188,7 +174,7 @@ def test_wheel_zooms_at_the_pointer_and_a_drag_pans(run: RecordedRun) -> None:
         await pilot.mouse_down(chart, offset=(30, 6))
         await pilot.hover(chart, offset=(45, 6))
         await pilot.mouse_up(chart, offset=(45, 6))
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert chart.options.part.visible(1, 60)[0] < before[0]
 
     run_screen(run, act)
@@ -215,7 +201,7 @@ def test_clicked_cell_is_read_and_a_drag_reads_none(run: RecordedRun) -> None:
             chart.on_mouse_up(mouse(events.MouseUp, first + beyond))
             assert chart.options.cursor == cell
             assert chart._readout().startswith(f"step {step} ")
-        await settled(app, pilot)
+        await settle(app, pilot)
         rows = screen_text(app).splitlines()[chart.region.y : chart.region.bottom]
         assert UNICODE.v_cursor in {row[chart.region.x + first + cells[-1]] for row in rows}
         assert app.mouse_captured is None
@@ -250,7 +236,7 @@ def test_chart_fills_its_pane_and_shows_new_steps(fresh: RecordedRun) -> None:
         chart.change(metric="loss")
         for loss in (0.777, 0.555):
             fresh.train(1, loss=loss)
-            await settled(app, pilot)
+            await settle(app, pilot)
             assert f"mean e2 {number(folded(fresh).loss.mean)}" in screen_text(app)
 
     run_screen(fresh, act)
@@ -461,7 +447,7 @@ def test_applied_lr_factor_is_known(run: RecordedRun) -> None:
 def test_focus_selects_the_pane_that_keys_act_on(run: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await pilot.click("#event-lines")
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert app.pane == "events"
         await press(app, pilot, "f")
         assert "4 Events" in screen_text(app)

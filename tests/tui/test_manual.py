@@ -13,7 +13,7 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.browsing import _RUNS_TOPIC, _TOPIC_OF
 from segapp.tui.manual.viewer import DocsApp, DocsScreen, PageViewer
 from tests.support.recorded_runs import RecordedRun
-from tests.tui.test_screen import settled, source_of
+from tests.support.screens import settle, source_of
 
 
 def test_topics_of_all_panes_exist() -> None:
@@ -30,7 +30,7 @@ def test_f1_opens_the_page_of_the_focused_pane(tmp_path: Path) -> None:
     async def go() -> None:
         app = MonitorApp(source_of(run))
         async with app.run_test(size=(120, 36)) as pilot:
-            await settled(app, pilot)
+            await settle(app, pilot)
             await pilot.press("3", "f1")
             await pilot.pause()
             assert isinstance(app.screen, DocsScreen)

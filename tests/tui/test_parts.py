@@ -119,10 +119,8 @@ def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, 
 
 
 def test_keys_are_unique_and_control_keys_are_marked() -> None:
-    for is_replay in (False, True):
-        offered = keys.available(False, is_replay=is_replay)
-        names = [name for key in offered if key.is_bound for name in key.keys.split(",")]
-        assert len(names) == len(set(names))
+    names = [name for key in keys.KEYS if key.is_bound for name in key.keys.split(",")]
+    assert len(names) == len(set(names))
     ids = [keys.binding_id(key) for key in keys.KEYS]
     assert len(ids) == len(set(ids))
     assert {key.action for key in keys.KEYS if key.is_control} == {key.action for key in keys.KEYS if key.ctl}
@@ -138,10 +136,8 @@ def test_key_bar_always_shows_help(width: int) -> None:
     if width >= 60:
         assert len(bar) <= width
         assert "Leave" in bar
-    for is_replay in (False, True):
-        for pane in ("loss", "gpu", "classes", "events", "pictures", "starting"):
-            offered = keys.here(keys.available(False, is_replay=is_replay), pane)
-            assert "?" in keys.key_bar(offered, {}, {}, width).plain
+    for pane in ("loss", "gpu", "classes", "events", "pictures", "starting"):
+        assert "?" in keys.key_bar(keys.here(keys.available(False), pane), {}, {}, width).plain
 
 
 @given(

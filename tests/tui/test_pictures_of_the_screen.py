@@ -34,7 +34,7 @@ from segapp.tui.settings import UiSettings
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import Clock, RecordedRun
-from tests.tui.test_screen import press, settled, source_of
+from tests.support.screens import press, screen_rows, settle, source_of
 
 SNAPSHOTS = Path(__file__).parent / "snapshots"
 PICTURES = ("live-120x36",)
@@ -208,14 +208,13 @@ def shoot(app: MonitorApp, size: tuple[int, int], keys: tuple[str, ...], clock: 
 
     async def go() -> Shot:
         async with app.run_test(size=size) as pilot:
-            await settled(app, pilot)
+            await settle(app, pilot)
             await press(app, pilot, *keys)
             await pilot.pause()
             svg = app.export_screenshot(title="segapp")
-            update = app.screen._compositor.render_full_update(simplify=True)
-            rows = [[(text, style) for strip in line for text, style, _ in strip] for line in update.strips]
+            drawn = [[(text, style or Style()) for text, style, _ in row] for row in screen_rows(app)]
             # Textual names its styles after a checksum of its own version's markup.
-            return Shot(as_text(rows), re.sub(r"terminal-\d+", "terminal", svg))
+            return Shot(as_text(drawn), re.sub(r"terminal-\d+", "terminal", svg))
 
     with mock.patch("segapp.run.state.time.time", clock), mock.patch.object(RunList.__init__, "__defaults__", (clock,)):
         return asyncio.run(go())

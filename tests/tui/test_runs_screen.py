@@ -22,7 +22,7 @@ from segapp.tui.runs_screen import Columns, run_header, run_row
 from segapp.view.runs import RunList, sorted_runs
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
-from tests.tui.test_screen import press, run_screen, screen_text, settled, toasts
+from tests.support.screens import press, run_screen, screen_text, settle, toasts
 
 
 def recorded(root: Path, name: str, epochs: int, end: str | None = None) -> RecordedRun:
@@ -188,12 +188,12 @@ def test_start_is_shown_before_the_run_has_any_file(tmp_path: Path, capsys: pyte
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         app.has_trainer_ended = lambda: False
-        await settled(app, pilot)
+        await settle(app, pilot)
         text = screen_text(app)
         assert "starting: the trainer's process" in text
         assert "CRASHED" not in text
         folder.log.write_text("starting: importing torch\nweights: 182 of 182 tensors\n" + line)
-        await settled(app, pilot)
+        await settle(app, pilot)
         text = screen_text(app)
         assert "starting: building the model" in text
         assert "weights: 182 of 182 tensors" in text
@@ -206,7 +206,7 @@ def test_screen_closes_if_the_trainer_ends_before_it_trains(tmp_path: Path) -> N
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         app.has_trainer_ended = lambda: True
-        app._tick()
+        app.tick()
         await pilot.pause()
         assert app._exit
 
@@ -219,7 +219,7 @@ def test_panes_replace_the_start_at_the_first_step(tmp_path: Path) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "starting" in screen_text(app)
         run.train(2)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "starting" not in screen_text(app)
         assert "1 Loss" in screen_text(app)
         assert isinstance(app.focused, LossChart)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import math
 import re
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +20,11 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
 from segapp.tui.run_screen import UserFiles
 from segapp.tui.settings import UiSettings, load_settings
-from segapp.view.replay import ReplaySource
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import CAMVID, RecordedRun, live_run
+from tests.support.screens import press, run_screen, screen_rows, screen_text, settle, toasts
 
 SIZES = [(120, 36), (100, 30), (80, 24), (60, 15), (40, 10)]
-
-
-def screen_text(app: MonitorApp) -> str:
-    strips = app.screen._compositor.render_strips()
-    return "\n".join("".join(segment.text for segment in strip).rstrip() for strip in strips)
 
 
 def check_regions(app: MonitorApp) -> None:
@@ -48,47 +42,6 @@ def check_regions(app: MonitorApp) -> None:
                 panes.append((widget.id, region))
     for (one, a), (other, b) in itertools.combinations(panes, 2):
         assert not a.overlaps(b), (one, other, a, b)
-
-
-def run_screen(
-    source: LiveSource | ReplaySource | RecordedRun,
-    act: Callable[[MonitorApp, Pilot[None]], Awaitable[None]],
-    size: tuple[int, int] = (120, 36),
-    **keywords: Any,
-) -> None:
-    """Show a run and act on the screen."""
-
-    async def go() -> None:
-        app = MonitorApp(source_of(source) if isinstance(source, RecordedRun) else source, **keywords)
-        async with app.run_test(size=size, notifications=True) as pilot:
-            await settled(app, pilot)
-            await act(app, pilot)
-
-    asyncio.run(go())
-
-
-def source_of(run: RecordedRun) -> LiveSource:
-    """Return a source of a run with the run's clock, just after its last event."""
-    return LiveSource(run.folder, clock=lambda: run.clock.now_s + 0.4)
-
-
-async def settled(app: MonitorApp, pilot: Pilot[None]) -> None:
-    while app.source.poll():
-        pass
-    app._tick()
-    await pilot.pause()
-    app.show_view()
-    await pilot.pause()
-
-
-async def press(app: MonitorApp, pilot: Pilot[None], *names: str) -> None:
-    for name in names:
-        await pilot.press(name)
-    await settled(app, pilot)
-
-
-def toasts(app: MonitorApp) -> list[str]:
-    return [notification.message for notification in app._notifications]
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +104,9 @@ def test_panes_stay_inside_the_screen_at_any_size(live: RecordedRun) -> None:
         for width, height in [(200, 60), (140, 20), (100, 15), (99, 40), (60, 60), (61, 16), (59, 30), (20, 5), (8, 3),
                               (1, 1), (120, 22), (101, 29), (300, 90), (80, 24)]:  # fmt: skip
             await pilot.resize_terminal(width, height)
-            await settled(app, pilot)
+            await settle(app, pilot)
             check_regions(app)
-            assert app._layout == plan_layout(width, height)
+            assert app.layout_plan == plan_layout(width, height)
             if width >= 8 and height > 1:
                 assert "LIVE" in screen_text(app), (width, height)
 
@@ -301,7 +254,7 @@ def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
         await press(app, pilot, "b", "plus")
         for width, height in [(120, 36), (100, 30), (100, 24), (100, 15), (80, 24), (60, 15)]:
             await pilot.resize_terminal(width, height)
-            await settled(app, pilot)
+            await settle(app, pilot)
             check_regions(app)
             assert "8 →  9" in screen_text(app), (width, height, screen_text(app))
             assert re.search("ok|tight|won't fit", screen_text(app))
@@ -332,7 +285,7 @@ def test_removed_folder_is_reported_and_the_view_kept(fresh: RecordedRun) -> Non
         shutil.rmtree(fresh.folder.path)
         assert isinstance(app.source, LiveSource)
         app.source._found = None
-        await settled(app, pilot)
+        await settle(app, pilot)
         text = screen_text(app)
         assert "GONE" in text
         assert "the run folder is gone" in text
@@ -371,12 +324,12 @@ def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRu
         assert app.draft is None
         received = drain_commands(fresh.folder.path)[0]
         fresh.change_gpu0(5, apply=False, command_id=received.id)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "4 → 5  PENDING: epoch 3" in screen_text(app)
         await press(app, pilot, "u")
         assert sent(fresh)[-1] == f"cancel {received.id}"
         fresh.change_gpu0(5, command_id=received.id)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert any("set gpu0_bsz=5 applied" in toast for toast in toasts(app))
         assert "applied at epoch" in screen_text(app)
         await press(app, pilot, "u")
@@ -421,7 +374,7 @@ def test_pause_resume_checkpoint_and_stop_keys_send_commands(fresh: RecordedRun)
         first = drain_commands(fresh.folder.path)[0]
         fresh.write(CommandAnswer(id=first.id, command="pause", by="a@b", status="applied"))
         fresh.beat("paused", 0.0)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "PAUSED" in screen_text(app)
         assert "space Resume" in screen_text(app).replace("  ", " ")
         await press(app, pilot, "space")
@@ -445,7 +398,7 @@ def test_rejected_command_is_shown_with_its_reason(fresh: RecordedRun) -> None:
             id=received.id, command="checkpoint", by="x", status="rejected", reason="[b]the disk is full"
         )
         fresh.write(answer)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "checkpoint rejected: [b]the disk is full" in toasts(app)[-1]
 
     run_screen(fresh, act)
@@ -484,7 +437,7 @@ WITHOUT_EFFECT = {"image", "redraw"}
 
 def drawn(app: MonitorApp) -> tuple[Any, ...]:
     """Return all that a user notices: cells with their styles, dialogs, messages, clipboard, theme."""
-    cells = [[(segment.text, segment.style) for segment in strip] for strip in app.screen._compositor.render_strips()]
+    cells = [[(segment.text, segment.style) for segment in row] for row in screen_rows(app)]
     return cells, len(app.screen_stack), len(app._notifications), app.clipboard, app.theme
 
 
@@ -492,7 +445,7 @@ def drawn(app: MonitorApp) -> tuple[Any, ...]:
 def test_every_key_of_the_table_has_an_effect(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         idle, shown = set(), drawn(app)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert drawn(app) == shown, "without a key nothing changes, so that a change is the key's"
         for key in keys.available(is_readonly=True):
             for name in key.keys.split(",") if key.action not in ("runs", "detach") else ():
@@ -647,7 +600,7 @@ def test_sample_images_are_shown_and_damaged_ones_reported(fresh: RecordedRun) -
         assert "e0001_0.png  evaluation 1 of 1" in text
         assert text.count("▀") > 200
         (fresh.folder.samples / "e0002_[b].png").write_bytes(b"\x89PNG no")
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "cannot be shown" in screen_text(app)
         await press(app, pilot, "left")
         assert "e0001_0.png  evaluation 1 of 2" in screen_text(app)
@@ -655,18 +608,6 @@ def test_sample_images_are_shown_and_damaged_ones_reported(fresh: RecordedRun) -
         assert "smoothed " in screen_text(app)
 
     run_screen(fresh, act)
-
-
-def test_replay_is_marked_and_sends_no_command(tmp_path: Path) -> None:
-    run = finished(tmp_path / "run")
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        assert "replay" in screen_text(app)
-        await press(app, pilot, "c")
-        assert sent(run) == []
-        assert "replay" in toasts(app)[-1]
-
-    run_screen(ReplaySource(run.folder, 1e6), act)
 
 
 def test_ctrl_c_does_not_end_the_screen(live: RecordedRun) -> None:

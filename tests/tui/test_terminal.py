@@ -133,7 +133,5 @@ def test_user_errors_of_attach_are_named(tmp_path: Path, run: RecordedRun, monke
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match="no such run"):
         run_ui(tmp_path / "nothing")
-    with pytest.raises(ConfigError, match="speed"):
-        run_ui(run.folder.path, replay=0)
     with pytest.raises(ConfigError, match="no such theme: use one of dark, light"):
         run_ui(run.folder.path, theme="pink")

@@ -13,14 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from segapp.errors import RunError
 from segapp.run.folder import RunFolder
-from segapp.view.replay import ReplaySource
 from segapp.view.source import LiveSource, newest_pictures
 from tests.support.recorded_runs import RecordedRun, live_run
 
 
-def read_all(source: LiveSource | ReplaySource) -> None:
+def read_all(source: LiveSource) -> None:
     while source.poll():
         pass
 
@@ -191,35 +189,6 @@ def test_run_without_events_is_shown(tmp_path: Path) -> None:
     assert source.status().loaded_frac == 1.0  # before its first look too
     assert not source.poll()
     assert source.status().age_s is None
-    with pytest.raises(RunError, match="no events to replay"):
-        ReplaySource(folder, 10)
-
-
-def test_replay_takes_the_run_time_divided_by_speed(tmp_path: Path) -> None:
-    run = small_run(tmp_path / "run")
-    run.write_start()
-    run.clock.now_s += 86_400  # a night between two sessions counts as a minute
-    run.train(10)
-    run.end()
-    now = [0.0]
-    source = ReplaySource(run.folder, 10.0, monotonic=lambda: now[0])
-    read_all(source)
-    assert source.view.history.size == 0
-    seen: list[int] = []
-    states: list[str] = []
-    for tick in range(1, 20):
-        now[0] = tick * 0.5
-        read_all(source)
-        seen.append(source.view.history.size)
-        assert source.status().is_replay
-        states.append(source.status().state)
-    assert seen == sorted(seen)
-    assert states[2] == "live"  # while the first steps are played
-    assert states[-1] == "stale"  # in the night between
-    now[0] = 1000.0
-    read_all(source)
-    assert source.view.history.size == 35
-    assert source.status().state == "finished"
 
 
 def test_sample_images_are_newest_first(tmp_path: Path) -> None:

@@ -75,7 +75,7 @@ def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
     """Return a dot, the state, and the phase of the trainer."""
     word = state_label(status)
     style = STATE_STYLES[word]
-    dot = glyphs.hollow_dot if status.is_over and not status.is_replay else glyphs.dot
+    dot = glyphs.hollow_dot if status.is_over else glyphs.dot
     is_going = word in ("live", "busy", "stale", "lost")
     if view.is_paused and word in ("live", "busy"):
         return Content.styled(f"{dot} PAUSED", STATE_STYLES["paused"])
@@ -97,7 +97,6 @@ def header(view: View, status: Status, place: Place, *, is_readonly: bool, num_a
         Part(7, Content(f"up {duration(_up_s(view, status))}")) if start is not None else None,
         Part(8, Content.styled(f"pid {status.pid}", "$text-muted")) if status.pid is not None else None,
         Part(6, Content.styled("read-only", "$text-warning")) if is_readonly else None,
-        Part(1, Content.styled(status.replay, "$text-warning")) if status.is_replay else None,
         Part(3, Content.styled(age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")),
     ]
     return fit_parts(parts, width)
@@ -146,7 +145,7 @@ def run_fraction(view: View) -> float | None:
 def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
     """Return the seconds to the end of the epoch and of the run; None if unknown."""
     step = view.step
-    if step is None or (status.is_over and not status.is_replay) or view.is_paused:
+    if step is None or status.is_over or view.is_paused:
         return None, None
     since_s = max(0.0, status.now_s - step.t - view.away_s)
     of_epoch = step.eta_epoch_s if step.epoch == view.epoch else None  # no step of a new epoch has told it yet
@@ -163,7 +162,7 @@ def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Con
     epoch_eta_s, run_eta_s = etas_s(view, status)
     bar_width = max(8, (width - 50) // 2)
     epoch, run = epoch_fraction(view), run_fraction(view)
-    if view.evaluating is not None and (status.is_replay or not status.is_over):
+    if view.evaluating is not None and not status.is_over:
         first = _evaluation(view, view.evaluating, status.now_s, max(8, bar_width - 10), glyphs)
     else:
         first = _one_progress("epoch", epoch, epoch_eta_s, bar_width, glyphs) if epoch is not None else Content("")

@@ -65,7 +65,6 @@ def test_first_line_leaves_out_the_least_important(view: View) -> None:
         (replace(LIVE, loaded_frac=0.9), True, "train", "* READING"),
         (replace(LIVE, is_there=False), False, "train", "o GONE"),
         (Status("finished"), False, "train", "o FINISHED"),
-        (Status("finished", replay="replay 8x"), False, "train", "* FINISHED"),
         (Status("stale"), True, "train", "* STALE train"),
         (Status("lost"), False, None, "* LOST"),
         (Status("crashed"), True, "train", "o CRASHED"),
@@ -94,7 +93,6 @@ def test_progress_of_epoch_and_run_is_in_their_steps(view: View) -> None:
     line = header.progress_line(view, LIVE, 110, ASCII).plain
     assert line.startswith(f"eval {'=' * 5}{'.' * 15} 25/100 images ETA 30s   run ")
     assert "eval" not in header.progress_line(view, replace(LIVE, state="crashed"), 110, ASCII).plain
-    assert "eval" in header.progress_line(view, Status("finished", replay="replay 8x"), 110, ASCII).plain
     view.evaluating, view.step = None, None
     assert (header.epoch_fraction(view), header.run_fraction(view)) == (0.0, 0.0)
     view.epoch = None

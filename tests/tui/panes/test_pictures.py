@@ -10,7 +10,7 @@ from textual.pilot import Pilot
 from segapp.tui.app import MonitorApp
 from segapp.tui.panes.arrangement import arrange
 from tests.support.recorded_runs import RecordedRun
-from tests.tui.test_screen import press, run_screen, screen_text
+from tests.support.screens import press, run_screen, screen_text
 
 
 @pytest.fixture

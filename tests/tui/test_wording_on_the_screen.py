@@ -1,4 +1,4 @@
-"""The replay's keys, the progress of an evaluation, text that can be selected, sweeps, and words that misled."""
+"""The progress of an evaluation, text that can be selected, sweeps, and words that misled."""
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from segapp.tui.panes import header
 from segapp.tui.panes.chart import LossChart
 from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.panes.viewport import Viewport
-from segapp.view.replay import ReplaySource
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
-from tests.tui.test_screen import press, run_screen, screen_text, settled, toasts
+from tests.support.screens import press, run_screen, screen_text, settle, toasts
 
 
 @pytest.fixture
@@ -41,99 +40,6 @@ def folded(run: RecordedRun) -> View:
     return view
 
 
-def five_epochs(path: Path) -> RecordedRun:
-    run = RecordedRun(path, steps_per_epoch=20, epochs=5)
-    for _ in range(5):
-        run.epoch()
-    run.end()
-    return run
-
-
-# --- the replay ------------------------------------------------------------------------------------------------------
-
-
-def test_replay_pauses_and_moves_by_epochs(tmp_path: Path) -> None:
-    run = five_epochs(tmp_path / "run")
-    starts_s = [raw["t"] for raw in EventReader(run.folder.events).read_raw() if raw["type"] == "epoch_start"]
-    now = [0.0]
-    source = ReplaySource(run.folder, 10.0, monotonic=lambda: now[0])
-    assert source.status().now_s == EventReader(run.folder.events).read_raw()[0]["t"]
-
-    def place() -> tuple[int | None, int]:
-        while source.poll():
-            pass
-        return source.view.epoch, source.view.history.num_steps
-
-    now[0] = (starts_s[2] - starts_s[0]) / 10 + 0.5  # 5 s into the third epoch
-    assert place() == (3, 46)
-    source.toggle_pause()
-    now[0] += 60
-    assert place() == (3, 46)
-    assert source.status().replay == "replay paused"
-    assert source.status().state == "live"
-    source.move_epoch(-1)
-    assert place() == (3, 40)
-    source.move_epoch(-1)
-    assert place() == (2, 20)
-    assert len(source.view.vals) == 1
-    assert source.series("lr").num_steps == 20
-    source.move_epoch(1)
-    source.move_epoch(1)
-    assert place() == (4, 60)
-    source.toggle_pause()
-    now[0] += 0.5
-    assert place() == (4, 66)
-    assert source.status().replay == "replay 10x"
-    source.move_epoch(-1)  # within a second after the beginning of the epoch: the one before
-    assert place() == (3, 40)
-    source.move_to(end=True)
-    assert place() == (5, 100)
-    assert source.status().state == "finished"
-    source.move_epoch(1)
-    assert place() == (5, 100)
-    source.toggle_pause()  # at the end: once more
-    assert (place()[1], source.is_paused) == (0, False)
-    source.move_to(end=True)
-    source.move_to(end=False)
-    assert place()[1] == 0
-
-
-def test_replay_keys_act_and_are_in_bar_and_palette(tmp_path: Path) -> None:
-    source = ReplaySource(five_epochs(tmp_path / "run").folder, 8.0, monotonic=lambda: 0.0)
-
-    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        await press(app, pilot, "end")
-        assert "FINISHED" in screen_text(app)
-        assert "replay 8x" in screen_text(app).splitlines()[0]
-        bar = screen_text(app).splitlines()[-1]
-        for wanted in ("space Pause", "← Back", "→ Next", "home Begin", "end End"):
-            assert wanted in bar.replace("  ", " "), (wanted, bar)
-        await press(app, pilot, "left", "space")
-        assert "replay paused" in screen_text(app).splitlines()[0]
-        assert "space Play" in screen_text(app).splitlines()[-1].replace("  ", " ")
-        await press(app, pilot, "end", "left", "left")
-        assert "epoch 4/5" in screen_text(app)
-        assert "step 0/20" in screen_text(app)
-        await press(app, pilot, "right")
-        assert "epoch 5/5" in screen_text(app)
-        await press(app, pilot, "home")
-        assert source.view.history.num_steps == 0
-        offered = {command.title for command in app.get_system_commands(app.screen)}
-        assert any(title.startswith("pause the replay") for title in offered)
-        assert not any(title.startswith("pause at the next") for title in offered)
-        await press(app, pilot, "end", "question_mark")
-        assert "end of the recording" in screen_text(app)
-
-    run_screen(source, act, (160, 60))
-
-
-def test_live_run_has_no_keys_of_a_replay() -> None:
-    assert not [key for key in keys.available(False) if key.action.startswith("replay")]
-    assert keys.is_offered("toggle_pause", is_readonly=False, is_replay=False)
-    assert not keys.is_offered("replay_end", is_readonly=False, is_replay=False)
-    assert not keys.is_offered("jump", is_readonly=False, is_replay=True)
-
-
 # --- evaluations and pauses ------------------------------------------------------------------------------------------
 
 
@@ -146,7 +52,7 @@ def test_running_evaluation_shows_its_images_and_its_end(fresh: RecordedRun) -> 
         assert "LIVE eval" in text
         assert "25/100 images ETA 30s" in text
         fresh.write(Heartbeat(phase="train", step=25), 30.0)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "BUSY train" in screen_text(app)
         assert "images ETA" not in screen_text(app)
 
@@ -198,7 +104,7 @@ def test_memory_below_1_gib_is_shown_in_mib(fresh: RecordedRun) -> None:
         assert "212M/512M" in screen_text(app)
         await press(app, pilot, "3", "f")
         await pilot.resize_terminal(80, 24)
-        await settled(app, pilot)
+        await settle(app, pilot)
 
     run_screen(fresh, act)
 
@@ -230,7 +136,7 @@ def test_run_that_did_not_finish_shows_how_to_resume(tmp_path: Path, status: str
         await press(app, pilot, "ctrl+c")
         assert toasts(app)[-1] == "q leaves"
         await pilot.resize_terminal(40, 10)
-        await settled(app, pilot)
+        await settle(app, pilot)
         assert "q leaves" in screen_text(app)
 
     run_screen(run, act)
