@@ -26,7 +26,7 @@ from segapp.run.words import printable
 from segapp.scores import HEADLINES, SCORES
 from segapp.training.telemetry.console import progress_bar
 from segapp.view import wording
-from segapp.view.history import SMOOTHINGS
+from segapp.view.history import SMOOTHINGS, History
 
 MAX_PICTURED_CLASSES = 60
 
@@ -96,9 +96,9 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "last": view.vals[-1] if view.vals else None,
         "loss": loss_chart([report]),
         "miou": _miou_chart(report),
-        "lr": _small_chart("learning rate", report.lr.points, "learning rate"),
-        "rate": _small_chart("images/s", report.rate.points, "images a second"),
-        "terms": [(name, _term_chart(name, thinned.points)) for name, thinned in report.terms.items()],
+        "lr": _small_chart("learning rate", report.lr, "learning rate"),
+        "rate": _small_chart("images/s", report.rate, "images a second"),
+        "terms": [(name, _term_chart(name, series)) for name, series in report.terms.items()],
         "classes": class_rows(report, evaluation),
         "evaluation": evaluation,
         "headlines": [score for name, score in HEADLINES.items() if name not in ("miou", "loss")],
@@ -161,14 +161,17 @@ def _miou_chart(report: RunReport) -> Markup:
     )
 
 
-def _term_chart(name: str, points: list[tuple[int, float]]) -> Markup:
-    curve = Curve(name, [step for step, _ in points], [value for _, value in points], 3)
-    return charts.line_chart([curve], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX))
+def _term_chart(name: str, series: History) -> Markup:
+    return charts.line_chart(
+        [Curve(name, series.step, series.high, 3)], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX)
+    )
 
 
-def _small_chart(label: str, points: list[tuple[int, float]], y_label: str) -> Markup:
-    curve = Curve(label, [step for step, _ in points], [value for _, value in points], 3)
-    return charts.line_chart([curve] if points else [], Frame("step", y_label, bottom=0.0, width_px=charts.HALF_PX))
+def _small_chart(label: str, series: History, y_label: str) -> Markup:
+    curve = Curve(label, series.step, series.high, 3)
+    return charts.line_chart(
+        [curve] if series.size else [], Frame("step", y_label, bottom=0.0, width_px=charts.HALF_PX)
+    )
 
 
 def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[ClassRow]:

@@ -14,10 +14,11 @@ from typing import Any
 
 from segapp.config import load_config
 from segapp.errors import ConfigError
-from segapp.run.state import summarize
+from segapp.scores import with_count
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, SweepRunState
 from segapp.scores import with_count
 from segapp.training.telemetry.trackers import flat_settings
+from segapp.view.summary import summarize
 
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
 """Keys that divide the data; configs that differ in nothing else but the name are folds."""

@@ -11,8 +11,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from segapp.errors import ConfigError, RunBusyError, storage_errors
 from segapp.run.files import write_atomic
-from segapp.run.folder import RunFolder, is_run, is_sweep, is_write_locked, take_lock
-from segapp.run.state import RunSummary, State, run_state, summarize
+from segapp.run.folder import RunFolder, is_sweep, is_write_locked, take_lock
+from segapp.run.state import State, run_state
 
 SCHEMA = 1
 """Version of `sweep.json` and of the folder's layout."""
@@ -180,40 +180,6 @@ class SweepFolder:
             num_running=sum(state in ("live", "busy", "stale", "lost") for state in states),
             is_active=self.is_locked(),
         )
-
-
-def summarize_sweep(sweep: SweepFolder) -> RunSummary:
-    """Return the summary of a sweep: its progress, and of its runs the highest mIoU and the newest event."""
-    progress = sweep.progress()
-    runs = summarize_runs(sweep)
-    scored = [run for run in runs if run.best_miou is not None]
-    best = max(scored, key=lambda run: run.best_miou or 0.0, default=None)
-    return RunSummary(
-        sweep.name,
-        str(sweep.path),
-        progress.state,
-        began_s=sweep.read().created_s,
-        age_s=min((run.age_s for run in runs if run.age_s is not None), default=None),
-        num_classes=best.num_classes if best else None,
-        best_miou=best.best_miou if best else None,
-        best_num_scored=best.best_num_scored if best else None,
-        sweep={
-            "runs": progress.num_runs,
-            "finished": progress.num_finished,
-            "failed": progress.num_failed,
-            "running": progress.num_running,
-        },
-    )
-
-
-def summarize_runs(sweep: SweepFolder) -> list[RunSummary]:
-    """Return the summary of each run of a sweep that has begun, in the sweep's order.
-
-    Raises:
-        ConfigError: the folder holds no sweep.
-    """
-    folders = [sweep.folder_of(run.name).path for run in sweep.read().runs]
-    return [summarize(path) for path in folders if is_run(path)]
 
 
 def find_sweep(what: str | Path, root: Path | str = "runs") -> SweepFolder | None:

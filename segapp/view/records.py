@@ -53,9 +53,14 @@ class Gpu0:
 
     value: int | None = None
     pending: Gpu0Bsz | None = None
-    last: Gpu0Bsz | None = None
-    """The last change that was applied, cancelled or reverted."""
+    changes: list[Gpu0Bsz] = field(default_factory=list)
+    """The changes that were applied, cancelled or reverted."""
     previous: list[int | None] = field(default_factory=list)
     """Earlier values, the latest last."""
     ceiling: int | None = None
     """Smallest number of samples with which device 0 ran out of memory."""
+
+    @property
+    def last(self) -> Gpu0Bsz | None:
+        """The last of the changes."""
+        return self.changes[-1] if self.changes else None

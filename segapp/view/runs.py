@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-from segapp.run.events import EventReader, StepRun
+from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder, run_folders
-from segapp.run.state import FRESH_S, RunFacts, RunSummary, add_event, derive_state, is_trainer_alive
+from segapp.run.state import FRESH_S, RunFacts, is_trainer_alive
+from segapp.view.summary import RunSummary, small_view, summary_of
+from segapp.view.view import View, fold_events
 
 _SLICE_BYTES = 2**20
 _LIVENESS_S = 2.0
@@ -24,12 +26,8 @@ class FollowedRun:
 
     folder: RunFolder
     reader: EventReader
-    summary: RunSummary
-    mious: list[float] = field(default_factory=list)
-    last_s: float | None = None
-    """Time of the last event."""
-    last_step_s: float | None = None
-    end_status: Any = None
+    view: View = field(default_factory=small_view)
+    summary: RunSummary = field(init=False)
     is_alive: bool | None = None
     checked_s: float = -1e9
     generation: int = 0
@@ -40,9 +38,15 @@ class FollowedRun:
         return self.folder.name.rpartition("/")[0]
 
     @property
+    def mious(self) -> list[float]:
+        """The mIoU of each evaluation that has one."""
+        values = self.view.vals.values("miou")
+        return [value for value in values.tolist() if not math.isnan(value)]
+
+    @property
     def devices(self) -> str:
         """The devices as text: `4 GPU`, `1 CPU`."""
-        names = [str(device.get("device") or "") for device in self.summary.devices]
+        names = [device.device or "" for device in self.view.devices]
         return f"{len(names)} {'CPU' if names[0].startswith('cpu') else 'GPU'}" if names else "-"
 
 
@@ -63,7 +67,10 @@ class RunList:
     def poll(self, budget_s: float = 0.05) -> bool:
         """Find new runs and read on, for a limited time; return True if more is waiting."""
         known = {run.folder.path: run for run in self.runs}
-        self.runs = [known.get(folder.path) or _follow(folder) for folder in run_folders(self.root, with_sweeps=True)]
+        self.runs = [
+            known.get(folder.path) or FollowedRun(folder, EventReader(folder.events))
+            for folder in run_folders(self.root, with_sweeps=True)
+        ]
         deadline = time.monotonic() + budget_s
         is_behind = False
         for run in self.runs:
@@ -80,11 +87,8 @@ class RunList:
         items = run.reader.read_skimmed(_SLICE_BYTES)
         if run.reader.generation != run.generation:
             run.generation = run.reader.generation
-            run.summary, run.mious = RunSummary(run.folder.name, str(run.folder.path), "busy"), []
-        for item in items:
-            raw = item.last if isinstance(item, StepRun) else item
-            if raw is not None:
-                _fold(run, raw)
+            run.view = small_view()
+        fold_events(run.view, items)
         return run.reader.num_bytes_left > 0 and bool(items)
 
     def _judge(self, run: FollowedRun) -> None:
@@ -92,35 +96,15 @@ class RunList:
         if abs(now_s - run.checked_s) >= _LIVENESS_S:
             run.checked_s = now_s
             run.is_alive = is_trainer_alive(run.folder)
+        view = run.view
         facts = RunFacts(
-            end_status=run.end_status,
+            end_status=view.end.status if view.end is not None else None,
             is_trainer_alive=run.is_alive,
-            event_age_s=None if run.last_s is None else max(0.0, now_s - run.last_s),
-            step_age_s=None if run.last_step_s is None else max(0.0, now_s - run.last_step_s),
+            event_age_s=None if view.last_s is None else max(0.0, now_s - view.last_s),
+            step_age_s=None if view.last_step_s is None else max(0.0, now_s - view.last_step_s),
             step_interval_s=FRESH_S / 5,
         )
-        run.summary.state = derive_state(facts)
-        run.summary.age_s = facts.event_age_s
-
-
-def _follow(folder: RunFolder) -> FollowedRun:
-    return FollowedRun(folder, EventReader(folder.events), RunSummary(folder.name, str(folder.path), "busy"))
-
-
-def _fold(run: FollowedRun, raw: dict[str, Any]) -> None:
-    add_event(run.summary, raw)
-    kind, run.last_s = raw["type"], float(raw["t"])
-    if kind == "step":
-        run.last_step_s = run.last_s
-    elif kind == "run_start":
-        run.end_status = None
-        at = raw.get("resumed_from_epoch")
-        if isinstance(at, int):  # epochs after it are repeated
-            del run.mious[at:]
-    elif kind == "run_end":
-        run.end_status = raw.get("status") if raw.get("status") in ("finished", "stopped", "failed") else None
-    elif kind == "val" and isinstance(raw.get("miou"), float):
-        run.mious.append(raw["miou"])
+        run.summary = summary_of(view, run.folder, facts)
 
 
 def sorted_runs(runs: list[FollowedRun], sort: str, wanted: str = "") -> list[FollowedRun]:

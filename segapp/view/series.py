@@ -34,3 +34,11 @@ class SeriesReader:
                 self.history.drop_after(step[0] - 1)
             self.history.extend(step, t, value)
         return self._reader.num_bytes_left > _SLICE_BYTES
+
+
+def series_of(path: Path, field: str) -> History:
+    """Return all values of one number of the `step` events; its arguments are those of `SeriesReader`."""
+    reader = SeriesReader(path, field)
+    while reader.poll():
+        pass
+    return reader.history

@@ -184,6 +184,18 @@ class LiveSource:
         return self._found
 
 
+def fold_file(view: View, path: Path) -> None:
+    """Fold all events of a file; of consecutive steps only the loss and the last one."""
+    reader = EventReader(path)
+    left = reader.num_bytes_left
+    while left:
+        fold_events(view, reader.read_skimmed(_FULL_BYTES))
+        before, left = left, reader.num_bytes_left
+        if left >= before:  # an incomplete last line
+            break
+    reader.close()
+
+
 def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:
     """Return the sample pictures of a run, newest first."""
     try:

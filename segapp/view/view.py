@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
@@ -44,6 +44,11 @@ PASSING_ALERTS = frozenset({"compile", "settings"})
 NUM_WHOLE_EVENTS = 300
 """Number of log lines, the last ones, that keep their whole event."""
 NUM_ANSWERS = 200
+NUM_ALERTS = 1000
+
+
+def _last_values() -> deque[float]:
+    return deque(maxlen=60)
 
 
 @dataclass
@@ -64,8 +69,8 @@ class View:
     history: History = field(default_factory=History)
     loss: EpochLoss = field(default_factory=EpochLoss)
     """Training loss of the last epoch."""
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=60))
-    """Images per second at the last steps."""
+    recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(_last_values))
+    """Field of the `step` events -> its finite values at the last steps; `terms.NAME` for a term of the loss."""
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
@@ -93,7 +98,12 @@ class View:
     log: list[LogLine] = field(default_factory=list)
     """The last thousand lines and up to 200 more."""
     alerts: dict[str, Raised] = field(default_factory=dict)
-    """Kind -> the alerts of this kind, the kind that was raised last at the end."""
+    """Kind -> the alerts of this kind that the user has to see, the kind that was raised last at the end."""
+    last_alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=NUM_ALERTS))
+    """Alerts of every kind, in order of time."""
+    num_alerts: int = 0
+    oom: Oom | None = None
+    """The last out-of-memory error."""
     end: RunEnd | None = None
     last_s: float | None = None
     """Time of the last event."""
@@ -231,9 +241,9 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
     view.last_s = view.last_step_s = as_float(raw["t"])
     view.phase = "train"
     view.step_times_s.append(view.last_step_s)
-    rate = raw.get("images_per_s")
-    if isinstance(rate, float) and math.isfinite(rate):
-        view.rates.append(rate)
+    terms = raw.get("terms")
+    _keep_recent(view, raw, "")
+    _keep_recent(view, terms if isinstance(terms, dict) else {}, "terms.")
     _set_paused(view, False, view.last_step_s)
     view.evaluating, view.away_s = None, 0.0
     split = raw.get("split")
@@ -251,6 +261,12 @@ def _note_judged_peaks(view: View, peaks_mib: Any) -> None:
     peaks = tuple(peaks_mib)
     if peaks != judge.peaks.measured.get(judge.current) and all(mib is None or type(mib) is float for mib in peaks):
         view._judge = replace(judge, peaks=judge.peaks.with_measured(judge.current, peaks))
+
+
+def _keep_recent(view: View, numbers: dict[str, Any], prefix: str) -> None:
+    for name, value in numbers.items():
+        if isinstance(value, float) and math.isfinite(value):
+            view.recent[prefix + name].append(value)
 
 
 def _note_split(view: View, split: Any) -> None:
@@ -397,8 +413,12 @@ def _fold_control(view: View, event: Event) -> None:
     elif isinstance(event, CommandAnswer):
         _fold_answer(view, event)
     elif isinstance(event, Alert):
+        view.num_alerts += 1
+        view.last_alerts.append(event)
         if event.kind not in PASSING_ALERTS:
             _raise(view, event)
+    elif isinstance(event, Oom):
+        view.oom = event
     elif isinstance(event, RunEnd):
         view.end = event
         view.pending.clear()
@@ -410,7 +430,8 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
     if event.status == "pending":
         gpu0.pending = event
         return
-    gpu0.pending, gpu0.last = None, event
+    gpu0.pending = None
+    gpu0.changes.append(event)
     if event.status == "cancelled":
         return
     if event.status == "applied":

@@ -23,8 +23,9 @@ from segapp.run.events import (
 )
 from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.process import ProcessId, is_alive, this_process
-from segapp.run.state import RunFacts, derive_state, list_runs, read_facts, run_state, summarize
+from segapp.run.state import RunFacts, derive_state, read_facts, run_state
 from segapp.run.sweep import SweepFolder
+from segapp.view.summary import list_runs, summarize
 
 HOLD = "import sys, time; from segapp.run.folder import RunFolder; f = RunFolder(sys.argv[1]); f.acquire()"
 HOLD += "; f.write_info(); print('held', flush=True); time.sleep(60)"

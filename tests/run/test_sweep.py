@@ -12,16 +12,8 @@ import pytest
 from segapp.errors import ConfigError, RunBusyError, StorageError
 from segapp.run.events import EventWriter, RunEnd, RunStart, Val
 from segapp.run.folder import RunFolder
-from segapp.run.sweep import (
-    SweepFolder,
-    SweepInfo,
-    SweepProgress,
-    SweepRun,
-    find_sweep,
-    summarize_runs,
-    summarize_sweep,
-    sweep_folders,
-)
+from segapp.run.sweep import SweepFolder, SweepInfo, SweepProgress, SweepRun, find_sweep, sweep_folders
+from segapp.view.summary import summarize_runs, summarize_sweep
 
 
 def add_run(sweep: SweepFolder, name: str, t: float, miou: float | None = None, end: str | None = None) -> RunFolder:

@@ -142,7 +142,7 @@ def _check_devices(plan: SweepPlan) -> None:
 def _failure(sweep: SweepFolder, run: SweepRun) -> str:
     if run.reason is not None:
         return run.reason
-    from segapp.run.state import summarize
+    from segapp.view.summary import summarize
 
     return summarize(sweep.folder_of(run.name).path).reason or "without a reason"
 

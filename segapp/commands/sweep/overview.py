@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
+from segapp.scores import count_scored, loss_text, of_classes
 from segapp.run.sweep import SweepRun
 from segapp.run.words import duration, printable
 from segapp.scores import EpochLoss, count_scored, loss_text, of_classes
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
+from segapp.view.summary import small_view
+from segapp.view.view import View, fold_events
 
 INTERVAL_S = 10.0
 """Time between two lines of one training."""
@@ -28,9 +31,7 @@ class Overview:
         self._stream = stream
         self._num_runs, self._num_done, self._num_slots = num_runs, num_done, num_slots
         self._next_line_s: dict[str, float] = {}
-        self._epochs: dict[str, int] = {}
-        self._losses: dict[str, EpochLoss] = {}
-        self._miou: dict[str, str] = {}
+        self._views: dict[str, View] = {}
         self._seconds: list[float] = []
         self._held: set[str] = set()
         self.num_failed = 0
@@ -55,19 +56,15 @@ class Overview:
 
     def event(self, run: SweepRun, raw: dict[str, Any]) -> None:
         """Take up an event of a training, and print its progress if it is time."""
-        kind = raw["type"]
-        loss = self._losses.setdefault(run.name, EpochLoss())
-        loss.add_event(raw)
-        if kind == "run_start":
-            self._epochs[run.name] = raw.get("epochs") or 0
-        elif kind == "val":
-            self._miou[run.name] = _miou(raw)
-        elif kind == "step" and time.monotonic() >= self._next_line_s.get(run.name, 0.0):
+        view = self._views.setdefault(run.name, small_view())
+        fold_events(view, [raw])
+        if raw["type"] == "step" and time.monotonic() >= self._next_line_s.get(run.name, 0.0):
             self._next_line_s[run.name] = time.monotonic() + INTERVAL_S
-            eta, miou = duration(raw.get("eta_run_s")), self._miou.get(run.name, "-")
+            epochs = view.start.epochs if view.start is not None else "?"
             self.line(
-                f"{run.name}: epoch {raw.get('epoch')}/{self._epochs.get(run.name) or '?'}  step {raw.get('step')}  "
-                f"loss {loss_text(loss.mean, is_known=True)} (epoch mean)  mIoU {miou}  eta {eta}"
+                f"{run.name}: epoch {raw.get('epoch')}/{epochs}  step {raw.get('step')}  "
+                f"loss {loss_text(view.loss.mean, is_known=True)} (epoch mean)  mIoU {self._miou(run)}  "
+                f"eta {duration(raw.get('eta_run_s'))}"
             )
 
     def ended(self, run: SweepRun, seconds: float, code: int) -> None:
@@ -75,9 +72,7 @@ class Overview:
         if code == 0:
             self._num_done += 1
             self._seconds += [seconds] if seconds else []
-            self.line(
-                f"{run.name}: ended after {duration(seconds)}, mIoU {self._miou.get(run.name, '-')}; {self._rest()}"
-            )
+            self.line(f"{run.name}: ended after {duration(seconds)}, mIoU {self._miou(run)}; {self._rest()}")
         else:
             saved = "a checkpoint was saved" if code == EXIT_STOPPED_AND_SAVED else "there was nothing to save yet"
             self.line(f"{run.name}: stopped; {saved}")
@@ -95,10 +90,9 @@ class Overview:
         rest_s = sum(self._seconds) / len(self._seconds) * left / self._num_slots
         return f"{self._num_done} of {self._num_runs} done, about {duration(rest_s)} left"
 
-
-def _miou(val: dict[str, Any]) -> str:
-    """Return the mIoU of a `val` event with its number of classes."""
-    miou, iou = val.get("miou"), val.get("iou")
-    if not isinstance(miou, float) or not isinstance(iou, list):
-        return "-"
-    return f"{miou:.4f} over {of_classes(count_scored(iou), len(iou))}"
+    def _miou(self, run: SweepRun) -> str:
+        """Return the mIoU of a run's last evaluation, with its number of classes."""
+        vals = self._views[run.name].vals if run.name in self._views else ()
+        if not vals or vals[-1].miou is None:
+            return "-"
+        return f"{vals[-1].miou:.4f} over {of_classes(count_scored(vals[-1].iou), len(vals[-1].iou))}"

@@ -205,7 +205,7 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
     wait_style = "$text-warning bold" if wait is not None and wait > 0.2 else ""
     parts = [
         Part(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
-        Part(4, Content.styled(spark(view.rates, min(30, width // 4), glyphs), "$secondary")),
+        Part(4, Content.styled(spark(view.recent["images_per_s"], min(30, width // 4), glyphs), "$secondary")),
         Part(2, Content(f"step {_milliseconds(step.step_s)}")) if step.step_s is not None else None,
         Part(1, Content.assemble("waiting for data ", (percent(wait), wait_style))),
         Part(3, Content(f"grad norm {number(step.grad_norm)}")) if step.grad_norm is not None else None,

@@ -20,9 +20,9 @@ from segapp.models import SegmentationModel
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.run.state import summarize
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
+from segapp.view.summary import summarize
 from tests.support.fault_table import case
 from tests.support.live_runs import small, three_devices
 from tests.support.runs import differing, events, merged, train

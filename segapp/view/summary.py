@@ -1,0 +1,197 @@
+"""The summary of a run or a sweep, as `segapp status` and `segapp ls` print it: the folded view, in one line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from segapp.run.folder import RunFolder, is_run, run_folders
+from segapp.scores import SCORES, count_scored
+from segapp.run.state import RunFacts, State, derive_state, read_facts
+from segapp.run.sweep import SweepFolder
+from segapp.view.history import History
+from segapp.view.source import fold_file
+from segapp.view.view import View
+
+_NUM_POINTS = 2**10
+"""Points of the loss curve that a view keeps of which no curve is drawn."""
+
+
+@dataclass
+class RunSummary:
+    """The fields of `segapp status --json` and `segapp ls` for one run; None where unknown."""
+
+    name: str
+    path: str
+    state: State
+    id: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    began_s: float | None = None
+    """Unix seconds."""
+    age_s: float | None = None
+    """Time since the last event."""
+    phase: str | None = None
+    """Activity of the trainer: start, train, eval, save, paused."""
+    epoch: int | None = None
+    epochs: int | None = None
+    step: int | None = None
+    steps: int | None = None
+    """Steps of the whole run, where its length is given in steps."""
+    steps_per_epoch: int | None = None
+    batch_size: int | None = None
+    num_params: int | None = None
+    num_classes: int | None = None
+    loss: float | None = None
+    """Mean training loss of the epoch `loss_epoch`, see `EpochLoss`; None if no loss of it was finite."""
+    loss_epoch: int | None = None
+    """The last epoch with a `step` event."""
+    lr: float | None = None
+    images_per_s: float | None = None
+    data_wait_frac: float | None = None
+    eta_epoch_s: float | None = None
+    eta_run_s: float | None = None
+    gpu0_bsz: int | None = None
+    split: list[int] | None = None
+    val_epoch: int | None = None
+    val_loss: float | None = None
+    """Of the last evaluation; None if it was not finite."""
+    miou: float | None = None
+    num_scored: int | None = None
+    """Number of classes that `miou` is the mean of: those in the targets or the predictions."""
+    pixel_accuracy: float | None = None
+    scores: dict[str, float | None] = field(default_factory=dict)
+    """All scores of the last evaluation: name, as in `segapp.scores.SCORES`, -> value."""
+    best_miou: float | None = None
+    """The highest of an evaluation whose loss is finite."""
+    best_num_scored: int | None = None
+    """Number of classes that `best_miou` is the mean of."""
+    best_epoch: int | None = None
+    checkpoint: dict[str, Any] | None = None
+    """The last committed checkpoint: path, epoch, step."""
+    devices: list[dict[str, Any]] = field(default_factory=list)
+    """The last sample of each device: used_mib, total_mib, utilization and so on."""
+    pending: dict[str, str] = field(default_factory=dict)
+    """Commands accepted and not yet applied: id -> text."""
+    last_oom: dict[str, Any] | None = None
+    """The last out-of-memory error: device, phase, action, and the path of its report."""
+    num_alerts: int = 0
+    last_alert: str | None = None
+    reason: str | None = None
+    """Why the training ended."""
+    exit_code: int | None = None
+    sweep: dict[str, int] | None = None
+    """Of a sweep, in place of a run: its number of runs, and of those that have finished, failed, or are running."""
+
+
+def small_view() -> View:
+    """Return a view to be folded for a summary alone: with a short loss curve."""
+    return View(history=History(_NUM_POINTS))
+
+
+def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
+    """Return the summary of a run, from its events."""
+    folder, view = RunFolder(path), small_view()
+    fold_file(view, folder.events)
+    return summary_of(view, folder, read_facts(path, now_s))
+
+
+def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
+    """Return the summary of every run below a folder, the last one to begin or resume first."""
+    return [summarize(run.path, now_s) for run in run_folders(root)]
+
+
+def summary_of(view: View, folder: RunFolder, facts: RunFacts) -> RunSummary:
+    """Return the summary of a run.
+
+    Args:
+        view: Its folded events.
+        folder: Its folder.
+        facts: From which its state is derived.
+    """
+    summary = RunSummary(folder.name, str(folder.path), derive_state(facts), age_s=facts.event_age_s)
+    holder, info = folder.read_holder(), folder.read_info()
+    process = holder or (info.process if info else None)
+    if info is not None:
+        summary.id, summary.began_s = info.id, info.created_s
+    if process is not None:
+        summary.host, summary.pid = process.host, process.pid
+    _add_start(summary, view)
+    _add_progress(summary, view)
+    _add_evaluations(summary, view)
+    if view.end is not None and facts.end_status is not None:
+        summary.reason, summary.exit_code = view.end.reason, view.end.exit_code
+    return summary
+
+
+def _add_start(summary: RunSummary, view: View) -> None:
+    start = view.start
+    if start is None:
+        return
+    for name in ("epochs", "steps", "steps_per_epoch", "batch_size", "num_params"):
+        setattr(summary, name, getattr(start, name))
+    summary.num_classes = len(start.classes) or None
+    summary.step = start.resumed_from_step
+
+
+def _add_progress(summary: RunSummary, view: View) -> None:
+    summary.phase, summary.epoch, summary.lr = view.phase, view.epoch, view.lr
+    if view.step is not None:
+        for name in ("step", "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"):
+            setattr(summary, name, getattr(view.step, name))
+    summary.loss, summary.loss_epoch = view.loss.mean, view.loss.epoch
+    summary.gpu0_bsz, summary.split = view.gpu0.value, None if view.split is None else list(view.split)
+    summary.devices = [device.model_dump() for device in view.devices]
+    summary.pending = {command_id: answer.command for command_id, answer in view.pending.items()}
+    if view.checkpoint is not None:
+        summary.checkpoint = view.checkpoint.model_dump(include={"path", "epoch", "step"})
+    if view.oom is not None:
+        summary.last_oom = view.oom.model_dump(include={"device", "phase", "step", "action", "path"})
+    summary.num_alerts = view.num_alerts
+    summary.last_alert = view.last_alerts[-1].message if view.last_alerts else None
+
+
+def _add_evaluations(summary: RunSummary, view: View) -> None:
+    if view.vals:
+        last = view.vals[-1]
+        summary.val_epoch, summary.val_loss, summary.miou = last.epoch, last.loss, last.miou
+        summary.num_scored, summary.pixel_accuracy = count_scored(last.iou), last.score("pixel_accuracy")
+        summary.scores = {name: last.score(name) for name in SCORES}
+    if view.best is not None:
+        summary.best_miou, summary.best_epoch = view.best.miou, view.best.epoch
+        summary.best_num_scored = count_scored(view.best.iou)
+
+
+def summarize_sweep(sweep: SweepFolder) -> RunSummary:
+    """Return the summary of a sweep: its progress, and of its runs the highest mIoU and the newest event."""
+    progress = sweep.progress()
+    runs = summarize_runs(sweep)
+    scored = [run for run in runs if run.best_miou is not None]
+    best = max(scored, key=lambda run: run.best_miou or 0.0, default=None)
+    return RunSummary(
+        sweep.name,
+        str(sweep.path),
+        progress.state,
+        began_s=sweep.read().created_s,
+        age_s=min((run.age_s for run in runs if run.age_s is not None), default=None),
+        num_classes=best.num_classes if best else None,
+        best_miou=best.best_miou if best else None,
+        best_num_scored=best.best_num_scored if best else None,
+        sweep={
+            "runs": progress.num_runs,
+            "finished": progress.num_finished,
+            "failed": progress.num_failed,
+            "running": progress.num_running,
+        },
+    )
+
+
+def summarize_runs(sweep: SweepFolder) -> list[RunSummary]:
+    """Return the summary of each run of a sweep that has begun, in the sweep's order.
+
+    Raises:
+        ConfigError: the folder holds no sweep.
+    """
+    folders = [sweep.folder_of(run.name).path for run in sweep.read().runs]
+    return [summarize(path) for path in folders if is_run(path)]
