@@ -12,9 +12,8 @@ from textual.widgets import OptionList
 
 from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Oom
 from segapp.tui.announcer import Announcer, terminal_title
-from segapp.tui.app import MonitorApp
+from segapp.tui.app import MonitorApp, UserFiles
 from segapp.tui.event_log import EventsPane
-from segapp.tui.run_screen import UserFiles
 from segapp.tui.seen import load_seen, save_seen
 from segapp.view.source import LiveSource
 from segapp.view.tail import LogTail

@@ -9,8 +9,7 @@ import pytest
 from textual.widgets import Markdown
 
 from segapp.docs.pages import find_page, pages
-from segapp.tui.app import MonitorApp
-from segapp.tui.browsing import _RUNS_TOPIC, _TOPIC_OF
+from segapp.tui.app import _RUNS_TOPIC, _TOPIC_OF, MonitorApp
 from segapp.tui.manual.viewer import DocsApp, DocsScreen, PageViewer
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import settle, source_of

@@ -16,9 +16,8 @@ from textual.pilot import Pilot
 from segapp.run.commands import drain_commands
 from segapp.run.events import CommandAnswer
 from segapp.tui import keys, themes
-from segapp.tui.app import MonitorApp
+from segapp.tui.app import MonitorApp, UserFiles
 from segapp.tui.layout import plan_layout
-from segapp.tui.run_screen import UserFiles
 from segapp.tui.settings import UiSettings, load_settings
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import CAMVID, RecordedRun, live_run
