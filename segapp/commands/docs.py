@@ -25,7 +25,7 @@ def show_docs(topic: str | None, words: str | None) -> None:
     else:
         page, anchor = find_page(topic)
         if sys.stdout.isatty() and is_interactive():
-            from segapp.tui.manual.viewer import show_page
+            from segapp.tui.manual import show_page
 
             show_page(page, anchor)
         else:

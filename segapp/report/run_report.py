@@ -10,8 +10,7 @@ from segapp.errors import ConfigError, RunError
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
 from segapp.view.history import History
-from segapp.view.series import series_of
-from segapp.view.source import fold_file
+from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
 
 _MAX_TERMS = 16

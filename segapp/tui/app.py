@@ -43,29 +43,31 @@ from segapp.run.events import Alert, CommandAnswer, Event, Oom, RunEnd
 from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import dots, learning_rate, printable
 from segapp.tui import keys, layout, themes
-from segapp.tui.announcer import RESTORE_TITLE, SAVE_TITLE, Announcer
 from segapp.tui.dialogs import EventScreen, HelpScreen, SettingScreen, StopChoice, StopScreen, TrainerLogScreen
-from segapp.tui.event_log import GROUPS, EventsPane
 from segapp.tui.panes import header
-from segapp.tui.panes.chart import AUTO, X_AXES, ChartOptions, LossChart, Other
+from segapp.tui.panes.chart import AUTO, X_AXES, ChartOptions, LossChart, Other, Viewport
 from segapp.tui.panes.classes import SORTS, classes_title
 from segapp.tui.panes.devices import Draft, begin_draft, edit_draft, gpu0_content, gpu_content
 from segapp.tui.panes.glyphs import ASCII, UNICODE
 from segapp.tui.panes.pictures import PictureView
-from segapp.tui.panes.viewport import Viewport
 from segapp.tui.runs_screen import RunsScreen
-from segapp.tui.seen import load_seen, save_seen, seen_path
-from segapp.tui.settings import UiSettings, load_settings, save_settings, settings_path
-from segapp.tui.terminal import check_terminal, end_with_terminal, is_ascii_only, is_hung_up
-from segapp.tui.widgets import ClassesPane, Gpu0Pane, LiteralText, Pane, set_title
-from segapp.view.details import Detail, details_text, event_details
+from segapp.tui.settings import UiSettings, load_seen, load_settings, save_seen, save_settings, seen_path, settings_path
+from segapp.tui.terminal import (
+    RESTORE_TITLE,
+    SAVE_TITLE,
+    Announcer,
+    check_terminal,
+    end_with_terminal,
+    is_ascii_only,
+    is_hung_up,
+)
+from segapp.tui.widgets import GROUPS, ClassesPane, EventsPane, Gpu0Pane, LiteralText, Pane, set_title
 from segapp.view.history import SMOOTHINGS
 from segapp.view.metrics import CLASS, chart_title, metric_names, metric_title, step_field
 from segapp.view.runs import RunList
-from segapp.view.source import LiveSource, Status, newest_pictures
-from segapp.view.tail import LogTail
+from segapp.view.source import LiveSource, LogTail, Status, newest_pictures
 from segapp.view.view import View
-from segapp.view.wording import LogLine
+from segapp.view.wording import Detail, LogLine, details_text, event_details
 
 TICK_S = 0.5
 PANES_EVERY, IDLE_EVERY = 2, 4
@@ -768,7 +770,7 @@ class MonitorApp(App[None]):
 
     def action_manual(self) -> None:
         """Show the page of the documentation about the selected pane, or about the list of runs."""
-        from segapp.tui.manual.viewer import DocsScreen  # Textual's Markdown takes a while
+        from segapp.tui.manual import DocsScreen  # Textual's Markdown takes a while
 
         topic = _RUNS_TOPIC if isinstance(self.screen, RunsScreen) else _TOPIC_OF[self.pane]
         self.push_screen(DocsScreen(*find_page(topic)))

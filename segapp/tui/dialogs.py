@@ -15,8 +15,8 @@ from textual.widgets import Input, Log, Static
 
 from segapp.run.words import printable
 from segapp.tui.widgets import drawable
-from segapp.view.details import Detail, details_text
-from segapp.view.tail import LogTail
+from segapp.view.source import LogTail
+from segapp.view.wording import Detail, details_text
 
 StopChoice = Literal["epoch", "now"]
 

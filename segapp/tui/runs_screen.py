@@ -22,9 +22,8 @@ from segapp.tui.dialogs import EventScreen
 from segapp.tui.panes.glyphs import Glyphs, spark
 from segapp.tui.panes.header import STATE_STYLES, Part, fit_parts
 from segapp.tui.widgets import LiteralText, drawable
-from segapp.view.details import Detail
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
-from segapp.view.wording import clip, fit_cells
+from segapp.view.wording import Detail, clip, fit_cells
 
 _SPARK = 14
 _SCORE = 13

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from typing import ClassVar, NamedTuple
 
+from textual import events
 from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
@@ -11,13 +13,14 @@ from textual.content import Content
 from textual.geometry import Region, Size
 from textual.message import Message
 from textual.widget import Widget
-from textual.widgets import Input
+from textual.widgets import Input, OptionList
 
 from segapp.run.events import RunStart, Val
 from segapp.tui.panes.classes import TableOptions, class_rows, classes_content
 from segapp.tui.panes.glyphs import Glyphs, ascii_text
 from segapp.view.evaluations import PastVal
 from segapp.view.view import View
+from segapp.view.wording import LogLine
 
 
 class LiteralText(Widget):
@@ -188,3 +191,114 @@ def drawable(widget: Widget, content: Content) -> Content:
     if content.plain.isascii() or not widget.app.has_class("-ascii"):
         return content
     return Content(ascii_text(content.plain), list(content.spans))
+
+
+KIND_STYLES = {
+    "val": "$text-success",
+    "best": "$text-success bold",
+    "saved": "$text-primary",
+    "ctl": "$text-accent",
+    "gpu0": "$text-accent bold",
+    "alert": "$text-error bold",
+    "oom": "$text-error bold",
+    "end": "$text-warning bold",
+    "start": "$text-warning",
+}
+GROUPS: dict[str, frozenset[str]] = {
+    "all": frozenset(),
+    "alerts": frozenset({"alert", "oom", "end"}),
+    "commands": frozenset({"ctl", "gpu0"}),
+    "evaluations": frozenset({"val", "best"}),
+    "checkpoints": frozenset({"saved", "best"}),
+    "starts": frozenset({"start", "load", "end"}),
+}
+"""Name of a filter -> kinds of lines that it shows; empty: every kind."""
+
+
+class EventsPane(Vertical):
+    """The log of events, latest last, with an input line for a search."""
+
+    def __init__(self, *, id: str) -> None:
+        super().__init__(id=id, classes="pane")
+        self._list = _EventList(id="event-lines", compact=True)
+        self._lines: list[LogLine] = []
+        self._filter: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        """Yield the search line, hidden at first, and the list."""
+        yield Input(placeholder="text in an event", id="search", classes="search", compact=True, select_on_focus=False)
+        yield self._list
+
+    def show_log(self, view: View, group: str = "all", wanted: str = "") -> None:
+        """Show the lines of a view that belong to a group and contain a text."""
+        kinds, text = GROUPS[group], wanted.casefold()
+        lines = [line for line in view.log if (not kinds or line.kind in kinds) and text in line.text.casefold()]
+        chosen, num_before = (group, wanted), len(self._lines)
+        is_longer = len(lines) >= num_before and all(
+            lines[i][:3] == self._lines[i][:3] for i in (0, num_before - 1) if num_before
+        )
+        if self._filter == chosen and is_longer:
+            new, kept = lines[num_before:], None
+        else:
+            new, kept = lines, self.selected
+            self._list.clear_options()
+            self._list.is_following |= self._filter != chosen
+        self._filter, self._lines = chosen, lines
+        if new:
+            self._list.add_options([drawable(self, log_content(line)) for line in new])
+            self._list.show_newest_or(next((i for i, line in enumerate(lines) if kept and line[:3] == kept[:3]), None))
+
+    @property
+    def selected(self) -> LogLine | None:
+        """The line under the cursor; None if there is no line."""
+        at = self._list.highlighted
+        return self._lines[at] if at is not None and at < len(self._lines) else None
+
+    @property
+    def num_shown(self) -> int:
+        """Number of lines that pass the filter."""
+        return len(self._lines)
+
+    def focus_lines(self) -> None:
+        """Focus the list."""
+        self._list.focus()
+
+
+class _EventList(OptionList):
+    """Keeps the newest line in view unless the cursor or the wheel has left it."""
+
+    is_following = True
+
+    def show_newest_or(self, at: int | None) -> None:
+        """Move to the newest line if the list is followed, else to the line given, if any."""
+        if self.is_following:
+            self.highlighted = self.option_count - 1
+        elif at is not None:
+            self.highlighted = at
+
+    def watch_highlighted(self, highlighted: int | None) -> None:
+        """Follow from now on if the user has moved the cursor to the newest line."""
+        super().watch_highlighted(highlighted)
+        if highlighted is not None:
+            self.is_following = highlighted == self.option_count - 1
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Stop following: the user reads older lines."""
+        self.is_following = False
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Follow again at the end."""
+        self.is_following = self.max_scroll_y - self.scroll_y <= 3
+
+
+def log_content(line: LogLine, now_s: float | None = None) -> Content:
+    """Return a line of the log; with its date if older than a day."""
+    now_s = time.time() if now_s is None else now_s
+    form = "%H:%M:%S" if abs(now_s - line.t) < 86_400 else "%d %b %H:%M"
+    try:
+        clock = time.strftime(form, time.localtime(line.t))
+    except (OverflowError, ValueError, OSError):
+        clock = "--:--:--"
+    return Content.assemble(
+        (f"{clock} ", "$text-muted"), (f"{line.kind:<6}", KIND_STYLES.get(line.kind, "")), line.text
+    )

@@ -1,4 +1,4 @@
-"""The run folder that a screen follows: its view, its state, and its sample pictures."""
+"""The files of a run that a viewer follows: its events, one number of its steps, its log, its pictures."""
 
 from __future__ import annotations
 
@@ -9,13 +9,50 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from segapp.run.events import EventReader, StepRun
+from segapp.run.events import EventReader, StepRun, step_column
 from segapp.run.folder import RunFolder
 from segapp.run.process import ProcessId
 from segapp.run.state import RunFacts, State, derive_state, is_trainer_alive, was_acquired_after
+from segapp.run.words import printable
 from segapp.view.history import History
-from segapp.view.series import SeriesReader
 from segapp.view.view import View, fold_events
+
+_SLICE_BYTES = 4 * 2**20
+
+
+class SeriesReader:
+    """Follows one number of the `step` events.
+
+    Args:
+        path: The events file.
+        field: Name of the field, or `terms.NAME`.
+    """
+
+    def __init__(self, path: Path, field: str) -> None:
+        self.history = History()
+        self._reader, self._pattern = EventReader(path), step_column(field)
+        self._generation = self._reader.generation
+
+    def poll(self) -> bool:
+        """Read at most four megabytes; return True if more is waiting."""
+        rows = self._reader.read_column(self._pattern, _SLICE_BYTES)
+        if self._reader.generation != self._generation:
+            self._generation, self.history = self._reader.generation, History()
+        if rows:
+            t, step, value = zip(*rows, strict=True)
+            if self.history.size and step[0] <= self.history.step[-1]:  # repeated by a resumed training
+                self.history.drop_after(step[0] - 1)
+            self.history.extend(step, t, value)
+        return self._reader.num_bytes_left > _SLICE_BYTES
+
+
+def series_of(path: Path, field: str) -> History:
+    """Return all values of one number of the `step` events; its arguments are those of `SeriesReader`."""
+    reader = SeriesReader(path, field)
+    while reader.poll():
+        pass
+    return reader.history
+
 
 _FULL_BYTES = 2**21
 """Of a longer backlog only this last part is read in full; the rest is skimmed."""
@@ -208,3 +245,29 @@ def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:
     except OSError:
         return []
     return [folder / name for _, name in sorted(found, reverse=True)[:limit]]
+
+
+class LogTail:
+    """Reads the last lines of a text file, and then those that are added to it."""
+
+    def __init__(self, path: Path, max_bytes: int = 2**16) -> None:
+        self._path, self._max_bytes = path, max_bytes
+        self._offset: int | None = None
+        self._rest = b""
+
+    def read(self) -> list[str]:
+        """Return the new whole lines, printable; none if the file cannot be read."""
+        try:
+            with self._path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                is_first = self._offset is None or size < self._offset
+                start = max(0, size - self._max_bytes) if is_first else max(self._offset or 0, size - self._max_bytes)
+                file.seek(start)
+                block = (b"" if is_first else self._rest) + file.read(self._max_bytes)
+        except OSError:
+            return []
+        self._offset = start + len(block) - (0 if is_first else len(self._rest))
+        *lines, self._rest = block.split(b"\n")
+        if is_first and start > 0:
+            del lines[:1]
+        return [printable(line.decode(errors="replace")) for line in lines]

@@ -11,12 +11,11 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Oom
-from segapp.tui.announcer import Announcer, terminal_title
 from segapp.tui.app import MonitorApp, UserFiles
-from segapp.tui.event_log import EventsPane
-from segapp.tui.seen import load_seen, save_seen
-from segapp.view.source import LiveSource
-from segapp.view.tail import LogTail
+from segapp.tui.settings import load_seen, save_seen
+from segapp.tui.terminal import Announcer, terminal_title
+from segapp.tui.widgets import EventsPane
+from segapp.view.source import LiveSource, LogTail
 from segapp.view.view import NUM_WHOLE_EVENTS, View, fold_events
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle, source_of

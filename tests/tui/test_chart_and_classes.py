@@ -18,16 +18,14 @@ from textual.pilot import Pilot
 from segapp.run.events import CommandAnswer, EventReader, Step, Val
 from segapp.run.words import number
 from segapp.tui.app import MonitorApp
-from segapp.tui.panes.chart import LossChart, Other
+from segapp.tui.panes.chart import LossChart, Other, Viewport, cursor_readout
 from segapp.tui.panes.classes import TableOptions, classes_content
 from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
-from segapp.tui.panes.readout import cursor_readout
-from segapp.tui.panes.viewport import Viewport
 from segapp.view.history import History
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
 from segapp.view.plot import choose_scale, reduce_columns, usual_range
-from segapp.view.series import SeriesReader
+from segapp.view.source import SeriesReader
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import CAMVID, RecordedRun
 from tests.support.screens import press, run_screen, screen_text, settle

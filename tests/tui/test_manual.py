@@ -10,7 +10,7 @@ from textual.widgets import Markdown
 
 from segapp.docs.pages import find_page, pages
 from segapp.tui.app import _RUNS_TOPIC, _TOPIC_OF, MonitorApp
-from segapp.tui.manual.viewer import DocsApp, DocsScreen, PageViewer
+from segapp.tui.manual import DocsApp, DocsScreen, PageViewer
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import settle, source_of
 

@@ -13,11 +13,10 @@ from textual.widgets._toast import Toast
 from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, Step
 from segapp.tui import keys
 from segapp.tui.app import MonitorApp
-from segapp.tui.event_log import EventsPane
 from segapp.tui.panes import header
-from segapp.tui.panes.chart import LossChart
+from segapp.tui.panes.chart import LossChart, Viewport
 from segapp.tui.panes.glyphs import UNICODE
-from segapp.tui.panes.viewport import Viewport
+from segapp.tui.widgets import EventsPane
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from segapp.run.events import CommandAnswer, Device, Event, Gpu0Bsz, Oom, RunEnd, RunStart
-from segapp.view.details import details_text, event_details
+from segapp.view.wording import details_text, event_details
 
 
 @pytest.mark.parametrize(

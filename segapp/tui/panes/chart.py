@@ -19,8 +19,6 @@ from textual.widget import Widget
 from segapp.run.words import duration, number
 from segapp.tui.panes.canvas import Canvas
 from segapp.tui.panes.glyphs import UNICODE, Glyphs
-from segapp.tui.panes.readout import cursor_readout
-from segapp.tui.panes.viewport import Viewport
 from segapp.view.history import SMOOTHINGS, History
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_title
 from segapp.view.plot import (
@@ -35,7 +33,54 @@ from segapp.view.plot import (
     without_spikes,
 )
 from segapp.view.view import View
-from segapp.view.wording import loss
+from segapp.view.wording import clip, loss
+
+MIN_SPAN = 10.0
+"""Smallest number of visible steps."""
+
+
+class Viewport(NamedTuple):
+    """The visible steps."""
+
+    span: float | None = None
+    """Number of visible steps; None: all."""
+    end: float | None = None
+    """The last visible step; None: the newest one, which is followed."""
+
+    def visible(self, first: float, last: float) -> tuple[float, float]:
+        """Return the first and the last visible step of a run that has the steps `first` to `last`."""
+        right = last if self.end is None else min(self.end, last)
+        left = first if self.span is None else max(first, right - self.span)
+        return left, max(right, left + 1)
+
+    def zoomed(self, factor: float, at: float, first: float, last: float) -> Viewport:
+        """Return a part that is `factor` times as long; the step at a fraction `at` of the width keeps its place."""
+        left, right = self.visible(first, last)
+        span = max((right - left) * factor, min(MIN_SPAN, last - first))
+        if span >= last - first:
+            return Viewport()
+        middle = left + at * (right - left)
+        return self._part(middle - at * span + span, span, first, last)
+
+    def panned(self, frac: float, first: float, last: float) -> Viewport:
+        """Return the part moved by a fraction of its width; positive is towards the newest step."""
+        if self.span is None:
+            return self
+        left, right = self.visible(first, last)
+        return self._part(right + frac * (right - left), right - left, first, last)
+
+    def jumped(self, first: float, last: float, *, to_end: bool) -> Viewport:
+        """Return the part at the first or at the newest steps; the newest are followed."""
+        if self.span is None or to_end:
+            return Viewport(self.span, None)
+        left, right = self.visible(first, last)
+        return Viewport(right - left, first + right - left)
+
+    @staticmethod
+    def _part(end: float, span: float, first: float, last: float) -> Viewport:
+        end = max(end, first + span)
+        return Viewport(span, None if end >= last else end)
+
 
 AUTO = -1.0
 """Select the smoothing by the length of the curve."""
@@ -448,3 +493,41 @@ class LossChart(Widget, can_focus=True):
         if options.x_axis != "step":
             parts.append(f"by {options.x_axis}")
         return separator.join(parts)
+
+
+NEAR = 3
+"""Cells within which an event is near the cursor."""
+
+
+def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, tolerance: float) -> list[str]:
+    """Return the parts of the readout.
+
+    Args:
+        view: The run.
+        curve: The metric that is shown.
+        index: Of the point under the cursor: in the steps' values, or in the points of a metric of the evaluations.
+        smoothing: One of `SMOOTHINGS`, or 0.
+        tolerance: Steps of a cell.
+    """
+    history, points = curve.history, curve.points
+    step = float(history.step[index]) if history is not None else float(points[index, 0])
+    parts = [f"step {step:.0f}"]
+    if view.start is not None and view.start.steps_per_epoch:
+        parts.append(f"epoch {int((step - 1) // view.start.steps_per_epoch) + 1 if step > 0 else 1}")
+    if view.history.size:
+        at_s = float(np.interp(step, view.history.step, view.history.t))
+        parts.append(duration(at_s - (view.first_start_s or float(view.history.t[0]))))
+    if history is not None:
+        low, high = float(history.low[index]), float(history.high[index])
+        parts.append(number(low) if low == high or low != low else f"{number(low)} to {number(high)}")
+        if smoothing:
+            parts.append(f"smoothed {number(float(history.average(smoothing)[index]))}")
+        near = points[np.abs(points[:, 0] - step) <= tolerance, 1]
+        if len(near):
+            parts.append(f"val {number(float(near[-1]))}")
+    else:
+        parts.append(number(float(points[index, 1])))
+    marks = sorted((abs(mark.step - step), mark.text) for mark in view.marks)
+    if marks and marks[0][0] <= NEAR * tolerance:
+        parts.append(clip(marks[0][1], 30))
+    return parts

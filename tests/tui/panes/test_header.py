@@ -11,9 +11,8 @@ from segapp.tui.panes import header
 from segapp.tui.panes.glyphs import ASCII
 from segapp.tui.panes.header import Place
 from segapp.view.evaluations import Evaluations
-from segapp.view.records import Evaluating, Raised
 from segapp.view.source import Status
-from segapp.view.view import View
+from segapp.view.view import Evaluating, Raised, View
 
 LIVE = Status("live", now_s=150.0, age_s=3.0, pid=7)
 
