@@ -11,9 +11,9 @@ from typing import Any
 
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.folder import find_run, last_start_s
-from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.run.sweep import find_sweep, sweep_folders
 from segapp.run.words import duration, printable
+from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.view.summary import RunSummary, list_runs, summarize, summarize_runs, summarize_sweep
 
 CHECKPOINT_DAMAGED = 4

@@ -14,7 +14,6 @@ from typing import Any
 
 from segapp.config import load_config
 from segapp.errors import ConfigError
-from segapp.scores import with_count
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, SweepRunState
 from segapp.scores import with_count
 from segapp.training.telemetry.trackers import flat_settings

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from segapp.errors import ConfigError, RunBusyError, storage_errors
 from segapp.run.files import write_atomic
-from segapp.run.folder import RunFolder, is_sweep, is_write_locked, take_lock
+from segapp.run.folder import RunFolder, is_run, is_sweep, is_write_locked, take_lock
 from segapp.run.state import State, run_state
 
 SCHEMA = 1

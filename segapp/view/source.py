@@ -6,6 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,9 @@ class SeriesReader:
         rows = self._reader.read_column(self._pattern, _SLICE_BYTES)
         if self._reader.generation != self._generation:
             self._generation, self.history = self._reader.generation, History()
-        if rows:
-            t, step, value = zip(*rows, strict=True)
+        starts = [0, *(i for i in range(1, len(rows)) if rows[i][1] <= rows[i - 1][1])]
+        for start, end in pairwise([*starts, len(rows)] if rows else []):
+            t, step, value = zip(*rows[start:end], strict=True)
             if self.history.size and step[0] <= self.history.step[-1]:  # repeated by a resumed training
                 self.history.drop_after(step[0] - 1)
             self.history.extend(step, t, value)

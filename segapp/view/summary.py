@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from segapp.run.folder import RunFolder, is_run, run_folders
-from segapp.scores import SCORES, count_scored
 from segapp.run.state import RunFacts, State, derive_state, read_facts
 from segapp.run.sweep import SweepFolder
+from segapp.scores import SCORES, count_scored
 from segapp.view.history import History
 from segapp.view.source import fold_file
 from segapp.view.view import View

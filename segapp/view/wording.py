@@ -25,9 +25,8 @@ from segapp.run.events import (
     Val,
     Weights,
 )
-from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
-from segapp.scores import NOT_FINITE, count_scored, with_count
+from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
 from segapp.view.evaluations import PastVal
 
 

@@ -21,9 +21,10 @@ from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import Curve, Frame
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, top_confusions
 from segapp.report.pictures import SplitEvaluation, evaluate_split
-from segapp.report.run_report import Thinned, read_run_report
+from segapp.report.run_report import read_run_report
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Step, Val
 from segapp.run.folder import RunFolder
+from segapp.view.history import History
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events, merged, segapp, train
 
@@ -231,6 +232,10 @@ def test_confusion_matrix_leaves_out_classes_that_do_not_occur() -> None:
     assert shown() is None  # too many for a picture
 
 
+def points(series: History) -> list[tuple[float, float]]:
+    return list(zip(series.step.tolist(), series.high.tolist(), strict=True))
+
+
 def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     for step in range(1, 7):
@@ -241,13 +246,12 @@ def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
     run.write_start(resumed_from_step=4)
     run.write(Step(epoch=1, step=5, loss=1.0, lr=0.7, images_per_s=70.0, terms={"term2": 1.5}))
     report = read_run_report(str(run.folder.path))
-    assert [change.status for change in report.gpu0] == ["applied"]
-    assert [alert.message for alert in report.alerts] == ["no progress"]
-    assert report.lr.points == [(1, 0.1), (2, 0.2), (3, pytest.approx(0.3)), (4, 0.4), (5, 0.7)]
-    assert report.rate.points == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0), (5, 70.0)]
+    assert [change.status for change in report.view.gpu0.changes] == ["applied"]
+    assert [alert.message for alert in report.view.last_alerts] == ["no progress"]
+    assert points(report.lr) == [(1, 0.1), (2, 0.2), (3, pytest.approx(0.3)), (4, 0.4), (5, 0.7)]
+    assert points(report.rate) == [(1, 10.0), (2, 20.0), (3, 30.0), (4, 40.0), (5, 70.0)]
     assert list(report.terms) == [f"term{i}" for i in range(16)]
-    assert report.terms["term2"].points == [(1, 2.0), (2, 4.0), (3, 6.0), (4, 8.0), (5, 1.5)]
-    assert report.terms["term3"].points[-1] == (4, 12.0)
+    assert points(report.terms["term2"]) == [(1, 2.0), (2, 4.0), (3, 6.0), (4, 8.0), (5, 1.5)]
     assert report.duration_s == pytest.approx(run.clock.now_s - 1_760_000_000.0)
 
 
@@ -352,19 +356,6 @@ def test_chart_line_keeps_gaps() -> None:
     assert path[1].count("M") == 2
 
 
-def test_long_curve_is_thinned_and_can_be_truncated() -> None:
-    curve = Thinned()
-    for step in range(100_000):
-        curve.add(step, float(step))
-    assert 2000 <= len(curve.points) <= 4001
-    assert curve.points[-1][0] > 99_000
-    assert all(step == value for step, value in curve.points)
-    steps = [step for step, _ in curve.points]
-    assert set(np.diff(steps)) == {32}
-    curve.drop_after(500)
-    assert curve.points[-1][0] <= 500
-
-
 def test_repeated_steps_of_a_resumed_run_count_once(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.epoch()
@@ -373,5 +364,5 @@ def test_repeated_steps_of_a_resumed_run_count_once(tmp_path: Path) -> None:
     run.step = last - 20
     run.train(30)
     report = read_run_report(str(run.folder.path))
-    assert [step for step, _ in report.lr.points] == list(range(1, last + 11))
+    assert [step for step, _ in points(report.lr)] == list(range(1, last + 11))
     assert report.view.num_starts == 2

@@ -5,10 +5,9 @@ from __future__ import annotations
 import time
 from typing import Any, TextIO
 
-from segapp.scores import count_scored, loss_text, of_classes
 from segapp.run.sweep import SweepRun
 from segapp.run.words import duration, printable
-from segapp.scores import EpochLoss, count_scored, loss_text, of_classes
+from segapp.scores import count_scored, loss_text, of_classes
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 from segapp.view.summary import small_view
 from segapp.view.view import View, fold_events
