@@ -1,56 +1,38 @@
-"""`segapp compare`: several runs side by side, in the terminal and as an HTML page."""
+"""`segapp compare`: several runs, or those of a sweep, side by side, in the terminal and as an HTML page."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from markupsafe import Markup
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from segapp.errors import ConfigError
 from segapp.report import charts
-from segapp.report.charts import Frame
+from segapp.report.charts import Curve, Frame
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
-from segapp.report.run_report import RunReport, read_run_report
+from segapp.report.run_report import RunReport, RunRow, read_run_report, run_row
+from segapp.report.sweep_results import SweepResults, read_results, shown_settings, shown_value
 from segapp.run import words
+from segapp.run.sweep import SweepFolder
 from segapp.run.words import printable
-from segapp.scores import best_shown, count_scored, loss_text, with_count
+from segapp.scores import best_shown, loss_text, with_count
 from segapp.training.telemetry.trackers import flat_settings
+from segapp.view.history import SMOOTHINGS
+from segapp.view.plot import Floats
+
+_NUM_POINTS = 1000
+"""Points of a mean curve; about one for each pixel of its width."""
 
 UNIMPORTANT_KEYS = frozenset({"name"})
-
-
-@dataclass(frozen=True)
-class RunRow:
-    """Key figures of one run; None where a value is not known."""
-
-    name: str
-    state: str
-    best_miou: float | None
-    num_scored: int | None
-    """Number of classes that `best_miou` is the mean of: those that have an IoU in `iou`."""
-    best_epoch: int | None
-    mean_dice: float | None
-    """Of the best evaluation; None if an older trainer wrote the run."""
-    last_loss: float | None
-    """Mean training loss of the last epoch, see `EpochLoss`."""
-    last_val_loss: float | None
-    """Of the last evaluation; None if it was not finite."""
-    num_evaluations: int
-    epochs: int
-    steps: int
-    images_per_s: float | None
-    duration_s: float | None
-    num_params: int
-    peak_mib: float | None
-    """Of the device with the highest peak."""
-    iou: dict[str, float | None]
-    """Per class, of the best evaluation."""
 
 
 def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]:
@@ -82,6 +64,8 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
             "loss": loss_chart(reports),
             "miou": charts.line_chart(miou_curves(reports), Frame("step", "mIoU", bottom=0.0, top=1.0)),
             "colors": charts.NUM_COLORS,
+            "results": None,
+            "made_s": time.time(),
         }
         save_page(out, render("compare.html.j2", values))
     return {
@@ -91,6 +75,35 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
         "common_miou": [_mean_over(row, common) for row in rows],
         "note": note_of_means(rows, common),
     }
+
+
+def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) -> Path:
+    """Write the page of a sweep into its folder, and return its path: its runs with columns of their settings.
+
+    Args:
+        sweep: the sweep.
+        results: as just read; None: read here.
+
+    Raises:
+        ConfigError: the folder holds no sweep.
+        StorageError: the page cannot be written.
+    """
+    results = results or read_results(sweep)
+    best = results.settings[: charts.NUM_COLORS]
+    finished = {run.name for run in results.runs if run.state == "finished"} & results.reports.keys()
+    reports = [[results.reports[name] for name in row.runs if name in finished] for row in best]
+    labels = [shown_settings(row.settings) for row in best]
+    values = {
+        "rows": results.runs,
+        "results": results,
+        "num_curves": len(best),
+        "miou": _chart(labels, reports, _miou_points, Frame("step", "mIoU", bottom=0.0, top=1.0)),
+        "loss": _chart(labels, reports, _loss_points, Frame("step", "loss")),
+        "value": shown_value,
+        "made_s": time.time(),
+    }
+    save_page(sweep.page, render("compare.html.j2", values))
+    return sweep.page
 
 
 def common_classes(rows: Sequence[RunRow]) -> tuple[str, ...]:
@@ -154,38 +167,6 @@ def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]
     return table
 
 
-def run_row(report: RunReport) -> RunRow:
-    """Return the key figures of a run."""
-    view = report.view
-    assert view.start is not None
-    best = view.best
-    peaks = [peak for split in report.peaks_mib.values() for peak in split if peak is not None]
-    names = list(view.start.classes)
-    return RunRow(
-        name=report.name,
-        state=report.state,
-        best_miou=best.miou if best else None,
-        num_scored=count_scored(best.iou) if best else None,
-        best_epoch=best.epoch if best else None,
-        mean_dice=best.score("mean_dice") if best else None,
-        last_loss=view.loss.mean,
-        last_val_loss=view.vals[-1].loss if view.vals else None,
-        num_evaluations=len(view.vals),
-        epochs=view.epoch or 0,
-        steps=view.step.step if view.step else 0,
-        images_per_s=view.step.images_per_s if view.step else None,
-        duration_s=report.duration_s,
-        num_params=view.start.num_params,
-        peak_mib=max(peaks, default=None),
-        iou=dict(zip(names, map(_known, best.iou), strict=False)) if best else dict.fromkeys(names),
-    )
-
-
-def _known(iou: float | None) -> float | None:
-    """Return an IoU, None for the nan of an old evaluation."""
-    return None if iou is None or iou != iou else iou
-
-
 def config_differences(reports: Sequence[RunReport]) -> dict[str, list[Any]]:
     """Return the config keys whose values differ, with the value of each run; "?" where a config is missing."""
     flat = [flat_settings(report.config.model_dump(mode="json")) if report.config else {} for report in reports]
@@ -196,3 +177,53 @@ def config_differences(reports: Sequence[RunReport]) -> dict[str, list[Any]]:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f} %"
+
+
+def _chart(
+    labels: Sequence[str],
+    reports: Sequence[Sequence[RunReport]],
+    points: Callable[[RunReport], tuple[Floats, Floats]],
+    frame: Frame,
+) -> Markup:
+    curves = []
+    for color, (label, group) in enumerate(zip(labels, reports, strict=True)):
+        found = mean_curve([points(report) for report in group])
+        if found is not None:
+            x, mean, low, high = found
+            curves.append(Curve(label, x, mean, color, band=(low, high) if len(group) > 1 else None))
+    return charts.line_chart(curves, frame)
+
+
+def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats] | None:
+    """Return x, mean, lowest and highest of curves, interpolated between their points where all of them have values.
+
+    Args:
+        curves: x, increasing, and y of each; points that are not finite are left out.
+
+    Returns:
+        None if the curves have no x in common.
+    """
+    known = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
+    known = [(x, y) for x, y in known if len(x)]
+    if not known:
+        return None
+    first, last = max(x[0] for x, _ in known), min(x[-1] for x, _ in known)
+    if first > last:
+        return None
+    own = np.unique(np.concatenate([x[(x >= first) & (x <= last)] for x, _ in known]))
+    x = own if len(known) == 1 else np.union1d(own, np.linspace(first, last, _NUM_POINTS))
+    values = np.stack([np.interp(x, *curve) for curve in known])
+    return x, values.mean(0), values.min(0), values.max(0)
+
+
+def _miou_points(report: RunReport) -> tuple[Floats, Floats]:
+    vals = report.view.vals
+    return vals.values("step"), vals.values("miou")
+
+
+def _loss_points(report: RunReport) -> tuple[Floats, Floats]:
+    history = report.view.history
+    if not history.size:
+        return np.empty(0), np.empty(0)
+    factor = SMOOTHINGS[0] if history.num_steps < 200 else SMOOTHINGS[1]
+    return np.asarray(history.step, float), np.asarray(history.average(factor), float)

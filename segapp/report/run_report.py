@@ -1,14 +1,16 @@
-"""Contents of a run for the report: the folded view of its events, and the lists that only the report needs."""
+"""A run for reports: the folded view of its events, its config, and its key figures, a row of `segapp compare`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, RunError
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
+from segapp.scores import count_scored
 from segapp.view.history import History
 from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
@@ -26,9 +28,6 @@ class RunReport:
         view: its folded events.
         config: at the start of the run; None if the file cannot be read.
         config_text: content of the config file.
-        lr: learning rate over steps.
-        rate: images per second over steps.
-        terms: terms of the loss over steps, at most 16.
     """
 
     folder: RunFolder
@@ -36,14 +35,21 @@ class RunReport:
     view: View = field(default_factory=View)
     config: RunConfig | None = None
     config_text: str = ""
-    lr: History = field(default_factory=History)
-    rate: History = field(default_factory=History)
-    terms: dict[str, History] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
         """Name of the run folder."""
         return self.folder.name
+
+    def series(self, field: str) -> History:
+        """Return the values of a number of the `step` events, read from the file."""
+        return series_of(self.folder.events, field)
+
+    @property
+    def terms(self) -> list[str]:
+        """Names of the terms of the loss, at most 16."""
+        prefix = "terms."
+        return [name.removeprefix(prefix) for name in self.view.recent if name.startswith(prefix)][:_MAX_TERMS]
 
     @property
     def class_notes(self) -> list[str]:
@@ -63,24 +69,97 @@ class RunReport:
         return self.view.peaks_mib
 
 
-def read_run_report(run: str | Path) -> RunReport:
+def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
     """Read the events and the config of a run.
+
+    Args:
+        run: name or folder.
+        view: to fold the events into; None: one with the whole loss curve.
 
     Raises:
         ConfigError: there is no such run.
         RunError: the run has no events yet.
     """
     folder = find_run(run)
-    report = RunReport(folder, run_state(folder.path))
+    report = RunReport(folder, run_state(folder.path), view or View())
     fold_file(report.view, folder.events)
     if report.view.start is None:
         raise RunError(f"{folder.path} has no events yet: train it first")
-    report.lr, report.rate = series_of(folder.events, "lr"), series_of(folder.events, "images_per_s")
-    terms = [name.removeprefix("terms.") for name in report.view.recent if name.startswith("terms.")][:_MAX_TERMS]
-    report.terms = {name: series_of(folder.events, f"terms.{name}") for name in terms}
     try:
         report.config_text = folder.config_yaml.read_text(encoding="utf-8", errors="backslashreplace")
         report.config = load_config(folder.config_yaml)
     except (OSError, ConfigError):
         pass  # the config is optional in a report
     return report
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """Key figures of one run; None where a value is not known."""
+
+    name: str
+    state: str
+    best_miou: float | None = None
+    num_scored: int | None = None
+    """Number of classes that `best_miou` is the mean of: those that have an IoU in `iou`."""
+    best_epoch: int | None = None
+    mean_dice: float | None = None
+    """Of the best evaluation; None if an older trainer wrote the run."""
+    last_loss: float | None = None
+    """Mean training loss of the last epoch, see `EpochLoss`."""
+    last_val_loss: float | None = None
+    """Of the last evaluation; None if it was not finite."""
+    num_evaluations: int = 0
+    epochs: int = 0
+    steps: int = 0
+    images_per_s: float | None = None
+    duration_s: float | None = None
+    num_params: int = 0
+    peak_mib: float | None = None
+    """Of the device with the highest peak."""
+    iou: dict[str, float | None] = field(default_factory=dict)
+    """Per class, of the best evaluation."""
+    last_miou: float | None = None
+    """Of the last evaluation."""
+    last_num_scored: int | None = None
+    """Number of classes that `last_miou` is the mean of."""
+    config: str = ""
+    """Of a run of a sweep: name of its config file, without folder and ending."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Of a run of a sweep: value of each config key that the sweep varies or sets."""
+    reason: str | None = None
+    """Of a run of a sweep that failed: why."""
+
+
+def run_row(report: RunReport) -> RunRow:
+    """Return the key figures of a run."""
+    view = report.view
+    assert view.start is not None
+    best = view.best
+    peaks = [peak for split in report.peaks_mib.values() for peak in split if peak is not None]
+    names = list(view.start.classes)
+    return RunRow(
+        name=report.name,
+        state=report.state,
+        best_miou=best.miou if best else None,
+        num_scored=count_scored(best.iou) if best else None,
+        best_epoch=best.epoch if best else None,
+        mean_dice=best.score("mean_dice") if best else None,
+        last_loss=view.loss.mean,
+        last_val_loss=view.vals[-1].loss if view.vals else None,
+        last_miou=view.vals[-1].miou if view.vals else None,
+        last_num_scored=count_scored(view.vals[-1].iou) if view.vals else None,
+        num_evaluations=len(view.vals),
+        epochs=view.epoch or 0,
+        steps=view.step.step if view.step else 0,
+        images_per_s=view.step.images_per_s if view.step else None,
+        duration_s=report.duration_s,
+        num_params=view.start.num_params,
+        peak_mib=max(peaks, default=None),
+        iou=dict(zip(names, map(_known, best.iou), strict=False)) if best else dict.fromkeys(names),
+    )
+
+
+def _known(iou: float | None) -> float | None:
+    """Return an IoU, None for the nan of an old evaluation."""
+    return None if iou is None or iou != iou else iou

@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from segapp.config import load_config
-from segapp.errors import ConfigError
-from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, SweepRunState
-from segapp.scores import with_count
+from segapp.errors import ConfigError, RunError
+from segapp.report.run_report import RunReport, RunRow, read_run_report, run_row
+from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
 from segapp.training.telemetry.trackers import flat_settings
-from segapp.view.summary import summarize
+from segapp.view.summary import small_view
 
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
 """Keys that divide the data; configs that differ in nothing else but the name are folds."""
@@ -38,42 +38,6 @@ class Spread:
         if not known:
             return None
         return cls(statistics.fmean(known), statistics.stdev(known) if len(known) > 1 else None, len(known))
-
-
-@dataclass(frozen=True)
-class RunResult:
-    """One run; None where a value is not known."""
-
-    name: str
-    config: str
-    settings: dict[str, Any]
-    state: SweepRunState
-    reason: str | None = None
-    best_miou: float | None = None
-    """Of the evaluation with the highest."""
-    best_epoch: int | None = None
-    last_miou: float | None = None
-    val_loss: float | None = None
-    """Of the last evaluation; None if it was not finite."""
-    step: int | None = None
-    loss: float | None = None
-    """Mean training loss of the last epoch."""
-    num_classes: int | None = None
-    best_num_scored: int | None = None
-    """Number of classes that `best_miou` is the mean of."""
-    last_num_scored: int | None = None
-    """Number of classes that `last_miou` is the mean of."""
-    is_evaluated: bool = False
-
-    @property
-    def shown_best(self) -> str:
-        """The best mIoU in percent, with the number of its classes."""
-        return with_count(_percent(self.best_miou), self.best_num_scored, self.num_classes)
-
-    @property
-    def shown_last(self) -> str:
-        """The mIoU of the last evaluation in percent, with the number of its classes."""
-        return with_count(_percent(self.last_miou), self.last_num_scored, self.num_classes)
 
 
 @dataclass(frozen=True)
@@ -115,6 +79,7 @@ class SweepResults:
     Attributes:
         varying: keys of the settings' columns.
         repeated: what the repetitions differ in: seed, fold.
+        reports: of the runs that have begun, by name.
     """
 
     name: str
@@ -123,11 +88,12 @@ class SweepResults:
     varying: list[str]
     repeated: list[str]
     settings: list[SettingResult]
-    runs: list[RunResult]
+    runs: list[RunRow]
+    reports: dict[str, RunReport] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """Return the results as plain values."""
-        return asdict(self)
+        return {name: value for name, value in asdict(replace(self, reports={})).items() if name != "reports"}
 
 
 def read_results(sweep: SweepFolder) -> SweepResults:
@@ -137,7 +103,8 @@ def read_results(sweep: SweepFolder) -> SweepResults:
         ConfigError: the folder holds no sweep.
     """
     info = sweep.read()
-    runs = [_result_of(sweep, run) for run in info.runs]
+    found = [_row_of(sweep, run) for run in info.runs]
+    runs = [row for row, _ in found]
     is_folds = _are_folds(sweep, info)
     varying = [key for key in info.axes if len({json.dumps(run.settings.get(key)) for run in runs}) > 1]
     fold_keys = [key for key in varying if key in FOLD_KEYS]
@@ -145,23 +112,24 @@ def read_results(sweep: SweepFolder) -> SweepResults:
     has_configs = len({run.config for run in runs}) > 1
     if has_configs and not is_folds:
         compared = ["config", *compared]
-    groups: dict[str, list[RunResult]] = {}
+    groups: dict[str, list[RunRow]] = {}
     for run in runs:
         groups.setdefault(json.dumps(_columns(run, compared)), []).append(run)
 
-    def fold(run: RunResult) -> str:
+    def fold(run: RunRow) -> str:
         return json.dumps([run.config if is_folds else None, [run.settings.get(key) for key in fold_keys]])
 
     settings = [summarize_setting(_columns(group[0], compared), group, fold) for group in groups.values()]
     has_folds = bool(fold_keys) or (has_configs and is_folds)
     repeated = [word for word, is_there in (("seed", "seed" in varying), ("fold", has_folds)) if is_there]
     state = sweep.progress().state
-    return SweepResults(sweep.name, str(sweep.path), state, compared, repeated, sorted(settings, key=_rank), runs)
+    reports = {row.name: report for row, report in found if report is not None}
+    return SweepResults(
+        sweep.name, str(sweep.path), state, compared, repeated, sorted(settings, key=_rank), runs, reports
+    )
 
 
-def summarize_setting(
-    settings: dict[str, Any], runs: Sequence[RunResult], fold: Callable[[RunResult], str]
-) -> SettingResult:
+def summarize_setting(settings: dict[str, Any], runs: Sequence[RunRow], fold: Callable[[RunRow], str]) -> SettingResult:
     """Return the spreads of one setting.
 
     Args:
@@ -185,26 +153,22 @@ def summarize_setting(
         len(finished),
         Spread.of(run.best_miou for run in finished),
         Spread.of(run.last_miou for run in finished),
-        Spread.of(run.val_loss for run in finished),
-        Spread.of(run.loss for run in finished),
-        _classes_of(finished, "best_num_scored"),
+        Spread.of(run.last_val_loss for run in finished),
+        Spread.of(run.last_loss for run in finished),
+        _classes_of(finished, "num_scored"),
         _classes_of(finished, "last_num_scored"),
         over_seeds,
         over_folds,
     )
 
 
-def _classes_of(runs: Sequence[RunResult], field: str) -> str:
+def _classes_of(runs: Sequence[RunRow], field: str) -> str:
     """Return the number of classes that a mean over runs is made of; empty if it is not known."""
     counts = [count for run in runs if (count := getattr(run, field)) is not None]
     if not counts:
         return ""
-    low, high, total = min(counts), max(counts), max(run.num_classes or 0 for run in runs)
+    low, high, total = min(counts), max(counts), max(len(run.iou) for run in runs)
     return f"{low}/{total}" if low == high else f"{low} to {high}/{total}"
-
-
-def _percent(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.1f} %"
 
 
 def _rank(row: SettingResult) -> tuple[bool, float, bool, float]:
@@ -217,33 +181,22 @@ def _rank(row: SettingResult) -> tuple[bool, float, bool, float]:
     )
 
 
-def _columns(run: RunResult, compared: Sequence[str]) -> dict[str, Any]:
+def _columns(run: RunRow, compared: Sequence[str]) -> dict[str, Any]:
     return {key: run.config if key == "config" else run.settings.get(key) for key in compared}
 
 
-def _result_of(sweep: SweepFolder, run: SweepRun) -> RunResult:
+def _row_of(sweep: SweepFolder, run: SweepRun) -> tuple[RunRow, RunReport | None]:
+    """Return the row of a run, and its report if it has begun."""
     state = sweep.state_of(run)
-    result = RunResult(run.name, run.config, run.settings, state, run.reason)
-    if state == "waiting":
-        return result
-    found = summarize(sweep.folder_of(run.name).path)
-    return RunResult(
-        run.name,
-        run.config,
-        run.settings,
-        state,
-        run.reason or (found.reason if state == "failed" else None),
-        found.best_miou,
-        found.best_epoch,
-        found.miou,
-        found.val_loss,
-        found.step,
-        found.loss,
-        found.num_classes,
-        found.best_num_scored,
-        found.num_scored,
-        found.val_epoch is not None,
-    )
+    known: dict[str, Any] = {"config": run.config, "settings": run.settings, "reason": run.reason}
+    try:
+        report = read_run_report(sweep.folder_of(run.name).path, small_view())
+    except (ConfigError, RunError):
+        return RunRow(run.name, state, **known), None
+    end = report.view.end
+    if state == "failed" and end is not None:
+        known["reason"] = run.reason or end.reason
+    return replace(run_row(report), name=run.name, state=state, **known), report
 
 
 def _are_folds(sweep: SweepFolder, info: SweepInfo) -> bool:

@@ -13,9 +13,9 @@ import pytest
 from numpy.typing import NDArray
 
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.report.compare import compare_runs, print_comparison, run_row
+from segapp.report.compare import compare_runs, print_comparison
 from segapp.report.pictures import WRONG_RGB, pictures_of
-from segapp.report.run_report import read_run_report
+from segapp.report.run_report import read_run_report, run_row
 from segapp.run.events import DeviceMemory, Memory, Step, Val
 from tests.support.recorded_runs import RecordedRun
 
@@ -74,6 +74,7 @@ def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: py
         "best_epoch": 2, "mean_dice": 0.85, "last_loss": 2.0,
         "last_val_loss": pytest.approx(0.3), "epochs": 3, "steps": 3, "images_per_s": 12.5,
         "duration_s": pytest.approx(90.1), "num_params": 11_200_000, "peak_mib": 6144.0, "iou": {"a": 0.75, "b": None},
+        "last_miou": 0.5, "last_num_scored": 1, "config": "", "settings": {}, "reason": None,
     }  # fmt: skip
     assert vars(row) == expected
     print_comparison({"runs": [vars(row)], "differences": {"optim.lr": [0.1]}})

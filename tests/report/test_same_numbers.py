@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from segapp.commands.runs import print_runs, print_status
 from segapp.commands.sweep import result_lines
 from segapp.report import compare_runs, write_report
-from segapp.report.compare import print_comparison
+from segapp.report.compare import print_comparison, write_sweep_page
 from segapp.report.page import loss_chart
 from segapp.report.run_report import read_run_report
-from segapp.report.sweep import write_sweep_page
 from segapp.report.sweep_results import read_results
 from segapp.run.events import EpochStart, EventReader, RunEnd, Step, Val
 from segapp.run.sweep import SweepFolder, SweepRun, new_info
@@ -65,7 +64,7 @@ def test_every_viewer_has_the_same_training_loss(tmp_path: Path, capsys: pytest.
         "compare": found["runs"][0]["last_loss"],
         "screen": screen.loss.mean,
         "report": report.view.loss.mean,
-        "sweep": results.runs[0].loss,
+        "sweep": results.runs[0].last_loss,
         "setting": results.settings[0].loss.mean,
     }
     assert asked == dict.fromkeys(asked, wanted)

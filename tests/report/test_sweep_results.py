@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from segapp.config import dump_config, validate_config
-from segapp.report.sweep import mean_curve, write_sweep_page
-from segapp.report.sweep_results import RunResult, SettingResult, _rank, read_results, summarize_setting
+from segapp.report.compare import mean_curve, write_sweep_page
+from segapp.report.run_report import RunRow
+from segapp.report.sweep_results import SettingResult, _rank, read_results, summarize_setting
 from segapp.run.events import EventWriter, RunEnd, RunStart, Step, Val
 from segapp.run.sweep import SweepFolder, SweepRun, new_info
 
@@ -80,26 +81,32 @@ def test_means_and_deviations_are_those_of_numpy(swept: tuple[SweepFolder, np.nd
 
 
 def test_one_run_has_no_deviation_and_none_no_mean() -> None:
-    done = RunResult("a", "c", {"seed": 0}, "finished", best_miou=0.5)
+    done = RunRow("a", "finished", config="c", settings={"seed": 0}, best_miou=0.5)
     row = summarize_setting({}, [done], lambda run: run.config)
     assert row.best_miou is not None
     assert (row.best_miou.mean, row.best_miou.deviation, row.best_miou.count) == (0.5, None, 1)
     assert row.val_loss is None
-    two = [RunResult(fold, fold, {"seed": 0}, "finished", best_miou=miou) for fold, miou in (("a", 0.5), ("b", 0.7))]
+    two = [
+        RunRow(fold, "finished", config=fold, settings={"seed": 0}, best_miou=miou)
+        for fold, miou in (("a", 0.5), ("b", 0.7))
+    ]
     row = summarize_setting({}, two, lambda run: run.config)
     assert (row.over_seeds, row.over_folds) == (None, None)  # two folds, but one seed
     assert row.best_miou is not None
     assert (row.best_miou.mean, row.best_miou.deviation) == pytest.approx((0.6, 0.2 / 2**0.5))
-    two = [RunResult("a", "c", {"seed": seed}, "finished", best_miou=miou) for seed, miou in ((0, 0.5), (1, 0.7))]
+    two = [
+        RunRow("a", "finished", config="c", settings={"seed": seed}, best_miou=miou)
+        for seed, miou in ((0, 0.5), (1, 0.7))
+    ]
     row = summarize_setting({}, two, lambda run: run.config)
     assert (row.over_seeds, row.over_folds) == (None, None)  # two seeds, but one fold
-    waiting = summarize_setting({}, [RunResult("a", "c", {}, "waiting")], lambda run: run.config)
+    waiting = summarize_setting({}, [RunRow("a", "waiting", config="c", settings={})], lambda run: run.config)
     assert (waiting.best_miou, waiting.num_finished) == (None, 0)
 
 
 def test_settings_are_ranked_by_miou_then_loss() -> None:
     def row(name: str, miou: float | None, loss: float | None) -> SettingResult:
-        run = RunResult(name, "c", {}, "finished", best_miou=miou, val_loss=loss)
+        run = RunRow(name, "finished", config="c", settings={}, best_miou=miou, last_val_loss=loss)
         return summarize_setting({"name": name}, [run], lambda run: run.config)
 
     rows = [row("nothing", None, None), row("loss 3", None, 3.0), row("best", 0.7, 9.0), row("loss 2", None, 2.0),

@@ -1,7 +1,7 @@
 """`segapp sweep`: train a grid of settings, each a run of its own, and compare them on one page.
 
 `grid` reads the words of the command line, `plan` makes runs of them, `slots` are the devices, `runner` trains, `warm`
-forks the trainers, and `segapp.report.sweep` has the results.
+forks the trainers, and `segapp.report.compare` writes the page.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def _failure(sweep: SweepFolder, run: SweepRun) -> str:
 
 def _finish(sweep: SweepFolder, *, as_json: bool) -> None:
     """Write the page, and print the results."""
-    from segapp.report.sweep import write_sweep_page
+    from segapp.report.compare import write_sweep_page
     from segapp.report.sweep_results import read_results
 
     results = read_results(sweep)
