@@ -19,9 +19,10 @@ from segapp.onboarding.convert.yolo import find_yolo
 from segapp.onboarding.survey.hypotheses import Layout
 from segapp.onboarding.survey.tree import Tree
 
-Reading = Conversion | Layout
+Candidate = Layout | Conversion
+"""What a folder may be."""
 
-CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Reading] | Sequence[Conversion] | None]] = {
+CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Candidate] | Sequence[Conversion] | None]] = {
     "COCO": find_coco,
     "YOLO": find_yolo,
     "labelme": find_labelme,
@@ -37,7 +38,7 @@ CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Reading] | Sequence
 """Each returns what it finds in a folder: nothing, a conversion, or a conversion for each way to read it."""
 
 
-def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Reading], list[str]]:
+def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Candidate], list[str]]:
     """Return what the converters find, and why a converter cannot read the annotations of its kind.
 
     Args:
@@ -47,7 +48,7 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Reading], lis
     Raises:
         DataError: a converter needs a package that is not installed, and there are no masks.
     """
-    found: list[Reading] = []
+    found: list[Candidate] = []
     problems, known = [], set(tree.images)
     for title, convert in CONVERTERS.items():
         try:
@@ -67,7 +68,7 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Reading], lis
     return found, problems
 
 
-def with_layouts(readings: Sequence[Reading], layouts: Sequence[Layout]) -> list[Reading]:
+def with_layouts(readings: Sequence[Candidate], layouts: Sequence[Layout]) -> list[Candidate]:
     """Return readings and layouts without repetitions.
 
     A layout is left out if a conversion makes its masks or images from all of the layout's (one of several classes, one

@@ -352,7 +352,7 @@ class Images:
         ends = [path for path in found if clean.casefold().endswith(path.casefold())]
         if len(ends) == 1:
             return ends[0]
-        said_split = parse_file(near).split or parse_file(f"{PurePosixPath(near).stem}/x").split
+        said_split = split_said(near)
         scored = Counter(
             {
                 path: len(os.path.commonpath([f"/{folder}", f"/{path}"]))

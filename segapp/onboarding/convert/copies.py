@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -53,7 +54,7 @@ def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) 
         return _copied(tree, layout, kind, lambda mask: _classes_of_instances(tree, mask, kind), note)
     if _are_opacity(tree, layout):
         note = "the masks have one colour, and the object is where they are opaque"
-        return _copied(tree, layout, "opacity", lambda mask: (_opacity(tree, mask) > 0).astype(np.uint8), note)
+        return _copied(tree, layout, "opacity", lambda mask: (_rgba(tree, mask)[..., 3] > 0).astype(np.uint8), note)
     return None
 
 
@@ -73,7 +74,7 @@ def _copied(
             os.path.splitext(pair.mask)[0],
             shown(pair.mask),
             (kind, pair.mask, more, os.stat(tree.root / pair.mask).st_size),
-            _painter(read, pair.mask),
+            partial(read, pair.mask),
             pair.split,
             pair.scene,
         )
@@ -90,10 +91,6 @@ def _copied(
         (note, *(() if classes is None else classes.notes)),
         tuple(dict.fromkeys([*layout.sources, *(pair.mask for pair in layout.pairs)])),
     )
-
-
-def _painter(read: Read, mask: str) -> Callable[[], Mask]:
-    return lambda: read(mask)
 
 
 def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Conversion:
@@ -197,7 +194,3 @@ def _are_opacity(tree: Tree, layout: Layout) -> bool:
 def _rgba(tree: Tree, mask: str) -> NDArray[np.uint8]:
     path = tree.root / mask
     return np.asarray(open_bytes(read_bytes(path), path).convert("RGBA"))
-
-
-def _opacity(tree: Tree, mask: str) -> NDArray[np.uint8]:
-    return _rgba(tree, mask)[..., 3]

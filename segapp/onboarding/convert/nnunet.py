@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
 
@@ -99,7 +99,7 @@ def _item(tree: Tree, image: str, channels: Sequence[str], mask: str, names: Seq
         "",
         shown(channels[0]),
         states,
-        _mask_of(tree.root / mask),
+        partial(_mask_of, tree.root / mask),
         split_said(image),
         image_bytes=lambda: encode_bands(_stacked(files), names, digest),
         has_image=partial(is_image_of, digest=digest),
@@ -128,5 +128,5 @@ def _stacked(files: Sequence[Path]) -> NDArray[np.generic]:
     return np.concatenate(planes, axis=2)
 
 
-def _mask_of(path: Path) -> Callable[[], Mask]:
-    return lambda: np.asarray(stored_pixels(path, as_rgb=False)[0], np.uint8)
+def _mask_of(path: Path) -> Mask:
+    return np.asarray(stored_pixels(path, as_rgb=False)[0], np.uint8)

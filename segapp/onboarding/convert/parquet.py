@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ def find_parquet(tree: Tree) -> Conversion | None:
         state = file_state(tree.root / path)
         first_row = 0
         for group in range(file.num_row_groups):
-            read = _reader(tree.root / path, group, (image, mask))
+            read = partial(_read_group, tree.root / path, group, (image, mask))
             suffix = suffix or _suffix(read()[0][0]["bytes"])
             num_rows = file.metadata.row_group(group).num_rows
             for number in range(num_rows):
@@ -56,9 +56,9 @@ def find_parquet(tree: Tree) -> Conversion | None:
                         f"masks/{name}",
                         f"{shown(path)}: row {row}",
                         (path, row, *state),
-                        _mask_of(read, number),
+                        partial(_mask_of, read, number),
                         split_said(path),
-                        image_bytes=_image_of(read, number),
+                        image_bytes=partial(_image_of, read, number),
                     )
                 )
             first_row += num_rows
@@ -76,10 +76,6 @@ def _suffix(data: bytes) -> str:
 _Read = Callable[[], tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]]
 
 
-def _reader(path: Path, group: int, columns: tuple[str, str]) -> _Read:
-    return lambda: _read_group(path, group, columns)
-
-
 @lru_cache(maxsize=1)
 def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[list[Any], list[Any]]:
     """Return the images and the masks of a row group; the last one is kept, as its rows are read one after another."""
@@ -89,20 +85,17 @@ def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[list[
     return table.column(columns[0]).to_pylist(), table.column(columns[1]).to_pylist()
 
 
-def _image_of(read: _Read, number: int) -> Callable[[], bytes]:
-    return lambda: bytes(read()[0][number]["bytes"])
+def _image_of(read: _Read, number: int) -> bytes:
+    return bytes(read()[0][number]["bytes"])
 
 
-def _mask_of(read: _Read, number: int) -> Callable[[], Mask]:
-    return lambda: _mask(read()[1][number]["bytes"])
-
-
-def _mask(data: bytes) -> Mask:
-    """Return the ids of a mask.
+def _mask_of(read: _Read, number: int) -> Mask:
+    """Return the ids of the mask in a row.
 
     Raises:
         ValueError: it holds colours, or ids beyond 255.
     """
+    data = read()[1][number]["bytes"]
     image = open_bytes(data, Path("mask"), MAX_PIXELS)
     if image.mode not in ("L", "P", "1", "I", "I;16"):
         raise ValueError(f"a mask of mode {image.mode}: only masks of ids can be converted")

@@ -11,7 +11,7 @@ import io
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -289,14 +289,12 @@ class _Reading:
         origin = f"{shown(table.path)}: image {shown(image)}" if table is not None else f"{shown(image)} without a row"
         split = split_said(image) or (split_said(table.path) if table is not None else None)
         content = (order, self.first, is_multilabel, self.by_image[image])
-        return Item(image, mask_target(image), origin, content, self._painter(image, order, is_multilabel), split)
+        paint = partial(self._mask, image, order, is_multilabel)
+        return Item(image, mask_target(image), origin, content, paint, split)
 
-    def _painter(self, image: str, order: str, is_multilabel: bool) -> Callable[[], WideMask]:
-        def paint() -> WideMask:
-            shape = self.images.size_of(image)
-            return combine(self.planes(image, order), shape, len(self.number_of), is_multilabel=is_multilabel)
-
-        return paint
+    def _mask(self, image: str, order: str, is_multilabel: bool) -> WideMask:
+        shape = self.images.size_of(image)
+        return combine(self.planes(image, order), shape, len(self.number_of), is_multilabel=is_multilabel)
 
 
 def _orders(

@@ -24,11 +24,11 @@ from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
+from segapp.onboarding.convert import Candidate
 from segapp.onboarding.convert.blocks import ask_for_blocks, cut_into_blocks
 from segapp.onboarding.convert.conversion import Conversion, Item, some_problems, write_files
 from segapp.onboarding.convert.copies import copies_of
 from segapp.onboarding.init.candidates import (
-    Candidate,
     Found,
     choose,
     confirm,

@@ -15,7 +15,7 @@ from segapp.datasets.files import shown
 from segapp.datasets.images.reading import read_picture_of
 from segapp.datasets.layouts.published_classes import bit_palette
 from segapp.errors import ConfigError, DataError, accepted_words
-from segapp.onboarding.convert import find_conversions, with_layouts
+from segapp.onboarding.convert import Candidate, find_conversions, with_layouts
 from segapp.onboarding.convert.conversion import Conversion
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.hypotheses import CLOSE, Layout, find_layouts
@@ -23,8 +23,6 @@ from segapp.onboarding.survey.published import published_layout
 from segapp.onboarding.survey.questions import SURE, Answer, OpenQuestionError, open_question
 from segapp.onboarding.survey.tables import paired_lists, read_tables, with_listed_splits
 from segapp.onboarding.survey.tree import Tree
-
-Candidate = Layout | Conversion
 
 MIN_CONFIDENCE = 0.04
 _MAX_SHOWN = 6
