@@ -15,8 +15,6 @@ PAGE = ROOT / "segapp" / "docs" / "developing.md"
 RECIPE = re.compile(
     r"^- \*\*(?P<name>[^*]+)\*\* \(`(?P<example>[^`]+)`\): (?P<text>(?:.+?)(?:\n  .+?)*)$", re.MULTILINE
 )
-    r"^- \*\*(?P<name>[^*]+)\*\* \(`(?P<example>[^`]+)`\): (?P<text>(?:.+?)(?:\n  .+?)*)$", re.MULTILINE
-)
 PLACE = re.compile(r"`([\w/]+\.py):([\w.]+)`")
 
 
