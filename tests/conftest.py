@@ -163,6 +163,14 @@ def _faults_took_place(
     assert_acted(marks)
 
 
+@pytest.fixture
+def logical_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes `parallel.memory_budget_mib` hold on logical devices of the CPU, in trainings of this process."""
+    from tests.support.budgets import enforce_budgets
+
+    enforce_budgets(monkeypatch)
+
+
 @pytest.fixture(scope="session")
 def camvid() -> Path:
     """The folder of the real CamVid images; skips where it is missing."""

@@ -99,7 +99,11 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
         return [torch.device("cuda", index) for index in indices], reason
     named = [requested] if isinstance(requested, str) else list(requested)
     try:
-        return list(resolve_devices(named)), "as parallel.devices says"
+        devices = list(resolve_devices(named))
+        for device in devices:  # `resolve_devices` also takes the simulated devices of a memory plan
+            if device.type not in _DEVICES:
+                raise ValueError(f"device {str(device)!r} is not supported: use 'cpu', 'cuda:0' or a CUDA index like 0")
+        return devices, "as parallel.devices says"
     except (ValueError, TypeError, RuntimeError) as error:
         kinds = [word.partition(":")[0] for word in named if isinstance(word, str)]
         hints = [did_you_mean(kind, _DEVICES) for kind in kinds if kind not in _DEVICES]

@@ -36,7 +36,6 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion
-from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.simulated.jobs import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.eomt import EomtModel
@@ -44,7 +43,6 @@ from segapp.models.inspection import refusal
 from segapp.models.pooling import replace_adaptive_pooling
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import (
-    BalancedDataParallel,
     DataParallelModel,
     RankSplit,
     balance_stages,
@@ -256,7 +254,7 @@ class StepAssembler:
 
         Args:
             class_weights: returns the weights (C) of a rule by its name.
-            style: any but "small" computes the loss from upsampled logits.
+            style: "upsampled" computes the loss at full resolution.
         """
         scheme, section = self.scheme, self.config.loss
         queries = num_queries(self.config.model)
@@ -307,7 +305,7 @@ class StepAssembler:
         *,
         participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
-        device_memory: DeviceMemoryTracker | None = None,
+        mark: Callable[[str], None] = lambda phase: None,
     ) -> StepEngine:
         """Assemble the engine.
 
@@ -317,7 +315,7 @@ class StepAssembler:
             backend: of the devices; None: those of this machine, as the config says.
             participants: take part in every step, besides those that config and model ask for.
             ranks: the processes that share every step.
-            device_memory: its phase is set in every step.
+            mark: called with each phase of a step as it begins.
 
         Raises:
             ConfigError: the split, the batch or a stage does not suit the model or the devices.
@@ -357,7 +355,7 @@ class StepAssembler:
             thawed=thawed if model.frozen_parameters else None,
             participants=[*participants, *self._participants(model, network, inner, device, ranks)],
             ranks=ranks,
-            device_memory=device_memory,
+            mark=mark,
         )
         _tag_state(engine, backend)
         return engine
@@ -430,7 +428,7 @@ class StepAssembler:
         """Return the network of one device, which takes stored images (N, B, H, W)."""
         config, model, device = self.config, parts.model, layout.devices[0]
         if self.teacher is None or layout.loss != "small":
-            whole: Any = model if layout.loss in ("small", "full") else Upsampled(model)
+            whole: Any = model if layout.loss == "small" else Upsampled(model)
             return NormalizedInput(whole, normalizer, channels_last=uses_channels_last(config.train, model, device))
         teacher = build_teacher(self.teacher, layout.devices, normalizer.dtype, backend.copy_to)
         return build_distilled_input(config, model, normalizer, teacher, parts.critic, device)
@@ -479,8 +477,6 @@ class StepAssembler:
             "full_batch": self.config.train.batch_size if layout.shares is None else None,
             "mode": backend.replica_mode(layout.devices),
         }
-        if layout.loss == "gathered":
-            return BalancedDataParallel(layout.gpu0_bsz, inner, list(layout.devices), **options)
         network = DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
         if backend.has_values:
             check_batchnorm(bare, network.plan(self.config.train.batch_size), self._example())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.sampling import Order
 from segapp.datasets.targets import ClassFrequencies
-from segapp.errors import ConfigError, OutOfMemoryError
+from segapp.errors import ConfigError
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel.distributed import Ranks
 from segapp.run.starting import announce
@@ -36,12 +37,7 @@ from segapp.training.context import RunContext
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
 from segapp.training.control.inbox import Inbox, applied_after
-from segapp.training.planning.auto import planned_advice
-from segapp.training.planning.host_memory import check_host_memory
-from segapp.training.recovery.fallbacks import fallbacks_after
-from segapp.training.recovery.memory_limit import build_memory_limit
-from segapp.training.recovery.out_of_memory import OomHandler
-from segapp.training.recovery.policy import BatchSizes, OomPolicy
+from segapp.training.recovery import BatchSizes, OomHandler, OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
 from segapp.training.settings import RunFacts, TrainerSettings
 from segapp.training.start_checks import run_length, start_alerts, start_notes
@@ -73,6 +69,8 @@ def build_trainer(
     checkpoint: LoadedCheckpoint | None = None,
     saved_plan: SavedMemoryPlan | None = None,
     limit: ImageLimit | None = None,
+    check_memory: Callable[[int], None] = lambda num_images: None,
+    advise: Callable[[], Sequence[str]] = tuple,
 ) -> Trainer:
     """Build everything that a training needs.
 
@@ -83,6 +81,8 @@ def build_trainer(
         checkpoint: that the training continues from; it is not loaded here, but pretrained weights are then not read.
         saved_plan: the memory plan that the run began with.
         limit: use only so many images; None: all.
+        check_memory: called on a CPU with the number of training images before the model is built; it may raise.
+        advise: returns what to change if the memory does not suffice, the best first; it may take seconds.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
@@ -97,7 +97,7 @@ def build_trainer(
     context.signals.check()
     is_second_trial = limit is not None and checkpoint is not None  # the first one has looked at, and said, everything
     if devices.devices[0].type == "cpu" and not is_second_trial:
-        _check_host_memory(config, len(train_set), ranks)
+        check_memory(len(train_set))
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     first_outputs = FirstOutputs()
     engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_outputs)
@@ -109,12 +109,11 @@ def build_trainer(
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
     precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn) if config.train.precise_bn else None
     oom_policy = OomPolicy(
-        OomHandler(context, lambda: planned_advice(config, devices, context.device_memory.devices, saved_plan)),
+        OomHandler(context, advise),
         engine,
         controller,
         inference,
         BatchSizes(config.train.batch_size, config.train.accumulate, config.eval.batch_size, config.data.crop_px),
-        limit=build_memory_limit(config.parallel.memory_budget_mib, devices.devices, engine, context.device_memory),
         later=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
     facts = _facts(config, context, devices, engine, train_set, val_set)
@@ -171,23 +170,6 @@ def _facts(
         mode_reason=devices.mode_reason or None,
         parts=part_hashes(config),
     )
-
-
-def _check_host_memory(config: RunConfig, num_train: int, ranks: Ranks) -> None:
-    """Refuse a step that does not fit into this machine's memory; the main rank predicts for all.
-
-    Raises:
-        OutOfMemoryError: it does not fit.
-    """
-    problem: OutOfMemoryError | None = None
-    if ranks.is_main:
-        try:
-            check_host_memory(config, min(config.train.batch_size, num_train))
-        except OutOfMemoryError as error:
-            problem = error
-    problem = ranks.from_main(problem)
-    if problem is not None:
-        raise problem
 
 
 def build_timetable(config: RunConfig, num_batches: int, num_val: int) -> Timetable:
@@ -313,9 +295,7 @@ def _build_engine(
     parts = assembler.build_parts(
         layout, lambda rule: class_weights(rule, _frequencies(train_set, scheme)), with_weights=checkpoint is None
     )
-    return assembler.assemble(
-        parts, layout, participants=[first_outputs], ranks=ranks, device_memory=context.device_memory
-    )
+    return assembler.assemble(parts, layout, participants=[first_outputs], ranks=ranks, mark=context.device_memory.mark)
 
 
 def _build_loaders(

@@ -34,14 +34,13 @@ from segapp.datasets.pool import Batch
 from segapp.datasets.resources import cores_of_rank
 from segapp.datasets.workers import sample_seconds, wait_advice
 from segapp.errors import ConfigError, DataError
-from segapp.memory.ledger import PhaseMarks, Recorder
+from segapp.memory.ledger import StorageLedger
 from segapp.memory.report import aligned
 from segapp.memory.simulated.jobs import PHASES, PhasePeak
 from segapp.parallel.distributed import Ranks
 from segapp.training.planning.auto import with_train
-from segapp.training.planning.blank_data import blank_batch
 from segapp.training.planning.simulate import phase_peaks, watch_modules
-from segapp.training.planning.trial import build_trial_engine
+from segapp.training.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.engine import StepEngine
 
 WAIT = "data"
@@ -124,13 +123,19 @@ def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
     else:
         source = f"{len(loader.dataset)} training images"
         batches = itertools.chain.from_iterable(loader.epoch(number) for number in itertools.count(1))
-    recorder = Recorder()
+    ledger = StorageLedger()
     gpu0_bsz = None if config.parallel.gpu0_bsz == "auto" else config.parallel.gpu0_bsz
-    engine = build_trial_engine(config, build_layout(config, plan, gpu0_bsz), recorder.tag)
+    spans = _Spans(plan.devices[0])
+
+    def mark(phase: str) -> None:
+        spans.mark(phase)
+        ledger.mark(phase)
+
+    engine = build_trial_engine(config, build_layout(config, plan, gpu0_bsz), ledger.tag, mark)
     engine.network.train()
-    phase_s, module_s = _time_steps(engine, batches, num_steps)
+    phase_s, module_s = _time_steps(engine, batches, num_steps, spans)
     last = next(batches)
-    peaks, module_mib = _record_step(engine, last, recorder, devices)
+    peaks, module_mib = _record_step(engine, last, ledger, devices)
     advice = None if loader is None else _data_advice(loader, phase_s)
     split = tuple(engine.split_of(len(last)))
     return StepProfile(tuple(devices), split, source, phase_s, module_s, peaks, module_mib, advice)
@@ -206,12 +211,10 @@ class _Spans:
 
 
 def _time_steps(
-    engine: StepEngine, batches: Iterator[Batch], num_steps: int
+    engine: StepEngine, batches: Iterator[Batch], num_steps: int, spans: _Spans
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return mean seconds by phase, and of the forward pass by part of the model."""
     engine.step([next(batches)])
-    spans = _Spans(engine.device)
-    PhaseMarks(spans.mark).attach(engine.network, engine.precision)
     hooks = spans.annotate(engine.model)
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it logs to stderr that a machine has no GPU
     with profile() as profiler:
@@ -237,22 +240,21 @@ def _time_steps(
 
 
 def _record_step(
-    engine: StepEngine, batch: Batch, recorder: Recorder, devices: Sequence[str]
+    engine: StepEngine, batch: Batch, ledger: StorageLedger, devices: Sequence[str]
 ) -> tuple[tuple[dict[str, PhasePeak], ...], dict[str, float]]:
     """Run a step with every tensor recorded; return the peaks by phase, and the activations by part of the model."""
-    PhaseMarks(recorder.mark).attach(engine.network, engine.precision)
-    watch_modules(engine.model, recorder, depth=MODULE_DEPTH)
+    watch_modules(engine.model, ledger, depth=MODULE_DEPTH)
     states = (value for state in engine.optimizer.state.values() for value in state.values())
-    recorder.tag((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
+    ledger.tag((value for value in states if isinstance(value, torch.Tensor)), "optimizer")
     for parameter in engine.model.parameters():
         if parameter.requires_grad:
             hook: Any = parameter.register_post_accumulate_grad_hook
-            hook(lambda p: recorder.tag([p.grad], "gradients"))
-    first_mark = recorder.num_marks
-    with recorder:
+            hook(lambda p: ledger.tag([p.grad], "gradients"))
+    first_mark = ledger.num_marks
+    with ledger:
         engine.step([batch])
-        recorder.mark("idle")
-    moments = recorder.peaks(first_mark)
+        ledger.mark("idle")
+    moments = ledger.peaks(first_mark)
     highest = max(moments.get(devices[0], {}).values(), key=lambda moment: moment.num_bytes, default=None)
     by_module = {} if highest is None else {name: size / 2**20 for name, size in highest.by_module.items()}
     return tuple(phase_peaks(moments.get(device, {})) for device in devices), by_module

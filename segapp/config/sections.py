@@ -334,7 +334,7 @@ class ParallelConfig(Section):
     stages: dict[str, int | str] | None = None
     """Module -> device (model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory."""
     memory_budget_mib: list[PositiveFloat] | None = None
-    """Limit of tensor memory in MiB for each device (ddp: rank), also on the CPU; null: no limit."""
+    """Limit of tensor memory in MiB for each GPU (ddp: rank); null: no limit."""
     sync_bn: bool = True
     """Synchronise BatchNorm statistics over devices (dp, ddp)."""
     gradient_as_bucket_view: bool = True

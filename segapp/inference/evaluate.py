@@ -27,8 +27,7 @@ from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit, Tile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
-from segapp.memory.oom import is_out_of_memory
-from segapp.memory.oom_failpoint import oom_failpoint
+from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks

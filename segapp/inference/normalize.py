@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segapp.memory.oom import is_out_of_memory
-from segapp.memory.oom_failpoint import oom_failpoint
+from segapp.memory.oom import is_out_of_memory, oom_failpoint
 
 
 class CompiledCall:

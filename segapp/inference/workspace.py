@@ -19,7 +19,7 @@ import torch
 from segapp.datasets.resources import available_bytes
 from segapp.errors import OutOfMemoryError
 from segapp.inference.sliding import Inference, window_starts
-from segapp.memory.ledger import Recorder
+from segapp.memory.ledger import StorageLedger
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 MAX_HOST_BYTES = 2 << 30
 """Upper limit of CPU memory for the tensors of the network."""
 KERNEL_FACTOR = 1.5
-"""Allowance for workspaces of kernels, which the recorder does not see."""
+"""Allowance for workspaces of kernels, which the ledger does not see."""
 MIN_SIDE_PX = 128
 WINDOWED_TILE_PX = 4096
 """Side of the core of a tile of sliding windows: as float32 RGB it takes about 200 MiB."""
@@ -83,11 +83,11 @@ def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device:
     """
     height, width = model.suitable_size(_PROBE_PX, _PROBE_PX)
     plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
-    with Recorder() as recorder:
+    with StorageLedger() as ledger:
         images = torch.zeros(1, model.in_channels, height, width, dtype=torch.uint8, device=device)
         views, size = plain.views(model, plain.normalizer(images))
         plain.labels(views, size)
-    peaks = recorder.peaks().get(str(device), {})
+    peaks = ledger.peaks().get(str(device), {})
     peak = max((moment.num_bytes for moment in peaks.values()), default=0)
     return KERNEL_FACTOR * max(1.0, *inference.scales) ** 2 * peak / (height * width)
 

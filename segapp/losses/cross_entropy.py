@@ -23,7 +23,7 @@ from segapp.losses.fused.checks import (
     is_simulated,
     needs_plain_operators,
 )
-from segapp.losses.fused.kernel_shapes import MAX_CLASSES, KernelError, buffers_of
+from segapp.losses.fused.kernel_shapes import MAX_CLASSES, KernelError
 from segapp.losses.fused.pixel_sums import CrossEntropySums, PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import (
     compute_dtype,
@@ -202,8 +202,6 @@ def _fused(
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
         weight = weight.detach().to(logits.device, compute_dtype(logits))
-    # A memory plan does not see what an operator allocates inside.
-    temporary = simulated_buffers(logits, target, options, with_gradient) if implementation == "triton" else ()
     loss_sum, weight_sum, _ = _operator(
         logits,
         target,
@@ -214,23 +212,7 @@ def _fused(
         with_gradient,
         implementation,
     )
-    del temporary
     return loss_sum, weight_sum.detach()
-
-
-def simulated_buffers(
-    logits: Tensor, target: Tensor, options: CrossEntropyOptions, with_gradient: bool
-) -> tuple[Tensor, ...]:
-    """Return tensors like those that the Triton launch allocates and frees, for simulated logits; else none."""
-    if not is_simulated(logits):
-        return ()
-    dtype = compute_dtype(logits)
-    buffers = buffers_of(tuple(logits.shape), target.shape[-1], options.align_corners, dtype, with_gradient)
-    return (
-        logits.new_empty(buffers.num_partials, dtype=dtype),
-        logits.new_empty((2, buffers.num_places), dtype=dtype),
-        logits.new_empty(buffers.num_places, dtype=torch.int32),
-    )
 
 
 @torch.library.custom_op(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, has_values, valid_pixels
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager, valid_pixels
 from segapp.losses.fused.reference import compute_dtype, upsample
 from segapp.losses.overlap import check_classes
 
@@ -219,7 +219,7 @@ class CriterionLovasz(MeanCriterion):
         poison = check_target_range(target, logits.shape[1], self.ignore_index)
         options = self.align_corners, self.ignore_index, self.classes
         with torch.autocast(logits.device.type, enabled=False):
-            if has_values(logits) and logits.shape[0]:
+            if is_eager(logits) and logits.shape[0]:
                 total = _LovaszOfBatch.apply(logits, target, *options)
             else:
                 parts = [lovasz_of_image(logits[i : i + 1], target[i], *options) for i in range(logits.shape[0])]

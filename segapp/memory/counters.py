@@ -1,25 +1,30 @@
-"""Memory of each device of a training: current use, peaks, and the phase of a step in which a peak occurred.
+"""Memory of each device of a training: counters, peaks by phase of a step, and the thread that reports them.
 
-The training thread calls `mark` when it enters a phase, which is one assignment. Every two seconds the sampler's thread
-calls `sample`, which also requests a profile of the next step: there each mark reads the peak of the phase that ends
-and resets it. All counters are those of the allocators and the operating system on the host: no call waits for a GPU.
+The training thread calls `mark` when it enters a phase, which is one assignment. Every two seconds the thread of
+`MemorySampler` calls `sample`, which also requests a profile of the next step: there each mark reads the peak of the
+phase that ends and resets it. All counters are those of the allocators and the operating system on the host: no call
+waits for a GPU.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
 
+from segapp.errors import ConfigError
+from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.memory.judge import usable_mib
+from segapp.run.events import Alert, DeviceMemory, Event, Heartbeat, Memory
 
 IDLE = "data"
 """The phase between two steps."""
@@ -27,7 +32,15 @@ IDLE = "data"
 PHASES = ("forward", "loss", "backward", "step", "eval")
 """The phases whose peaks are kept apart."""
 
+MEMORY_S = 2.0
+"""Seconds between two `memory` events."""
+
+HEARTBEAT_S = 5.0
+"""Seconds between two heartbeats."""
+
 _PROFILED_STEPS = 2  # the first may have begun before the profile
+
+logger = logging.getLogger("segapp")
 
 
 @dataclass(frozen=True)
@@ -41,7 +54,6 @@ class DeviceInfo:
         pid: of the process; None on another machine.
         is_own: True if it is this process.
         name: product name.
-        slot: index of a logical device with a memory budget of its own; None where logical devices share counters.
         usable_mib: memory for this run when it began, as the device's own process measured it; None: not measured.
     """
 
@@ -51,41 +63,44 @@ class DeviceInfo:
     pid: int | None = None
     is_own: bool = True
     name: str | None = None
-    slot: int | None = None
     usable_mib: float | None = None
 
 
-class MemoryCounters(Protocol):
+class MemoryCounters:
     """Memory counters of one device, in MiB; None where a counter does not exist."""
 
     def used_mib(self) -> float | None:
         """Return the memory the process holds; None on a GPU, where the driver is asked (`driver_used_mib`)."""
+        return None
 
     def allocated_mib(self) -> float | None:
-        """Return the memory of live tensors."""
+        """Return the memory of live tensors; None on a CPU, because the C library's allocator has no such counter."""
+        return None
 
     def reserved_mib(self) -> float | None:
-        """Return the memory the allocator holds: live tensors and cache."""
+        """Return the memory the allocator holds: live tensors and cache; None on a CPU."""
+        return None
 
     def pop_peak_mib(self) -> float | None:
         """Return the highest allocation since the last call, and reset it."""
+        return None
 
     def utilization(self) -> float | None:
         """Return the share of all processors in use since the last call, 0 to 1; None on a GPU."""
+        return None
 
 
-class CudaCounters:
+class CudaCounters(MemoryCounters):
     """Counters of torch's CUDA allocator on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def used_mib(self) -> float | None:
-        """Return None: `driver_used_mib` reports it, which may wait for the driver."""
-        return None
-
     def driver_used_mib(self) -> float | None:
-        """Return the GPU memory in use by all processes, as the CUDA driver reports it; None if the call fails."""
+        """Return the GPU memory in use by all processes, as the CUDA driver reports it, which may wait for the driver.
+
+        None if the call fails.
+        """
         try:
             free, total = torch.cuda.mem_get_info(self._device)
         except RuntimeError:
@@ -106,12 +121,8 @@ class CudaCounters:
         torch.cuda.reset_peak_memory_stats(self._device)
         return peak
 
-    def utilization(self) -> float | None:
-        """Return None: nvidia-smi reports it."""
-        return None
 
-
-class ProcessCounters:
+class ProcessCounters(MemoryCounters):
     """Resident memory and processor time of a process that trains on the CPU.
 
     Args:
@@ -132,14 +143,6 @@ class ProcessCounters:
         with suppress(psutil.Error):
             if self._process is not None:
                 return self._process.memory_info().rss / 2**20
-        return None
-
-    def allocated_mib(self) -> float | None:
-        """Return None: the C library's allocator has no such counter."""
-        return None
-
-    def reserved_mib(self) -> float | None:
-        """Return None: the C library's allocator has no such counter."""
         return None
 
     def pop_peak_mib(self) -> float | None:
@@ -174,6 +177,34 @@ def host_memory_mib() -> float:
     return min(limits) / 2**20
 
 
+def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], first: int = 0) -> None:
+    """Limit the tensors on each GPU of this process to `parallel.memory_budget_mib`, by torch's allocator.
+
+    Args:
+        limits_mib: of the devices of all ranks.
+        devices: of this process.
+        first: index of its first device among them.
+
+    Raises:
+        ConfigError: a device has no limit, or no allocator that keeps to it.
+    """
+    limits = limits_mib[first : first + len(devices)]
+    if len(limits) < len(devices):
+        raise ConfigError(
+            f"parallel.memory_budget_mib names {len(limits_mib)} budgets: device {first + len(limits)} has none: "
+            "give one a device",
+            key="parallel.memory_budget_mib",
+        )
+    if any(device.type != "cuda" for device in devices) or len(set(devices)) < len(devices):
+        raise ConfigError(
+            "parallel.memory_budget_mib limits GPUs, each named once: leave it out on other devices",
+            key="parallel.memory_budget_mib",
+        )
+    for device, mib in zip(devices, limits, strict=True):
+        total_mib = torch.cuda.get_device_properties(device).total_memory / 2**20
+        torch.cuda.set_per_process_memory_fraction(min(1.0, mib / total_mib), device)
+
+
 def device_info_of(device: torch.device) -> DeviceInfo:
     """Return what is known about a device of this process."""
     if device.type != "cuda":
@@ -185,7 +216,7 @@ def device_info_of(device: torch.device) -> DeviceInfo:
 
 def counters_of(info: DeviceInfo) -> MemoryCounters | None:
     """Return the counters of a device; None for a GPU of another rank, whose allocator this process cannot read."""
-    if info.uuid is None and not info.device.startswith("cuda"):
+    if not info.device.startswith("cuda"):
         return None if info.pid is None else ProcessCounters(None if info.is_own else info.pid)
     return CudaCounters(torch.device(info.device)) if info.is_own else None
 
@@ -223,7 +254,7 @@ class DeviceMemoryTracker:
         self.devices = tuple(devices)
         self.phase = self.activity = "start"
         self.last_progress_s = time.monotonic()
-        keys = [(info.device, info.pid, info.slot) for info in self.devices]
+        keys = [(info.uuid or info.device, info.pid) for info in self.devices]
         self._first = [keys.index(key) for key in keys]
         made = counters if counters is not None else [counters_of(info) for info in self.devices]
         self._counters = {i: each for i, each in enumerate(made) if i == self._first[i] and each is not None}
@@ -232,12 +263,6 @@ class DeviceMemoryTracker:
         self._steps_to_profile = 0
         self._is_phase_whole = False
         """True if the current phase is the only one since the peaks were last reset."""
-
-    def use_counters(self, counters: Mapping[int, MemoryCounters]) -> None:
-        """Replace the counters of some devices, by index."""
-        with self._lock:
-            self._counters.update(counters)
-            self._peaks = {i: _Peaks() for i in self._counters}
 
     def usable_mib(self) -> list[float | None]:
         """Return each device's memory for this run: its total less what other processes hold; None where unknown."""
@@ -267,8 +292,7 @@ class DeviceMemoryTracker:
     @property
     def is_shared(self) -> bool:
         """True if several devices of the training are one real device."""
-        places = {(info.uuid or info.device, info.slot) for info in self.devices}  # ranks on the CPU share it too
-        return len(places) < len(self.devices)
+        return len({info.uuid or info.device for info in self.devices}) < len(self.devices)  # ranks on the CPU share it
 
     def mark(self, phase: str) -> None:
         """Record that the training thread enters a phase: forward, loss, backward, step, data, eval, save or paused."""
@@ -342,3 +366,104 @@ class DeviceMemoryTracker:
         phase = self.phase if self._is_phase_whole else None
         for index, counters in self._counters.items():
             self._peaks[index].note(counters.pop_peak_mib(), phase)
+
+
+class MemorySampler:
+    """Context manager that emits a `memory` event every 2 s and a `heartbeat` every 5 s from a thread of its own.
+
+    It makes no GPU call: torch's counters are on the host, and other threads run nvidia-smi and ask the CUDA driver,
+    whose latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event.
+
+    Args:
+        emit: takes the events.
+        device_memory: The training's devices, and the phase of the training thread.
+        step: Returns the steps done; None before the training begins.
+        saving_s: Returns the seconds since the running checkpoint write began; None while none runs.
+        gpus: Asks about GPUs; None: one is made if a device has a uuid.
+        memory_s: Seconds between two samples.
+        heartbeat_s: Seconds between two heartbeats.
+        blocked_s: Seconds of a checkpoint write after which an alert is emitted, and again after each such interval.
+    """
+
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        device_memory: DeviceMemoryTracker,
+        *,
+        step: Callable[[], int | None] = lambda: None,
+        saving_s: Callable[[], float | None] = lambda: None,
+        gpus: GpuPoller | None = None,
+        memory_s: float = MEMORY_S,
+        heartbeat_s: float = HEARTBEAT_S,
+        blocked_s: float = 30.0,
+    ) -> None:
+        self.emit, self.device_memory = emit, device_memory
+        self._step, self._saving_s = step, saving_s
+        has_gpus = any(place.uuid for place in device_memory.devices)
+        self._gpus = gpus or (GpuPoller(own_used_mib=device_memory.driver_used_mib) if has_gpus else None)
+        self._memory_s, self._heartbeat_s, self._blocked_s = memory_s, heartbeat_s, blocked_s
+        self._blocked_alert_s = blocked_s
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="monitor", daemon=True)
+
+    def __enter__(self) -> MemorySampler:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def beat(self) -> None:
+        """Emit a heartbeat."""
+        phase = self.device_memory.phase
+        activity = phase if phase in ("start", "eval", "save", "paused") else "train"
+        saving_s = self._saving_s()
+        self.emit(Heartbeat(pid=os.getpid(), phase=activity, step=self._step(), saving_s=saving_s))
+        self._alert_blocked(saving_s)
+
+    def _alert_blocked(self, saving_s: float | None) -> None:
+        """Emit an alert after each `blocked_s` seconds of a write."""
+        if saving_s is None:
+            self._blocked_alert_s = self._blocked_s
+        elif saving_s >= self._blocked_alert_s:
+            self._blocked_alert_s = saving_s + self._blocked_s
+            message = f"checkpoint write blocked: the disk has not taken it for {saving_s:.0f} s; training goes on"
+            self.emit(Alert(kind="storage", message=message, step=self._step()))
+
+    def sample(self) -> None:
+        """Emit a `memory` event."""
+        devices = self.device_memory.sample()
+        statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
+        self.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self._step()))
+
+    def _run(self) -> None:
+        next_memory_s = next_beat_s = time.monotonic()
+        while True:
+            now_s = time.monotonic()
+            try:
+                if now_s >= next_beat_s:
+                    next_beat_s = now_s + min(self._heartbeat_s, self._blocked_s)
+                    self.beat()
+                if self.device_memory.phase == "start":  # `run_start` comes first, the first sample shortly after it
+                    next_memory_s = now_s + 0.25
+                elif now_s >= next_memory_s:
+                    next_memory_s = now_s + self._memory_s
+                    self.sample()
+            except Exception:  # an error here must end neither the training nor this thread
+                logger.exception("memory sampler")
+            if self._stop.wait(max(0.01, min(next_memory_s, next_beat_s) - time.monotonic())):
+                return
+
+
+def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemory:
+    """Return a device's memory fields, completed by what is known about the GPU of the same uuid."""
+    status = statuses.get(device.get("uuid") or "")
+    phases = {name: device["phase_peak_mib"][name] for name in PHASES if name in device.get("phase_peak_mib", {})}
+    found = {**device, "phase_peak_mib": phases}
+    if status is not None:
+        found["used_mib"], found["utilization"] = status.used_mib, status.utilization
+        found["temperature"] = status.temperature
+        found["total_mib"] = status.total_mib or device.get("total_mib")
+        found["name"] = device.get("name") or status.name
+    return DeviceMemory.model_validate(found)

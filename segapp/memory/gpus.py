@@ -15,13 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from segapp.memory.oom_report import OtherProcess
+from segapp.run.events import OtherProcess
 from segapp.run.words import printable
-
-if TYPE_CHECKING:
-    pass
 
 MAX_LOAD = 0.5
 MAX_MEMORY = 0.5
@@ -178,7 +175,7 @@ def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> 
     for line in answer.splitlines():
         fields = [field.strip() for field in line.split(",", 3)]
         if len(fields) == 4 and fields[1].isdigit() and bare_uuid(fields[0]) == bare_uuid(uuid):
-            found.append(OtherProcess(int(fields[1]), printable(fields[3]), _known(fields[2])))
+            found.append(OtherProcess(pid=int(fields[1]), name=printable(fields[3]), used_mib=_known(fields[2])))
     return other_processes(found, own_mib)
 
 

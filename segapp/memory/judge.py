@@ -177,7 +177,7 @@ class SplitJudge:
             return SplitVerdict(self.current, "ok", "the split follows the measured memory")
         reason = (
             "gpu0_bsz=auto needs the memory of each device, which is unknown where devices share one memory: "
-            "use a number, or set parallel.memory_budget_mib"
+            "use a number"
         )
         return SplitVerdict(None, "refused", reason)
 

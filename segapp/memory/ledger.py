@@ -1,18 +1,18 @@
 """Records every storage that torch code creates, on simulated or real devices, and the contents of memory at a peak.
 
 A storage is alive from the operation that returns it until its last reference is gone, as torch's allocator counts it.
-Memory that a kernel allocates and frees within one call is not recorded.
+Memory that a kernel allocates and frees within one call is recorded if `workspaces` names it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
@@ -61,20 +61,27 @@ class PeakMoment:
     largest: tuple[Allocation, ...]
 
 
-class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records when storages are created and freed.
 
-    `mark` begins a phase. The kind of a storage is the phase of its creation unless `tag` sets another.
+    `mark` begins a phase; a `StepEngine` takes it as its own `mark`. The kind of a storage is the phase of its creation
+    unless `tag` sets another.
 
     Args:
         granule_bytes: sizes are rounded up to multiples of this.
         skipped: in-place operators that are not run; their first argument is returned.
+        workspaces: operator -> the tensors that it allocates and frees within one call, from its arguments.
     """
 
-    def __init__(self, granule_bytes: int = CUDA_GRANULE_BYTES, skipped: Iterable[Callable[..., Any]] = ()) -> None:
+    def __init__(
+        self,
+        granule_bytes: int = CUDA_GRANULE_BYTES,
+        skipped: Iterable[Callable[..., Any]] = (),
+        workspaces: Mapping[Any, Callable[..., Sequence[Tensor]]] = MappingProxyType({}),
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.granule_bytes = granule_bytes
-        self.skipped = frozenset(skipped)
+        self.skipped, self.workspaces = frozenset(skipped), workspaces
         self.allocations: list[Allocation] = []
         self.modules: list[str] = [""]
         self._events: list[int] = []  # a storage's number at its creation, the complement (~number) when it is freed
@@ -117,6 +124,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operator and record the tensors it returns."""
         if func in self.skipped:
             return args[0] if isinstance(args[0], Tensor) else None
+        workspace = self.workspaces[func](*args) if func in self.workspaces else ()
+        for tensor in workspace:
+            self._record(tensor, None, func._opname)
         out = func(*args, **(kwargs or {}))
         kind = None
         if func._opname == _MOVED and self.kind_of(args[0]) in (*_PARTS_OF_A_MODEL, _COPIES):
@@ -221,31 +231,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 by_module[allocation.module] += allocation.num_bytes
         largest = tuple(sorted(own, key=lambda a: -a.num_bytes)[:8])
         return PeakMoment(sum(by_kind.values()), dict(by_kind.most_common()), dict(by_module.most_common()), largest)
-
-
-class PhaseMarks:
-    """Marks the phases of a `StepEngine`'s step with hooks on the network and wrappers around the precision.
-
-    Args:
-        mark: called with the phase that begins: forward, loss, backward, step.
-    """
-
-    def __init__(self, mark: Callable[[str], None]) -> None:
-        self.mark = mark
-
-    def attach(self, network: torch.nn.Module, precision: Any) -> None:
-        """Mark the phases of all further steps with this network and this precision."""
-        network.register_forward_pre_hook(lambda *_: self.mark("forward"))
-        network.register_forward_hook(lambda *_: self.mark("loss"))
-        scale, unscale = precision.scale, precision.unscale
-
-        def before_backward(loss: Tensor) -> Any:
-            scaled = scale(loss)
-            self.mark("backward")
-            return scaled
-
-        def before_update(gradients: Any) -> None:
-            self.mark("step")
-            unscale(gradients)
-
-        precision.scale, precision.unscale = before_backward, before_update

@@ -1,11 +1,28 @@
-"""Recognition of out-of-memory errors: of a device or of this machine, in every form in which torch raises them."""
+"""Out-of-memory errors: recognized in every form in which torch raises them, examined, reported."""
 
 from __future__ import annotations
 
+import gc
+import logging
+import os
 import re
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 import torch
+
+from segapp.failpoints import failpoint
+from segapp.memory.counters import IDLE, PHASES, DeviceMemoryTracker
+from segapp.memory.gpus import processes_on
+from segapp.parallel import ReplicaError, current_replica
+from segapp.run import events
+
+MIB = 2**20
+_LARGEST = 8
+_ASKED = re.compile(r"[Tt]ried to allocate ([\d.]+) (KiB|MiB|GiB)")
+_UNITS = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
 
 _OUT_OF_MEMORY = re.compile(
     r"(cuda|hip|nccl|triton)[^\n]*out of memory"  # allocator, driver, Triton, AcceleratorError, NCCL's "Cuda failure 2"
@@ -29,6 +46,13 @@ _STICKY = re.compile(
 
 _SHORT_FRAC = 0.1
 """A GPU with a smaller share of its memory free is short of memory."""
+
+T = TypeVar("T")
+
+logger = logging.getLogger("segapp")
+
+
+# --- recognition ---------------------------------------------------------------------------------------------------
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -64,3 +88,275 @@ def _is_a_gpu_full() -> bool:
     except Exception:  # a device that does not answer has another problem
         return False
     return any(free < _SHORT_FRAC * total for free, total in free_and_total)
+
+
+def oom_failpoint(point: str) -> None:
+    """Raise an out-of-memory error if a test has armed `point`, `point.N` for replica N, or `point.rankN`.
+
+    Raises:
+        torch.OutOfMemoryError: the failpoint is armed with `oom` and due.
+    """
+    replica = current_replica()
+    names = [point, f"{point}.rank{os.environ.get('RANK', 0)}"]
+    names += [] if replica is None else [f"{point}.{replica.index}"]
+    for name in names:
+        if failpoint(name) == "oom":
+            raise torch.OutOfMemoryError(f"failpoint {name}")
+
+
+# --- state of a device ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OomSnapshot:
+    """Memory of one device at the time of the error; None where unknown.
+
+    Attributes:
+        device: index among the training's devices.
+        name: name in torch.
+        phase: forward, loss, backward, step or eval.
+        requested_mib: size of the failed allocation.
+        allocated_mib: memory of live tensors.
+        reserved_mib: memory the allocator held: live tensors, cache and fragments.
+        total_mib: memory of the device, or its budget.
+        largest: the largest live tensors, largest first.
+        others: other processes on the GPU.
+        others_mib: memory of the other processes and the driver.
+    """
+
+    device: int
+    name: str
+    phase: str
+    requested_mib: float | None = None
+    allocated_mib: float | None = None
+    reserved_mib: float | None = None
+    total_mib: float | None = None
+    largest: tuple[events.LargeTensor, ...] = ()
+    others: tuple[events.OtherProcess, ...] = ()
+    others_mib: float | None = None
+
+    @property
+    def fragmentation(self) -> float | None:
+        """Share of the allocator's memory that no tensor used, 0 to 1; None where unknown."""
+        if not self.reserved_mib or self.allocated_mib is None:
+            return None
+        return max(0.0, 1 - self.allocated_mib / self.reserved_mib)
+
+
+def oom_snapshot_of(error: BaseException | None) -> OomSnapshot | None:
+    """Return the attribute `snapshot` of an exception or of one of its causes; None if there is none."""
+    while error is not None:
+        snapshot = getattr(error, "snapshot", None)
+        if isinstance(snapshot, OomSnapshot):
+            return snapshot
+        error = error.__cause__
+    return None
+
+
+def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -> OomSnapshot:
+    """Return what the device looked like; to be called before the error's frames are cleared."""
+    phase = memory.phase if memory.phase in (*PHASES, IDLE) else "start"
+    snapshot = oom_snapshot_of(error)
+    if snapshot is not None:
+        return replace(snapshot, device=snapshot.device + first)
+    index = error.replica if isinstance(error, ReplicaError) else 0
+    devices = memory.devices
+    name = devices[first].device if devices else "cpu"
+    if isinstance(error, ReplicaError):
+        name = str(error.device)
+    asked = _ASKED.search(str(error))
+    requested_mib = float(asked[1]) * _UNITS[asked[2]] if asked else None
+    return _with_counters(OomSnapshot(first + index, name, phase, requested_mib=requested_mib), memory)
+
+
+def _with_counters(snapshot: OomSnapshot, memory: DeviceMemoryTracker) -> OomSnapshot:
+    """Return the snapshot with the device's own counters."""
+    if not snapshot.name.startswith("cuda"):
+        info = memory.devices[snapshot.device] if snapshot.device < len(memory.devices) else None
+        return replace(snapshot, total_mib=None if info is None else info.total_mib)
+    device = torch.device(snapshot.name)
+    counters = _read("its memory", lambda: _counters_of(device)) or {}
+    largest = _read("its largest tensors", lambda: _largest_on(device)) or ()
+    own_mib = counters.get("reserved_mib") or 0.0
+    others = _read("its processes", lambda: tuple(processes_on(_uuid_of(device), own_mib=own_mib))) or ()
+    return replace(snapshot, **counters, largest=largest, others=others)
+
+
+def _read(what: str, read: Callable[[], T]) -> T | None:
+    """Return what `read` returns; None if the device does not answer, so that the report says the rest."""
+    try:
+        return read()
+    except Exception:
+        logger.exception("after an out-of-memory error the device does not tell %s", what)
+        return None
+
+
+def _counters_of(device: torch.device) -> dict[str, Any]:
+    """Return the amounts of a GPU's memory in MiB, as fields of `OomSnapshot`."""
+    free, total = torch.cuda.mem_get_info(device)
+    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    return {
+        "allocated_mib": allocated / MIB,
+        "reserved_mib": reserved / MIB,
+        "total_mib": total / MIB,
+        "others_mib": max(0.0, (total - free - reserved) / MIB),
+    }
+
+
+def _uuid_of(device: torch.device) -> str:
+    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
+
+
+def _largest_on(device: torch.device) -> tuple[events.LargeTensor, ...]:
+    """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see.
+
+    Raises:
+        RuntimeError: the allocator, such as cudaMallocAsync, has no snapshot.
+    """
+    shapes: dict[int, str] = {}
+    for item in gc.get_objects():  # its `__class__` is not asked: a proxy may do anything then
+        if issubclass(type(item), torch.Tensor) and item.device == device and item.layout is torch.strided:
+            words = f"{'x'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}"
+            shapes.setdefault(item.untyped_storage().data_ptr(), words)
+    blocks = []
+    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+        if segment.get("device") == device.index:
+            address = int(segment["address"])
+            for block in segment["blocks"]:
+                if block["state"] == "active_allocated":
+                    blocks.append((block["size"] / MIB, shapes.get(address, "saved for backward, or within a kernel")))
+                address += block["size"]
+    blocks.sort(key=lambda block: -block[0])
+    return tuple(events.LargeTensor(mib=mib, what=what) for mib, what in blocks[:_LARGEST])
+
+
+def release(error: BaseException, device: torch.device) -> None:
+    """Free what a failed step held."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)  # their local variables are what filled the memory
+        seen = seen.__cause__ or seen.__context__
+    gc.collect()
+    if device.type == "cuda":
+        _read("how to empty its cache", torch.cuda.empty_cache)
+
+
+# --- report --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class OomReport:
+    """An out-of-memory error as the user reads it.
+
+    Attributes:
+        snapshot: memory of the device.
+        epoch: the current epoch.
+        step: optimizer updates before the error.
+        problem: first line of the error.
+        action: the training's reaction.
+        split: samples on each device.
+        predicted_mib: predicted peak of each device.
+        advice: changes that reduce memory, best first.
+        judge: what decides about a split after it, as JSON.
+    """
+
+    snapshot: OomSnapshot
+    epoch: int
+    step: int
+    problem: str
+    action: str
+    split: tuple[int, ...] = ()
+    predicted_mib: tuple[float | None, ...] = ()
+    advice: tuple[str, ...] = ()
+    judge: dict[str, Any] | None = None
+
+    @property
+    def headline(self) -> str:
+        """One line with the device, the phase and the action."""
+        where = f"{self.snapshot.name} (device {self.snapshot.device}) in {self.snapshot.phase}"
+        return f"out of memory on {where}: {self.action}"
+
+
+def report_lines(report: OomReport) -> list[str]:
+    """Return the report as lines of text."""
+    snapshot = report.snapshot
+    lines = [
+        report.headline,
+        f"  when       epoch {report.epoch}, after step {report.step}",
+        f"  error      {report.problem}",
+        f"  memory     {_amounts(snapshot)}",
+    ]
+    if report.split:
+        lines.append(f"  split      {'·'.join(map(str, report.split))}")
+    known = [mib for mib in report.predicted_mib if mib is not None]
+    if known:
+        shown = ", ".join("-" if mib is None else f"{mib:.0f}" for mib in report.predicted_mib)
+        lines.append(f"  predicted  {shown} MiB per device")
+    else:
+        lines.append("  predicted  unknown: there is no plan and no measured step yet")
+    lines.append(f"  others     {_others(snapshot)}")
+    lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in snapshot.largest])
+    lines += _block("next move", [f"{i}. {text}" for i, text in enumerate(report.advice, start=1)])
+    return lines
+
+
+def report_event(report: OomReport, fallbacks: dict[str, Any] | None = None, path: str | None = None) -> events.Oom:
+    """Return the report as an `oom` event."""
+    snapshot = report.snapshot
+    return events.Oom(
+        device=snapshot.name,
+        index=snapshot.device,
+        phase=snapshot.phase,
+        epoch=report.epoch,
+        step=report.step,
+        problem=report.problem,
+        action=report.action,
+        split=list(report.split) or None,
+        requested_mib=snapshot.requested_mib,
+        allocated_mib=snapshot.allocated_mib,
+        reserved_mib=snapshot.reserved_mib,
+        total_mib=snapshot.total_mib,
+        fragmentation=snapshot.fragmentation,
+        largest=[events.LargeTensor(mib=round(tensor.mib, 2), what=tensor.what) for tensor in snapshot.largest],
+        others=list(snapshot.others),
+        others_mib=snapshot.others_mib,
+        predicted_mib=list(report.predicted_mib) or None,
+        advice=list(report.advice),
+        fallbacks=fallbacks,
+        path=path,
+        judge=report.judge,
+    )
+
+
+def _amounts(snapshot: OomSnapshot) -> str:
+    words = [
+        f"{label} {mib:.1f} MiB"
+        for label, mib in (
+            ("requested", snapshot.requested_mib),
+            ("tensors", snapshot.allocated_mib),
+            ("allocator", snapshot.reserved_mib),
+            ("of", snapshot.total_mib),
+        )
+        if mib is not None
+    ]
+    if snapshot.fragmentation is not None:
+        words.append(f"{100 * snapshot.fragmentation:.0f} % of the allocator's is cache or fragments")
+    return ", ".join(words) or "unknown"
+
+
+def _others(snapshot: OomSnapshot) -> str:
+    if snapshot.others:
+        return "; ".join(
+            f"{other.name} (process {other.pid})" + (f" {other.used_mib:.0f} MiB" if other.used_mib else "")
+            for other in snapshot.others
+        )
+    if snapshot.others_mib:
+        return f"{snapshot.others_mib:.0f} MiB of the GPU are held by the driver and other processes"
+    return "none known"
+
+
+def _block(title: str, rows: Sequence[str]) -> list[str]:
+    if not rows:
+        return []
+    first, *rest = rows
+    return [f"  {title:9s}  {first}", *(f"  {'':9s}  {row}" for row in rest)]

@@ -51,9 +51,8 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
         device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
     except RuntimeError as error:
         raise ValueError(f"device {device_id!r} is unknown: use 'cpu', 'cuda:0' or a CUDA index like 0") from error
-    is_simulated = isinstance(device_id, torch.device) and device.type == "simgpu"  # of the memory plan
-    if device.type not in ("cpu", "cuda") and not is_simulated:
-        raise ValueError(f"device {device_id!r} is not supported: use 'cpu', 'cuda:0' or a CUDA index like 0")
+    if device.type == "meta":
+        raise ValueError("device 'meta' holds no values: use 'cpu', 'cuda:0' or a CUDA index like 0")
     if device.type == "cuda":
         count = torch.cuda.device_count()
         if count == 0:

@@ -11,7 +11,7 @@ from segapp.inference.normalize import NormalizedInput
 from segapp.run.events import Alert, EpochStart, EventLog, RunStart, Step, Val
 from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import TrainingProgress
-from segapp.training.recovery.policy import OomPolicy
+from segapp.training.recovery import OomPolicy
 from segapp.training.settings import RunFacts, TrainerSettings
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.telemetry.clock import Clock

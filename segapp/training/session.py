@@ -26,7 +26,7 @@ from segapp.config import RunConfig, dump_config, part_names
 from segapp.custom.names import keep_parts
 from segapp.custom.trust import TRUST_VARIABLE, remember_parts
 from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
-from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, device_info_of
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
@@ -46,13 +46,11 @@ from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import RunContext
 from segapp.training.failures import as_segapp_error
-from segapp.training.planning.auto import resolve_auto
-from segapp.training.recovery.fallbacks import fallbacks_after
-from segapp.training.recovery.reverted import report_reverted_split
+from segapp.training.planning.auto import check_host_memory, planned_advice, resolve_auto
+from segapp.training.recovery import fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
 from segapp.training.telemetry.console import PlainReporter
-from segapp.training.telemetry.sampler import MemorySampler
 from segapp.training.telemetry.trackers import make_trackers
 from segapp.training.telemetry.watchdog import Watchdog
 from segapp.training.trainer import Trainer
@@ -217,6 +215,8 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
 
 def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
     """Return the devices of all ranks, as this process sees them; a budget limits a device's total."""
+    if budgets_mib is not None:
+        limit_gpus(budgets_mib, devices.devices, first=ranks.rank)
     own = [device_info_of(device) for device in devices.devices]
     own = [replace(info, usable_mib=mib) for info, mib in zip(own, DeviceMemoryTracker(own).usable_mib(), strict=True)]
     host = socket.gethostname()
@@ -226,11 +226,10 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
             pid = info.pid if there == host else None
             device_infos.append(replace(info, is_own=rank == ranks.rank, pid=pid))
     if budgets_mib is not None:
-        # Logical devices with budgets are told apart; a number too few is an error that the budgets' owner reports.
         device_infos = [
-            replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None, slot=i)
-            for i, (info, mib) in enumerate(zip(device_infos, budgets_mib, strict=False))
-        ] + device_infos[len(budgets_mib) :]
+            replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None)
+            for info, mib in zip(device_infos, budgets_mib, strict=False)
+        ]
     return device_infos
 
 
@@ -371,7 +370,16 @@ def _restored_trainer(
     with (
         _watched(context, config, stage, rank_pids),
         contextlib.closing(
-            build_trainer(config, context, devices, checkpoint=checkpoint, saved_plan=saved_plan, limit=request.limit)
+            build_trainer(
+                config,
+                context,
+                devices,
+                checkpoint=checkpoint,
+                saved_plan=saved_plan,
+                limit=request.limit,
+                check_memory=lambda num_images: _check_host_memory(config, context.ranks, num_images),
+                advise=lambda: planned_advice(config, devices, context.device_memory.devices, saved_plan),
+            )
         ) as trainer,
     ):
         _restore(trainer, context, config, checkpoint)
@@ -392,7 +400,7 @@ def _watched(
 ) -> Iterator[None]:
     """Run the body under the watchdog and, on the main rank, the sampler of memory and heartbeats."""
     sampler = MemorySampler(
-        context.event_log,
+        context.event_log.emit,
         context.device_memory,
         step=stage.step,
         saving_s=stage.saving_s,
@@ -450,6 +458,23 @@ def _with_resolved_auto(
         for note in saved_plan.notes if saved_plan is not None else ():
             print(note, flush=True)
     return resolved, saved_plan
+
+
+def _check_host_memory(config: RunConfig, ranks: Ranks, num_train: int) -> None:
+    """Refuse a step that does not fit into this machine's memory; the main rank predicts for all.
+
+    Raises:
+        OutOfMemoryError: it does not fit.
+    """
+    problem: OutOfMemoryError | None = None
+    if ranks.is_main:
+        try:
+            check_host_memory(config, min(config.train.batch_size, num_train))
+        except OutOfMemoryError as error:
+            problem = error
+    problem = ranks.from_main(problem)
+    if problem is not None:
+        raise problem
 
 
 def _checkpoint_of(folder: RunFolder, request: TrainRequest, ranks: Ranks) -> LoadedCheckpoint | None:

@@ -29,8 +29,7 @@ from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import Best, TrainingProgress
 from segapp.training.control.safe_point import SafePoint
 from segapp.training.divergence import LossWatch
-from segapp.training.recovery.fallbacks import MemoryFallbacks
-from segapp.training.recovery.policy import OomPolicy
+from segapp.training.recovery import MemoryFallbacks, OomPolicy
 from segapp.training.reporting import TrainingReporter
 from segapp.training.settings import RunFacts, TrainerSettings
 from segapp.training.signals import PauseRequest, StopRequest
@@ -242,9 +241,8 @@ class Trainer:
             num_pieces = oom.begin(self.position).num_pieces
             num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
             try:
-                with oom.within_limit():
-                    check = self.safe_point.check_within_step
-                    result = self.engine.step(group, check, num_pieces=num_pieces, num_samples=num_samples)
+                check = self.safe_point.check_within_step
+                result = self.engine.step(group, check, num_pieces=num_pieces, num_samples=num_samples)
             except PauseRequest:
                 continue
             except Exception as error:
@@ -302,7 +300,6 @@ class Trainer:
         if is_thawing:
             self.engine.thaw()
             self.activities.clock.warm_up()
-            self.oom_policy.after_thaw()
         self.progress.begin_epoch()
         self.reporter.epoch_start(self._lr(self.position.step + 1))
 

@@ -19,7 +19,7 @@ from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
 from segapp.losses import labels_of
 from segapp.run.files import write_atomic
-from segapp.training.recovery.fallbacks import MemoryFallbacks
+from segapp.training.recovery import MemoryFallbacks
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.precise_bn import PreciseBatchNorm
 

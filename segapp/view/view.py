@@ -499,7 +499,7 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
         gpu0.value, gpu0.previous = event.old, gpu0.previous[:-1]
         kept = event.split[0] if event.split else event.old
         is_device_0 = event.new is not None and (kept is None or event.new > kept)
-        if event.new is not None and is_device_0 and event.is_out_of_memory:
+        if event.new is not None and is_device_0 and event.ran_out_of_memory:
             gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
         _raise(view, Alert(kind="reverted", message=_reverted(event), t=event.t))
     _note_split(view, event.split)

@@ -15,7 +15,7 @@ import pytest
 
 from segapp.checkpoint.saver import Captured, CheckpointSaver, Position, SaveRules
 from segapp.config import LiveSettings
-from segapp.memory.counters import DeviceMemoryTracker, device_info_of
+from segapp.memory.counters import HEARTBEAT_S, MEMORY_S, DeviceMemoryTracker, MemorySampler, device_info_of
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter, Step
 from segapp.run.folder import RunFolder
@@ -27,7 +27,6 @@ from segapp.training.control.progress import TrainingProgress
 from segapp.training.control.safe_point import SafePoint
 from segapp.training.signals import StopSignals
 from segapp.training.telemetry.clock import ActivityLog
-from segapp.training.telemetry.sampler import HEARTBEAT_S, MEMORY_S, MemorySampler
 from tests.support.runs import events, merged, train
 
 REPEATS = 400
@@ -72,7 +71,7 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
     saver = CheckpointSaver(folder.checkpoints, SaveRules(), event_log, Ranks(), lambda: Captured({}, Position(), None))
     activities = ActivityLog(event_log, watch, lambda: 0)
     safe_point = SafePoint(context, controller, saver, TrainingProgress(epochs=9), activities)
-    monitor = MemorySampler(event_log, watch)
+    monitor = MemorySampler(event_log.emit, watch)
     parts_us = {
         "a look (no poll due)": median_us(safe_point.check),
         "five marks": median_us(lambda: [watch.mark(phase) for phase in PHASES]),

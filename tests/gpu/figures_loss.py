@@ -103,9 +103,9 @@ def extra_mib(way: Pass, logits: Tensor, target: Tensor) -> float:
         before = torch.cuda.memory_allocated(logits.device)
         way(logits, target)
         return (torch.cuda.max_memory_allocated(logits.device) - before) / 2**20
-    from segapp.memory.ledger import Recorder  # here: a card needs the losses alone
+    from segapp.memory.ledger import StorageLedger  # here: a card needs the losses alone
 
-    recorder = Recorder()
-    with recorder:
+    ledger = StorageLedger()
+    with ledger:
         way(logits, target)
-    return max(peak.num_bytes for peak in recorder.peaks()[str(logits.device)].values()) / 2**20
+    return max(peak.num_bytes for peak in ledger.peaks()[str(logits.device)].values()) / 2**20

@@ -20,8 +20,7 @@ from segapp.build.step import StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.training.planning.blank_data import blank_batch
-from segapp.training.planning.trial import build_trial_engine
+from segapp.training.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.engine import StepEngine
 from tests.support import ROOT
 

@@ -21,8 +21,7 @@ from segapp.build.numerics import numerics
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepLayout
 from segapp.memory.oom import is_out_of_memory
-from segapp.training.planning.blank_data import blank_batch
-from segapp.training.planning.trial import build_trial_engine
+from segapp.training.planning.trial import blank_batch, build_trial_engine
 from tests.gpu.figures_training import figures_config, plan_figures
 from tests.support import ROOT
 from tests.support.runs import differing, events, merged, train

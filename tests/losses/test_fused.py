@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from segapp.losses import CriterionCE, cross_entropy, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation, plain_reason
-from segapp.memory.ledger import Recorder
+from segapp.memory.ledger import StorageLedger
 from tests.support.loss_cases import class_weight, draw, relative_error
 
 WAYS = ["bands", "sums"]
@@ -87,10 +87,10 @@ def test_backward_twice_with_retained_graph_agrees():
 def test_backward_allocates_the_gradient_only():
     logits, target = draw(2)
     loss_sum, _ = upsample_cross_entropy(logits.requires_grad_(), target, implementation="bands")
-    recorder = Recorder(granule_bytes=1)
-    with recorder:
+    ledger = StorageLedger(granule_bytes=1)
+    with ledger:
         loss_sum.backward()
-    sizes = [allocation.num_bytes for allocation in recorder.allocations]
+    sizes = [allocation.num_bytes for allocation in ledger.allocations]
     assert sum(size for size in sizes if size > 8) == logits.nbytes, "no zeros for outputs without a gradient"
 
 

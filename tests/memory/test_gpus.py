@@ -22,7 +22,7 @@ from segapp.memory.gpus import (
     processes_on,
     query_gpus,
 )
-from segapp.memory.oom_report import OtherProcess
+from segapp.run.events import OtherProcess
 from tests.support.fault_table import case
 
 LINES = """\
@@ -193,7 +193,7 @@ def test_processes_of_other_namespaces_are_not_confused(
     is_first: bool, listed: list[tuple[int, float | None]], expected: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: is_first)
-    others = other_processes([OtherProcess(pid, "python", mib) for pid, mib in listed], own_mib=500.0)
+    others = other_processes([OtherProcess(pid=pid, name="python", used_mib=mib) for pid, mib in listed], own_mib=500.0)
     assert [each.pid for each in others] == expected
 
 
@@ -212,7 +212,7 @@ def test_listed_processes_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (tmp_path / "out").write_text(lines)
     fake_nvidia_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: True)
-    assert processes_on("a") == [OtherProcess(1, "a, b", None)]
+    assert processes_on("a") == [OtherProcess(pid=1, name="a, b", used_mib=None)]
 
 
 @pytest.mark.parametrize(

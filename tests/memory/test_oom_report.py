@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 
-from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, OtherProcess, oom_snapshot_of, report_lines
+from segapp.memory.oom import OomReport, OomSnapshot, oom_snapshot_of, report_lines
+from segapp.run.events import LargeTensor, OtherProcess
 
 
 def test_report_has_what_is_known() -> None:
@@ -18,8 +19,8 @@ def test_report_has_what_is_known() -> None:
         allocated_mib=750.0,
         reserved_mib=1000.0,
         total_mib=24220.0,
-        largest=(LiveTensor(512.0, "a"), LiveTensor(3.0, "b")),
-        others=(OtherProcess(7, "python", 300.4), OtherProcess(8, "x", None)),
+        largest=(LargeTensor(mib=512.0, what="a"), LargeTensor(mib=3.0, what="b")),
+        others=(OtherProcess(pid=7, name="python", used_mib=300.4), OtherProcess(pid=8, name="x", used_mib=None)),
     )
     advice = ("train less", "train more")
     report = OomReport(snapshot, 3, 120, "CUDA out of memory", "tried again", (2, 3), (900.6, None), advice)

@@ -28,9 +28,9 @@ from segapp.memory.simulated.jobs import PhasePeak, SimulationResult
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
 
 
-def model(fixed0=1000.0, fixed=500.0, slope=1000.0, per_batch=0.0, evaluation=300.0):
-    first = {"backward": Line(fixed0, slope, per_batch), "eval": Line(evaluation)}
-    idle = {"step": Line(400.0, 0.0, per_batch), "eval": Line(evaluation)}
+def model(fixed0=1000.0, fixed=500.0, slope=1000.0, evaluation=300.0):
+    first = {"backward": Line(fixed0, slope), "eval": Line(evaluation)}
+    idle = {"step": Line(400.0), "eval": Line(evaluation)}
     return PlannedPeaks("dp", (first,), (({"backward": Line(fixed, slope)},),), (idle,))
 
 
@@ -107,8 +107,6 @@ def test_unequal_gpus_get_unequal_shares():
 def test_shares_fill_each_gpu_to_its_last_mib():
     own = Planner(model(), GPUS, OverheadEstimate((0.0,) * 3, room=1.0))
     assert own.largest_shares() == (9, 9, 9)  # 1000 + 9 * 1000 = 10000
-    # 500 + (1000 + 1200 * 6) / 0.95 = 9132; with a seventh sample 10395
-    assert planner(model(per_batch=200.0)).largest_shares() == (6, 8, 8)
 
 
 @pytest.mark.parametrize(
@@ -181,13 +179,12 @@ def test_fit_of_six_simulations_recovers_every_coefficient():
     """Peaks made by a known law; the fit must know it on splits that it has not seen."""
 
     def peaks(split):
-        batch = sum(split)
-        own = 321 + 2462 * split[0] + 194.6 * batch if split[0] else 502 + 194.6 * batch
+        own = 321 + 2462 * split[0] if split[0] else 502
         return SimulationResult(
             split, tuple({"backward": PhasePeak(mib)} for mib in (own, *(161 + 2623 * k for k in split[1:])))
         )
 
-    fitted = fit_model("dp", [peaks(split) for split in splits_to_simulate("dp", 3, is_gathered=True)])
+    fitted = fit_model("dp", [peaks(split) for split in splits_to_simulate("dp", 3)])
     for split in ((3, 3, 3), (5, 1, 1), (0, 7, 6), (1, 9, 8)):
         assert fitted.peak_mib(split) == pytest.approx(peaks(split).peak_mib(), rel=1e-9)
 
@@ -273,11 +270,10 @@ def test_json_has_contract_names_and_text_every_split():
 def test_every_simulated_device_has_two_samples_or_none():
     """BatchNorm may refuse to train on one; a rank of ddp is simulated alone."""
     for mode, num_devices in itertools.product(("single", "dp", "ddp", "model"), (1, 3)):
-        for is_gathered in (False, True):
-            splits = splits_to_simulate(mode, num_devices, is_gathered=is_gathered)
-            num_simulated = {"dp": min(num_devices, 2), "model": num_devices}.get(mode, 1)
-            assert {len(split) for split in splits} == {num_simulated}
-            assert {part for split in splits for part in split} & {1} == set()
+        splits = splits_to_simulate(mode, num_devices)
+        num_simulated = {"dp": min(num_devices, 2), "model": num_devices}.get(mode, 1)
+        assert {len(split) for split in splits} == {num_simulated}
+        assert {part for split in splits for part in split} & {1} == set()
 
 
 def test_advice_to_accumulate_counts_kept_gradients():

@@ -139,7 +139,7 @@ def test_running_statistics_survive_any_split():
         assert module.num_batches_tracked == 1, "one step counts once"
 
 
-class Recorder(nn.Module):
+class StorageLedger(nn.Module):
     """Replaces its buffers in forward instead of changing them in place: the mean, all rows so far, the last row."""
 
     def __init__(self):
@@ -173,7 +173,7 @@ def run_criterion(recorder, x):
 
 @pytest.mark.parametrize("run", [run_model, run_criterion])
 def test_buffers_replaced_in_forward_are_kept(run):
-    recorder, bare = Recorder(), Recorder()
+    recorder, bare = StorageLedger(), StorageLedger()
     mean = recorder.mean
     for x in torch.arange(20.0).view(2, 5, 2):
         run(recorder, x)

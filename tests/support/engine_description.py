@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from segapp.config import validate_config
-from segapp.memory.ledger import Recorder
+from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 from segapp.training.step.engine import StepEngine
@@ -65,7 +65,7 @@ def simulated(config: str, split: str) -> dict[str, Any]:
     simulator = build_simulator(validate_config(json.loads(Path(config).read_text())))
     job = SimulationJob("dp" if len(parts) > 1 else "single", parts)
     devices = [f"simgpu:{number}" for number in range(len(parts))]
-    with simulator.prepared(job, devices, Recorder()) as (engine, _):
+    with simulator.prepared(job, devices, StorageLedger()) as (engine, _):
         return description(engine)
 
 

@@ -1,19 +1,11 @@
-"""The published case, and what the small loss saves by model family, simulated. Prints one JSON object.
-
-python tests/support/plan_cases.py published|families
-"""
+"""What the small loss saves by model family, simulated. Prints one JSON object."""
 
 import json
-import sys
 import warnings
 
 from segapp.config import validate_config
-from segapp.memory.peaks import fit_model, splits_to_simulate
 from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.simulate import build_simulator
-
-PUBLISHED = {"model": {"name": "deeplabv3_resnet101"}, "crop_px": (945, 945), "num_classes": 21}
-"""Model and crop are unknown; this choice makes GPU 0 just hold 9 = 3 + 3 + 3 with the loss on GPU 0."""
 
 FAMILIES = [
     ("LR-ASPP MobileNetV3-L", {"name": "lraspp_mobilenet_v3_large"}, (768, 768), 19, 8),
@@ -24,7 +16,7 @@ FAMILIES = [
     ("Unet ResNet-34", {"library": "smp", "name": "Unet", "encoder": "resnet34"}, (768, 768), 19, 4),
 ]
 PRECISIONS = ("fp32", "amp-bf16")
-STYLES = ("full", "upsampled", "small")
+STYLES = ("upsampled", "small")
 
 
 def simulator(model, crop_px, num_classes, precision="fp32"):
@@ -46,23 +38,6 @@ def simulator(model, crop_px, num_classes, precision="fp32"):
     )
 
 
-def published():
-    """Affine lines of the three ways, as (split -> peaks) tables."""
-    own = simulator(**PUBLISHED)
-    found = {}
-    for style in ("gathered", "full", "small"):
-        results = [
-            own.run(SimulationJob("dp", split, loss=style))
-            for split in splits_to_simulate("dp", 3, is_gathered=style == "gathered")
-        ]
-        model = fit_model("dp", results)
-        splits = [
-            (a, b, c) for a in range(0, 15) for b in range(0, 15) for c in (b, b - 1) if c >= 0 and 1 not in (a, b, c)
-        ]
-        found[style] = [[list(split), model.peak_mib(split)] for split in splits]
-    return found
-
-
 def families():
     """Peak of one device by family, precision and loss."""
     rows = []
@@ -76,4 +51,4 @@ def families():
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    print(json.dumps({"published": published, "families": families}[sys.argv[1]]()))
+    print(json.dumps(families()))

@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.config import validate_config
-from segapp.memory.ledger import Recorder
+from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated.jobs import SimulationJob
 from segapp.parallel import data_parallel
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
@@ -69,16 +69,16 @@ def real_engine(simulator, split):
     torch.manual_seed(0)
     mode = "dp" if len(split) > 1 else "single"
     devices = (torch.device("cpu"),) * len(split)
-    layout = StepLayout(mode, devices, shares=split if mode == "dp" else None, loss="full")
+    layout = StepLayout(mode, devices, shares=split if mode == "dp" else None)
     assembler = simulator.assembler
     model = assembler.prepare(assembler.build_model(with_weights=False), layout).train()
-    criterion = assembler.build_criterion(lambda _: [1.0] * 19, layout.loss)
+    criterion = assembler.build_criterion(lambda _: [1.0] * 19)
     return assembler.assemble(StepParts(model, criterion), layout)
 
 
 def measured_mib(engine, batch):
     """Highest sum of what lives before the step and what the profiler sees allocated and freed within it, MiB."""
-    run_step(engine, [batch], Recorder())
+    run_step(engine, [batch], StorageLedger())
     before = static_bytes(engine) + batch.images.nbytes + batch.target.nbytes
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         engine.step([batch])
@@ -91,9 +91,22 @@ def measured_mib(engine, batch):
 
 
 def simulated_mib(simulator, split):
-    job = SimulationJob("dp" if len(split) > 1 else "single", split, loss="full")
+    job = SimulationJob("dp" if len(split) > 1 else "single", split)
     devices = ["simgpu:0"] * len(split)
     return simulator.run(job, devices, granule_bytes=1, is_host_batch=False).peak_mib()[0]
+
+
+def at_full_resolution(build):
+    """The loss of the CPU's reference on both sides: bands and kernels allocate differently."""
+
+    def build_criterion(*arguments):
+        criterion = build(*arguments)
+        for part in criterion.modules():
+            if hasattr(part, "implementation"):
+                part.implementation = "reference"
+        return criterion
+
+    return build_criterion
 
 
 if __name__ == "__main__":
@@ -104,6 +117,7 @@ if __name__ == "__main__":
     # One simulator as `segapp plan` builds it, and before it one of the epochs in which `model.freeze` holds.
     own = Simulator(StepAssembler(config, build_scheme(config.data)))
     simulators = [own, build_simulator(config)] if config.model.freeze else [own]
+    StepAssembler.build_criterion = at_full_resolution(StepAssembler.build_criterion)
     data_parallel.run_replicas = run_in_this_thread
     rows = [(split, simulated_mib(simulator, split)) for split in splits for simulator in simulators]
     measured = []

@@ -122,6 +122,7 @@ def test_dp_thaws_as_one_device(base: dict[str, Any], tmp_path: Path, precision:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 2e-3)
 
 
+@pytest.mark.usefixtures("logical_budgets")
 def test_auto_split_returns_to_the_planned_one_at_the_thaw(base: dict[str, Any], tmp_path: Path) -> None:
     """While the backbone is frozen, device 0 has place for more images than it has beside the optimizer's state."""
     config = merged(

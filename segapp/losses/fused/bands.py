@@ -100,7 +100,7 @@ def sweep_bands(
         The results of `work` in the order of the parts, which depends on shapes and torch's number of threads alone;
         the gradient (N, C, h, w) in the compute dtype, or None.
     """
-    grid = grid_of((logits.shape[2], logits.shape[3]), size, align_corners, compute_dtype(logits), logits.device)
+    grid = grid_of((logits.shape[2], logits.shape[3]), size, align_corners, compute_dtype(logits), logits)
     on_cpu = logits.device.type == "cpu"
     budget = band_bytes or (CPU_BAND_BYTES if on_cpu else DEVICE_BAND_BYTES)
     full_bytes = logits.shape[0] * logits.shape[1] * size[0] * size[1] * grid.dtype.itemsize
@@ -176,9 +176,8 @@ class _Sweep:
     ) -> None:
         self.grid, self.rows, self.logits, self.gradient = grid, rows, logits, total
         self.is_shifted = is_shifted
-        self.first_source = int(grid.rows.lower[rows.start])
-        self.last_source = int(grid.rows.upper[rows.stop - 1])
-        is_shared = rows.stop < grid.rows.size_out and int(grid.rows.lower[rows.stop]) == self.last_source
+        self.first_source, self.last_source = grid.rows.first_source(rows.start), grid.rows.last_source(rows.stop - 1)
+        is_shared = rows.stop < grid.rows.size_out and grid.rows.first_source(rows.stop) == self.last_source
         self.edge = torch.zeros_like(total[:, :, self.last_source]) if is_shared and total is not None else None
         self.row_bytes = logits.shape[1] * grid.columns.size_out * grid.dtype.itemsize
         self.budget = budget
@@ -303,7 +302,8 @@ class BlockBand:
 
     def __init__(self, sweep: BlockSweep, images: slice, rows: slice) -> None:
         self._sweep, self.images, self.rows = sweep, images, rows
-        self._start, self._stop = int(sweep.grid.rows.lower[rows.start]), int(sweep.grid.rows.upper[rows.stop - 1]) + 1
+        axis = sweep.grid.rows
+        self._start, self._stop = axis.first_source(rows.start), axis.last_source(rows.stop - 1) + 1
         self.values = self.refill()
 
     def refill(self) -> Tensor:

@@ -117,11 +117,12 @@ def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> T
 
 def has_values(tensor: Tensor) -> bool:
     """Return True if the values can be read: the tensor is not fake, traced, transformed or being captured."""
-    if torch.compiler.is_compiling() or needs_plain_operators():
-        return False
-    if is_simulated(tensor):
-        return False
-    return not is_capturing(tensor)
+    return is_eager(tensor) and not is_simulated(tensor)
+
+
+def is_eager(tensor: Tensor) -> bool:
+    """Return True if operators run one by one: none is being compiled, traced, transformed or captured."""
+    return not (torch.compiler.is_compiling() or needs_plain_operators() or is_capturing(tensor))
 
 
 def is_capturing(tensor: Tensor) -> bool:

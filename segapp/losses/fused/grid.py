@@ -9,11 +9,16 @@ interpolation matrix.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import math
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from segapp.losses.fused.checks import is_simulated
 
 BLOCK_COLUMNS = 16
 """Source columns per block of the horizontal matrix: a trade-off between large products and few zeros."""
@@ -46,6 +51,7 @@ class Axis:
         # 1e-9, because an exact multiple may come out as 7.999...: its row would become a separate cell.
         lower = torch.floor(source + 1e-9)
         self.lower, self.fraction = lower.long(), (source - lower).clamp(0.0, 1.0)
+        self._sources: list[int] = self.lower.tolist()
         edges = torch.arange(size_in + 1, dtype=torch.int64, device="cpu")
         self.starts: list[int] = torch.searchsorted(self.lower, edges).tolist()
 
@@ -53,6 +59,14 @@ class Axis:
     def upper(self) -> Tensor:
         """The source sample after `lower`, at most the last one; (size_out,) int64."""
         return (self.lower + 1).clamp(max=self.size_in - 1)
+
+    def first_source(self, sample: int) -> int:
+        """Return `lower` of an output sample."""
+        return self._sources[sample]
+
+    def last_source(self, sample: int) -> int:
+        """Return `upper` of an output sample."""
+        return min(self._sources[sample] + 1, self.size_in - 1)
 
     def matrix(self) -> Tensor:
         """Return U, (size_out, size_in) float64."""
@@ -90,6 +104,7 @@ class Grid:
         align_corners: see `Axis`.
         dtype: of the weights, float32 or float64.
         device: of the tables.
+        is_simulated: the tables on the device are simulated tensors; the numbers that Python reads are real.
 
     Attributes:
         rows: the vertical axis.
@@ -103,27 +118,40 @@ class Grid:
     """
 
     def __init__(
-        self, low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
+        self,
+        low: tuple[int, int],
+        high: tuple[int, int],
+        align_corners: bool,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        is_simulated: bool = False,
     ) -> None:
-        self.rows, self.columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
-        self.dtype, self.device = dtype, device
-        starts = self.rows.starts
-        self.cells = [(i, starts[i], starts[i + 1]) for i in range(low[0]) if starts[i] < starts[i + 1]]
+        self.dtype, self.device, self._is_simulated = dtype, device, is_simulated
+        with self._real_numbers():
+            self.rows, self.columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
+            rows, columns = self.rows, self.columns
+            pairs, upper_rows, upper = torch.stack([1 - rows.fraction, rows.fraction]), rows.upper, columns.upper
+            fractions = rows.fraction.view(-1, 1)
+            samples, weights = columns.adjoint_table(0, columns.size_out, 0, columns.size_in)
+        self.cells = [(i, *span) for i, span in enumerate(itertools.pairwise(rows.starts)) if span[0] < span[1]]
         self.tallest_cell = max(stop - start for _, start, stop in self.cells)
-        fraction = self.rows.fraction
-        self.fractions = self._place(fraction.view(-1, 1))
-        self.pair_weights = self._place(torch.stack([1 - fraction, fraction]))
-        self._blocks = _BlockedMatrix(self.columns, dtype) if device.type == "cpu" else None
-        self.lower_rows, self.upper_rows = self.rows.lower.to(device), self.rows.upper.to(device)
+        self.fractions, self.pair_weights = self._place(fractions, dtype), self._place(pairs, dtype)
+        self._blocks = _BlockedMatrix(columns, dtype) if device.type == "cpu" and not is_simulated else None
+        self.lower_rows, self.upper_rows = self._place(rows.lower), self._place(upper_rows)
         self._adjoints: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
-        columns = self.columns
-        self._lower, self._upper = columns.lower.to(device), columns.upper.to(device)
-        self._fraction = self._place(columns.fraction)
-        samples, weights = columns.adjoint_table(0, columns.size_out, 0, columns.size_in)
-        self._samples, self._weights = samples.to(device), self._place(weights)
+        self._lower, self._upper = self._place(columns.lower), self._place(upper)
+        self._fraction = self._place(columns.fraction, dtype)
+        self._samples, self._weights = self._place(samples), self._place(weights, dtype)
 
-    def _place(self, values: Tensor) -> Tensor:
-        return values.to(self.device, self.dtype)
+    def _real_numbers(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which tables have values, also in a simulation."""
+        return _disable_current_modes() if self._is_simulated else contextlib.nullcontext()
+
+    def _place(self, table: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
+        if self._is_simulated:
+            return torch.empty(table.shape, dtype=dtype, device=self.device)
+        return table.to(self.device, dtype)
 
     def gather_rows(self, gradient: Tensor, first: int, low: int, high: int) -> Tensor:
         """Return the transposed vertical interpolation of some output rows.
@@ -139,8 +167,10 @@ class Grid:
         """
         m, C, R, W = gradient.shape
         if (first, R) not in self._adjoints:
-            samples, weights = self.rows.adjoint_table(first, first + R, low, high)
-            self._adjoints[first, R] = samples.to(self.device), self._place(weights.unsqueeze(-1))
+            with self._real_numbers():
+                samples, weights = self.rows.adjoint_table(first, first + R, low, high)
+                weights = weights.unsqueeze(-1)
+            self._adjoints[first, R] = self._place(samples), self._place(weights, self.dtype)
         samples, weights = self._adjoints[first, R]
         picked = gradient.index_select(2, samples.flatten()).view(m, C, *samples.shape, W)
         return torch.sum(picked * weights, 3)
@@ -220,17 +250,15 @@ def _cached_matrices(
     return rows.matrix().to(device, dtype), columns.matrix().T.contiguous().to(device, dtype)
 
 
-def grid_of(
-    low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
-) -> Grid:
-    """Return the tables of a resampling, cached.
+def grid_of(low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, like: Tensor) -> Grid:
+    """Return the tables of a resampling on the device of `like`, cached.
 
-    Under a fake-tensor mode they are not cached, so that no fake table outlives the mode.
+    For a simulated tensor they are simulated too, and not cached, so that no fake table outlives its mode.
     """
     with torch.inference_mode(False), torch.no_grad():
-        if type(torch.empty(0, device="cpu")) is not Tensor:
-            return Grid(low, high, align_corners, dtype, device)
-        return _cached_grid(low, high, align_corners, dtype, device)
+        if is_simulated(like):
+            return Grid(low, high, align_corners, dtype, like.device, is_simulated=True)
+        return _cached_grid(low, high, align_corners, dtype, like.device)
 
 
 @functools.lru_cache(maxsize=64)

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, has_values
+from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager
 from segapp.losses.fused.reference import compute_dtype, sum_of_cross_entropy, upsample
 
 FULL_BYTES = 4 << 20
@@ -102,7 +102,7 @@ def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options:
     poison = options.check(logits, target)
     num_pixels = target.shape[0] * target.shape[-2] * target.shape[-1]
     full_bytes = num_pixels * logits.shape[1] * compute_dtype(logits).itemsize
-    if full_bytes < FULL_BYTES or not has_values(logits):
+    if full_bytes < FULL_BYTES or not is_eager(logits):
         sums = _at_full_resolution(function, logits, target, options)
     else:
         sums = _BandedSums.apply(logits, target, function, options)

@@ -134,7 +134,7 @@ class _Tile:
         self.tile = tile
         logits = tile.logits.detach()
         low = (logits.shape[2], logits.shape[3])
-        grid = grid_of(low, tile.frame, align_corners, compute_dtype(logits), logits.device)
+        grid = grid_of(low, tile.frame, align_corners, compute_dtype(logits), logits)
         self.sweep = BlockSweep(logits, grid, slice(0, tile.frame[0]), None, budget, is_shifted)
 
     def values(self, images: slice, rows: slice) -> Tensor:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -23,15 +23,14 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from segapp.errors import RunError
-from segapp.losses import lovasz
-from segapp.losses.fused import bands, views
-from segapp.losses.fused import pixel_sums as sums
-from segapp.losses.fused.grid import Axis, Grid
+from segapp.losses.fused.kernel_shapes import buffers_of
+from segapp.losses.fused.reference import compute_dtype
+from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
 
 BACKEND = "simgpu"
 
 aten = torch.ops.aten
-CHANGE_IN_PLACE = (
+_CHANGE_IN_PLACE = (
     aten._fused_sgd_.default,
     aten._fused_sgd_.tensor_lr,
     aten._fused_adamw_.default,
@@ -39,6 +38,7 @@ CHANGE_IN_PLACE = (
     aten._amp_update_scale_.default,
 )
 """In-place operators of a step for which fake tensors have no rule; they allocate nothing."""
+
 
 _IN_HALF = (
     "conv2d",
@@ -86,7 +86,6 @@ def set_up() -> None:
     backend_registration._setup_privateuseone_for_python_backend(BACKEND, backend_module=_AmpBackend())
     torch.autograd.set_multithreading_enabled(False)  # fake tensors are not thread-safe
     _register_autocast()
-    _patch_losses()
 
 
 class _AmpBackend(backend_registration._DummyBackendModule):
@@ -110,6 +109,15 @@ class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
         return self[key][1]
 
 
+_casts = _WeightCache()
+
+
+def _clear_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None:
+    """Clear the cache of torch's autocast and that of the simulated devices."""
+    _casts.clear()
+    clear()
+
+
 _libraries: list[torch.library.Library] = []
 """Libraries whose registrations last as long as these objects."""
 
@@ -121,14 +129,6 @@ def _register_autocast() -> None:
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.extend((fallback, library))
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # not in its stubs
-    cache = _WeightCache()
-    clear = torch.clear_autocast_cache
-
-    def clear_both() -> None:
-        cache.clear()
-        clear()
-
-    torch.clear_autocast_cache = clear_both
 
     def register(name: str, is_half: bool) -> None:
         packet, _, overload = name.partition(".")
@@ -137,8 +137,8 @@ def _register_autocast() -> None:
         def kernel(*args: Any, **kwargs: Any) -> Any:
             with torch._C._ExcludeDispatchKeyGuard(keys):
                 dtype = torch.get_autocast_dtype(BACKEND) if is_half else torch.float32
-                positional = [cache.cast(value, dtype) for value in args]
-                return operator(*positional, **{key: cache.cast(value, dtype) for key, value in kwargs.items()})
+                positional = [_casts.cast(value, dtype) for value in args]
+                return operator(*positional, **{key: _casts.cast(value, dtype) for key, value in kwargs.items()})
 
         library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
 
@@ -148,40 +148,26 @@ def _register_autocast() -> None:
         register(name, False)
 
 
-class _SimulatedAxis:
-    """A grid axis with real Python numbers; its tables are computed outside the simulation."""
-
-    def __init__(self, axis: Axis) -> None:
-        self._axis = axis
-        self.size_in, self.size_out, self.starts = axis.size_in, axis.size_out, axis.starts
-        self.lower, self.upper = axis.lower.tolist(), axis.upper.tolist()
-
-    def adjoint_table(self, first: int, last: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Return empty tables of the right shapes."""
-        with _disable_current_modes():
-            samples, weights = self._axis.adjoint_table(first, last, low, high)
-        return torch.empty(samples.shape, dtype=samples.dtype), torch.empty(weights.shape, dtype=weights.dtype)
-
-
-class _SimulatedGrid(Grid):
-    """Tables of a resampling: real numbers where Python reads them, fake tensors on the device."""
-
-    def __init__(self, low: Any, high: Any, align_corners: bool, dtype: torch.dtype, device: torch.device) -> None:
-        with _disable_current_modes():
-            super().__init__(low, high, align_corners, dtype, torch.device("cpu"))
-            rows: Any = _SimulatedAxis(self.rows)
-        self._blocks, self.device, self.rows = None, device, rows
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor):
-                setattr(self, name, torch.empty(value.shape, dtype=value.dtype, device=device))
+def _triton_buffers(
+    logits: Tensor, target: Tensor, weight: Tensor | None, align_corners: bool, *options: Any
+) -> tuple[Tensor, ...]:
+    """Return tensors like those that the Triton launch allocates and frees, for the arguments of the operator."""
+    _ignore_index, _label_smoothing, with_gradient, implementation = options
+    if implementation != "triton":
+        return ()
+    dtype = compute_dtype(logits)
+    buffers = buffers_of(tuple(logits.shape), target.shape[-1], align_corners, dtype, with_gradient)
+    return (
+        logits.new_empty(buffers.num_partials, dtype=dtype),
+        logits.new_empty((2, buffers.num_places), dtype=dtype),
+        logits.new_empty(buffers.num_places, dtype=torch.int32),
+    )
 
 
-def _patch_losses() -> None:
-    """Patch the losses that work band by band: the tables whose numbers Python reads stay real."""
-    for users_of_grids in (bands, views):
-        users_of_grids.grid_of = _SimulatedGrid  # type: ignore[attr-defined]
-    for module in (sums, lovasz):
-        module.has_values = lambda _: True  # type: ignore[attr-defined]
+def simulated_ledger(granule_bytes: int = CUDA_GRANULE_BYTES) -> StorageLedger:
+    """Return the ledger of a simulation: it knows what fake tensors lack, in-place rules and the loss's workspace."""
+    workspaces = {torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers}
+    return StorageLedger(granule_bytes, _CHANGE_IN_PLACE, workspaces)
 
 
 class _WeightGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -203,12 +189,14 @@ def simulation(*modes: Any) -> Iterator[None]:
     """Run the body of the `with` statement on simulated devices.
 
     Args:
-        *modes: dispatch modes for the operations, such as a `Recorder`.
+        *modes: dispatch modes for the operations, such as a `StorageLedger`.
     """
     set_up()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_by_replacing))
         stack.enter_context(mock.patch.object(torch, "tensor", _tensor_on_device))
+        stack.enter_context(mock.patch.object(torch, "clear_autocast_cache", _clear_casts))
+        stack.callback(_casts.clear)
         stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _deepcopy_fake, create=True))
         stack.enter_context(FakeTensorMode())
         stack.enter_context(_WeightGradients())  # type: ignore[no-untyped-call]
@@ -288,3 +276,69 @@ def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
 
 def _like(tensor: Tensor, device: str) -> Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+_BUCKET_BYTES = 25 * 2**20
+_FIRST_BUCKET_BYTES = 2**20
+
+
+class Buckets:
+    """Memory of DistributedDataParallel's reducer, which copies gradients into buckets in the reverse parameter order.
+
+    With `gradient_as_bucket_view` a gradient becomes a view of its bucket; without it, buckets are additional memory. A
+    bucket is allocated with its first gradient (`lazy_bucket_allocation`, which `wrap_ddp` sets where torch has it) or
+    at construction.
+
+    Args:
+        parameters: in the order of the model.
+        as_views: `gradient_as_bucket_view`.
+        is_lazy: `lazy_bucket_allocation`.
+        ledger: tags the buckets.
+    """
+
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], *, as_views: bool, is_lazy: bool, ledger: StorageLedger
+    ) -> None:
+        self.as_views, self.ledger = as_views, ledger
+        self._groups: list[list[nn.Parameter]] = []
+        self._flat: dict[int, Tensor] = {}
+        self._position: dict[nn.Parameter, tuple[int, int]] = {}
+        self._fill([p for p in reversed(list(parameters)) if p.requires_grad])
+        for number in range(0 if is_lazy else len(self._groups)):
+            self._allocate(number)
+        self.keeps_buckets = not is_lazy
+        for parameter in self._position:
+            hook: Any = parameter.register_post_accumulate_grad_hook
+            hook(self._move)
+
+    def _fill(self, parameters: Sequence[nn.Parameter]) -> None:
+        size, limit = 0, _FIRST_BUCKET_BYTES
+        for parameter in parameters:
+            same = self._groups and self._groups[-1][0].dtype == parameter.dtype
+            if not same or size >= limit:
+                limit = _FIRST_BUCKET_BYTES if not self._groups else _BUCKET_BYTES
+                self._groups.append([])
+                size = 0
+            self._position[parameter] = len(self._groups) - 1, sum(p.numel() for p in self._groups[-1])
+            self._groups[-1].append(parameter)
+            size += parameter.numel() * parameter.element_size()
+
+    def _allocate(self, number: int) -> Tensor:
+        group = self._groups[number]
+        flat = torch.zeros(sum(p.numel() for p in group), dtype=group[0].dtype, device=group[0].device)
+        self.ledger.tag([flat], "gradients" if self.as_views else "buckets")
+        self._flat[number] = flat
+        return flat
+
+    def _move(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        number, offset = self._position[parameter]
+        flat = self._flat.get(number)
+        flat = self._allocate(number) if flat is None else flat
+        if self.as_views:
+            parameter.grad = flat[offset : offset + parameter.numel()].view(parameter.shape)
+
+    def end_backward(self) -> None:
+        """Free lazy buckets, which live as long as their gradients."""
+        if not self.keeps_buckets:
+            self._flat.clear()

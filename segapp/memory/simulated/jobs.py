@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 Mode = Literal["single", "dp", "ddp", "model"]
 
-LossStyle = Literal["small", "full", "upsampled", "gathered"]
-"""small: segapp's loss from low-resolution logits, band by band. full: the same logits, upsampled at once. upsampled:
-the model upsamples, as torchvision's models do. gathered: as upsampled, and device 0 gathers all logits, as
-torch.nn.DataParallel does."""
+LossStyle = Literal["small", "upsampled"]
+"""small: segapp's loss from low-resolution logits, band by band. upsampled: the model upsamples, as torchvision's
+models do, and the loss is computed at full resolution: what other programs need, for the advice."""
 
 EVAL = "eval"
 PHASES = ("forward", "loss", "backward", "step", EVAL)
@@ -52,8 +53,7 @@ class SimulationJob:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SimulationJob:
         """Return the object for the values of `to_json`."""
-        size = values["eval_px"]
-        return cls(**{**values, "split": tuple(values["split"]), "eval_px": None if size is None else tuple(size)})
+        return TypeAdapter(cls).validate_python(values)
 
 
 @dataclass(frozen=True)
@@ -89,9 +89,4 @@ class SimulationResult:
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SimulationResult:
         """Return the object for the values of `to_json`."""
-
-        def phase(raw: dict[str, Any]) -> PhasePeak:
-            return PhasePeak(raw["mib"], raw["by_kind"], tuple((m, w, p) for m, w, p in raw["largest"]))
-
-        devices = tuple({name: phase(raw) for name, raw in phases.items()} for phases in values["devices"])
-        return cls(tuple(values["split"]), devices)
+        return TypeAdapter(cls).validate_python(values)

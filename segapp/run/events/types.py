@@ -291,7 +291,7 @@ class Gpu0Bsz(_Event):
     reason: Text | None = None
     """A sentence for a person; programs read `reason_code`."""
     reason_code: Literal["out_of_memory"] | None = None
-    """Why a change was reverted; see `is_out_of_memory`."""
+    """Why a change was reverted; see `ran_out_of_memory`."""
     id: Text | None = None
     """The command that requested it; None for `auto`."""
     is_auto: bool | None = None
@@ -302,7 +302,7 @@ class Gpu0Bsz(_Event):
     """Replaces that of the last event with one."""
 
     @property
-    def is_out_of_memory(self) -> bool:
+    def ran_out_of_memory(self) -> bool:
         """True if the change was reverted because a device ran out of memory.
 
         Lines written before `reason_code` existed have only the sentence: it names memory, or is missing.

@@ -1,4 +1,4 @@
-"""Resolution of `auto` before a training begins: the batch and the first split, from a plan for this machine's devices.
+"""What is planned before a training begins: values of `auto`, and whether a step fits into the memory of the CPU.
 
 The plan is made once and saved in the run folder; every resume uses the saved plan, also on another machine.
 """
@@ -6,6 +6,7 @@ The plan is made once and saved in the run folder; every resume uses the saved p
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,18 +19,24 @@ from segapp.build.pairs import build_pairs, count_images, split_names
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.custom import is_part
 from segapp.datasets.files import check_pairs
-from segapp.errors import ConfigError
+from segapp.datasets.resources import available_bytes
+from segapp.errors import ConfigError, OutOfMemoryError, SegappError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.gpu_specs import GpuSpec
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.plan import OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
+from segapp.memory.simulated.jobs import SimulationJob
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.plan import plan_largest, plan_memory
+from segapp.training.planning.pool import SimulationPool
 from segapp.training.planning.trial import trial_step
 
 _FEWER = 7, 8
 """A batch that ran out of memory in a trial step is reduced by this ratio."""
+
+MOST_BYTES_PER_PX = 16 * 1024
+"""More than the networks of this package need for a pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
 
 logger = logging.getLogger("segapp")
 
@@ -90,13 +97,13 @@ def _load_or_make_plan(
     kept = read_saved_plan(folder.saved_plan)
     if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
         return kept
-    gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
+    gpus = known_gpus(device_infos)
     if gpus is None and config.train.batch_size:
         return None  # gpu0_bsz: auto begins with an even split
     if gpus is None:
         raise ConfigError(
             "train.batch_size = auto needs the memory of each device, and there is no GPU: "
-            "set parallel.memory_budget_mib, e.g. [4096], or set train.batch_size to a number",
+            "set train.batch_size to a number",
             key="train.batch_size",
         )
     overhead = _overhead(config, devices, len(gpus))
@@ -115,7 +122,7 @@ def planned_advice(
     """Return the planner's advice, best first, by simulation if there is no plan; empty if the memory is unknown."""
     if saved_plan is not None and saved_plan.advice:
         return saved_plan.advice
-    gpus = known_gpus(device_infos, has_budgets=config.parallel.memory_budget_mib is not None)
+    gpus = known_gpus(device_infos)
     if gpus is None:
         return ()
     planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=_overhead(config, devices, len(gpus)))
@@ -129,9 +136,9 @@ def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> Overhead
     return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0))
 
 
-def known_gpus(device_infos: Sequence[DeviceInfo], *, has_budgets: bool) -> tuple[GpuSpec, ...] | None:
+def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:
     """Return the devices with the memory they have for this run; None if one shares its memory with other processes."""
-    if not has_budgets and any(info.uuid is None for info in device_infos):
+    if any(info.uuid is None for info in device_infos):
         return None
     usable = DeviceMemoryTracker(device_infos).usable_mib()
     if None in usable:
@@ -197,3 +204,56 @@ def _num_training_images(config: RunConfig) -> int:
     pairs = build_pairs(config.data, split_names(config.data)[0])
     check_pairs(pairs)
     return len(pairs)
+
+
+def simulated_bytes(config: RunConfig, num_images: int) -> int:
+    """Return the peak of the tensors of a training step of so many crops on one device, without workspaces of kernels.
+
+    Raises:
+        SegappError: the network cannot be simulated.
+    """
+    with SimulationPool(config, num_processes=1) as pool:
+        (result,) = pool.simulate([SimulationJob("single", (num_images,), accumulate=config.train.accumulate)])
+    return int(result.peak_mib()[0] * 2**20)
+
+
+def check_host_memory(config: RunConfig, num_images: int) -> None:
+    """Refuse a training on the CPU whose step cannot fit into the free memory.
+
+    The prediction counts the tensors of one device, less than is needed: a step that barely fits is tried.
+
+    Args:
+        config: the complete config, with its batch.
+        num_images: of a micro-batch on this machine, over all devices and ranks.
+
+    Raises:
+        OutOfMemoryError: it does not fit.
+    """
+    height, width = config.data.crop_px
+    free = available_bytes()
+    if free is None or num_images * height * width * MOST_BYTES_PER_PX <= free:
+        return
+    try:
+        needed = simulated_bytes(config, num_images)
+    except SegappError as error:  # a custom component may do what no simulation can follow
+        logger.info("the memory of a step could not be predicted: %s", error)
+        return
+    if needed <= free:
+        return
+    raise OutOfMemoryError(
+        f"a step of {num_images} crops of {height} x {width} px needs {needed / 2**30:.1f} GiB of memory at least, and "
+        f"{free / 2**30:.1f} GiB are free: lower data.crop_px = {[height, width]}"
+        + _fewer_images(config, num_images, free / needed)
+    )
+
+
+def _fewer_images(config: RunConfig, num_images: int, share: float) -> str:
+    """Return the advice to take fewer images at a time, if one image would fit."""
+    fewer = math.floor(num_images * share)
+    if not 0 < fewer < num_images:
+        return ""
+    at_most = "1" if fewer == 1 else f"{fewer} or less"
+    return (
+        f", or train.batch_size to {at_most}, with train.accumulate = "
+        f"{config.train.accumulate * math.ceil(num_images / fewer)} for as many images a step"
+    )

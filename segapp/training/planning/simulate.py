@@ -34,13 +34,12 @@ from segapp.custom import is_part
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, SegappError
 from segapp.inference.normalize import NormalizedInput
-from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, PhaseMarks, Recorder
-from segapp.memory.simulated.buckets import Buckets
-from segapp.memory.simulated.devices import BACKEND, CHANGE_IN_PLACE, place, set_up, simulation, skeleton
+from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
+from segapp.memory.simulated.devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.memory.simulated.jobs import EVAL, PHASES, Mode, PhasePeak, SimulationJob, SimulationResult
 from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
-from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
+from segapp.training.planning.trial import blank_batch, evaluate_blank, evaluation_size
 from segapp.training.step.engine import StepEngine
 
 MIB = 2**20
@@ -51,8 +50,8 @@ class SimulatedDevices:
 
     has_values = False
 
-    def __init__(self, recorder: Recorder, stages: Mapping[str, str], *, gradient_as_bucket_view: bool) -> None:
-        self._recorder, self._stages, self._as_views = recorder, stages, gradient_as_bucket_view
+    def __init__(self, ledger: StorageLedger, stages: Mapping[str, str], *, gradient_as_bucket_view: bool) -> None:
+        self._ledger, self._stages, self._as_views = ledger, stages, gradient_as_bucket_view
         self._buckets: Buckets | None = None
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
@@ -60,26 +59,26 @@ class SimulatedDevices:
         with _disable_current_modes():
             plain = skeleton(copy.deepcopy(module))
         placed = place(plain, lambda _: str(device))
-        self._recorder.tag((*placed.parameters(), *placed.buffers()), "weights")
+        self._ledger.tag((*placed.parameters(), *placed.buffers()), "weights")
         return placed
 
     def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Tell the recorder what tensors are for."""
-        self._recorder.tag(tensors, kind)
+        """Tell the ledger what tensors are for."""
+        self._ledger.tag(tensors, kind)
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
         """Return the stages that the parameters were placed by."""
         return self._stages
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
-        """Return "lockstep": the recorder follows one replica at a time."""
+        """Return "lockstep": the ledger follows one replica at a time."""
         return "lockstep"
 
     def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
         """Return the network itself, with hooks that fill gradient buckets as DDP's reducer does."""
         is_lazy = "lazy_bucket_allocation" in signature(DistributedDataParallel.__init__).parameters
         parameters = (p for p in network.parameters() if p.requires_grad)
-        self._buckets = Buckets(parameters, as_views=self._as_views, is_lazy=is_lazy, recorder=self._recorder)
+        self._buckets = Buckets(parameters, as_views=self._as_views, is_lazy=is_lazy, ledger=self._ledger)
         return network
 
     def end_backward(self) -> None:
@@ -148,31 +147,31 @@ class Simulator:
             is_host_batch: True if batches come from the host, as a loader's do; else they lie on device 0.
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
-        recorder = Recorder(granule_bytes, CHANGE_IN_PLACE)
+        ledger = simulated_ledger(granule_bytes)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with self.prepared(job, devices, recorder) as (engine, backend):
+            with self.prepared(job, devices, ledger) as (engine, backend):
                 batches = [
                     self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
                     for _ in range(min(job.accumulate, 2))
                 ]
                 if is_part(self.assembler.config.optim.name):  # its first step allocates its state
-                    run_step(engine, batches, recorder)
+                    run_step(engine, batches, ledger)
                     backend.end_backward()
-                    recorder.mark("idle")
-                first_mark = recorder.num_marks
-                run_step(engine, batches, recorder)
+                    ledger.mark("idle")
+                first_mark = ledger.num_marks
+                run_step(engine, batches, ledger)
                 backend.end_backward()
-                recorder.mark("idle")
+                ledger.mark("idle")
                 if job.eval_px is not None and job.loss == "small":
-                    recorder.mark(EVAL)
+                    ledger.mark(EVAL)
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
-                    recorder.mark("idle")
-        return _result(job, devices, recorder, first_mark)
+                    ledger.mark("idle")
+        return _result(job, devices, ledger, first_mark)
 
     @contextlib.contextmanager
     def prepared(
-        self, job: SimulationJob, devices: Sequence[str], recorder: Recorder
+        self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger
     ) -> Iterator[tuple[StepEngine, SimulatedDevices]]:
         """Enter a simulation with the engine of a job, assembled as training assembles it."""
         assembler = self.assembler
@@ -188,11 +187,11 @@ class Simulator:
         critic = assembler.build_critic(layout, torch.device("cpu"))
         criterion = assembler.build_criterion(self._equal_weights, job.loss)
         as_views = assembler.config.parallel.gradient_as_bucket_view
-        backend = SimulatedDevices(recorder, stages, gradient_as_bucket_view=as_views)
-        with simulation(recorder):
+        backend = SimulatedDevices(ledger, stages, gradient_as_bucket_view=as_views)
+        with simulation(ledger):
             placed = None if critic is None else backend.copy_to(critic, layout.devices[0])
-            parts = StepParts(_placed(source, stages, recorder), criterion, placed)
-            yield assembler.assemble(parts, layout, backend), backend
+            parts = StepParts(_placed(source, stages, ledger), criterion, placed)
+            yield assembler.assemble(parts, layout, backend, mark=ledger.mark), backend
 
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
         """Return a batch of black crops."""
@@ -227,46 +226,45 @@ def build_simulator(config: RunConfig) -> Simulator:
     return Simulator(StepAssembler(config, build_scheme(config.data), teacher))
 
 
-def run_step(engine: StepEngine, batches: Sequence[Batch], recorder: Recorder) -> None:
-    """Run one step with its phases marked; it leaves no gradients."""
-    PhaseMarks(recorder.mark).attach(engine.network, engine.precision)
+def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger) -> None:
+    """Run one step of an engine whose `mark` is the ledger's; it leaves no gradients."""
     engine.network.train()
-    recorder.mark("forward")
+    ledger.mark("forward")
     engine.step(batches)
 
 
-def _placed(source: nn.Module, stages: Mapping[str, str], recorder: Recorder) -> Any:
-    """Return a copy of the skeleton on its devices, followed by the recorder."""
+def _placed(source: nn.Module, stages: Mapping[str, str], ledger: StorageLedger) -> Any:
+    """Return a copy of the skeleton on its devices, followed by the ledger."""
 
     def device_of(name: str) -> str:
         holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
         return stages[max(holders, key=len)] if holders else f"{BACKEND}:0"
 
     model = place(source, device_of)
-    recorder.tag(model.parameters(), "weights")
-    recorder.tag(model.buffers(), "buffers")
+    ledger.tag(model.parameters(), "weights")
+    ledger.tag(model.buffers(), "buffers")
     for parameter in model.parameters():
         if parameter.requires_grad:
             hook: Any = parameter.register_post_accumulate_grad_hook
-            hook(lambda p: recorder.tag([p.grad], "gradients"))
-    watch_modules(model, recorder, depth=2)
+            hook(lambda p: ledger.tag([p.grad], "gradients"))
+    watch_modules(model, ledger, depth=2)
     return model
 
 
-def watch_modules(model: nn.Module, recorder: Recorder, depth: int) -> None:
-    """Report to the recorder which part of the model is running."""
+def watch_modules(model: nn.Module, ledger: StorageLedger, depth: int) -> None:
+    """Report to the ledger which part of the model is running."""
     for name, part in model.named_modules():
         if name and name.count(".") < depth:
-            part.register_forward_pre_hook(lambda *_, name=name: recorder.enter(name))
-            part.register_forward_hook(lambda *_: recorder.leave())
+            part.register_forward_pre_hook(lambda *_, name=name: ledger.enter(name))
+            part.register_forward_hook(lambda *_: ledger.leave())
 
 
 KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "temporaries", EVAL: "evaluation"}
 """Kind of a storage without a tag, by the phase that made it."""
 
 
-def _result(job: SimulationJob, devices: Sequence[str], recorder: Recorder, first_mark: int) -> SimulationResult:
-    peaks = recorder.peaks(first_mark)
+def _result(job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, first_mark: int) -> SimulationResult:
+    peaks = ledger.peaks(first_mark)
     found = [peaks.get(device, {}) for device in devices]
     return SimulationResult(job.split, tuple(phase_peaks(phases) for phases in found))
 

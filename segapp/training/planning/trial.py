@@ -1,31 +1,118 @@
-"""Try a batch: two steps and one evaluation of black images, with the engine and the devices of the training."""
+"""Steps and evaluations of black images: tried on devices of this machine, or simulated for a memory plan."""
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
 
+from segapp.build.data import image_sizes_of
 from segapp.build.devices import DevicePlan
-from segapp.build.network import largest_phase
-from segapp.build.pairs import build_pixels, build_scheme
+from segapp.build.network import build_inference, largest_phase
+from segapp.build.pairs import build_pixels, build_scheme, split_names
 from segapp.build.step import RealDevices, StepAssembler, StepLayout
 from segapp.build.trained import read_trained
 from segapp.config import RunConfig
-from segapp.memory.counters import DeviceMemoryTracker
+from segapp.datasets.distances import target_layout
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import Batch
+from segapp.errors import DataError
+from segapp.inference.evaluate import EvaluationSettings, evaluate, further_devices
+from segapp.inference.workspace import HostLimit
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.training.planning.blank_data import blank_batch, evaluate_blank, evaluation_size
-from segapp.training.recovery.memory_limit import build_memory_limit
 from segapp.training.step.engine import StepEngine
+
+MAX_HEADERS = 500
+KNOWN_SIZES = {"cityscapes": (1024, 2048), "camvid": (720, 960), "voc": (500, 500), "ade20k": (768, 1024)}
+"""Height and width of the largest usual image of a format, pixels."""
+
+_NUM_EVALUATED = 2
+"""Batches for each device."""
+
+
+class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
+    """Ends an evaluation after its first batches: the scores would need numbers."""
+
+
+def blank_batch(
+    scheme: ClassScheme,
+    num_samples: int,
+    size: tuple[int, int],
+    pixels: PixelFormat = RGB8,
+    *,
+    has_distances: bool = False,
+    device: str = "cpu",
+) -> Batch:
+    """Return a batch of black images (N, B, H, W) with targets (N, H, W) of class 0.
+
+    Args:
+        scheme: its class ids decide about the target's dtype.
+        num_samples: N.
+        size: H and W.
+        pixels: bands and type of the images.
+        has_distances: the targets have distance maps behind them, (N, 1 + C, H, W).
+        device: where it lies.
+    """
+    shape, dtype = target_layout(scheme, size, has_distances=has_distances)
+    images = torch.zeros(num_samples, pixels.num_bands, *size, dtype=pixels.torch_dtype, device=device)
+    target = torch.zeros(num_samples, *shape, dtype=getattr(torch, dtype.name), device=device)
+    return Batch(images, target, tuple(range(num_samples)))
+
+
+def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
+    """Evaluate two batches of black images, as a training evaluates, without scores."""
+    others, pixels = further_devices(engine.network), build_pixels(config.data)
+    inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
+
+    def batches() -> Iterator[Batch]:
+        for _ in range(_NUM_EVALUATED * (1 + len(others))):
+            has_distances = engine.criterion.task.needs_distances
+            yield blank_batch(scheme, config.eval.batch_size, size, pixels, has_distances=has_distances)
+        raise _EnoughSeen
+
+    try:
+        model = engine.model if engine.average is None else engine.average.module
+        settings = EvaluationSettings(
+            inference,
+            scheme.num_classes,
+            scheme.ignore_index,
+            engine.device,
+            engine.criterion.task,
+            host=HostLimit(1 + len(others)),
+            other_devices=others,
+        )
+        evaluate(model, batches(), settings)
+    except _EnoughSeen:
+        return
+
+
+def evaluation_size(config: RunConfig) -> tuple[tuple[int, int], str]:
+    """Return height and width of the largest image that evaluation meets, and where that is known from.
+
+    The headers of the validation images are read where they are on this machine; else it is the format's usual size.
+    """
+    data = config.data
+    if data.resize_px is not None:
+        return data.resize_px, "data.resize_px"
+    try:
+        sizes = image_sizes_of(data, split_names(data)[1], MAX_HEADERS)
+    except (DataError, OSError):
+        sizes = []
+    if sizes:
+        return max(sizes, key=lambda size: size[0] * size[1]), f"the largest of {len(sizes)} validation images"
+    if data.format in KNOWN_SIZES:
+        return KNOWN_SIZES[data.format], f"usual for {data.format}: its images are not here"
+    return data.crop_px, "data.crop_px: the images are not here"
 
 
 def build_trial_engine(
     config: RunConfig,
     layout: StepLayout,
     tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
+    mark: Callable[[str], None] = lambda phase: None,
 ) -> StepEngine:
     """Build the training's engine on devices of this machine, without its weights and its data.
 
@@ -33,6 +120,7 @@ def build_trial_engine(
         config: the complete config; mode single or dp.
         layout: devices and split.
         tag: is told what tensors are for.
+        mark: called with each phase of a step as it begins.
     """
     config = largest_phase(config)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
@@ -41,7 +129,7 @@ def build_trial_engine(
     parts = assembler.build_parts(layout, lambda _: [1.0] * num_classes, with_weights=False)
     tag(parts.model.parameters(), "weights")
     tag(parts.model.buffers(), "buffers")
-    return assembler.assemble(parts, layout, RealDevices(tag=tag))
+    return assembler.assemble(parts, layout, RealDevices(tag=tag), mark=mark)
 
 
 def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPlan) -> None:
@@ -53,22 +141,20 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
     scheme = build_scheme(config.data)
     shares = saved_plan.best_split if devices.mode == "dp" else None
     engine = build_trial_engine(config, StepLayout(devices.mode, devices.devices, shares=shares))
-    limit = build_memory_limit(config.parallel.memory_budget_mib, devices.devices, engine, DeviceMemoryTracker())
     try:
-        with contextlib.nullcontext() if limit is None else limit.enforced():
-            engine.network.train()
-            batch = blank_batch(
-                scheme,
-                config.train.batch_size,
-                config.data.crop_px,
-                build_pixels(config.data),
-                has_distances=engine.criterion.task.needs_distances,
-            )
-            for _ in range(2):  # the second meets what the first leaves
-                engine.step([batch] * min(2, config.train.accumulate))
-            evaluate_blank(engine, config, scheme, evaluation_size(config)[0])
+        engine.network.train()
+        batch = blank_batch(
+            scheme,
+            config.train.batch_size,
+            config.data.crop_px,
+            build_pixels(config.data),
+            has_distances=engine.criterion.task.needs_distances,
+        )
+        for _ in range(2):  # the second meets what the first leaves
+            engine.step([batch] * min(2, config.train.accumulate))
+        evaluate_blank(engine, config, scheme, evaluation_size(config)[0])
         for device in {device for device in devices.devices if device.type == "cuda"}:
             torch.cuda.synchronize(device)
     finally:
-        del engine, limit
+        del engine
         gc.collect()

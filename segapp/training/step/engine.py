@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
-from segapp.memory.counters import IDLE, DeviceMemoryTracker
-from segapp.memory.oom_failpoint import oom_failpoint
+from segapp.memory.counters import IDLE
+from segapp.memory.oom import oom_failpoint
 from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit
 from segapp.parallel.distributed import Ranks
@@ -63,7 +63,7 @@ class StepEngine:
             that are trained from now on; None without `model.freeze`.
         participants: take part in every step beside the model.
         ranks: the processes that share every step.
-        device_memory: its phase is set.
+        mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
 
     Attributes:
         bad_steps: steps that left the weights as they were because a value was not finite; 0-dim, on the device.
@@ -88,7 +88,7 @@ class StepEngine:
         thawed: Callable[[Sequence[str]], tuple[nn.Module, list[Mapping[str, Any]]]] | None = None,
         participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
-        device_memory: DeviceMemoryTracker | None = None,
+        mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
         self.average, self.smallest_chunk = average, smallest_chunk
@@ -96,7 +96,7 @@ class StepEngine:
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
         self.ranks = ranks or Ranks()
-        self.device_memory = device_memory or DeviceMemoryTracker()
+        self._mark = mark
         self.device = device = precision.device
         is_replicated = isinstance(network, DataParallelModel)
         devices = [device, *(parameter.device for parameter in model.parameters())]
@@ -145,7 +145,7 @@ class StepEngine:
             assert sums is not None
             for participant in self.participants:
                 participant.backward(batches)
-            self.device_memory.mark("step")
+            self._mark("step")
             oom_failpoint("train.optimizer")
             with torch.no_grad():
                 if len(batches) > 1:  # a single micro-batch has the sums over all ranks already
@@ -156,7 +156,7 @@ class StepEngine:
             for participant in self.participants:
                 participant.finish_gradients()
         self._apply(is_bad)
-        self.device_memory.mark(IDLE)
+        self._mark(IDLE)
         for participant in self.participants:
             terms |= participant.terms()
         return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
@@ -247,7 +247,7 @@ class StepEngine:
         with self.precision.autocast():
             statistics = self._statistics(batch)
         failpoint("train.device")
-        self.device_memory.mark("backward")
+        self._mark("backward")
         oom_failpoint("train.backward")
         own = tuple(s.detach() for s in statistics)
         if totals is None and self.ranks.world_size == 1:
@@ -273,7 +273,7 @@ class StepEngine:
         return contextlib.nullcontext()
 
     def _statistics(self, batch: Batch) -> Statistics:
-        self.device_memory.mark("forward")
+        self._mark("forward")
         if isinstance(self.network, DataParallelModel):
             outputs, target = self.network(batch.images), batch.target
         else:
@@ -281,7 +281,7 @@ class StepEngine:
             outputs = self.network(batch.images.to(self.device, non_blocking=True))
         for participant in self.participants:
             participant.take(outputs)
-        self.device_memory.mark("loss")
+        self._mark("loss")
         oom_failpoint("train.loss")
         return self._summed.statistics(outputs, target)
 

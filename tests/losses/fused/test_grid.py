@@ -28,7 +28,7 @@ def test_axis_matrix_matches_interpolate(size_in, size_out, align_corners):
 def test_widen_and_narrow_are_the_matrix_and_its_transpose(size_in, size_out, align_corners, precision):
     torch.set_float32_matmul_precision(precision)
     try:
-        grid = grid_of((2, size_in), (4, size_out), align_corners, torch.float64, CPU)
+        grid = grid_of((2, size_in), (4, size_out), align_corners, torch.float64, torch.empty(0))
         matrix = Axis(size_in, size_out, align_corners).matrix()
         values, gradient = torch.randn(3, 2, size_in).double(), torch.randn(3, 2, size_out).double()
         assert torch.allclose(grid.widen(values), values @ matrix.T, atol=1e-13)
@@ -49,7 +49,7 @@ def test_adjoint_table_of_a_part_equals_its_matrix_rows():
 @pytest.mark.parametrize("num_parts", [1, 2, 3, 7, 100])
 @pytest.mark.parametrize("align_corners", [True, False])
 def test_parts_cover_every_row_once_and_are_even(num_parts, align_corners):
-    grid = grid_of((9, 9), (50, 40), align_corners, torch.float32, CPU)
+    grid = grid_of((9, 9), (50, 40), align_corners, torch.float32, torch.empty(0))
     parts = plan_parts(grid.cells, num_parts)
     assert [row for part in parts for row in range(part.start, part.stop)] == list(range(50))
     assert len(parts) == min(num_parts, len(grid.cells))
@@ -91,8 +91,8 @@ def test_sweep_visits_every_pixel_and_sums_the_gradient(
 
 def test_tables_made_in_inference_mode_serve_training():
     with torch.inference_mode():
-        grid_of((3, 3), (21, 22), True, torch.float32, CPU)
-    grid = grid_of((3, 3), (21, 22), True, torch.float32, CPU)
+        grid_of((3, 3), (21, 22), True, torch.float32, torch.empty(0))
+    grid = grid_of((3, 3), (21, 22), True, torch.float32, torch.empty(0))
     assert not grid.fractions.is_inference()
 
 

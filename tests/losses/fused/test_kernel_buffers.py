@@ -11,8 +11,9 @@ import torch
 from segapp.losses import cross_entropy
 from segapp.losses.fused import checks
 from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
-from segapp.memory.ledger import Recorder
-from segapp.memory.simulated.devices import is_supported
+from segapp.losses.fused.kernel_shapes import buffers_of
+from segapp.memory.ledger import StorageLedger
+from segapp.memory.simulated.devices import is_supported, simulated_ledger
 from tests.support import ROOT
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch on Linux")
@@ -39,14 +40,13 @@ class NoKernel:
         return lambda *_, **__: None
 
 
-def peak_mib(compute, *arguments):
+def peak_mib(ledger, compute, *arguments):
     """Peak of what an operation allocates beside its arguments."""
-    recorder = Recorder()
-    recorder.tag(arguments, "arguments")
-    with recorder:
+    ledger.tag(arguments, "arguments")
+    with ledger:
         kept = compute(*arguments)
     del kept
-    (by_phase,) = recorder.peaks().values()
+    (by_phase,) = ledger.peaks().values()
     return max(peak.num_bytes - peak.by_kind.get("arguments", 0) for peak in by_phase.values()) / 2**20
 
 
@@ -65,16 +65,18 @@ def test_plan_counts_what_the_launch_allocates(head, align_corners, monkeypatch)
         return triton_cross_entropy.cross_entropy_by_triton(logits, target, None, options, with_gradient=True)
 
     launch(logits, target)  # makes the tables, which stay
-    launched = peak_mib(launch, logits, target)
+    launched = peak_mib(StorageLedger(), launch, logits, target)
     of_plan = torch.empty_like(logits, device="meta", requires_grad=True), torch.empty_like(target, device="meta")
-    planned = peak_mib(lambda *tensors: cross_entropy._fused(*tensors, None, options, "triton"), *of_plan)
+    planned = peak_mib(
+        simulated_ledger(), lambda *tensors: cross_entropy._fused(*tensors, None, options, "triton"), *of_plan
+    )
     assert launched == pytest.approx(planned, rel=0.002, abs=0.5)
 
 
 def test_partial_results_of_ade20k_are_thrice_the_logits():
-    buffers = cross_entropy.buffers_of((16, 150, 128, 128), 512, True, torch.float32, True)
+    buffers = buffers_of((16, 150, 128, 128), 512, True, torch.float32, True)
     assert buffers.num_partials * 4 / 2**20 == 450  # 1200 with rows of a power of two
-    smaller = cross_entropy.buffers_of((16, 150, 64, 64), 512, True, torch.float32, True)
+    smaller = buffers_of((16, 150, 64, 64), 512, True, torch.float32, True)
     assert smaller.num_partials * 4 / 2**20 == 150  # 600
 
 

@@ -69,7 +69,7 @@ def test_gradient_of_interpolation_is_exact_with_any_threads(
         return rows
 
     parts, gradient = sweep_bands(work, logits, high, align_corners, with_gradient=True)
-    cells = grid_of(low, high, align_corners, torch.float64, logits.device).cells
+    cells = grid_of(low, high, align_corners, torch.float64, logits).cells
     assert len(parts) == min(num_threads, len(cells))
     assert sorted(row for part in parts for row in part) == list(range(high[0])), "a row in two parts, or in none"
     assert relative_error(gradient, truth) < 1e-12
@@ -79,7 +79,7 @@ def test_gradient_of_interpolation_is_exact_with_any_threads(
 @pytest.mark.parametrize("align_corners", [True, False])
 def test_no_two_threads_write_to_one_row(kind, align_corners):
     logits = torch.randn(2, 4, 9, 6, dtype=torch.float64)
-    grid = grid_of((9, 6), (40, 20), align_corners, torch.float64, logits.device)
+    grid = grid_of((9, 6), (40, 20), align_corners, torch.float64, logits)
     owners = torch.zeros(9, dtype=torch.int64)
     for part in bands.plan_parts(grid.cells, 4):
         gradient = torch.zeros_like(logits)
@@ -117,7 +117,7 @@ def test_criteria_with_any_threads_match_the_full_resolution(num_threads, name, 
     torch.set_num_threads(num_threads)
     ours = slope_of(lambda x: criterion(x, target), logits)
     monkeypatch.setattr(sums, "FULL_BYTES", 1 << 60)
-    monkeypatch.setattr(lovasz, "has_values", lambda _: False)
+    monkeypatch.setattr(lovasz, "is_eager", lambda _: False)
     torch.set_num_threads(1)
     for mine, truth in zip(ours, slope_of(lambda x: criterion(x, target), logits), strict=True):
         assert relative_error(mine, truth) < 1e-11

@@ -23,12 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segapp.build import step as assemble
 from segapp.config import validate_config
-from segapp.memory.ledger import Recorder
-from segapp.memory.simulated.devices import CHANGE_IN_PLACE
+from segapp.memory.simulated.devices import simulated_ledger
 from segapp.memory.simulated.jobs import SimulationJob
 from segapp.precision import Precision
-from segapp.training.planning.blank_data import evaluate_blank
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
+from segapp.training.planning.trial import evaluate_blank
 
 SAME_DTYPE = {"native_layer_norm", "native_group_norm", "native_layer_norm_backward", "native_group_norm_backward"}
 """Operators whose CUDA kernels refuse a weight of another dtype than the input (pytorch/pytorch#135969)."""
@@ -81,10 +80,10 @@ def error_of(simulator: Simulator, case: dict[str, Any]) -> str | None:
     split = tuple(case["split"])
     devices = [f"simgpu:{i}" for i in range(len(split))]
     job = SimulationJob(case["mode"], split, num_ranks=case.get("num_ranks", 1))
-    recorder = Recorder(skipped=CHANGE_IN_PLACE)
+    ledger = simulated_ledger()
     try:
-        with simulator.prepared(job, devices, recorder) as (engine, backend), CudaRules():
-            run_step(engine, [simulator.batch(sum(split))], recorder)
+        with simulator.prepared(job, devices, ledger) as (engine, backend), CudaRules():
+            run_step(engine, [simulator.batch(sum(split))], ledger)
             backend.end_backward()
             evaluate_blank(engine, simulator.assembler.config, simulator.assembler.scheme, tuple(case["eval_px"]))
     except Exception as error:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.losses import CriterionCE
-from segapp.memory.ledger import Recorder
+from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated.devices import place, simulation, skeleton
 
 
@@ -25,16 +25,16 @@ def network() -> nn.Module:
     return skeleton(net)
 
 
-def casts(recorder: Recorder) -> int:
+def casts(ledger: StorageLedger) -> int:
     """Return how often the convolutions' weight has been cast."""
-    return sum(each.what == "_to_copy 2x2x1x1 bfloat16" for each in recorder.allocations)
+    return sum(each.what == "_to_copy 2x2x1x1 bfloat16" for each in ledger.allocations)
 
 
 def main() -> None:
     """Print the facts."""
-    model, recorder = network(), Recorder(granule_bytes=1)
+    model, ledger = network(), StorageLedger(granule_bytes=1)
     found: dict[str, object] = {}
-    with simulation(recorder):
+    with simulation(ledger):
         net = place(model, lambda name: "simgpu:1" if name == "1" else "simgpu:0")
         found["placed"] = {key: facts(tensor) for key, tensor in (*net.named_parameters(), *net.named_buffers())}
         found["is shared"] = net[0].weight is net[2].weight
@@ -43,10 +43,10 @@ def main() -> None:
         with torch.autocast("simgpu", torch.bfloat16):
             logits = net[2](net[0](images))
             found["autocast"] = [facts(logits)[:2], facts(logits.softmax(1))[:2]]
-            found["casts"] = [casts(recorder)]
+            found["casts"] = [casts(ledger)]
         with torch.autocast("simgpu", torch.bfloat16):
             net[0](images)
-        found["casts"] += [casts(recorder)]
+        found["casts"] += [casts(ledger)]
         found["without autocast"] = facts(net[0](images))[:2]
         net[0](images).sum().backward()
         found["gradient"] = facts(net[0].weight.grad)

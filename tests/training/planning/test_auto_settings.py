@@ -21,6 +21,8 @@ from segapp.training.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices
 from tests.support.runs import events, merged, train
 
+pytestmark = pytest.mark.usefixtures("logical_budgets")
+
 
 @pytest.mark.parametrize(
     ("effective_batch_size", "num_images", "batches"),
@@ -133,7 +135,7 @@ def test_auto_batch_keeps_the_step_and_holds_after_resume(tiny: dict[str, Any], 
 
 def test_auto_without_known_memory_error_names_next_move(tiny: dict[str, Any], tmp_path: Path) -> None:
     config: RunConfig = merged(tiny, train={"batch_size": "auto"})
-    with pytest.raises(ConfigError, match=r"parallel\.memory_budget_mib"):
+    with pytest.raises(ConfigError, match=r"set train\.batch_size to a number"):
         train(config, tmp_path / "run")
 
 

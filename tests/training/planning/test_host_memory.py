@@ -9,8 +9,8 @@ import pytest
 
 from segapp.config import RunConfig
 from segapp.errors import OutOfMemoryError, RunError
-from segapp.training.planning import host_memory
-from segapp.training.planning.host_memory import MOST_BYTES_PER_PX, check_host_memory
+from segapp.training.planning import auto
+from segapp.training.planning.auto import MOST_BYTES_PER_PX, check_host_memory
 from tests.support.runs import merged, train
 
 GIB = 2**30
@@ -26,8 +26,8 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, needed: int |
             raise needed
         return needed
 
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: free)
-    monkeypatch.setattr(host_memory, "simulated_bytes", predict)
+    monkeypatch.setattr(auto, "available_bytes", lambda: free)
+    monkeypatch.setattr(auto, "simulated_bytes", predict)
     return asked
 
 
@@ -74,7 +74,7 @@ def test_a_run_that_cannot_fit_ends_before_its_first_step(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prediction is a real one; two logical devices count together."""
-    monkeypatch.setattr(host_memory, "available_bytes", lambda: 20 * 2**20)
+    monkeypatch.setattr(auto, "available_bytes", lambda: 20 * 2**20)
     config = merged(tiny, data={"crop_px": [256, 256]}, train={"batch_size": 4}, parallel={"devices": ["cpu", "cpu"]})
     with pytest.raises(OutOfMemoryError, match="a step of 4 crops of 256 x 256 px needs ") as raised:
         train(config, tmp_path / "run")

@@ -12,8 +12,7 @@ from segapp.checkpoint.saver import Position
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.parallel.distributed import Ranks
-from segapp.training.recovery.fallbacks import MemoryFallbacks, next_eval_fallback
-from segapp.training.recovery.policy import BatchSizes, OomPolicy
+from segapp.training.recovery import BatchSizes, MemoryFallbacks, OomPolicy, next_eval_fallback
 
 WHOLE = Inference(Normalizer((0.5,) * 3, (0.25,) * 3))
 """Whole images."""

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.memory import oom
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.oom_report import LiveTensor, OomReport, OomSnapshot, report_event
+from segapp.memory.oom import OomReport, OomSnapshot, examine, release, report_event
 from segapp.parallel import ReplicaError
 from segapp.parallel.distributed import Ranks
-from segapp.run.events import EventLog, EventReader, EventWriter
+from segapp.run.events import EventLog, EventReader, EventWriter, LargeTensor
 from segapp.run.folder import RunFolder
 from segapp.training.context import RunContext
-from segapp.training.recovery import out_of_memory
-from segapp.training.recovery.out_of_memory import OomHandler
+from segapp.training.recovery import OomHandler
 
 
 class Dead(types.ModuleType):
@@ -41,8 +41,8 @@ def context(tmp_path: Path) -> RunContext:
 
 def reported(context: RunContext, error: Exception) -> dict[str, Any]:
     handler = OomHandler(context, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    snapshot = handler.examine(error)
-    handler.release(error, torch.device("cuda"))
+    snapshot = examine(error, context.device_memory)
+    release(error, torch.device("cuda"))
     handler.report(OomReport(snapshot, 1, 2, str(error), "nothing"), is_final=True)
     found = [raw for raw in EventReader(context.folder.events).read_raw() if raw["type"] == "oom"]
     assert len(found) == 1
@@ -77,7 +77,7 @@ def test_report_keeps_counters_without_a_snapshot(
         empty_cache=lambda: None,
     )
     monkeypatch.setattr(torch, "cuda", fake)
-    monkeypatch.setattr(out_of_memory, "processes_on", lambda *_, **__: [])
+    monkeypatch.setattr(oom, "processes_on", lambda *_, **__: [])
     event = reported(context, ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"))
     assert (event["total_mib"], event["reserved_mib"], event["allocated_mib"]) == (24576.0, 20480.0, 18432.0)
     assert (event["others_mib"], event.get("largest")) == (others_mib, [])
@@ -86,7 +86,9 @@ def test_report_keeps_counters_without_a_snapshot(
 
 
 def test_event_has_the_largest_tensors_in_hundredths_of_a_mib() -> None:
-    snapshot = OomSnapshot(0, "cuda:0", "forward", largest=(LiveTensor(1.23456, "a"), LiveTensor(0.5, "b")))
+    snapshot = OomSnapshot(
+        0, "cuda:0", "forward", largest=(LargeTensor(mib=1.23456, what="a"), LargeTensor(mib=0.5, what="b"))
+    )
     event = report_event(OomReport(snapshot, 1, 2, "", ""))
     assert [(tensor.mib, tensor.what) for tensor in event.largest] == [(1.23, "a"), (0.5, "b")]
 
@@ -112,7 +114,7 @@ def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: b
     with pytest.raises(ReplicaError) as caught:
         step()
     assert [ref() is None for ref in held] == [False, False]
-    OomHandler(context, lambda: ()).release(caught.value, torch.device("cpu"))
+    release(caught.value, torch.device("cpu"))
     assert [ref() is None for ref in held] == [True, True]
 
 
@@ -121,4 +123,4 @@ def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: b
 )
 def test_requested_memory_is_read_in_any_unit(context: RunContext, amount: str, mib: float | None) -> None:
     error = RuntimeError(f"CUDA out of memory. Tried to allocate {amount}. GPU 0 has a total capacity of 23.68 GiB")
-    assert OomHandler(context, lambda: ()).examine(error).requested_mib == mib
+    assert examine(error, context.device_memory).requested_mib == mib

@@ -31,7 +31,7 @@ POINTS = ("train.forward", "train.forward.1", "train.forward.2", "train.loss", "
 
 
 @pytest.fixture(autouse=True)
-def _disarmed() -> Iterator[None]:
+def _disarmed(logical_budgets: None) -> Iterator[None]:
     yield
     failpoints.arm("")
 

@@ -76,8 +76,7 @@ def _deterministic() -> Iterator[None]:
 def test_steps_on_the_cpu_run_under_the_switch() -> None:
     from segapp.build.pairs import build_scheme
     from segapp.build.step import StepLayout
-    from segapp.training.planning.blank_data import blank_batch
-    from segapp.training.planning.trial import build_trial_engine
+    from segapp.training.planning.trial import blank_batch, build_trial_engine
 
     config = config_of({**PSP}, deterministic=True)
     engine = build_trial_engine(config, StepLayout("single", (CPU,)))

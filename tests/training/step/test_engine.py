@@ -81,6 +81,7 @@ def engine_of(
     lr: float = 0.1,
     ranks: Ranks | None = None,
     num_devices: int = 1,
+    mark: Callable[[str], None] = lambda phase: None,
 ) -> StepEngine:
     torch.manual_seed(0)
     model = TinyNet(*extra)
@@ -97,6 +98,7 @@ def engine_of(
         average=WeightAverage(model, 0.5) if average else None,  # type: ignore[arg-type]
         clip_grad_norm=clip,
         ranks=ranks,
+        mark=mark,
     )
 
 
@@ -289,6 +291,16 @@ def test_split_of_a_step_is_that_of_its_first_micro_batch() -> None:
     engine = engine_of(CriterionCE())
     assert engine.step([batch(4), batch(2)]).split == [4]
     assert engine.step([batch(4), batch(2)], num_samples=9).split == [9]
+
+
+def test_phases_of_a_step_are_marked_as_they_begin() -> None:
+    marks: list[str] = []
+    engine = engine_of(CriterionCE(), mark=marks.append)
+    engine.step([batch(2)])
+    assert marks == ["forward", "loss", "backward", "step", "data"]
+    marks.clear()
+    engine.step([batch(2)] * 2)
+    assert marks == ["forward", "loss", "backward"] * 2 + ["step", "data"]
 
 
 @pytest.mark.parametrize("phase", ["forward", "loss", "backward", "optimizer"])

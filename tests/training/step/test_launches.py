@@ -12,8 +12,7 @@ import torch.distributed as dist
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepLayout
 from segapp.config import RunConfig, validate_config
-from segapp.training.planning.blank_data import blank_batch
-from segapp.training.planning.trial import build_trial_engine
+from segapp.training.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.engine import StepEngine
 from tests.support.gpu.launches import LaunchCounter, launches_of_lists
 

@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 import torch
 
+from segapp.memory import counters as sampler_module
 from segapp.memory.counters import (
     CudaCounters,
     DeviceInfo,
     DeviceMemoryTracker,
+    MemorySampler,
     ProcessCounters,
     host_memory_mib,
 )
 from segapp.memory.gpus import GpuPoller
-from segapp.run.events import EventLog, EventWriter
+from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
-from segapp.training.telemetry import sampler as sampler_module
-from segapp.training.telemetry.sampler import MemorySampler
 from tests.support.fault_table import case
 from tests.support.runs import events
 
@@ -191,7 +191,7 @@ def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
     infos = gpu_infos()
     watch = DeviceMemoryTracker(infos, [Counters() for _ in infos])
     watch.mark("data")
-    return MemorySampler(EventLog(EventWriter(run.events)), watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
+    return MemorySampler(EventWriter(run.events).write, watch, gpus=gpus, memory_s=0.1, heartbeat_s=0.2), run
 
 
 def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +267,7 @@ def test_intervals_are_those_of_the_documentation(tmp_path: Path, monkeypatch: p
     run = RunFolder.create(path=tmp_path / "run")
     watch = DeviceMemoryTracker([DeviceInfo("cpu")], [Counters()])
     watch.mark("data")
-    monitor = MemorySampler(EventLog(EventWriter(run.events)), watch)
+    monitor = MemorySampler(EventWriter(run.events).write, watch)
     now_s = 1000.0
 
     def wait(seconds: float) -> bool:

@@ -1,31 +1,36 @@
-"""Memory limits of devices (`parallel.memory_budget_mib`), enforced on logical devices and on the CPU too.
+"""Memory budgets of logical devices: trainings on the CPU that run out of memory where a small GPU would.
 
-`MemoryLimit` follows every storage that a step makes, as torch's allocator would count it. A storage belongs to the
-replica's device in a replica's thread, in backward to the device of the tensors it was made from, else to the first.
-The operation that exceeds a device's limit raises `torch.OutOfMemoryError`: in a forward pass, in the loss, in
-backward, in the update, in an evaluation.
+`parallel.memory_budget_mib` limits GPUs through torch's allocator. `enforce_budgets` makes the key hold on logical
+devices of the CPU for one test: `MemoryLimit` follows every storage that a step makes, as torch's allocator would count
+it. A storage belongs to the replica's device in a replica's thread, in backward to the device of the tensors it was
+made from, else to the first. The operation that exceeds a device's limit raises `torch.OutOfMemoryError`: in a forward
+pass, in the loss, in backward, in the update, in an evaluation.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from segapp.errors import ConfigError
-from segapp.memory.counters import DeviceMemoryTracker
-from segapp.memory.oom_report import LiveTensor, OomSnapshot
+from segapp.build.step import StepAssembler
+from segapp.memory import counters
+from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
+from segapp.memory.oom import OomSnapshot
 from segapp.parallel import DataParallelModel, current_replica
-
-if TYPE_CHECKING:
-    from segapp.training.step.engine import StepEngine
-
+from segapp.run.events import LargeTensor
+from segapp.training import session
+from segapp.training.planning import trial
+from segapp.training.step.engine import StepEngine
+from segapp.training.validation import Validation
 
 MIB = 2**20
 
@@ -179,79 +184,107 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             requested_mib=requested,
             allocated_mib=live - requested,
             total_mib=limit,
-            largest=tuple(LiveTensor(entry[1] / MIB, entry[2]) for entry in own[:_LARGEST]),
+            largest=tuple(LargeTensor(mib=entry[1] / MIB, what=entry[2]) for entry in own[:_LARGEST]),
         )
         error.snapshot = snapshot  # type: ignore[attr-defined]
         return error
 
 
 class LimitCounters:
-    """The counters of one device of a `MemoryLimit`, for `DeviceMemoryTracker`."""
+    """The counters of one logical device, for `DeviceMemoryTracker`; 0 until the training has a limit."""
 
-    def __init__(self, limit: MemoryLimit, device: int) -> None:
-        self._limit, self._device = limit, device
+    def __init__(self, limits: dict[str, MemoryLimit], device: int) -> None:
+        self._limits, self._device = limits, device
 
     def used_mib(self) -> float | None:
-        """Bytes of live tensors, MiB."""
         return self.allocated_mib()
 
     def allocated_mib(self) -> float | None:
-        """Bytes of live tensors, MiB."""
-        return self._limit.live[self._device] / MIB
+        limit = self._limits.get("training")
+        return None if limit is None else limit.live[self._device] / MIB
 
     def reserved_mib(self) -> float | None:
-        """The same: a limit has no cache."""
         return self.allocated_mib()
 
     def pop_peak_mib(self) -> float | None:
-        """Highest sum since the last call, MiB."""
-        peak = self._limit.peaks[self._device]
-        self._limit.peaks[self._device] = self._limit.live[self._device]
+        limit = self._limits.get("training")
+        if limit is None:
+            return None
+        peak = limit.peaks[self._device]
+        limit.peaks[self._device] = limit.live[self._device]
         return peak / MIB
 
     def utilization(self) -> float | None:
-        """None: a logical device has no processor of its own."""
         return None
 
 
-def build_memory_limit(
-    limits_mib: Sequence[float] | None, devices: Sequence[torch.device], engine: StepEngine, memory: DeviceMemoryTracker
-) -> MemoryLimit | None:
-    """Build the limits of `parallel.memory_budget_mib`, counted from now on; None where torch itself keeps to them.
-
-    GPUs that are not shared by logical devices are limited by their own allocator.
-
-    Args:
-        limits_mib: of the devices of all ranks; None: no limits.
-        devices: of this process.
-        engine: of the training; what it holds between two steps is counted on the first device.
-        memory: shows the counters; it is told to ask the limit for them.
-
-    Raises:
-        ConfigError: a device has no limit.
-    """
-    if limits_mib is None:
-        return None
-    first = engine.ranks.rank
-    limits = limits_mib[first : first + len(devices)]
-    if len(limits) < len(devices):
-        raise ConfigError(
-            f"parallel.memory_budget_mib names {len(limits_mib)} budgets: device "
-            f"{first + len(limits)} has none: give one a device",
-            key="parallel.memory_budget_mib",
-        )
-    if all(device.type == "cuda" for device in devices) and len(set(devices)) == len(devices):
-        for device, mib in zip(devices, limits, strict=True):
-            total_mib = torch.cuda.get_device_properties(device).total_memory / MIB
-            torch.cuda.set_per_process_memory_fraction(min(1.0, mib / total_mib), device)
-        return None
+def limit_of(engine: StepEngine, limits_mib: Sequence[float], phase: Callable[[], str]) -> MemoryLimit:
+    """The limits of an engine's logical devices, counted from now on."""
     network = engine.network
 
     def busy() -> Sequence[int]:
         split = network.last_split if isinstance(network, DataParallelModel) else (1,)
         return [i for i, size in enumerate(split) if size] or [0]
 
-    limit = MemoryLimit(limits, [str(device) for device in devices], busy, phase=lambda: memory.phase)
+    limit = MemoryLimit(limits_mib, ["cpu"] * len(limits_mib), busy, phase)
     limit.hold_training(engine)
-    memory.use_counters({first + i: LimitCounters(limit, i) for i in range(len(devices))})
     return limit
+
+
+def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make `parallel.memory_budget_mib` hold on logical devices of the CPU, in trainings of this process."""
+    limits: dict[str, MemoryLimit] = {}
+    by_engine: dict[int, MemoryLimit] = {}
+    assemble, step, thaw = StepAssembler.assemble, StepEngine.step, StepEngine.thaw
+    device_infos, counters_of = session._device_infos, counters.counters_of
+    validate, evaluate_blank = Validation.run, trial.evaluate_blank
+
+    def logical_devices(devices: Any, ranks: Any, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
+        limits.clear()
+        if budgets_mib is None:
+            return device_infos(devices, ranks, None)
+        return [DeviceInfo("cpu", f"logical {i}", mib, os.getpid()) for i, mib in enumerate(budgets_mib)]
+
+    def logical_counters(info: DeviceInfo) -> Any:
+        is_logical = (info.uuid or "").startswith("logical ")
+        return LimitCounters(limits, int(str(info.uuid).split()[1])) if is_logical else counters_of(info)
+
+    def assemble_within(self: StepAssembler, *args: Any, **options: Any) -> StepEngine:
+        engine, budgets_mib = assemble(self, *args, **options), self.config.parallel.memory_budget_mib
+        if budgets_mib is not None:
+            tracker = getattr(options.get("mark"), "__self__", None)
+            is_training = isinstance(tracker, DeviceMemoryTracker)
+            limit = limit_of(engine, budgets_mib, lambda: tracker.phase if is_training else "")
+            by_engine[id(engine)] = limit
+            if is_training:
+                limits["training"] = limit
+        return engine
+
+    def within(engine: StepEngine) -> contextlib.AbstractContextManager[None]:
+        limit = by_engine.get(id(engine))
+        return contextlib.nullcontext() if limit is None else limit.enforced()
+
+    def step_within(self: StepEngine, *args: Any, **options: Any) -> Any:
+        with within(self):
+            return step(self, *args, **options)
+
+    def thaw_within(self: StepEngine) -> None:
+        thaw(self)
+        if id(self) in by_engine:
+            by_engine[id(self)].hold_training(self)
+
+    def validate_within(self: Validation, *args: Any, **options: Any) -> Any:
+        with within(self._engine):
+            return validate(self, *args, **options)
+
+    def evaluate_within(engine: StepEngine, *args: Any) -> None:
+        with within(engine):
+            evaluate_blank(engine, *args)
+
+    monkeypatch.setattr(session, "_device_infos", logical_devices)
+    monkeypatch.setattr(counters, "counters_of", logical_counters)
+    monkeypatch.setattr(StepAssembler, "assemble", assemble_within)
+    monkeypatch.setattr(StepEngine, "step", step_within)
+    monkeypatch.setattr(StepEngine, "thaw", thaw_within)
+    monkeypatch.setattr(Validation, "run", validate_within)
+    monkeypatch.setattr(trial, "evaluate_blank", evaluate_within)

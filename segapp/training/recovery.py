@@ -1,0 +1,490 @@
+"""What follows an out-of-memory error: the split is reverted, a fallback is adopted, or the training ends.
+
+A fallback is a way of working that needs less memory, which a run keeps, resumes included: micro-batches are cut into
+pieces; evaluation takes image by image, then sliding windows, then smaller windows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from segapp.checkpoint.saver import Position
+from segapp.errors import OutOfMemoryError
+from segapp.inference.evaluate import Evaluation
+from segapp.inference.sliding import Inference
+from segapp.memory.judge import format_split
+from segapp.memory.oom import (
+    OomReport,
+    OomSnapshot,
+    examine,
+    is_out_of_memory,
+    release,
+    report_event,
+    report_lines,
+)
+from segapp.older import EVENT_KEYS, renamed
+from segapp.parallel.distributed import PeerOutOfMemoryError
+from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
+from segapp.run.files import write_atomic
+from segapp.run.folder import RunFolder
+from segapp.run.words import first_line
+from segapp.training.context import RunContext
+from segapp.training.control.commands import CommandController
+from segapp.training.step.engine import StepEngine
+from segapp.training.step.precise_bn import BatchNormMemoryError
+
+MAX_PIECES = 1024
+"""A micro-batch is cut into at most so many pieces."""
+SMALLEST_WINDOW_PX = 64
+
+logger = logging.getLogger("segapp")
+
+
+# --- fallbacks --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MemoryFallbacks:
+    """The fallbacks that a run has adopted.
+
+    Attributes:
+        num_pieces: a micro-batch is cut into so many.
+        is_eval_single: evaluate image by image, whatever `eval.batch_size` says.
+        window_px: evaluate in windows of this height and width; None: as the config says.
+        num_bn_pieces: `train.precise_bn` cuts its batches into so many.
+        failed_splits: splits over ranks that ran out of memory; the run is back at the one before.
+    """
+
+    num_pieces: int = 1
+    is_eval_single: bool = False
+    window_px: tuple[int, int] | None = None
+    num_bn_pieces: int = 1
+    failed_splits: tuple[tuple[int, ...], ...] = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values, those that differ from the defaults."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in asdict(self).items()
+            if value != getattr(MemoryFallbacks, name)
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> MemoryFallbacks:
+        """Return the fallbacks of `to_json`'s values; unknown names are ignored."""
+        known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
+        window = known.get("window_px")
+        known["window_px"] = None if window is None else (int(window[0]), int(window[1]))
+        known["failed_splits"] = tuple(tuple(split) for split in known.get("failed_splits", ()))
+        return cls(**known)
+
+    def joined(self, other: MemoryFallbacks) -> MemoryFallbacks:
+        """Return the fallbacks after both were adopted."""
+        windows = [window for window in (self.window_px, other.window_px) if window is not None]
+        return MemoryFallbacks(
+            max(self.num_pieces, other.num_pieces),
+            self.is_eval_single or other.is_eval_single,
+            min(windows, key=lambda window: window[0] * window[1], default=None),
+            max(self.num_bn_pieces, other.num_bn_pieces),
+            tuple(sorted({*self.failed_splits, *other.failed_splits})),
+        )
+
+    def adapted(self, inference: Inference) -> Inference:
+        """Return how whole images are evaluated under these fallbacks."""
+        if self.window_px is None:
+            return inference
+        own = inference.window_px or self.window_px
+        return replace(inference, window_px=(min(own[0], self.window_px[0]), min(own[1], self.window_px[1])))
+
+
+def next_eval_fallback(
+    fallbacks: MemoryFallbacks, inference: Inference, batch_size: int, crop_px: tuple[int, int], *, is_fixed: bool
+) -> tuple[MemoryFallbacks, str] | None:
+    """Return a way to evaluate that needs less memory than the present one, and a sentence; None where there is none.
+
+    Args:
+        fallbacks: so far.
+        inference: as it is under them.
+        batch_size: images of an evaluation batch.
+        crop_px: height and width of a training crop, the first window.
+        is_fixed: whether the network takes windows of one size only.
+    """
+    if batch_size > 1 and not fallbacks.is_eval_single:
+        return replace(fallbacks, is_eval_single=True), "evaluation goes on image by image, with the same result"
+    if is_fixed:
+        return None
+    if inference.window_px is None:
+        window = crop_px
+        text = f"evaluation goes on in sliding windows of {window[0]}x{window[1]} instead of whole images"
+    else:
+        height, width = (max(SMALLEST_WINDOW_PX, side // 2) for side in inference.window_px)
+        window = (min(height, inference.window_px[0]), min(width, inference.window_px[1]))
+        if window == inference.window_px:
+            return None
+        text = f"evaluation goes on in smaller windows, {window[0]}x{window[1]}"
+    return replace(fallbacks, window_px=window), f"{text}: its scores differ slightly from those before"
+
+
+def fallbacks_after(folder: RunFolder, step: int) -> list[tuple[int, MemoryFallbacks]]:
+    """Return the fallbacks that any rank adopted after `step` updates, for a training that resumes there."""
+    events = EventReader(folder.events).read_skimmed()
+    adopted = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
+    for path in sorted(folder.reports.glob("rank_*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            adopted.append(renamed(json.loads(path.read_text()), EVENT_KEYS["oom"]))
+    found = [
+        (int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["fallbacks"]))
+        for raw in adopted
+        if raw.get("fallbacks")
+    ]
+    return sorted((each for each in found if each[0] >= step), key=lambda item: item[0])
+
+
+# --- reports ----------------------------------------------------------------------------------------------------------
+
+
+class OomHandler:
+    """Reports out-of-memory errors: an event, a file, lines on the terminal.
+
+    Args:
+        context: of the run; the main rank reports what all ranks know.
+        advise: returns what to change, the best first; it may take seconds.
+    """
+
+    def __init__(self, context: RunContext, advise: Callable[[], Sequence[str]]) -> None:
+        self._event_log, self.memory = context.event_log, context.device_memory
+        self._folder, self._rank, self._advise = context.folder.reports, context.ranks.rank, advise
+
+    def report(
+        self, report: OomReport, fallbacks: MemoryFallbacks | None = None, *, is_final: bool = False
+    ) -> OomReport:
+        """Write a report; return it with its advice.
+
+        Args:
+            report: what happened, and what is done about it.
+            fallbacks: those adopted, if any.
+            is_final: True if the training ends, so that there is time for the planner's advice.
+        """
+        if self._rank:
+            return report
+        advice = report.advice
+        if is_final:
+            try:
+                advice = (*self._advise(), *advice)
+            except Exception:  # a report without advice is better than none
+                logger.exception("advice on an out-of-memory")
+        report = replace(report, advice=advice)
+        path = self._write(report)
+        self._event_log.emit(report_event(report, fallbacks.to_json() if fallbacks else None, path))
+        message = f"{report.headline}; {report.problem}" + (f"; see {path}" if path else "")
+        self._event_log.emit(Alert(kind="oom", message=message, step=report.step))
+        return report
+
+    def report_alone(self, report: OomReport, fallbacks: MemoryFallbacks | None) -> None:
+        """Report what only this rank knows, where no collective is possible; a resume adopts the fallbacks."""
+        if not self._rank:
+            self.report(report, fallbacks)
+        else:
+            event = report_event(report, fallbacks.to_json() if fallbacks else None)
+            text = event.model_dump_json(exclude={"v", "seq", "t", "type", "path"})
+            try:
+                self._folder.mkdir(exist_ok=True)
+                path = self._folder / f"rank_{self._rank}_step_{report.step}.json"
+                if path.exists():  # of an earlier start of the ranks: what it adopted stays
+                    path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
+                write_atomic(path, text + "\n")
+            except OSError:
+                logger.exception("report of an out-of-memory")
+            self._write(report)
+
+    def _write(self, report: OomReport) -> str | None:
+        try:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / f"oom_{1 + len(list(self._folder.glob('oom_*.txt'))):04}.txt"
+            write_atomic(path, "\n".join(report_lines(report)) + "\n")
+        except OSError:
+            logger.exception("report of an out-of-memory")
+            return None
+        return f"{self._folder.name}/{path.name}"
+
+
+def final_error(report: OomReport) -> OutOfMemoryError:
+    """Return the error that ends a training, with the whole report."""
+    move = report.advice[0] if report.advice else "lower train.batch_size or data.crop_px"
+    headline = f"out of memory on {report.snapshot.name} in {report.snapshot.phase}: {report.problem}: {move}"
+    return OutOfMemoryError("\n".join([headline, *report_lines(report)[1:]]))
+
+
+def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
+    """Emit that the newest change of the split was reverted, and reject its command, if a rank has reported so.
+
+    That rank could not: only the main rank writes events. To be called before the inbox is read, so that the command
+    is not carried out again.
+    """
+    rare = [raw for raw in EventReader(folder.events).read_skimmed() if isinstance(raw, dict)]
+    change = next((raw for raw in reversed(rare) if raw["type"] == "gpu0_bsz"), None)
+    if change is None or change["status"] not in ("pending", "applied") or not change.get("split"):
+        return
+    problem = _problem_under(folder, tuple(change["split"]), after_s=change["t"])
+    if problem is None:
+        return
+    reason = f"out of memory: split {format_split(change['split'])} does not fit: back to the one before ({problem})"
+    event_log.emit(
+        Gpu0Bsz(
+            status="reverted",
+            old=change.get("old"),
+            new=change.get("new"),
+            epoch=change.get("epoch"),
+            id=change.get("id"),
+            is_auto=change.get("is_auto"),
+            reason=reason,
+            reason_code="out_of_memory",
+        )
+    )
+    asked = next((raw for raw in rare if raw["type"] == "command" and raw.get("id") == change.get("id")), None)
+    if asked is not None and asked["id"] not in read_answers(rare):
+        step = asked.get("step")
+        event_log.emit(
+            CommandAnswer(
+                id=asked["id"], command=asked["command"], by=asked["by"], status="rejected", reason=reason, step=step
+            )
+        )
+
+
+def _problem_under(folder: RunFolder, split: tuple[int, ...], after_s: float) -> str | None:
+    """Return the error of a rank that reported this split as failed after a time (Unix seconds); None: none did."""
+    for path in folder.reports.glob("rank_*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            raw: dict[str, Any] = renamed(json.loads(path.read_text()), EVENT_KEYS["oom"])
+            failed = MemoryFallbacks.from_json(raw.get("fallbacks") or {}).failed_splits
+            if split in failed and path.stat().st_mtime >= after_s:
+                return str(raw.get("problem") or raw.get("message") or "a rank ran out of memory")
+    return None
+
+
+# --- policy -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """The sizes that decide what needs less memory.
+
+    Attributes:
+        batch_size: images of a micro-batch, all devices and ranks together.
+        accumulate: micro-batches of a step.
+        eval_batch_size: images of an evaluation batch.
+        crop_px: height and width of a training crop.
+    """
+
+    batch_size: int
+    accumulate: int
+    eval_batch_size: int
+    crop_px: tuple[int, int]
+
+
+class OomPolicy:
+    """Decides what follows an out-of-memory error, and makes evaluations that need less memory.
+
+    Args:
+        handler: examines and reports out-of-memory errors.
+        engine: makes steps.
+        controller: reverts a split that was applied a moment ago.
+        inference: of the evaluation, without fallbacks.
+        sizes: of batches and crops.
+        later: fallbacks adopted after the checkpoint that training continues from, with the step of each.
+
+    Attributes:
+        fallbacks: those in force.
+    """
+
+    def __init__(
+        self,
+        handler: OomHandler,
+        engine: StepEngine,
+        controller: CommandController,
+        inference: Inference,
+        sizes: BatchSizes,
+        *,
+        later: Sequence[tuple[int, MemoryFallbacks]] = (),
+    ) -> None:
+        self.fallbacks = MemoryFallbacks()
+        self._handler, self._engine, self._controller = handler, engine, controller
+        self._inference, self._sizes = inference, sizes
+        self._ranks = engine.ranks
+        self._later = list(later)
+        for split in {split for _, fallbacks in later for split in fallbacks.failed_splits}:
+            controller.batch_split.record_failure(split)
+        self._has_left_step = False
+        self._cut_at_step: int | None = None
+        """The step for which micro-batches were cut; failing there again ends the training."""
+
+    @property
+    def can_save(self) -> bool:
+        """True if every rank is at a step boundary with a whole state.
+
+        False after an update broke off in the middle, or after this rank left a step in which the others still wait.
+        """
+        return self._engine.is_whole and not self._has_left_step
+
+    def restore(self, fallbacks: MemoryFallbacks) -> None:
+        """Adopt the fallbacks of a checkpoint."""
+        self.fallbacks = fallbacks
+
+    # --- a step ----------------------------------------------------------------------------------------------------
+
+    def begin(self, position: Position) -> MemoryFallbacks:
+        """Return the fallbacks for a step or an evaluation at a position.
+
+        Those adopted after the checkpoint that training continues from are adopted again at the same step.
+        """
+        while self._later and self._later[0][0] <= position.step:
+            self.fallbacks = self.fallbacks.joined(self._later.pop(0)[1])
+        return self.fallbacks
+
+    def handle_step_failure(self, error: Exception, position: Position) -> None:
+        """After a step ran out of memory: revert to the last good split where there is one, else cut micro-batches.
+
+        Args:
+            error: the out-of-memory error; what it holds is freed.
+            position: of the training.
+
+        Raises:
+            OutOfMemoryError: nothing is left to try.
+        """
+        if self._ranks.world_size > 1:
+            raise self._fail_rank(error, position)
+        report = self._examined(error, position)
+        reverted = self._controller.revert_split(report.problem, position.step)
+        if reverted is not None:
+            self._handler.report(replace(report, action=f"{reverted}; the step was made again"))
+            return
+        smaller = self._smaller_pieces()
+        if not self._engine.is_whole:
+            raise self._give_up(report, "the update broke off in the middle: resume from the last checkpoint")
+        if smaller is None:
+            raise self._give_up(report, "no smaller pieces are possible: the training is saved and stops")
+        if self._cut_at_step == position.step:
+            raise self._give_up(report, "smaller pieces failed in the same step: the training is saved and stops")
+        self.fallbacks, self._cut_at_step = smaller, position.step
+        self._controller.batch_split.clear_peaks()
+        action = (
+            f"the step is made again, and all later ones, with micro-batches in {smaller.num_pieces} pieces: the same "
+            "mean over the step, but BatchNorm takes its statistics from smaller pieces"
+        )
+        self._handler.report(replace(report, action=action, judge=self._controller.judge().to_json()), smaller)
+
+    def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
+        """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""
+        self._has_left_step = True
+        snapshot, problem = examine(error, self._handler.memory, self._ranks.rank), first_line(error)
+        failed = self._controller.batch_split.current
+        reverted = self._controller.revert_split(problem, position.step)
+        action, advice = "all ranks stop: the others wait in a collective of this step", self._simple_advice(snapshot)
+        smaller: MemoryFallbacks | None
+        way = None
+        if reverted is not None and failed is not None:
+            smaller = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,)))
+            action, way = f"{action}; {reverted}", "with the split before"
+        elif (smaller := self._smaller_pieces()) is not None:
+            way = f"with micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
+        if way is not None:
+            advice = (f"segapp train --resume goes on from the last checkpoint {way}", *advice)
+        report = OomReport(snapshot, position.epoch, position.step, problem, action, advice=advice)
+        self._handler.report_alone(report, smaller)
+        return final_error(report)
+
+    def _smaller_pieces(self) -> MemoryFallbacks | None:
+        """Return fallbacks with twice as many pieces; None where BatchNorm, or the batch, allows no more."""
+        num_pieces = 2 * self.fallbacks.num_pieces
+        size = self._sizes.batch_size // num_pieces
+        if num_pieces > MAX_PIECES or size < 1 or not self._engine.can_train_on(size, num_pieces):
+            return None
+        return replace(self.fallbacks, num_pieces=num_pieces)
+
+    # --- an evaluation ---------------------------------------------------------------------------------------------
+
+    def make_evaluation(self, evaluate: Callable[[MemoryFallbacks], Evaluation], position: Position) -> Evaluation:
+        """Evaluate; where memory does not suffice, begin again in a way that needs less.
+
+        Args:
+            evaluate: evaluates once under some fallbacks.
+            position: of the training.
+
+        Raises:
+            OutOfMemoryError: no way needs little enough.
+        """
+        while True:
+            try:
+                return evaluate(self.begin(position))
+            except Exception as error:
+                if not is_out_of_memory(error):
+                    raise
+                failure = error
+            self._handle_eval_oom(failure, position)
+
+    def _handle_eval_oom(self, error: Exception, position: Position) -> None:
+        """Adopt a way to evaluate that needs less memory, on every rank.
+
+        Raises:
+            OutOfMemoryError: there is none.
+        """
+        is_precise_bn = isinstance(error, BatchNormMemoryError)
+        report = self._examined(error, position)
+        model, found = self._engine.model, None
+        if is_precise_bn:
+            num_pieces = 2 * self.fallbacks.num_bn_pieces
+            if self._sizes.batch_size // num_pieces >= model.min_train_batch:
+                smaller = replace(self.fallbacks, num_bn_pieces=num_pieces)
+                found = smaller, f"train.precise_bn cuts its batches into {num_pieces} pieces"
+        else:
+            found = next_eval_fallback(
+                self.fallbacks,
+                self.fallbacks.adapted(self._inference),
+                self._sizes.eval_batch_size,
+                self._sizes.crop_px,
+                is_fixed=model.fixed_size_px is not None,
+            )
+        if found is None:
+            raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
+        self.fallbacks, action = found
+        self._handler.report(replace(report, action=action), self.fallbacks)
+
+    # --- both ------------------------------------------------------------------------------------------------------
+
+    def _examined(self, error: BaseException, position: Position) -> OomReport:
+        """Return what is known of an out-of-memory error, on every rank; what the failed attempt held is freed."""
+        own = None
+        if not isinstance(error, PeerOutOfMemoryError):
+            own = examine(error, self._handler.memory, self._ranks.rank), first_line(error)
+        release(error, self._engine.device)
+        snapshot, problem = self._ranks.first_of(own)
+        batch_split = self._controller.batch_split
+        return OomReport(
+            snapshot,
+            position.epoch,
+            position.step,
+            problem,
+            "",
+            split=batch_split.current or (),
+            predicted_mib=batch_split.predicted_mib(),
+        )
+
+    def _give_up(self, report: OomReport, action: str) -> OutOfMemoryError:
+        report = replace(report, action=action, advice=self._simple_advice(report.snapshot))
+        return final_error(self._handler.report(report, is_final=True))
+
+    def _simple_advice(self, snapshot: OomSnapshot) -> tuple[str, ...]:
+        """Return what helps, without a memory plan."""
+        sizes, crop = self._sizes, self._sizes.crop_px
+        if snapshot.phase == "eval":
+            return (f"eval.slide=true eval.slide_px=[{crop[0] // 2},{crop[1] // 2}]", "eval.batch_size=1")
+        smaller = [f"lower data.crop_px = [{crop[0]}, {crop[1]}]"]
+        if sizes.batch_size > 1:
+            accumulate = f"train.accumulate={2 * sizes.accumulate}"
+            smaller.insert(0, f"lower train.batch_size: train.batch_size={sizes.batch_size // 2} {accumulate}")
+        return tuple(smaller)
