@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from segapp.training.recovery import MemoryFallbacks, fallbacks_after
 
 from segapp import older as module
 from segapp.config import changed_keys, load_config, validate_config
@@ -19,6 +18,7 @@ from segapp.older import CHECKPOINT_KEYS, OPTIONS, renamed, upgraded
 from segapp.run.events import reader
 from segapp.run.events.reader import parse_line
 from segapp.run.folder import RunFolder
+from segapp.training.recovery import MemoryFallbacks, fallbacks_after
 from tests.support import ROOT
 
 DATA = ROOT / "tests" / "data"
