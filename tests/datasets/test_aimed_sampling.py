@@ -89,13 +89,13 @@ def test_uniform_order_is_that_of_older_runs() -> None:
 
 
 def test_order_of_a_config_by_hand(dataset: SegmentationDataset) -> None:
-    balanced = loader(dataset, sampling="class-balanced").order(1)
+    balanced = loader(dataset, sampling="class-balanced")._order(1)
     assert len(balanced) == len(dataset) == 13
     assert sorted(Counter(key.aim for key in balanced).values()) == [4, 4, 5]
     assert 12 not in {key.image for key in balanced}  # it has no mask
-    foreground = loader(dataset, sampling="foreground", foreground_share=0.5).order(1)
+    foreground = loader(dataset, sampling="foreground", foreground_share=0.5)._order(1)
     assert Counter(key.aim for key in foreground) == {None: 7, 1: 3, 2: 3}
-    rare = loader(dataset, sampling="foreground", foreground_share=1, foreground_classes=["rare"]).order(1)
+    rare = loader(dataset, sampling="foreground", foreground_share=1, foreground_classes=["rare"])._order(1)
     assert {(key.image, key.aim) for key in rare} == {(5, 2)}
     assert len(rare) == 13
     with pytest.raises(ConfigError, match=r"'raer' is no class: did you mean rare.* ground, road, rare, absent"):
@@ -110,10 +110,10 @@ def test_order_of_a_config_by_hand(dataset: SegmentationDataset) -> None:
 def test_aimed_crops_contain_their_class(dataset: SegmentationDataset) -> None:
     for sampling in ("class-balanced", "foreground"):
         made = loader(dataset, sampling=sampling)
-        aims = {(key.image, key.draw): key.aim for epoch in (1, 2, 3) for key in made.order(epoch)}
+        aims = {(key.image, key.draw): key.aim for epoch in (1, 2, 3) for key in made._order(epoch)}
         assert len(aims) > 10
         for epoch in (1, 2, 3):
-            keys = made.order(epoch)
+            keys = made._order(epoch)
             targets = [target.numpy() for batch in made.epoch(epoch) for target in batch.target]
             assert all(key.aim is None or (target == key.aim).any() for key, target in zip(keys, targets, strict=True))
     uniform = [dataset[epoch, 5].target.numpy() for epoch in range(60)]

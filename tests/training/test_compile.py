@@ -70,12 +70,6 @@ def test_modes_that_cannot_be_compiled_are_refused(tiny: dict[str, Any], section
         validate_config({**tiny, **sections, "train": {**tiny["train"], "compile": True}})
 
 
-def test_dp_chosen_for_a_split_cannot_be_compiled(tiny: dict[str, Any], tmp_path: Path) -> None:
-    config = merged(tiny, train={"compile": True}, parallel={"devices": ["cpu", "cpu"], "gpu0_bsz": 1})
-    with pytest.raises(ConfigError, match=r"train\.compile does not support dp over several devices"):
-        train(config, tmp_path / "run")
-
-
 def compiled_config(tiny: dict[str, Any], **changes: Any) -> RunConfig:
     return merged(
         tiny,

@@ -127,7 +127,7 @@ class Timetable:
             is_end: the training ends with the last one.
             is_whole: an epoch ends with the last one.
         """
-        first, last = place.step, place.step + steps
+        first, last = max(1, place.step), place.step + steps  # nothing is due before the first step
         last_epoch = place.epoch + num_ends - 1
 
         def epochs(every: int, until: int = last_epoch) -> int:

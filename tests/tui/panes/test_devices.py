@@ -104,14 +104,16 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
 
     assert shown() == ["3  split 3·5  batch 8", "b changes it from the next epoch on"]
     assert shown(can_edit=False) == ["3  split 3·5  batch 8"]
-    view.gpu0.last = Gpu0Bsz(status="applied", old=2, new=3, epoch=4, predicted_mib=[5120.0, 1.0], is_auto=True, t=60.0)
+    view.gpu0.changes.append(
+        Gpu0Bsz(status="applied", old=2, new=3, epoch=4, predicted_mib=[5120.0, 1.0], is_auto=True, t=60.0)
+    )
     assert shown() == ["3  auto  split 3·5  batch 8", "applied at epoch 4, GPU0 peak 6.0 (predicted 5.0)"]
-    view.gpu0.last = Gpu0Bsz(status="applied", old=2, new=3, observed_mib=[7168.0, 1.0])
+    view.gpu0.changes.append(Gpu0Bsz(status="applied", old=2, new=3, observed_mib=[7168.0, 1.0]))
     assert shown()[1] == "applied, GPU0 peak 7.0"
     view.peaks_mib = {}
-    view.gpu0.last = Gpu0Bsz(status="applied", old=2, new=3, predicted_mib=[5120.0, 1.0])
+    view.gpu0.changes.append(Gpu0Bsz(status="applied", old=2, new=3, predicted_mib=[5120.0, 1.0]))
     assert shown()[1] == "applied"
-    view.gpu0.last = Gpu0Bsz(status="reverted", old=3, new=None)
+    view.gpu0.changes.append(Gpu0Bsz(status="reverted", old=3, new=None))
     assert shown()[1] == "even was reverted"
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=None, epoch=4)
     view.epoch, view.step = 3, Step(epoch=3, step=50, loss=0.5, lr=0.1, eta_epoch_s=30.0, t=140.0)
