@@ -1,4 +1,4 @@
-"""Saving and loading the training state, and what a training can continue from.
+"""Save and load the training state, and find the checkpoint that a training continues from.
 
 `segapp.run.checkpoints` has the layout of the files and the commit protocol.
 

@@ -140,7 +140,7 @@ class BuiltIn:
     """A loss, optimizer or schedule of segapp.
 
     Attributes:
-        factory: what makes one, as `package.module:name`, like that of an own part: the config imports no torch.
+        factory: path of the function that builds it, `package.module:name`; text, so that the config imports no torch.
         options: its keys in `options`.
     """
 
@@ -207,7 +207,7 @@ def checked_options(table: Mapping[str, BuiltIn]) -> Any:
 
 
 def _line_error(item: Any, name: str, model: type[Section]) -> InitErrorDetails:
-    """Return one of pydantic's errors again; that of an unknown key names the keys that there are."""
+    """Return a pydantic error for reraising. The error of an unknown key names the accepted keys."""
     found = InitErrorDetails(type=item["type"], loc=item["loc"], input=item["input"], ctx=item.get("ctx", {}))
     if item["type"] == "extra_forbidden":
         known = accepted_words(str(item["loc"][0]), model.model_fields) if model.model_fields else "it has none"

@@ -1,4 +1,4 @@
-"""Hugging Face parquet files with a column of images and one of masks: both are written beside the config."""
+"""Hugging Face parquet files with a column of images and one of masks. Both are written next to the config."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""YOLO: text files with a class and a polygon per line, beside the images or under labels/ if those are in images/.
+"""YOLO: text files with a class and a polygon per line, next to the images, or in labels/ if the images are in images/.
 
 Larger polygons are drawn first, so that smaller ones lie on top. Pixels without annotation are background.
 """

@@ -1,4 +1,4 @@
-"""The interface of a participant, which takes part in every step beside the model; counts and looks of small ones."""
+"""The interface of a participant, an object that takes part in every step in addition to the model."""
 
 from __future__ import annotations
 
