@@ -208,14 +208,14 @@ class Network:
         """Return the stored values (H, W, B) of a file, a PIL image or an array."""
         from PIL import Image, ImageOps
 
-        from segapp.inference.predict import ImageFile
+        from segapp.inference.predict import InputFile
         from segapp.inference.predict.reading import read_picture
 
         if isinstance(image, (str, Path)):
             path = Path(image)
             if not path.is_file():
                 raise DataError(f"{path} is no file: check the path", path=path)
-            return np.asarray(read_picture(ImageFile(path, path.stem), self._predictor.pixels).pixels[:])
+            return np.asarray(read_picture(InputFile(path, path.stem), self._predictor.pixels).pixels[:])
         if isinstance(image, Image.Image):
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))
         if not isinstance(image, np.ndarray):

@@ -1,4 +1,4 @@
-"""Rules for the tests themselves: the length of names, and how helpers are imported."""
+"""Rules for names: classes of the package, tests; and how helpers are imported."""
 
 from __future__ import annotations
 
@@ -33,6 +33,17 @@ def test_test_names_have_at_most_60_characters() -> None:
     ]
     assert len(names) > 1000
     assert [name for name in names if len(name[1]) > MAX_NAME_CHARS] == []
+
+
+def test_class_names_are_unique_in_the_package() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "segapp").rglob("*.py")):
+        if "examples" not in path.parts:  # programs of the documentation, each on its own
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ClassDef):
+                    places.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
+    assert len(places) > 500
+    assert {name: paths for name, paths in places.items() if len(paths) > 1} == {}
 
 
 def test_tests_never_use_sys_path() -> None:

@@ -39,7 +39,7 @@ from segapp.training.control.commands import CommandController
 from segapp.training.control.inbox import Inbox, applied_after
 from segapp.training.recovery import BatchSizes, OomHandler, OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
-from segapp.training.settings import RunFacts, TrainerSettings
+from segapp.training.settings import TrainerSettings, TrainingFacts
 from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.participant import FirstOutputs
@@ -153,9 +153,9 @@ def _facts(
     engine: StepEngine,
     train_set: SegmentationDataset,
     val_set: SegmentationDataset,
-) -> RunFacts:
+) -> TrainingFacts:
     scheme, groups = train_set.scheme, describe_groups(config.optim, engine.model)
-    return RunFacts(
+    return TrainingFacts(
         classes=list(scheme.names),
         palette=[(int(r), int(g), int(b)) for r, g, b in scheme.palette],
         num_params=sum(p.numel() for p in engine.model.parameters()),

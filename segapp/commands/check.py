@@ -27,7 +27,7 @@ from segapp.build.pairs import (
 from segapp.commands.check_findings import Group, comparison_lines, grouped
 from segapp.config import DataConfig, RunConfig
 from segapp.custom import is_part
-from segapp.datasets.doctor import Finding, SplitReport, examine
+from segapp.datasets.doctor import DataProblem, SplitReport, examine
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
@@ -100,14 +100,14 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
     return EXIT_DATA if any(group.severity == "error" for group in groups) else 0
 
 
-def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Finding]]:
+def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[DataProblem]]:
     """Return the pairs of both splits and the findings made before any file is opened.
 
     Raises:
         DataError: neither split has a pair.
     """
     note = split_note(data)
-    findings = [] if note is None else [Finding("warning", "split", split_names(data)[1], note)]
+    findings = [] if note is None else [DataProblem("warning", "split", split_names(data)[1], note)]
     if is_part(data.format):
         return {name: own_data(data, name).pairs() for name in dict.fromkeys(split_names(data))}, findings
     splits: dict[str, Sequence[ImagePair]] = {}
@@ -119,7 +119,7 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
             splits[name] = error.pairs if isinstance(error, PartialError) else ()
             errors.append(error)
             kind = "link" if isinstance(error, OutsideError) else "pairs"
-            findings.append(Finding("error", kind, name, str(error)))
+            findings.append(DataProblem("error", kind, name, str(error)))
         if splits[name]:
             findings += _beside(data, name)
     if not any(splits.values()):
@@ -129,10 +129,10 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Fin
     if train != val:
         both = find_shared_groups({name: [pair.name for pair in splits[name]] for name in (train, val)})
     if both is not None:
-        findings.append(Finding("warning", "group", val, str(both)))
+        findings.append(DataProblem("warning", "group", val, str(both)))
     problem = overlap_problem(data, splits[train], splits[val]) if train == val else None  # else it is found by pixels
     if problem is not None and not data.allow_overlap:
-        findings.append(Finding("error", "leak", val, problem))
+        findings.append(DataProblem("error", "leak", val, problem))
     return splits, findings
 
 
@@ -163,7 +163,7 @@ def _samples(
 
 def _measure(
     data: DataConfig, split: str, splits: Mapping[str, Sequence[ImagePair]]
-) -> tuple[PixelFormat | None, Finding | None]:
+) -> tuple[PixelFormat | None, DataProblem | None]:
     """Return the pixels of a split with the measured range of each band, and an error if the config does not say them.
 
     None for 8-bit RGB, whose range is known.
@@ -185,7 +185,7 @@ def _measure(
     else:
         return measured, None
     lines = "".join(f"\n  {key}: {value}" for key, value in config_values(measured).items())
-    return measured, Finding("error", "pixels", split, message + lines)
+    return measured, DataProblem("error", "pixels", split, message + lines)
 
 
 def _pixel_lines(measured: PixelFormat | None) -> list[str]:
@@ -227,7 +227,7 @@ def _below(root: Path, paths: Sequence[Path]) -> list[str]:
     return [os.path.relpath(path, root) for path in paths]
 
 
-def _beside(data: DataConfig, split: str) -> Iterator[Finding]:
+def _beside(data: DataConfig, split: str) -> Iterator[DataProblem]:
     """Yield warnings about files that belong to no pair."""
     left = leftovers(build_location(data), split)
     for paths, what in (
@@ -236,7 +236,7 @@ def _beside(data: DataConfig, split: str) -> Iterator[Finding]:
         (left.hidden, "hidden files are ignored"),
     ):
         if paths:
-            yield Finding("warning", "file", split, f"{split}: {len(paths)} {what}: {_some(paths)}")
+            yield DataProblem("warning", "file", split, f"{split}: {len(paths)} {what}: {_some(paths)}")
 
 
 def _some(paths: Sequence[Path]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segapp.datasets.doctor import Comparison, Finding, SplitReport
+from segapp.datasets.doctor import Comparison, DataProblem, SplitReport
 from segapp.datasets.masks import summary_of_ids
 
 KINDS = {
@@ -37,13 +37,13 @@ class Group:
     severity: str
     split: str
     kind: str
-    findings: tuple[Finding, ...]
+    findings: tuple[DataProblem, ...]
     summary: str
 
 
-def grouped(reports: Sequence[SplitReport], before: Sequence[Finding] = ()) -> list[Group]:
+def grouped(reports: Sequence[SplitReport], before: Sequence[DataProblem] = ()) -> list[Group]:
     """Group findings by kind and split: errors first, then in the order of `KINDS`."""
-    found: dict[tuple[str, str, str], list[Finding]] = {}
+    found: dict[tuple[str, str, str], list[DataProblem]] = {}
     for finding in (*before, *(f for report in reports for f in report.findings)):
         found.setdefault((finding.severity, finding.kind, finding.split), []).append(finding)
     unknown = {report.split: report.unknown_ids for report in reports}

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.commands.check_findings import Group, comparison_lines
-from segapp.datasets.doctor import Finding, SplitReport
+from segapp.datasets.doctor import DataProblem, SplitReport
 from segapp.datasets.files import open_bytes, read_bytes
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
@@ -57,7 +57,7 @@ def check_page(
     return render("check.html.j2", values)
 
 
-def _with_pictures(group: Group, scheme: ClassScheme, pixels: PixelFormat) -> list[tuple[Finding, list[str]]]:
+def _with_pictures(group: Group, scheme: ClassScheme, pixels: PixelFormat) -> list[tuple[DataProblem, list[str]]]:
     """Return the first findings about a pair, each with its image and its mask, or with both images of a duplicate."""
     found = []
     for finding in group.findings[:_MAX_PICTURED]:
@@ -73,7 +73,7 @@ def _with_pictures(group: Group, scheme: ClassScheme, pixels: PixelFormat) -> li
     return found
 
 
-def _listed(group: Group) -> list[Finding]:
+def _listed(group: Group) -> list[DataProblem]:
     """Return the findings without pictures; none where the summary of the group is its only finding."""
     if len(group.findings) == 1:
         return []

@@ -33,7 +33,7 @@ _EXTRAS = {"export": "segapp export; segapp predict with .onnx files", "wandb": 
 _FAILURES = {"failed": "cannot be imported", "crashed": "its import crashes", "hung": "its import hangs"}
 
 
-class Finding(NamedTuple):
+class Diagnosis(NamedTuple):
     """A line of the report: what is there or wrong, the affected feature, and a command or sentence to fix it."""
 
     name: str
@@ -62,7 +62,7 @@ def print_doctor(*, as_json: bool) -> int:
     return 0 if trains else CANNOT_TRAIN
 
 
-def report_lines(findings: Sequence[Finding]) -> list[str]:
+def report_lines(findings: Sequence[Diagnosis]) -> list[str]:
     """The report for a person: a line for each finding, then what to do, then the result."""
     width = max(len(finding.name) for finding in findings)
     lines, to_do = [], []
@@ -81,12 +81,12 @@ def report_lines(findings: Sequence[Finding]) -> list[str]:
     return [*lines, "", f"training {result}"]
 
 
-def can_train(findings: Sequence[Finding]) -> bool:
+def can_train(findings: Sequence[Diagnosis]) -> bool:
     """True if nothing that is required is missing."""
     return not any(finding.is_required and finding.state == "missing" for finding in findings)
 
 
-def evaluate_machine(facts: Facts) -> list[Finding]:
+def evaluate_machine(facts: Facts) -> list[Diagnosis]:
     """All findings, in the order in which they are shown."""
     return [
         *_software(facts),
@@ -112,20 +112,20 @@ def _package(facts: Facts, name: str) -> dict[str, Any]:
     return next((each for each in facts["packages"] if each["name"].lower() == name), {})
 
 
-def _software(facts: Facts) -> Iterator[Finding]:
+def _software(facts: Facts) -> Iterator[Diagnosis]:
     if facts["segapp"] is None:
         found = f"runs from {facts['folder']}, not installed as a package"
         fix = f"{shlex.quote(facts['executable'])} -m pip install -e {shlex.quote(facts['folder'].rpartition('/')[0])}"
-        yield Finding("segapp", "warning", found, False, "version checks", fix)
+        yield Diagnosis("segapp", "warning", found, False, "version checks", fix)
     else:
-        yield Finding("segapp", "ok", f"{facts['segapp']} ({facts['folder']})")
-    yield Finding("python", "ok", f"{facts['python']} ({facts['executable']})", True)
+        yield Diagnosis("segapp", "ok", f"{facts['segapp']} ({facts['folder']})")
+    yield Diagnosis("python", "ok", f"{facts['python']} ({facts['executable']})", True)
     yield from _torch(facts)
     if facts["imports"]["trainer"]["status"] != "skipped":
         yield _imported(facts, "trainer", "all its modules can be imported", "install what this error names")
 
 
-def _torch(facts: Facts) -> Iterator[Finding]:
+def _torch(facts: Facts) -> Iterator[Diagnosis]:
     torch, package = facts["imports"]["torch"], _package(facts, "torch")
     version, build = (torch["facts"].get(name) for name in ("version", "cuda_build"))
     pair = ["torch", "torchvision"]
@@ -139,54 +139,54 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     installed = _package(facts, "torchvision").get("version")
     fix = _install(facts, pair, again=True)
     if torch["status"] != "ok" and installed:
-        yield Finding("torchvision", "warning", f"{installed}, not tried: it needs torch", True, "every model")
+        yield Diagnosis("torchvision", "warning", f"{installed}, not tried: it needs torch", True, "every model")
     elif torch["status"] != "ok":
-        yield Finding("torchvision", "missing", "not installed", True, "every model", fix)
+        yield Diagnosis("torchvision", "missing", "not installed", True, "every model", fix)
     elif vision["status"] == "failed" and "torchvision::" in vision["error"]:
         found = f"does not match torch {version}: {vision['error']}"
-        yield Finding("torchvision", "missing", found, True, "every model", fix)
+        yield Diagnosis("torchvision", "missing", found, True, "every model", fix)
     else:
         yield _imported(facts, "torchvision", f"{vision['facts'].get('version')}, matches torch", fix)
 
 
-def _imported(facts: Facts, name: str, found: str, fix: str) -> Finding:
+def _imported(facts: Facts, name: str, found: str, fix: str) -> Diagnosis:
     result = facts["imports"][name]
     if result["status"] == "ok":
-        return Finding(name, "ok", found, True)
+        return Diagnosis(name, "ok", found, True)
     problem = f"{_FAILURES.get(result['status'], 'not tried')}: {result['error']}"
-    return Finding(name, "missing", problem, True, "training", fix)
+    return Diagnosis(name, "missing", problem, True, "training", fix)
 
 
-def _out_of_range(facts: Facts, package: dict[str, Any]) -> Finding:
+def _out_of_range(facts: Facts, package: dict[str, Any]) -> Diagnosis:
     found = f"{package['version']}, {package['requirement']} is asked for"
     fix = _install(facts, [package["name"]])
-    return Finding(package["name"], "warning", found, package["extra"] is None, "a tested combination", fix)
+    return Diagnosis(package["name"], "warning", found, package["extra"] is None, "a tested combination", fix)
 
 
-def _packages(facts: Facts) -> Iterator[Finding]:
+def _packages(facts: Facts) -> Iterator[Diagnosis]:
     for package in facts["packages"]:
         name = package["name"]
         if package["extra"] is not None or name in ("torch", "torchvision"):
             continue
         if package["version"] is None:
-            yield Finding(name, "missing", "not installed", True, "training", _install(facts, [name]))
+            yield Diagnosis(name, "missing", "not installed", True, "training", _install(facts, [name]))
         elif package["is_in_range"] is False:
             yield _out_of_range(facts, package)
         else:
-            yield Finding(name, "ok", package["version"], True)
+            yield Diagnosis(name, "ok", package["version"], True)
     for extra, needed_for in _EXTRAS.items():
         packages = [package for package in facts["packages"] if package["extra"] == extra]
         absent = [package["name"] for package in packages if package["version"] is None]
         if absent:
             fix = _install(facts, absent)
-            yield Finding(extra, "missing", f"{', '.join(absent)} not installed", False, needed_for, fix)
+            yield Diagnosis(extra, "missing", f"{', '.join(absent)} not installed", False, needed_for, fix)
             continue
         yield from (_out_of_range(facts, package) for package in packages if package["is_in_range"] is False)
         if packages:
-            yield Finding(extra, "ok", ", ".join(f"{package['name']} {package['version']}" for package in packages))
+            yield Diagnosis(extra, "ok", ", ".join(f"{package['name']} {package['version']}" for package in packages))
 
 
-def _gpus(facts: Facts) -> Iterator[Finding]:
+def _gpus(facts: Facts) -> Iterator[Diagnosis]:
     smi, cuda = facts["nvidia_smi"], facts["imports"]["cuda"]["facts"]
     devices = cuda.get("devices", [])
     drivers = ", ".join(sorted({gpu["driver"] for gpu in smi["gpus"]}))
@@ -203,7 +203,7 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     state, found, fix = answers[smi["status"]]
     needed_for = "" if state == "ok" else "free memory in parallel.devices: auto and on the screen"
     fix = "" if smi["status"] == "absent" and not devices else fix
-    yield Finding("nvidia-smi", state, found, False, needed_for, fix)
+    yield Diagnosis("nvidia-smi", state, found, False, needed_for, fix)
     yield _cuda(facts)
     used_mib = {gpu["uuid"]: gpu["used_mib"] for gpu in smi["gpus"]}
     for device in devices:
@@ -214,14 +214,14 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
     for gpu in () if devices else smi["gpus"]:
         memory = "memory unknown" if gpu["total_mib"] is None else f"{gpu['total_mib'] / 1024:.1f} GiB"
         found = f"{gpu['name']}, {memory}; torch does not see it"
-        yield Finding(f"gpu {gpu['index']}", "warning", found, False, "training on this GPU", "see cuda above")
+        yield Diagnosis(f"gpu {gpu['index']}", "warning", found, False, "training on this GPU", "see cuda above")
 
 
-def _cuda(facts: Facts) -> Finding:
+def _cuda(facts: Facts) -> Diagnosis:
     result, has_gpus, hidden = facts["imports"]["cuda"], bool(facts["nvidia_smi"]["gpus"]), facts["visible_devices"]
     fix = ""
     if devices := result["facts"].get("devices", []):
-        return Finding("cuda", "ok", f"torch sees {plural(len(devices), 'GPU')}")
+        return Diagnosis("cuda", "ok", f"torch sees {plural(len(devices), 'GPU')}")
     if result["status"] == "skipped":
         found = result["error"]
     elif result["status"] != "ok":
@@ -234,21 +234,21 @@ def _cuda(facts: Facts) -> Finding:
     else:
         found = result["facts"].get("reason") or "no GPU: training runs on the CPU"
         fix = "install a newer NVIDIA driver, or a torch built for this driver's CUDA"
-    return Finding("cuda", "missing", found, False, "training on GPUs", fix if has_gpus else "")
+    return Diagnosis("cuda", "missing", found, False, "training on GPUs", fix if has_gpus else "")
 
 
-def _device(device: dict[str, Any], found: str, kernels: Sequence[str]) -> Finding:
+def _device(device: dict[str, Any], found: str, kernels: Sequence[str]) -> Diagnosis:
     name, capability, use = f"cuda:{device['index']}", device["capability"], "training on this GPU"
     if not runs_on(capability, kernels):
         fix = "install a torch built for this GPU: https://pytorch.org/get-started/previous-versions"
         found = f"{found}; this torch has no kernels for it ({' '.join(kernels)})"
-        return Finding(name, "missing", found, False, use, fix)
+        return Diagnosis(name, "missing", found, False, use, fix)
     if device["error"]:
         fix = "nvidia-smi shows the processes on it and its compute mode"
-        return Finding(name, "warning", f"{found}; {device['error']}", False, use, fix)
+        return Diagnosis(name, "warning", f"{found}; {device['error']}", False, use, fix)
     if int(capability.partition(".")[0]) < 8:
         found = f"{found}; no bfloat16 in hardware: use train.precision: amp-fp16"
-    return Finding(name, "ok", found)
+    return Diagnosis(name, "ok", found)
 
 
 def runs_on(capability: str, kernels: Sequence[str]) -> bool:
@@ -265,30 +265,30 @@ def runs_on(capability: str, kernels: Sequence[str]) -> bool:
     return not kernels
 
 
-def _triton(facts: Facts) -> Iterator[Finding]:
+def _triton(facts: Facts) -> Iterator[Diagnosis]:
     result = facts["imports"]["triton"]
     has_gpu = bool(facts["imports"]["cuda"]["facts"].get("devices"))
     if result["status"] == "ok":
-        yield Finding("triton", "ok", str(result["facts"]["version"]))
+        yield Diagnosis("triton", "ok", str(result["facts"]["version"]))
     elif result["status"] != "skipped":
         fix = _install(facts, ["triton"], again=result["status"] != "failed") if has_gpu else ""
-        yield Finding("triton", "missing", result["error"], False, "the fast loss on GPUs", fix)
+        yield Diagnosis("triton", "missing", result["error"], False, "the fast loss on GPUs", fix)
     if facts["compiler"] is not None:
-        yield Finding("c compiler", "ok", facts["compiler"])
+        yield Diagnosis("c compiler", "ok", facts["compiler"])
         return
     found = "no C compiler in CC, and neither gcc nor clang on PATH"
     needed = has_gpu and result["status"] == "ok"  # loss.options.implementation: auto takes Triton then
     fix = "install gcc, or set CC to a C compiler" + (
         "; without one: loss.options.implementation: reference" if needed else ""
     )
-    yield Finding("c compiler", "missing", found, needed, "Triton: the loss on GPUs", fix)
+    yield Diagnosis("c compiler", "missing", found, needed, "Triton: the loss on GPUs", fix)
 
 
-def _disks(disks: Facts) -> Iterator[Finding]:
+def _disks(disks: Facts) -> Iterator[Diagnosis]:
     yield _disk("run disk", disks["run"], MIN_RUN_DISK_BYTES, "checkpoints", "choose another folder with --run")
     if disks["temporary"] is None:
         fix = "export TMPDIR=/a/folder/that/can/be/written"
-        yield Finding("temporary disk", "missing", "no temporary folder can be written", True, "training", fix)
+        yield Diagnosis("temporary disk", "missing", "no temporary folder can be written", True, "training", fix)
     else:
         fix = "free space there, or set TMPDIR to another folder"
         yield _disk("temporary disk", disks["temporary"], MIN_TEMPORARY_BYTES, "compiled kernels", fix)
@@ -302,13 +302,13 @@ def _disks(disks: Facts) -> Iterator[Finding]:
         yield _enough(is_enough, "shared memory", found, "data workers", fix)
 
 
-def _enough(is_enough: bool, name: str, found: str, needed_for: str, fix: str) -> Finding:
-    return Finding(name, "ok", found) if is_enough else Finding(name, "warning", found, False, needed_for, fix)
+def _enough(is_enough: bool, name: str, found: str, needed_for: str, fix: str) -> Diagnosis:
+    return Diagnosis(name, "ok", found) if is_enough else Diagnosis(name, "warning", found, False, needed_for, fix)
 
 
-def _disk(name: str, disk: Facts, least_bytes: int, needed_for: str, fix: str) -> Finding:
+def _disk(name: str, disk: Facts, least_bytes: int, needed_for: str, fix: str) -> Diagnosis:
     if not disk["is_writable"]:
-        return Finding(name, "missing", f"{disk['path']} cannot be written", True, needed_for, fix)
+        return Diagnosis(name, "missing", f"{disk['path']} cannot be written", True, needed_for, fix)
     is_enough = disk["free_bytes"] >= least_bytes
     advised = "" if is_enough else f", {size(least_bytes)} are advised"
     return _enough(is_enough, name, _space(disk) + advised, needed_for, fix)

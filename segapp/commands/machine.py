@@ -64,7 +64,7 @@ def collect_facts() -> Facts:
     }
 
 
-class Answer(NamedTuple):
+class ProgramEnd(NamedTuple):
     """How a program ended: the exit status (minus the signal's number; None: killed, as it was late), its output."""
 
     status: int | None
@@ -72,7 +72,7 @@ class Answer(NamedTuple):
     errors: str
 
 
-def run_bounded(command: Sequence[str], timeout_s: float) -> Answer:
+def run_bounded(command: Sequence[str], timeout_s: float) -> ProgramEnd:
     """Run a program and its children for a limited time, also if killing it has no effect (a process in a driver call).
 
     Raises:
@@ -89,7 +89,7 @@ def run_bounded(command: Sequence[str], timeout_s: float) -> Answer:
                 process.wait(1.0)
         for file in (out, err):
             file.seek(0)
-        return Answer(status, *(file.read(1 << 20).decode(errors="replace") for file in (out, err)))
+        return ProgramEnd(status, *(file.read(1 << 20).decode(errors="replace") for file in (out, err)))
 
 
 # Installed packages
@@ -252,7 +252,7 @@ def try_imports(timeout_s: float = IMPORTS_S) -> dict[str, Facts]:
     return found
 
 
-def _end(answer: Answer, timeout_s: float) -> str:
+def _end(answer: ProgramEnd, timeout_s: float) -> str:
     if answer.status is None:
         return f"no answer within {timeout_s:g} s"
     last = (answer.errors.strip().splitlines() or [""])[-1][:300]

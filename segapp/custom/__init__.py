@@ -1,11 +1,11 @@
 """Own parts: code of the user that a config names, `package.module:factory` or `./file.py:factory`. No torch."""
 
-from segapp.custom.loading import Part, build_part, load_part, option_problems
+from segapp.custom.loading import CustomComponent, build_part, load_part, option_problems
 from segapp.custom.names import PART_PATTERN, find_source, is_installed, is_part, sha256_of_source
 
 __all__ = [
     "PART_PATTERN",
-    "Part",
+    "CustomComponent",
     "build_part",
     "find_source",
     "is_installed",

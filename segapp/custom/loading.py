@@ -18,7 +18,7 @@ from segapp.errors import ConfigError, SegappError, did_you_mean
 
 
 @dataclass(frozen=True)
-class Part:
+class CustomComponent:
     """An imported own part.
 
     Attributes:
@@ -32,7 +32,7 @@ class Part:
     source: Path | None
 
 
-def load_part(name: str, key: str) -> Part:
+def load_part(name: str, key: str) -> CustomComponent:
     """Import an own part.
 
     The current folder, or the folder of a named file, is added at the end of the Python path, where other processes of
@@ -61,7 +61,7 @@ def load_part(name: str, key: str) -> Part:
     if not callable(found):
         raise ConfigError(f"{key} = {name} is a {type(found).__name__}: name a class or a function that makes the part")
     file = getattr(module, "__file__", None)
-    return Part(name, found, source if source is not None or file is None else Path(file).resolve())
+    return CustomComponent(name, found, source if source is not None or file is None else Path(file).resolve())
 
 
 def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
@@ -100,7 +100,7 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
 
 
 def option_problems(
-    part: Part, key: str, options: Mapping[str, Any], offered: Sequence[str] = (), num_positional: int = 0
+    part: CustomComponent, key: str, options: Mapping[str, Any], offered: Sequence[str] = (), num_positional: int = 0
 ) -> list[str]:
     """Return what is wrong with the options of a part, one sentence each; [] if it can be called with them.
 

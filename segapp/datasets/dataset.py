@@ -20,7 +20,7 @@ from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.distances import with_distances
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown
-from segapp.datasets.images.large import LargeBatch, LargeTensor
+from segapp.datasets.images.large import LargeBatch, TensorOnDisk
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import LARGE_PX, ImageWindows, MaskWindows, image_windows, mask_windows
@@ -50,7 +50,7 @@ class Sample:
     index: int
 
 
-class Transform(Protocol):
+class SampleTransform(Protocol):
     """Transform of an image and its mask; a function of both, the seed and the aim alone."""
 
     def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
@@ -84,7 +84,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         self,
         pairs: Sequence[ImagePair],
         scheme: ClassScheme,
-        transform: Transform | None = None,
+        transform: SampleTransform | None = None,
         *,
         pixels: PixelFormat = RGB8,
         seed: int = 0,
@@ -161,7 +161,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         """Return an image for which `is_large` is true, and its mask, of which parts are read when they are needed."""
         found = self._windows(index)
         assert found is not None
-        return LargeBatch(LargeTensor(found[0]), LargeTensor(found[1]), (index,))
+        return LargeBatch(TensorOnDisk(found[0]), TensorOnDisk(found[1]), (index,))
 
     def _windows(self, index: int) -> tuple[ImageWindows, MaskWindows | Pixels] | None:
         """Return image and mask to be read in windows; None where the whole is read."""

@@ -50,7 +50,7 @@ _large = threading.Lock()
 
 
 @dataclass(frozen=True)
-class Finding:
+class DataProblem:
     """An error or a warning about a data set.
 
     Attributes:
@@ -112,7 +112,7 @@ class SplitReport:
     num_masks: int
     sizes: Mapping[tuple[int, int], int]
     frequencies: ClassFrequencies
-    findings: tuple[Finding, ...]
+    findings: tuple[DataProblem, ...]
     unknown_ids: UnknownIds | None = None
     valid_px: int = 0
     ignored: str | None = None
@@ -272,18 +272,19 @@ def _note_image(found: _Examined, image: NDArray[Any] | ImageWindows, pixels: Pi
     found.look = look_of(np.concatenate(small))
 
 
-def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
+def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[DataProblem]:
     findings = []
     for each in pairs:
         findings += [
-            Finding("error", kind, split, message, each.pair, num_px=num_px) for kind, message, num_px in each.problems
+            DataProblem("error", kind, split, message, each.pair, num_px=num_px)
+            for kind, message, num_px in each.problems
         ]
         if each.damage is not None:
             message = f"{shown(each.pair.image)}: {each.damage}: a part of its pixels is wrong; replace it with a copy"
-            findings.append(Finding("warning", "damaged", split, message, each.pair))
+            findings.append(DataProblem("warning", "damaged", split, message, each.pair))
         if each.mask is not None and not each.mask.valid_px:
             findings.append(
-                Finding(
+                DataProblem(
                     "warning",
                     "all_ignored",
                     split,
@@ -295,9 +296,9 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[Finding]:
     return findings
 
 
-def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: bool) -> dict[str, list[Finding]]:
+def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: bool) -> dict[str, list[DataProblem]]:
     """Return leaks (images in two splits) and duplicates (images twice in a split) by split."""
-    findings: dict[str, list[Finding]] = {name: [] for name in examined}
+    findings: dict[str, list[DataProblem]] = {name: [] for name in examined}
     everything = [(name, each) for name, pairs in examined.items() for each in pairs if each.digest is not None]
     first_of: dict[str | None, tuple[str, _Examined]] = {}
     for split, each in everything:
@@ -312,8 +313,8 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: b
 
 
 def _lookalikes(
-    split: str, pairs: Sequence[_Examined], first_split: str, firsts: Sequence[_Examined], copies: Iterable[Finding]
-) -> tuple[list[Finding], Comparison]:
+    split: str, pairs: Sequence[_Examined], first_split: str, firsts: Sequence[_Examined], copies: Iterable[DataProblem]
+) -> tuple[list[DataProblem], Comparison]:
     """Return the images of a split that look like one of the first split; copies are findings already."""
     own = [each for each in pairs if each.look is not None]
     others = [each for each in firsts if each.look is not None]
@@ -323,14 +324,14 @@ def _lookalikes(
         pair, other = own[alike.number].pair, others[alike.other].pair
         if id(pair) not in known:
             message = f"{shown(pair.image)} looks like {shown(other.image)} of {first_split}: {alike.likeness}"
-            findings.append(Finding("warning", "lookalike", split, message, pair, other))
+            findings.append(DataProblem("warning", "lookalike", split, message, pair, other))
     num_plain = sum(each.look.is_plain for each in own if each.look)
     return findings, Comparison(len(pairs), num_plain, len(findings) + len(known), len(firsts))
 
 
 def _twice(
     split: str, each: _Examined, first_split: str, first: _Examined, *, is_exact: bool, is_error: bool
-) -> Finding:
+) -> DataProblem:
     is_leak = split != first_split
     likeness = "the same pixels as" if is_exact else "looks like"
     what = f"{shown(each.pair.image)}: {likeness} {shown(first.pair.image)}"
@@ -339,15 +340,15 @@ def _twice(
     else:
         move = "of the same split: it counts twice; remove one"
     severity: Literal["error", "warning"] = "error" if is_leak and is_error else "warning"
-    return Finding(severity, "leak" if is_leak else "duplicate", split, f"{what} {move}", each.pair, first.pair)
+    return DataProblem(severity, "leak" if is_leak else "duplicate", split, f"{what} {move}", each.pair, first.pair)
 
 
-def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> list[Finding]:
+def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> list[DataProblem]:
     """Return an error for masks that nothing can be learned from, else warnings about missing and rare classes."""
     split = targets.split
     problem = nothing_to_learn(targets, scheme, is_training=is_training)
     if problem is not None:
-        return [Finding("error", "class", split, problem)]
+        return [DataProblem("error", "class", split, problem)]
     counts, total = targets.frequencies.pixels, targets.valid_px if is_training else 0
     messages = [absent_note(targets, scheme)]
     rare = [
@@ -361,12 +362,12 @@ def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> 
         )
     if has_shades(targets, scheme):
         messages.append(ignored_note(targets, scheme))
-    return [Finding("warning", "class", split, message) for message in messages if message is not None]
+    return [DataProblem("warning", "class", split, message) for message in messages if message is not None]
 
 
 def _of_crop(
     split: str, pairs: Sequence[_Examined], crop_px: tuple[int, int], resize_px: tuple[int, int] | None
-) -> list[Finding]:
+) -> list[DataProblem]:
     sizes = [resize_px or each.size for each in pairs if each.size is not None]
     small = [size for size in sizes if size[0] < crop_px[0] or size[1] < crop_px[1]]
     if not small:
@@ -377,4 +378,4 @@ def _of_crop(
         f"{list(smallest)}{', by data.resize_px' if resize_px else ''}): their crops are padded with ignored pixels; "
         "use a crop of at most the images' size"
     )
-    return [Finding("warning", "crop", split, message)]
+    return [DataProblem("warning", "crop", split, message)]

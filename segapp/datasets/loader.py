@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from segapp.datasets.dataset import Sample, SegmentationDataset
-from segapp.datasets.images.large import LargeBatch, LargeTensor
+from segapp.datasets.images.large import LargeBatch, TensorOnDisk
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
@@ -25,10 +25,10 @@ __all__ = [
     "Batch",
     "EvalLoader",
     "LargeBatch",
-    "LargeTensor",
     "LoadOptions",
     "Sample",
     "SegmentationDataset",
+    "TensorOnDisk",
     "TrainLoader",
 ]
 

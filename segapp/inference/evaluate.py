@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from segapp.failpoints import failpoint
 from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.sliding import Inference
-from segapp.inference.workspace import HostLimit, Tile, tiles_of, window_tiles
+from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
@@ -35,7 +35,7 @@ from segapp.parallel.rendezvous import on_device
 from segapp.scores import SCORES
 
 if TYPE_CHECKING:
-    from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
+    from segapp.datasets.loader import Batch, LargeBatch, TensorOnDisk
     from segapp.losses import AdditiveCriterion
     from segapp.models import SegmentationModel
 
@@ -70,12 +70,12 @@ class EvaluationSettings:
         criterion = None if self.criterion is None else copy_to(self.criterion, device)
         return replace(self, inference=inference, device=device, criterion=criterion, other_devices=())
 
-    def fits(self, model: SegmentationModel, images: Tensor | LargeTensor) -> bool:
+    def fits(self, model: SegmentationModel, images: Tensor | TensorOnDisk) -> bool:
         """Return True if images (N, 3, H, W) can be evaluated together and whole."""
         num_px = images.shape[0] * images.shape[-2] * images.shape[-1]
         return self.host is None or self.host.fits(num_px, model, self.inference, self.device)
 
-    def tiles(self, model: SegmentationModel, images: Tensor | LargeTensor) -> Iterator[Tile]:
+    def tiles(self, model: SegmentationModel, images: Tensor | TensorOnDisk) -> Iterator[ImageTile]:
         """Yield the tiles in which images (N, B, H, W) are evaluated: one, or several that fit."""
         size = (images.shape[-2], images.shape[-1])
         if self.host is not None and not self.fits(model, images):
@@ -278,7 +278,7 @@ class _DeviceCounter:
 
 def split_batch(
     batch: Batch | LargeBatch, *, is_single: bool
-) -> Iterable[tuple[Tensor, Tensor] | tuple[LargeTensor, LargeTensor]]:
+) -> Iterable[tuple[Tensor, Tensor] | tuple[TensorOnDisk, TensorOnDisk]]:
     """Return images and targets of a batch together, or one image at a time."""
     images, target = batch.images, batch.target
     if not isinstance(images, Tensor) or not isinstance(target, Tensor) or not is_single:
@@ -300,11 +300,11 @@ class EvaluatedPart:
     counts: Tensor
     statistics: tuple[Tensor, ...]
     views: tuple[Tensor | list[View], tuple[int, int]]
-    tile: Tile
+    tile: ImageTile
 
 
 def evaluate_parts(
-    model: SegmentationModel, images: Tensor | LargeTensor, target: Tensor | LargeTensor, settings: EvaluationSettings
+    model: SegmentationModel, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk, settings: EvaluationSettings
 ) -> Iterator[EvaluatedPart]:
     """Yield the evaluation of images: whole, or in tiles where they are large or do not fit into memory.
 

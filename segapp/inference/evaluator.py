@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from segapp.datasets.loader import Batch, LargeBatch, LargeTensor
+from segapp.datasets.loader import Batch, LargeBatch, TensorOnDisk
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import (
     Evaluation,
@@ -107,7 +107,7 @@ class Evaluator:
                 self.per_image[batch.indices[number]] = counts.cpu()
         self.counts.num_images += len(batch.indices)
 
-    def _count_where_it_fits(self, images: Tensor | LargeTensor, target: Tensor | LargeTensor) -> Tensor:
+    def _count_where_it_fits(self, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> Tensor:
         """Return (C, C) counts, computed whole or in windows that are halved after each out-of-memory error."""
         height, width = images.shape[-2:]
         inference = self.settings.inference
@@ -138,7 +138,7 @@ class Evaluator:
         )
         return replace(self.settings.inference, window_px=window)
 
-    def _count(self, inference: Inference, images: Tensor | LargeTensor, target: Tensor | LargeTensor) -> Tensor:
+    def _count(self, inference: Inference, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> Tensor:
         """Add the counts of images, once all of their parts are computed, and return the pixel counts."""
         boundary = self.counts.boundary
         labels = np.zeros(target.shape[-2:], np.int64)

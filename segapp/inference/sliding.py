@@ -18,7 +18,7 @@ from torch import Tensor
 
 from segapp.inference.normalize import Normalizer
 from segapp.losses import (
-    Tile,
+    LogitsTile,
     View,
     upsample_argmax,
     upsample_logits,
@@ -152,7 +152,7 @@ class Inference:
             return [_unflipped(tile, width) if flip else tile for tile in tiles]
         return self._joined(tiles, (seen.shape[-2], seen.shape[-1]), flip)
 
-    def _tiles(self, model: SegmentationModel, images: Tensor, window_px: tuple[int, int]) -> Iterator[Tile]:
+    def _tiles(self, model: SegmentationModel, images: Tensor, window_px: tuple[int, int]) -> Iterator[LogitsTile]:
         """Yield the logits of every window."""
         height, width = images.shape[-2:]
         window = (min(window_px[0], height), min(window_px[1], width))
@@ -162,9 +162,9 @@ class Inference:
             weights = gaussian_weights(window[0], images.device), gaussian_weights(window[1], images.device)
         for top, left in window_corners((height, width), window, self.overlap):
             part = images[..., top : top + window[0], left : left + window[1]]
-            yield Tile(self._logits(model, _padded(part, frame)), top, left, window, frame, weights=weights)
+            yield LogitsTile(self._logits(model, _padded(part, frame)), top, left, window, frame, weights=weights)
 
-    def _joined(self, tiles: list[Tile], size: tuple[int, int], flip: bool) -> Tensor:
+    def _joined(self, tiles: list[LogitsTile], size: tuple[int, int], flip: bool) -> Tensor:
         """Return the tiles of a scaled image as one tensor of its size; their borders lie between output pixels."""
         logits = upsample_logits([tiles], size, align_corners=self.align_corners, is_sigmoid=self.multilabel)
         return logits.flip(-1) if flip else logits
@@ -177,7 +177,7 @@ class Inference:
         return logits
 
 
-def _unflipped(tile: Tile, width: int) -> Tile:
+def _unflipped(tile: LogitsTile, width: int) -> LogitsTile:
     """Return a tile of the flipped image as a tile of the image; its padding moves from the right to the left."""
     left = width - tile.left - tile.size[1]
     skip = tile.frame[1] - tile.size[1]

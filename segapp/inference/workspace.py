@@ -118,7 +118,7 @@ class HostLimit:
                 self._max_px = max(SMALL_PX, pixels_within(host_budget(self._num_sharing), bytes_per_px))
         return num_px <= self._max_px
 
-    def tiles(self, size: tuple[int, int]) -> Iterator[Tile]:
+    def tiles(self, size: tuple[int, int]) -> Iterator[ImageTile]:
         """Yield the tiles of an image that does not fit."""
         assert self._max_px is not None
         frame = tile_frame(size, self._max_px)
@@ -137,7 +137,7 @@ class HostLimit:
 
 
 @dataclass(frozen=True)
-class Tile:
+class ImageTile:
     """A part of an image and its core, as (rows, columns).
 
     Attributes:
@@ -176,18 +176,18 @@ def tile_cores(side: int, frame: int) -> list[tuple[int, int, int]]:
     return [(start, edges[i], edges[i + 1]) for i, start in enumerate(starts)]
 
 
-def tiles_of(size: tuple[int, int], frame: tuple[int, int]) -> Iterator[Tile]:
+def tiles_of(size: tuple[int, int], frame: tuple[int, int]) -> Iterator[ImageTile]:
     """Yield the tiles of an image of height and width `size`, row by row."""
     for top, first, last in tile_cores(size[0], frame[0]):
         for left, start, stop in tile_cores(size[1], frame[1]):
-            yield Tile(
+            yield ImageTile(
                 (slice(top, top + frame[0]), slice(left, left + frame[1])),
                 (slice(first - top, last - top), slice(start - left, stop - left)),
                 (slice(first, last), slice(start, stop)),
             )
 
 
-def window_tiles(size: tuple[int, int], inference: Inference) -> Iterator[Tile]:
+def window_tiles(size: tuple[int, int], inference: Inference) -> Iterator[ImageTile]:
     """Yield the tiles of a large image whose sliding windows are those of the whole image, row by row.
 
     The tile of a core has all windows that reach into the core: as few more than the core needs as the overlap lets.
@@ -203,7 +203,7 @@ def window_tiles(size: tuple[int, int], inference: Inference) -> Iterator[Tile]:
     )
     for (top, bottom), (first, last) in rows:
         for (left, right), (start, stop) in columns:
-            yield Tile(
+            yield ImageTile(
                 (slice(top, bottom), slice(left, right)),
                 (slice(first - top, last - top), slice(start - left, stop - left)),
                 (slice(first, last), slice(start, stop)),

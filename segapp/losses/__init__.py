@@ -18,7 +18,7 @@ from segapp.losses.confusion import (
 from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
 from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.losses.focal import CriterionFocal
-from segapp.losses.fused.views import Tile, View
+from segapp.losses.fused.views import LogitsTile, View
 from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification
 from segapp.losses.ohem import CriterionOHEM
@@ -38,12 +38,12 @@ __all__ = [
     "CriterionOHEM",
     "CriterionSum",
     "CriterionTversky",
+    "LogitsTile",
     "Outputs",
     "PlainCriterion",
     "PlainLossError",
     "Scores",
     "Statistics",
-    "Tile",
     "View",
     "labels_of",
     "node_features",

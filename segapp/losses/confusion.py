@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from segapp.losses.fused.bands import Band, sweep_bands
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, CrossEntropyTerms
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, CrossEntropyTerms
 from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, own_classes
 from segapp.losses.fused.pixel_sums import CrossEntropySums
 from segapp.losses.fused.reference import compute_dtype
@@ -214,7 +214,7 @@ def upsample_confusion(
     check_label_smoothing(label_smoothing)
     poison = check_target_range(target, like.shape[1], ignore_index)
     size = (target.shape[-2], target.shape[-1])
-    options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
+    options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     if isinstance(logits, Tensor):
         parts, _ = sweep_bands(
             lambda bands: _count_part(bands, like, target, weight, options, with_loss), logits, size, align_corners
@@ -236,7 +236,7 @@ PartSums = tuple[Tensor, Tensor, Tensor]
 class _Counter:
     """Counts of pairs and sums of losses, band by band; pixels that are not valid are counted in an extra row."""
 
-    def __init__(self, like: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> None:
+    def __init__(self, like: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings) -> None:
         self._target, self._options, self._num_classes = target, options, like.shape[1]
         self._losses = CrossEntropySums(weight, options.label_smoothing)
         counts = torch.zeros((self._num_classes + 1) * self._num_classes, dtype=torch.int64, device=like.device)
@@ -261,7 +261,7 @@ def _count_part(
     like: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: CrossEntropySettings,
     with_loss: bool,
 ) -> PartSums:
     counter = _Counter(like, target, weight, options)

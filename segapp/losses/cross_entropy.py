@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from segapp.losses.additive import MeanCriterion
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
 from segapp.losses.fused.checks import (
     as_class_weight,
     check_inputs,
@@ -101,7 +101,7 @@ def upsample_cross_entropy(
                 logits, target, align_corners=align_corners, weight=weight, label_smoothing=label_smoothing
             )
     check_inputs(logits, target, weight)
-    options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
+    options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     if implementation == "bands" and not logits.is_cpu:
         raise ValueError(f'implementation="bands" is for the CPU and the logits are on {logits.device}: give "auto"')
     is_automatic = implementation == "auto"
@@ -169,7 +169,7 @@ def _small_bytes() -> int:
 
 
 def _reference(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
 ) -> tuple[Tensor, Tensor]:
     poison = None if target.is_cpu else check_target_range(target, logits.shape[1], options.ignore_index)
     try:
@@ -188,7 +188,9 @@ def _reference(
     return (loss_sum if poison is None else loss_sum + poison), weight_sum
 
 
-def _sums(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions) -> tuple[Tensor, Tensor]:
+def _sums(
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
+) -> tuple[Tensor, Tensor]:
     function = CrossEntropySums(weight, options.label_smoothing)
     loss_sum, weight_sum = upsampled_sums(
         function, logits, target, PixelOptions(options.align_corners, options.ignore_index)
@@ -197,7 +199,7 @@ def _sums(logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossE
 
 
 def _fused(
-    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropyOptions, implementation: str
+    logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings, implementation: str
 ) -> tuple[Tensor, Tensor]:
     with_gradient = torch.is_grad_enabled() and logits.requires_grad
     if weight is not None:
@@ -237,7 +239,7 @@ def _operator(
 
     Its parameters are flat because a custom operator takes tensors and plain values only.
     """
-    options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
+    options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     if implementation == "triton":
         compute = load_kernels(logits.device).cross_entropy_by_triton
     elif implementation == "bands":
@@ -268,7 +270,7 @@ def _(
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     logits, target, weight, align_corners, ignore_index, label_smoothing, _, _ = inputs
     ctx.save_for_backward(logits, target, weight, output[2].detach())
-    ctx.options = CrossEntropyOptions(align_corners, ignore_index, label_smoothing)
+    ctx.options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     ctx.set_materialize_grads(False)
 
 

@@ -131,7 +131,7 @@ class OomSnapshot:
     allocated_mib: float | None = None
     reserved_mib: float | None = None
     total_mib: float | None = None
-    largest: tuple[events.LargeTensor, ...] = ()
+    largest: tuple[events.LiveTensor, ...] = ()
     others: tuple[events.OtherProcess, ...] = ()
     others_mib: float | None = None
 
@@ -207,7 +207,7 @@ def _uuid_of(device: torch.device) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
-def _largest_on(device: torch.device) -> tuple[events.LargeTensor, ...]:
+def _largest_on(device: torch.device) -> tuple[events.LiveTensor, ...]:
     """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see.
 
     Raises:
@@ -227,7 +227,7 @@ def _largest_on(device: torch.device) -> tuple[events.LargeTensor, ...]:
                     blocks.append((block["size"] / MIB, shapes.get(address, "saved for backward, or within a kernel")))
                 address += block["size"]
     blocks.sort(key=lambda block: -block[0])
-    return tuple(events.LargeTensor(mib=mib, what=what) for mib, what in blocks[:_LARGEST])
+    return tuple(events.LiveTensor(mib=mib, what=what) for mib, what in blocks[:_LARGEST])
 
 
 def release(error: BaseException, device: torch.device) -> None:
@@ -317,7 +317,7 @@ def report_event(report: OomReport, fallbacks: dict[str, Any] | None = None, pat
         reserved_mib=snapshot.reserved_mib,
         total_mib=snapshot.total_mib,
         fragmentation=snapshot.fragmentation,
-        largest=[events.LargeTensor(mib=round(tensor.mib, 2), what=tensor.what) for tensor in snapshot.largest],
+        largest=[events.LiveTensor(mib=round(tensor.mib, 2), what=tensor.what) for tensor in snapshot.largest],
         others=list(snapshot.others),
         others_mib=snapshot.others_mib,
         predicted_mib=list(report.predicted_mib) or None,

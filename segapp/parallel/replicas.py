@@ -265,7 +265,7 @@ def _buckets(tensors: Sequence[Tensor], max_bytes: float = float("inf")) -> Iter
 
 # --------------------------------------------------------------------------------------------------------- structure
 @dataclass(frozen=True)
-class _Part:
+class _SubModule:
     """A sub-module, and which of the module's parts and tensors it holds, by their numbers; None stays None."""
 
     module: nn.Module
@@ -281,7 +281,7 @@ class _Part:
 class _Structure:
     """The parts of a module, each once, and its tensors without repetitions, read once for all replicas."""
 
-    parts: list[_Part]
+    parts: list[_SubModule]
     parameters: list[Tensor]
     buffers: list[Tensor]
 
@@ -299,7 +299,7 @@ class _Structure:
         for path, part in named:
             _check_part(path, part, name)
             parts.append(
-                _Part(
+                _SubModule(
                     part,
                     path,
                     {key: None if child is None else numbers[id(child)] for key, child in part._modules.items()},

@@ -323,7 +323,7 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
-class _Part(NamedTuple):
+class _BatchPart(NamedTuple):
     """One part of the batch at a layer: its input, its copies of the weights, its row of moments."""
 
     x: Tensor
@@ -392,13 +392,13 @@ class SyncBatchNorm(_BatchNorm):
             return True
         return self.momentum is not None and cast(Tensor, self.running_mean).dtype == wide_dtype(x)
 
-    def _part(self, x: Tensor) -> _Part:
+    def _part(self, x: Tensor) -> _BatchPart:
         x = x.contiguous(memory_format=memory_format_of(x))
         with torch.no_grad():
             row = kernel_row(x, self.eps) if self._joins_by_kernel(x) else moments_row(x)
-        return _Part(x, self.weight, self.bias, row, count_of(x))
+        return _BatchPart(x, self.weight, self.bias, row, count_of(x))
 
-    def _normalize(self, parts: list[_Part]) -> list[Tensor]:
+    def _normalize(self, parts: list[_BatchPart]) -> list[Tensor]:
         """Return the outputs of this process's parts: of all replicas, or of this rank."""
         over_ranks = len(parts) == 1
         if len({part.row.numel() for part in parts}) > 1:
@@ -416,7 +416,7 @@ class SyncBatchNorm(_BatchNorm):
         tensors = ([getattr(part, name) for part in parts] for name in ("x", "weight", "bias"))
         return list(Normalize.apply(layer, *(tensor for column in tensors for tensor in column)))
 
-    def _check_count(self, parts: list[_Part], rows_PK: Tensor, over_ranks: bool) -> None:
+    def _check_count(self, parts: list[_BatchPart], rows_PK: Tensor, over_ranks: bool) -> None:
         count = sum(part.num_values for part in parts)
         if over_ranks and count < 2:
             count = round(rows_PK[:, -1].sum().item())  # only a rank with fewer than two values waits for the device

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from numpy.typing import ArrayLike
 
 from segapp.run.words import learning_rate, number, printable
-from segapp.view.plot import Columns, Floats, Scale, choose_scale, reduce_columns
+from segapp.view.plot import CurveColumns, Floats, Scale, choose_scale, reduce_columns
 
 WIDTH_PX, HALF_PX, HEIGHT_PX = 1040, 510, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34
@@ -20,7 +20,7 @@ NUM_COLORS = 8
 
 
 @dataclass(frozen=True)
-class Curve:
+class ChartCurve:
     """A curve.
 
     Args:
@@ -63,7 +63,7 @@ class Frame:
     width_px: int = WIDTH_PX
 
 
-def line_chart(curves: Sequence[Curve], frame: Frame) -> Markup:
+def line_chart(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
     """Return a chart of curves with a legend; a sentence if no curve has a finite value."""
     known = [curve for curve in curves if np.isfinite(np.asarray(curve.y, float)).any()]
     if not known:
@@ -87,13 +87,13 @@ def line_chart(curves: Sequence[Curve], frame: Frame) -> Markup:
     ).format(frame.width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts), legend)
 
 
-def _y_scale(curves: Sequence[Curve], frame: Frame) -> Scale:
+def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
     nothing = np.empty(0)
     lows = np.concatenate([curve.band[0] for curve in curves if curve.band is not None] or [nothing])
     highs = np.concatenate([curve.band[1] for curve in curves if curve.band is not None] or [nothing])
     firm = np.concatenate([np.asarray(curve.y, float) for curve in curves])
     is_bad = np.zeros(0, bool)
-    scale = choose_scale(Columns(lows, highs, is_bad), firm, is_log=frame.is_log) or Scale(0.0, 1.0)
+    scale = choose_scale(CurveColumns(lows, highs, is_bad), firm, is_log=frame.is_log) or Scale(0.0, 1.0)
     bottom = scale.bottom if frame.bottom is None else min(scale.bottom, frame.bottom)
     top = scale.top if frame.top is None else max(scale.top, frame.top)
     return Scale(bottom if frame.bottom is None else frame.bottom, top, scale.is_log)
@@ -128,7 +128,7 @@ def _text(x: float, y: float, style: str, text: str) -> Markup:
     return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(f"{x:.1f}", f"{y:.1f}", style, text)
 
 
-def _band(curve: Curve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
+def _band(curve: ChartCurve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
     assert curve.band is not None
     x = np.asarray(curve.x, float)
     columns = reduce_columns(
@@ -140,7 +140,7 @@ def _band(curve: Curve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
     return Markup('<path class="band c{}" d="{}"/>').format(curve.color, strokes)
 
 
-def _curve_path(curve: Curve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
+def _curve_path(curve: ChartCurve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
     x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
     stride = max(1, len(x) // (2 * frame.width_px)) if not curve.is_dotted else 1
     keep = np.unique(np.concatenate([np.arange(0, len(x), stride), [len(x) - 1]]))

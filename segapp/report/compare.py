@@ -16,7 +16,7 @@ from rich.text import Text
 
 from segapp.errors import ConfigError
 from segapp.report import charts
-from segapp.report.charts import Curve, Frame
+from segapp.report.charts import ChartCurve, Frame
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, RunRow, read_run_report, run_row
@@ -190,7 +190,7 @@ def _chart(
         found = mean_curve([points(report) for report in group])
         if found is not None:
             x, mean, low, high = found
-            curves.append(Curve(label, x, mean, color, band=(low, high) if len(group) > 1 else None))
+            curves.append(ChartCurve(label, x, mean, color, band=(low, high) if len(group) > 1 else None))
     return charts.line_chart(curves, frame)
 
 

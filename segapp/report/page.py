@@ -17,7 +17,7 @@ from segapp.build.pairs import split_names
 from segapp.build.trained import load_trained
 from segapp.errors import SegappError
 from segapp.report import charts
-from segapp.report.charts import Curve, Frame
+from segapp.report.charts import ChartCurve, Frame
 from segapp.report.confusion import confusion_figure
 from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
@@ -26,13 +26,13 @@ from segapp.run.words import printable
 from segapp.scores import HEADLINES, SCORES
 from segapp.training.telemetry.console import progress_bar
 from segapp.view import wording
-from segapp.view.history import SMOOTHINGS, History
+from segapp.view.history import SMOOTHINGS, LossHistory
 
 MAX_PICTURED_CLASSES = 60
 
 
 @dataclass(frozen=True)
-class ClassRow:
+class ReportedClass:
     """One row of the class table; None where a value is not known."""
 
     name: str
@@ -124,9 +124,11 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
             smoothed = f"training loss (smoothed over about {round(1 / (1 - factor))} logged steps)"
             mean = f"mean of epoch {report.view.loss.epoch}: {wording.loss(report.view.loss.mean, 4)}"
             label = f"{smoothed if is_alone else report.name}, {mean}"
-            curves.append(Curve(label, history.step, history.average(factor), color % charts.NUM_COLORS, band=band))
+            curves.append(
+                ChartCurve(label, history.step, history.average(factor), color % charts.NUM_COLORS, band=band)
+            )
         if is_alone and vals:
-            curves.append(Curve("validation loss", [v.step for v in vals], [v.loss or 0.0 for v in vals], 1, True))
+            curves.append(ChartCurve("validation loss", [v.step for v in vals], [v.loss or 0.0 for v in vals], 1, True))
         if is_alone:
             marks = [(mark.step, mark.text) for mark in report.view.marks if mark.kind != "best"]
             marks += [(mark.step, mark.text) for mark in report.view.marks if mark.kind == "best"][-1:]
@@ -136,10 +138,10 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
     return charts.line_chart(curves, Frame("step", "loss", is_log, marks))
 
 
-def miou_curves(reports: Sequence[RunReport]) -> list[Curve]:
+def miou_curves(reports: Sequence[RunReport]) -> list[ChartCurve]:
     """Return the mIoU over the steps of each run."""
     return [
-        Curve(
+        ChartCurve(
             report.name if len(reports) > 1 else "mIoU",
             [val.step for val in report.view.vals],
             [np.nan if val.miou is None else val.miou for val in report.view.vals],
@@ -155,26 +157,26 @@ def _miou_chart(report: RunReport) -> Markup:
     vals = report.view.vals
     known = [val.score("pixel_accuracy") for val in vals]
     accuracy = [np.nan if value is None else value for value in known]
-    curves = [*miou_curves([report]), Curve("pixel accuracy", [val.step for val in vals], accuracy, 2, True)]
+    curves = [*miou_curves([report]), ChartCurve("pixel accuracy", [val.step for val in vals], accuracy, 2, True)]
     return charts.line_chart(
         curves if vals else [], Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX)
     )
 
 
-def _term_chart(name: str, series: History) -> Markup:
+def _term_chart(name: str, series: LossHistory) -> Markup:
     return charts.line_chart(
-        [Curve(name, series.step, series.high, 3)], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX)
+        [ChartCurve(name, series.step, series.high, 3)], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX)
     )
 
 
-def _small_chart(label: str, series: History, y_label: str) -> Markup:
-    curve = Curve(label, series.step, series.high, 3)
+def _small_chart(label: str, series: LossHistory, y_label: str) -> Markup:
+    curve = ChartCurve(label, series.step, series.high, 3)
     return charts.line_chart(
         [curve] if series.size else [], Frame("step", y_label, bottom=0.0, width_px=charts.HALF_PX)
     )
 
 
-def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[ClassRow]:
+def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[ReportedClass]:
     """Return a row per class, lowest IoU first, absent ones last; from the evaluation or the last `val` event."""
     view = report.view
     names = list(view.start.classes) if view.start else []
@@ -196,7 +198,7 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Cl
                 scores.frequency[i],
             )
         dice = None if iou is None else 2 * iou / (1 + iou)
-        rows.append(ClassRow(name, iou, change, dice, recall, precision, frequency))
+        rows.append(ReportedClass(name, iou, change, dice, recall, precision, frequency))
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
 
 

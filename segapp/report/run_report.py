@@ -11,7 +11,7 @@ from segapp.errors import ConfigError, RunError
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
 from segapp.scores import count_scored
-from segapp.view.history import History
+from segapp.view.history import LossHistory
 from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
 
@@ -41,7 +41,7 @@ class RunReport:
         """Name of the run folder."""
         return self.folder.name
 
-    def series(self, field: str) -> History:
+    def series(self, field: str) -> LossHistory:
         """Return the values of a number of the `step` events, read from the file."""
         return series_of(self.folder.events, field)
 

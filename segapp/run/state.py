@@ -24,7 +24,7 @@ _MAX_TAIL_BYTES = 16 * 2**20
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class StateFacts:
     """The facts from which a state is derived."""
 
     end_status: Literal["finished", "stopped", "failed"] | None = None
@@ -39,7 +39,7 @@ class RunFacts:
     """Median time between two `step` events."""
 
 
-def derive_state(facts: RunFacts) -> State:
+def derive_state(facts: StateFacts) -> State:
     """Return the state for a set of facts.
 
     live: recent steps. busy: alive, recent events, but no recent steps (start, evaluation, pause, slow data). stale:
@@ -60,7 +60,7 @@ def derive_state(facts: RunFacts) -> State:
     return "busy" if facts.event_age_s is None else "stale"
 
 
-def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
+def read_facts(path: Path | str, now_s: float | None = None) -> StateFacts:
     """Return the facts of a run, from its folder; reads only the end of the events."""
     now_s = time.time() if now_s is None else now_s
     folder = RunFolder(path)
@@ -70,7 +70,7 @@ def read_facts(path: Path | str, now_s: float | None = None) -> RunFacts:
     steps_s = [float(raw["t"]) for raw in events[last_start + 1 :] if raw["type"] == "step"]
     end_status = ends[-1].get("status") if ends else None
     is_running_again = bool(ends) and was_acquired_after(folder, float(ends[-1]["t"]))
-    return RunFacts(
+    return StateFacts(
         end_status=end_status if end_status in ("finished", "stopped", "failed") and not is_running_again else None,
         is_trainer_alive=is_trainer_alive(folder),
         event_age_s=max(0.0, now_s - float(events[-1]["t"])) if events else None,

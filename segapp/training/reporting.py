@@ -12,11 +12,11 @@ from segapp.run.events import Alert, EpochStart, EventLog, RunStart, Step, Val
 from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import TrainingProgress
 from segapp.training.recovery import OomPolicy
-from segapp.training.settings import RunFacts, TrainerSettings
+from segapp.training.settings import TrainerSettings, TrainingFacts
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.telemetry.clock import Clock
 from segapp.training.telemetry.data_watch import DataWatch
-from segapp.training.telemetry.remaining_time import Observed, Place, RemainingTime
+from segapp.training.telemetry.remaining_time import Observed, RemainingTime, TrainingPosition
 from segapp.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class TrainingReporter:
         self._remaining = RemainingTime(settings.timetable)
         self._data_watch = DataWatch(train_loader, validation.loader.dataset)
 
-    def run_start(self, facts: RunFacts, resumed_from_step: int | None) -> None:
+    def run_start(self, facts: TrainingFacts, resumed_from_step: int | None) -> None:
         """Emit `run_start`, and `weights` for every file of pretrained weights."""
         live, timetable = self._controller.settings, self._settings.timetable
         described = {name: value for name, value in vars(facts).items() if name not in ("config", "alerts", "notes")}
@@ -138,9 +138,11 @@ class TrainingReporter:
         num_pieces = self._oom_policy.fallbacks.num_pieces
         return self._controller.batch_split.current, num_pieces, self._engine.is_frozen
 
-    def _place(self) -> Place:
+    def _place(self) -> TrainingPosition:
         at = self._progress.position
-        return Place(at.epoch, at.step, math.ceil((self._num_batches - at.batch) / self._settings.accumulate))
+        return TrainingPosition(
+            at.epoch, at.step, math.ceil((self._num_batches - at.batch) / self._settings.accumulate)
+        )
 
     def outputs(self, message: str) -> None:
         """Emit the alert about the outputs of the network."""

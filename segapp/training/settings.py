@@ -43,7 +43,7 @@ class TrainerSettings:
 
 
 @dataclass(frozen=True)
-class RunFacts:
+class TrainingFacts:
     """Facts of a training for `run_start` and the checkpoint.
 
     Attributes:

@@ -31,7 +31,7 @@ from segapp.training.control.safe_point import SafePoint
 from segapp.training.divergence import LossWatch
 from segapp.training.recovery import MemoryFallbacks, OomPolicy
 from segapp.training.reporting import TrainingReporter
-from segapp.training.settings import RunFacts, TrainerSettings
+from segapp.training.settings import TrainerSettings, TrainingFacts
 from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.step.participant import FirstOutputs
@@ -70,7 +70,7 @@ class Trainer:
         self,
         context: RunContext,
         settings: TrainerSettings,
-        facts: RunFacts,
+        facts: TrainingFacts,
         *,
         engine: StepEngine,
         train_loader: TrainLoader,

@@ -216,7 +216,7 @@ class MonitorApp(App[None]):
         """For a trainer that is starting; see `run_ui`."""
         self.unanswered: dict[str, str] = {}
         """Commands that were sent and have no final answer: id -> text."""
-        self.layout_plan: layout.Layout | None = None
+        self.layout_plan: layout.ScreenLayout | None = None
         self._screen_size: Size | None = None
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
         self._is_reading = self._was_reading = False
@@ -423,7 +423,7 @@ class MonitorApp(App[None]):
             self._text("notice").show(header.notice(view, status, self.run_name, width, height, glyphs))
             return False
         line = width - 2
-        place, unseen = header.Place(self.run_name, line, glyphs), header.unseen_alerts(view, self.seen_s)
+        place, unseen = header.LinePlace(self.run_name, line, glyphs), header.unseen_alerts(view, self.seen_s)
         self._text("head").show(header.header(view, status, place, is_readonly=self.readonly, num_alerts=len(unseen)))
         self._text("progress").show(header.progress_line(view, status, line, glyphs))
         found = header.banner(view, status, place, unseen)
@@ -458,7 +458,7 @@ class MonitorApp(App[None]):
         shown = keys.here(keys.available(is_readonly), pane)
         self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
 
-    def _show_left(self, plan: layout.Layout) -> None:
+    def _show_left(self, plan: layout.ScreenLayout) -> None:
         view = self.source.view
         if "loss" in plan.panes:
             chart = self.query_one(LossChart)
@@ -479,7 +479,7 @@ class MonitorApp(App[None]):
                 chosen += f" /{self.searched} {log.num_shown} of {len(view.log)}"
             self._set_title(log, Content.assemble(("4 Events ", "bold"), (chosen, "$text-warning")), plan)
 
-    def _show_right(self, plan: layout.Layout) -> None:
+    def _show_right(self, plan: layout.ScreenLayout) -> None:
         view, glyphs = self.source.view, self.glyphs
         if "gpu" in plan.panes:
             pane = self.query_one("#gpu", Pane)
@@ -515,13 +515,13 @@ class MonitorApp(App[None]):
         plan = self._plan[1]
         return plan.predicted_mib(self.source.view.split) if plan is not None else ()
 
-    def _show_pictures(self, plan: layout.Layout) -> None:
+    def _show_pictures(self, plan: layout.ScreenLayout) -> None:
         """Show new pictures."""
         pictures = self.query_one(PictureView)
         pictures.show(newest_pictures(self.source.folder.samples), self.source.view)
         self._set_title(pictures, Content.styled("5 Pictures", "bold"), plan)
 
-    def _set_title(self, pane: Widget, title: Content, plan: layout.Layout) -> None:
+    def _set_title(self, pane: Widget, title: Content, plan: layout.ScreenLayout) -> None:
         """Set a pane's title; in one column, with the names of the other panes."""
         others = _OTHER_PANES if len(plan.panes - {"gpu0"}) == 1 else {}
         text = "  ".join(label for name, label in others.items() if name not in plan.panes)

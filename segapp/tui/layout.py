@@ -14,7 +14,7 @@ _LEFT = frozenset({"loss", "pictures", "events"})
 
 
 @dataclass(frozen=True)
-class Layout:
+class ScreenLayout:
     """The visible parts of the screen.
 
     Attributes:
@@ -47,16 +47,16 @@ class Layout:
 
 def plan_layout(
     width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False, is_editing: bool = False
-) -> Layout:
+) -> ScreenLayout:
     """Return the layout for a screen."""
     if width < MIN_WIDTH or height < MIN_HEIGHT:
-        return Layout(frozenset())
+        return ScreenLayout(frozenset())
     if width < WIDE or is_zoomed:
         shown = {"gpu", "gpu0"} if is_editing or pane == "gpu" else {pane}
         if is_editing and height < 24:
             shown = {"gpu0"}
         rows = 0 if is_zoomed else 3 if height >= 20 else 1
-        return Layout(
+        return ScreenLayout(
             frozenset(shown),
             width,
             has_throughput=height >= 20 and bool(shown & _LEFT),
@@ -69,4 +69,4 @@ def plan_layout(
         left = {"events"}
     right_width = min(68, 48 + max(0, width - 100) // 4)
     right = {"gpu", "gpu0"} if is_editing and height < 30 else {"gpu", "gpu0", "classes"}
-    return Layout(frozenset(left | right), right_width, has_throughput=height >= 22)
+    return ScreenLayout(frozenset(left | right), right_width, has_throughput=height >= 22)

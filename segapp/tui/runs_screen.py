@@ -20,7 +20,7 @@ from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
 from segapp.tui.panes.glyphs import Glyphs, spark
-from segapp.tui.panes.header import STATE_STYLES, Part, fit_parts
+from segapp.tui.panes.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, drawable
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
 from segapp.view.wording import Detail, clip, fit_cells
@@ -78,7 +78,7 @@ class RunsScreen(Screen[RunFolder | None]):
         shown = sorted_runs(self.runs.runs, self._sort, self._wanted)
         listed = self.query_one("#run-lines", OptionList)
         width = max(20, self.size.width - 3)
-        columns = Columns.of(self.runs.runs)
+        columns = RunColumns.of(self.runs.runs)
         rows = [
             drawable(self, run_row(run, width, columns, self._glyphs, is_marked=run.folder.path in self.marked))
             for run in shown
@@ -180,7 +180,7 @@ def differences(first: RunFolder, second: RunFolder) -> list[Detail]:
     return [Detail(printable(key), printable(change)) for key, _, change in pairs] or [Detail("configs", "are equal")]
 
 
-class Columns(NamedTuple):
+class RunColumns(NamedTuple):
     """Widths of the columns with names, in cells."""
 
     run: int
@@ -188,16 +188,16 @@ class Columns(NamedTuple):
     """0 where no run belongs to a sweep."""
 
     @classmethod
-    def of(cls, runs: Sequence[FollowedRun]) -> Columns:
+    def of(cls, runs: Sequence[FollowedRun]) -> RunColumns:
         """Return the widths for the names of some runs."""
         names = max([12, *(len(run.folder.path.name) for run in runs)])
         return cls(min(names, 36), min(max([0, *(len(run.sweep) for run in runs)]), 20))
 
 
-def run_header(width: int, columns: Columns) -> Content:
+def run_header(width: int, columns: RunColumns) -> Content:
     """Return the titles of the columns of `run_row`."""
-    titles = [Part(0, Content(f"  {fit_cells('RUN', columns.run)}")), *(
-        Part(rank, Content(title.ljust(cells) if is_left else title.rjust(cells)))
+    titles = [LinePart(0, Content(f"  {fit_cells('RUN', columns.run)}")), *(
+        LinePart(rank, Content(title.ljust(cells) if is_left else title.rjust(cells)))
         for rank, title, cells, is_left in (
             (1, "SWEEP"[: columns.sweep], columns.sweep, True),
             (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", _SCORE, False), (2, "BEST", _SCORE, False),
@@ -216,22 +216,22 @@ def _score(miou: float | None, num_scored: int | None, num_classes: int | None) 
     return with_count(number(miou), num_scored, num_classes).rjust(_SCORE)
 
 
-def run_row(run: FollowedRun, width: int, columns: Columns, glyphs: Glyphs, *, is_marked: bool) -> Content:
+def run_row(run: FollowedRun, width: int, columns: RunColumns, glyphs: Glyphs, *, is_marked: bool) -> Content:
     """Return one line of the list; columns that do not fit are left out."""
     summary = run.summary
     epoch = "-" if summary.epoch is None else f"{summary.epoch}/{summary.epochs or '?'}"
     speed = number(summary.images_per_s) if summary.state in ("live", "busy") else "-"
     mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(run.folder.path.name), columns.run)
     parts = [
-        Part(0, Content.assemble((f"{mark} ", "$text-accent"), (name, "bold"))),
-        Part(1, Content.styled(fit_cells(printable(run.sweep), columns.sweep), "$text-muted")),
-        Part(0, Content.styled(summary.state.ljust(9), STATE_STYLES[summary.state])),
-        Part(1, Content(clip(epoch, 9).rjust(9))),
-        Part(2, Content(_score(summary.miou, summary.num_scored, summary.num_classes))),
-        Part(2, Content(_score(summary.best_miou, summary.best_num_scored, summary.num_classes))),
-        Part(4, Content.styled(spark(run.mious, _SPARK, glyphs).ljust(_SPARK), "$text-success")),
-        Part(5, Content(speed.rjust(7))),
-        Part(6, Content(run.devices.ljust(7))),
-        Part(3, Content.styled(age(summary.age_s).rjust(12), "$text-muted")),
+        LinePart(0, Content.assemble((f"{mark} ", "$text-accent"), (name, "bold"))),
+        LinePart(1, Content.styled(fit_cells(printable(run.sweep), columns.sweep), "$text-muted")),
+        LinePart(0, Content.styled(summary.state.ljust(9), STATE_STYLES[summary.state])),
+        LinePart(1, Content(clip(epoch, 9).rjust(9))),
+        LinePart(2, Content(_score(summary.miou, summary.num_scored, summary.num_classes))),
+        LinePart(2, Content(_score(summary.best_miou, summary.best_num_scored, summary.num_classes))),
+        LinePart(4, Content.styled(spark(run.mious, _SPARK, glyphs).ljust(_SPARK), "$text-success")),
+        LinePart(5, Content(speed.rjust(7))),
+        LinePart(6, Content(run.devices.ljust(7))),
+        LinePart(3, Content.styled(age(summary.age_s).rjust(12), "$text-muted")),
     ]
     return fit_parts(parts, width)

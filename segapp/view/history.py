@@ -18,7 +18,7 @@ SMOOTHINGS = (0.6, 0.9, 0.98)
 _BLOCK = 64
 
 
-class History:
+class LossHistory:
     """Loss over steps, with exponential averages.
 
     The averages are debiased, `a_n / (1 - factor ** n)` with `a_n = factor * a_(n-1) + (1 - factor) * loss_n` (Adam,

@@ -9,7 +9,7 @@ import numpy as np
 from segapp.run.events import Val
 from segapp.scores import HEADLINES
 from segapp.view.evaluations import Floats, PastVal
-from segapp.view.history import History
+from segapp.view.history import LossHistory
 from segapp.view.view import View
 
 STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s": "images/s"}
@@ -28,7 +28,7 @@ TERM, CLASS = "term ", "IoU "
 class Curve(NamedTuple):
     """A metric over the steps of a run."""
 
-    history: History | None
+    history: LossHistory | None
     """Values of the steps; None for a metric of the evaluations."""
     points: Floats
     """Step and value of each evaluation that has one, float64 [evaluations, 2]."""
@@ -62,7 +62,7 @@ def step_field(name: str) -> str | None:
     return f"terms.{name.removeprefix(TERM)}" if name.startswith(TERM) else None
 
 
-def curve_of(view: View, name: str, series: History | None) -> Curve:
+def curve_of(view: View, name: str, series: LossHistory | None) -> Curve:
     """Return a metric of a run.
 
     Args:
@@ -73,7 +73,7 @@ def curve_of(view: View, name: str, series: History | None) -> Curve:
     if name == "loss":
         return Curve(view.history, _points(view, view.vals.values("loss")))
     if step_field(name) is not None:
-        return Curve(series or History(), NO_POINTS)
+        return Curve(series or LossHistory(), NO_POINTS)
     if name in VAL_METRICS:
         return Curve(None, _points(view, view.vals.values(name)))
     index = view.classes.index(name.removeprefix(CLASS)) if name.removeprefix(CLASS) in view.classes else -1

@@ -12,7 +12,7 @@ Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class Columns:
+class CurveColumns:
     """A curve as one vertical stroke per column of dots; nan in empty columns."""
 
     low: Floats
@@ -47,7 +47,7 @@ class Scale:
 
 def reduce_columns(
     x: Floats, low: Floats, high: Floats, is_bad: NDArray[np.bool_], x0: float, x1: float, num: int
-) -> Columns:
+) -> CurveColumns:
     """Return the extremes of a curve in `num` columns between `x0` and `x1`.
 
     Empty columns between two points are filled by a straight line, unless a value between the points was not finite.
@@ -65,7 +65,7 @@ def reduce_columns(
     x, low, high, is_bad = x[first:last], low[first:last], high[first:last], is_bad[first:last]
     out_low, out_high, out_bad = np.full(num, np.nan), np.full(num, np.nan), np.zeros(num, dtype=bool)
     if not len(x):
-        return Columns(out_low, out_high, out_bad)
+        return CurveColumns(out_low, out_high, out_bad)
     column = np.minimum(((x - x0) * (num / (x1 - x0))).astype(np.int64), num - 1)
     starts = np.flatnonzero(np.concatenate(([True], column[1:] != column[:-1])))
     at = column[starts]
@@ -73,7 +73,7 @@ def reduce_columns(
     out_high[at] = np.fmax.reduceat(high, starts)
     out_bad[at] = np.logical_or.reduceat(is_bad, starts)
     _join(out_low, out_high, out_bad)
-    return Columns(out_low, out_high, out_bad)
+    return CurveColumns(out_low, out_high, out_bad)
 
 
 def _join(low: Floats, high: Floats, is_bad: NDArray[np.bool_]) -> None:
@@ -106,7 +106,7 @@ def padded_range(first: float, last: float) -> tuple[float, float]:
     return left, left + math.ceil((last - left) / stride + 1e-9) * stride
 
 
-def draw_columns(columns: Columns, scale: Scale, num_rows: int) -> NDArray[np.bool_]:
+def draw_columns(columns: CurveColumns, scale: Scale, num_rows: int) -> NDArray[np.bool_]:
     """Return the dots of a curve, (num_rows, columns), first row on top; neighbouring strokes touch."""
     top = np.clip((1 - scale.fraction(columns.high)) * (num_rows - 1), -1, num_rows)
     bottom = np.clip((1 - scale.fraction(columns.low)) * (num_rows - 1), -1, num_rows)
@@ -134,7 +134,7 @@ def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[n
     return packed
 
 
-def without_spikes(columns: Columns, top: float) -> Columns:
+def without_spikes(columns: CurveColumns, top: float) -> CurveColumns:
     """Return a band in which columns that exceed a value are as high as those beside them.
 
     A single step far beyond the scale would otherwise be a stroke over the whole chart.
@@ -147,10 +147,12 @@ def without_spikes(columns: Columns, top: float) -> Columns:
         return columns
     high = columns.high.copy()
     high[spikes] = np.minimum(top, np.maximum(columns.low[spikes], np.interp(spikes, known, high[known])))
-    return Columns(columns.low, high, columns.is_bad)
+    return CurveColumns(columns.low, high, columns.is_bad)
 
 
-def choose_scale(raw: Columns, firm: Floats, *, is_log: bool, usual: tuple[float, float] | None = None) -> Scale | None:
+def choose_scale(
+    raw: CurveColumns, firm: Floats, *, is_log: bool, usual: tuple[float, float] | None = None
+) -> Scale | None:
     """Return a scale that covers certain values, and a curve without its rarest values.
 
     Args:

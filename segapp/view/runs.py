@@ -10,7 +10,7 @@ from pathlib import Path
 
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder, run_folders
-from segapp.run.state import FRESH_S, RunFacts, is_trainer_alive
+from segapp.run.state import FRESH_S, StateFacts, is_trainer_alive
 from segapp.view.summary import RunSummary, small_view, summary_of
 from segapp.view.view import View, fold_events
 
@@ -97,7 +97,7 @@ class RunList:
             run.checked_s = now_s
             run.is_alive = is_trainer_alive(run.folder)
         view = run.view
-        facts = RunFacts(
+        facts = StateFacts(
             end_status=view.end.status if view.end is not None else None,
             is_trainer_alive=run.is_alive,
             event_age_s=None if view.last_s is None else max(0.0, now_s - view.last_s),

@@ -13,9 +13,9 @@ from typing import Any
 from segapp.run.events import EventReader, StepRun, step_column
 from segapp.run.folder import RunFolder
 from segapp.run.process import ProcessId
-from segapp.run.state import RunFacts, State, derive_state, is_trainer_alive, was_acquired_after
+from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, was_acquired_after
 from segapp.run.words import printable
-from segapp.view.history import History
+from segapp.view.history import LossHistory
 from segapp.view.view import View, fold_events
 
 _SLICE_BYTES = 4 * 2**20
@@ -30,7 +30,7 @@ class SeriesReader:
     """
 
     def __init__(self, path: Path, field: str) -> None:
-        self.history = History()
+        self.history = LossHistory()
         self._reader, self._pattern = EventReader(path), step_column(field)
         self._generation = self._reader.generation
 
@@ -38,7 +38,7 @@ class SeriesReader:
         """Read at most four megabytes; return True if more is waiting."""
         rows = self._reader.read_column(self._pattern, _SLICE_BYTES)
         if self._reader.generation != self._generation:
-            self._generation, self.history = self._reader.generation, History()
+            self._generation, self.history = self._reader.generation, LossHistory()
         starts = [0, *(i for i in range(1, len(rows)) if rows[i][1] <= rows[i - 1][1])]
         for start, end in pairwise([*starts, len(rows)] if rows else []):
             t, step, value = zip(*rows[start:end], strict=True)
@@ -48,7 +48,7 @@ class SeriesReader:
         return self._reader.num_bytes_left > _SLICE_BYTES
 
 
-def series_of(path: Path, field: str) -> History:
+def series_of(path: Path, field: str) -> LossHistory:
     """Return all values of one number of the `step` events; its arguments are those of `SeriesReader`."""
     reader = SeriesReader(path, field)
     while reader.poll():
@@ -144,7 +144,7 @@ class LiveSource:
             if self._monotonic() >= deadline:
                 return True
 
-    def series(self, field: str) -> History:
+    def series(self, field: str) -> LossHistory:
         """Return the values of a number of the `step` events; each call reads a slice of the file."""
         reader = self._series.get(field)
         if reader is None:
@@ -175,7 +175,7 @@ class LiveSource:
         skew_s = self._skew_s(now_s)
         found = self._look()
         age_s = self._age_s(view.last_s, self._arrived, now_s)
-        facts = RunFacts(
+        facts = StateFacts(
             end_status=view.end.status if view.end is not None and not found.is_again else None,
             is_trainer_alive=found.is_alive,
             event_age_s=age_s,

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from segapp.run.folder import RunFolder, is_run, run_folders
-from segapp.run.state import RunFacts, State, derive_state, read_facts
+from segapp.run.state import State, StateFacts, derive_state, read_facts
 from segapp.run.sweep import SweepFolder
 from segapp.scores import SCORES, count_scored
-from segapp.view.history import History
+from segapp.view.history import LossHistory
 from segapp.view.source import fold_file
 from segapp.view.view import View
 
@@ -87,7 +87,7 @@ class RunSummary:
 
 def small_view() -> View:
     """Return a view to be folded for a summary alone: with a short loss curve."""
-    return View(history=History(_NUM_POINTS))
+    return View(history=LossHistory(_NUM_POINTS))
 
 
 def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
@@ -102,7 +102,7 @@ def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[Run
     return [summarize(run.path, now_s) for run in run_folders(root)]
 
 
-def summary_of(view: View, folder: RunFolder, facts: RunFacts) -> RunSummary:
+def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
     """Return the summary of a run.
 
     Args:

@@ -34,7 +34,7 @@ from segapp.run.events import (
 from segapp.run.words import printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate
 from segapp.view.evaluations import Evaluations, PastVal
-from segapp.view.history import History
+from segapp.view.history import LossHistory
 from segapp.view.wording import LogLine, log_line
 
 MemorySample = tuple[tuple[float, float], ...]
@@ -124,7 +124,7 @@ class View:
     """Set by the last applied command."""
     step: Step | None = None
     """The last step."""
-    history: History = field(default_factory=History)
+    history: LossHistory = field(default_factory=LossHistory)
     loss: EpochLoss = field(default_factory=EpochLoss)
     """Training loss of the last epoch."""
     recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(_last_values))

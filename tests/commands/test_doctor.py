@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from segapp.commands.doctor import Finding, State, can_train, evaluate_machine, report_lines
+from segapp.commands.doctor import Diagnosis, State, can_train, evaluate_machine, report_lines
 from segapp.commands.machine import (
     Facts,
     ask_nvidia_smi,
@@ -72,7 +72,7 @@ FACTS: Facts = {
 }  # fmt: skip
 
 
-def of(facts: Facts, name: str) -> Finding:
+def of(facts: Facts, name: str) -> Diagnosis:
     (found,) = [finding for finding in evaluate_machine(facts) if finding.name == name]
     return found
 

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from segapp.losses import (
     CriterionCE,
-    Tile,
+    LogitsTile,
     upsample_argmax,
     upsample_confusion,
     upsample_label_counts,
@@ -91,7 +91,7 @@ def tile_case():
     """Return two overlapping tiles of a 12 x 20 output, with logits of a larger frame, and their plain mean."""
     generator = torch.Generator().manual_seed(4)
     left, right = (torch.randn(2, 5, 4, 5, generator=generator, dtype=torch.float64) for _ in range(2))
-    tiles = [Tile(left, 0, 0, (12, 14), (16, 15)), Tile(right, 0, 8, (12, 12), (16, 15), skip=3)]
+    tiles = [LogitsTile(left, 0, 0, (12, 14), (16, 15)), LogitsTile(right, 0, 8, (12, 12), (16, 15), skip=3)]
     wide = [F.interpolate(t.logits, t.frame, mode="bilinear", align_corners=True) for t in tiles]
     total, count = torch.zeros(2, 5, 12, 20, dtype=torch.float64), torch.zeros(12, 20)
     total[..., :14] += wide[0][..., :12, :14]
@@ -118,7 +118,7 @@ def test_tiles_are_averaged_by_the_products_of_their_weights(band_bytes, monkeyp
     for top in (0, 3):
         for left in (0, 4):
             logits = torch.randn(1, 3, 4, 5, generator=generator, dtype=torch.float64)
-            tiles.append(Tile(logits, top, left, (9, 9), (9, 9), weights=(down, across)))
+            tiles.append(LogitsTile(logits, top, left, (9, 9), (9, 9), weights=(down, across)))
             weight = torch.outer(down, across)
             place = (..., slice(top, top + 9), slice(left, left + 9))
             total[place] += weight * F.interpolate(logits, (9, 9), mode="bilinear", align_corners=True)
@@ -147,7 +147,7 @@ def test_tiles_and_views_are_averaged_as_probabilities():
 def test_uncovered_rows_and_unfit_views_are_refused():
     tiles, _ = tile_case()
     with pytest.raises(ValueError, match="no tile covers the output rows"):
-        upsample_argmax([[Tile(tiles[0].logits, 4, 0, (8, 20), (8, 20))]], (4, 20))
+        upsample_argmax([[LogitsTile(tiles[0].logits, 4, 0, (8, 20), (8, 20))]], (4, 20))
     with pytest.raises(ValueError, match="no views"):
         upsample_argmax([[]], (4, 4))
     with pytest.raises(ValueError, match="must agree"):

@@ -7,7 +7,7 @@ import itertools
 import pytest
 
 from segapp.memory.oom import OomReport, OomSnapshot, oom_snapshot_of, report_lines
-from segapp.run.events import LargeTensor, OtherProcess
+from segapp.run.events import LiveTensor, OtherProcess
 
 
 def test_report_has_what_is_known() -> None:
@@ -19,7 +19,7 @@ def test_report_has_what_is_known() -> None:
         allocated_mib=750.0,
         reserved_mib=1000.0,
         total_mib=24220.0,
-        largest=(LargeTensor(mib=512.0, what="a"), LargeTensor(mib=3.0, what="b")),
+        largest=(LiveTensor(mib=512.0, what="a"), LiveTensor(mib=3.0, what="b")),
         others=(OtherProcess(pid=7, name="python", used_mib=300.4), OtherProcess(pid=8, name="x", used_mib=None)),
     )
     advice = ("train less", "train more")

@@ -18,13 +18,13 @@ from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
 from segapp.report import charts, compare_runs, write_report
-from segapp.report.charts import Curve, Frame
+from segapp.report.charts import ChartCurve, Frame
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, top_confusions
 from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.run_report import read_run_report
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Step, Val
 from segapp.run.folder import RunFolder
-from segapp.view.history import History
+from segapp.view.history import LossHistory
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events, merged, segapp, train
 
@@ -232,7 +232,7 @@ def test_confusion_matrix_leaves_out_classes_that_do_not_occur() -> None:
     assert shown() is None  # too many for a picture
 
 
-def points(series: History) -> list[tuple[float, float]]:
+def points(series: LossHistory) -> list[tuple[float, float]]:
     return list(zip(series.step.tolist(), series.high.tolist(), strict=True))
 
 
@@ -327,7 +327,7 @@ def test_report_command_writes_the_page(trained: Path, tmp_path: Path) -> None:
 
 
 def test_chart_line_has_the_coordinates_of_its_values() -> None:
-    chart = charts.line_chart([Curve("a", [0, 10], [0.0, 1.0])], Frame("step", "y", bottom=0.0, top=1.0))
+    chart = charts.line_chart([ChartCurve("a", [0, 10], [0.0, 1.0])], Frame("step", "y", bottom=0.0, top=1.0))
     svg = ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart)\b", r'="\1"', re.search(r"<svg.*</svg>", chart)[0]))  # type: ignore[index]
     path = next(e for e in svg.iter() if e.get("class") == "line c0").get("d")
     assert path is not None
@@ -336,7 +336,7 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
     assert (x0, x1) == (62, charts.WIDTH_PX - 14)
     assert y0 - y1 == pytest.approx((260 - 34 - 12) / 1.03, rel=0.03)
     assert ticks["0"][1] - 4 == pytest.approx(y0, abs=0.2)
-    long = charts.line_chart([Curve("b", range(2 * 5001), range(2 * 5001))], Frame("step", "y"))
+    long = charts.line_chart([ChartCurve("b", range(2 * 5001), range(2 * 5001))], Frame("step", "y"))
     drawn = re.search(r'class="line c0" d="([^"]*)"', long)
     assert drawn is not None
     points = [[float(n) for n in point.split()] for point in re.split("[ML]", drawn[1])[1:]]
@@ -346,11 +346,11 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])
 def test_chart_without_points_says_so(values: list[float]) -> None:
-    assert "nothing was recorded" in charts.line_chart([Curve("a", range(len(values)), values)], Frame("x", "y"))
+    assert "nothing was recorded" in charts.line_chart([ChartCurve("a", range(len(values)), values)], Frame("x", "y"))
 
 
 def test_chart_line_keeps_gaps() -> None:
-    chart = charts.line_chart([Curve("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], Frame("x", "y"))
+    chart = charts.line_chart([ChartCurve("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], Frame("x", "y"))
     path = re.search(r'class="line c0" d="([^"]*)"', chart)
     assert path is not None
     assert path[1].count("M") == 2

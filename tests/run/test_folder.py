@@ -23,7 +23,7 @@ from segapp.run.events import (
 )
 from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.process import ProcessId, is_alive, this_process
-from segapp.run.state import RunFacts, derive_state, read_facts, run_state
+from segapp.run.state import StateFacts, derive_state, read_facts, run_state
 from segapp.run.sweep import SweepFolder
 from segapp.view.summary import list_runs, summarize
 
@@ -236,25 +236,25 @@ def test_is_alive_distinguishes_processes_of_equal_pid():
 @pytest.mark.parametrize(
     ("facts", "word"),
     [
-        (RunFacts(end_status="finished", is_trainer_alive=False), "finished"),
-        (RunFacts(end_status="stopped", is_trainer_alive=True, step_age_s=1.0), "stopped"),
-        (RunFacts(end_status="failed", is_trainer_alive=None), "failed"),
-        (RunFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=1.0), "live"),
-        (RunFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=100.0), "busy"),
-        (RunFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0), "stale"),
-        (RunFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0, step_interval_s=30.0), "live"),
+        (StateFacts(end_status="finished", is_trainer_alive=False), "finished"),
+        (StateFacts(end_status="stopped", is_trainer_alive=True, step_age_s=1.0), "stopped"),
+        (StateFacts(end_status="failed", is_trainer_alive=None), "failed"),
+        (StateFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=1.0), "live"),
+        (StateFacts(is_trainer_alive=True, event_age_s=1.0, step_age_s=100.0), "busy"),
+        (StateFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0), "stale"),
+        (StateFacts(is_trainer_alive=True, event_age_s=100.0, step_age_s=100.0, step_interval_s=30.0), "live"),
         # Fresh for 15 s, or for five steps where that is longer.
-        (RunFacts(is_trainer_alive=True, event_age_s=14.9, step_age_s=14.9, step_interval_s=2.9), "live"),
-        (RunFacts(is_trainer_alive=True, event_age_s=15.1, step_age_s=15.1, step_interval_s=2.9), "stale"),
-        (RunFacts(is_trainer_alive=True, event_age_s=49.0, step_age_s=49.0, step_interval_s=10.0), "live"),
-        (RunFacts(is_trainer_alive=True, event_age_s=51.0, step_age_s=51.0, step_interval_s=10.0), "stale"),
-        (RunFacts(is_trainer_alive=True), "busy"),
-        (RunFacts(is_trainer_alive=False, event_age_s=1.0, step_age_s=1.0), "crashed"),
-        (RunFacts(is_trainer_alive=False), "crashed"),
-        (RunFacts(is_trainer_alive=None, event_age_s=1.0, step_age_s=1.0), "live"),
-        (RunFacts(is_trainer_alive=None, event_age_s=1.0), "busy"),
-        (RunFacts(is_trainer_alive=None, event_age_s=100.0, step_age_s=100.0), "lost"),
-        (RunFacts(is_trainer_alive=None), "lost"),
+        (StateFacts(is_trainer_alive=True, event_age_s=14.9, step_age_s=14.9, step_interval_s=2.9), "live"),
+        (StateFacts(is_trainer_alive=True, event_age_s=15.1, step_age_s=15.1, step_interval_s=2.9), "stale"),
+        (StateFacts(is_trainer_alive=True, event_age_s=49.0, step_age_s=49.0, step_interval_s=10.0), "live"),
+        (StateFacts(is_trainer_alive=True, event_age_s=51.0, step_age_s=51.0, step_interval_s=10.0), "stale"),
+        (StateFacts(is_trainer_alive=True), "busy"),
+        (StateFacts(is_trainer_alive=False, event_age_s=1.0, step_age_s=1.0), "crashed"),
+        (StateFacts(is_trainer_alive=False), "crashed"),
+        (StateFacts(is_trainer_alive=None, event_age_s=1.0, step_age_s=1.0), "live"),
+        (StateFacts(is_trainer_alive=None, event_age_s=1.0), "busy"),
+        (StateFacts(is_trainer_alive=None, event_age_s=100.0, step_age_s=100.0), "lost"),
+        (StateFacts(is_trainer_alive=None), "lost"),
     ],
 )
 def test_every_run_state_is_derived(facts, word):

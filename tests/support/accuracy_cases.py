@@ -6,7 +6,7 @@ import random
 import torch
 import torch.nn.functional as F
 
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
 from tests.support.loss_cases import relative_error
 
 SHAPES = [  # N, C, h, w, H, W
@@ -56,7 +56,7 @@ def errors_of(way, shape, align_corners, dtype, weighted, smoothing, ignored, se
     elif ignored == "all":
         target[:] = 255
     weight = (0.1 + torch.rand(C, generator=generator)).double() if weighted else None
-    options = CrossEntropyOptions(align_corners, 255, smoothing)
+    options = CrossEntropySettings(align_corners, 255, smoothing)
     target_dtype = (torch.uint8, torch.int16, torch.int64)[seed % 3]
     loss_sum, weight_sum, gradient = compute(way, logits, target.to(target_dtype), weight, options)
     truth_logits = logits.double().requires_grad_()

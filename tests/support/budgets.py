@@ -26,7 +26,7 @@ from segapp.memory import counters
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import OomSnapshot
 from segapp.parallel import DataParallelModel, current_replica
-from segapp.run.events import LargeTensor
+from segapp.run.events import LiveTensor
 from segapp.training import session
 from segapp.training.planning import trial
 from segapp.training.step.engine import StepEngine
@@ -184,7 +184,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             requested_mib=requested,
             allocated_mib=live - requested,
             total_mib=limit,
-            largest=tuple(LargeTensor(mib=entry[1] / MIB, what=entry[2]) for entry in own[:_LARGEST]),
+            largest=tuple(LiveTensor(mib=entry[1] / MIB, what=entry[2]) for entry in own[:_LARGEST]),
         )
         error.snapshot = snapshot  # type: ignore[attr-defined]
         return error

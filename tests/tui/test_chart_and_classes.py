@@ -22,7 +22,7 @@ from segapp.tui.panes.chart import LossChart, Other, Viewport, cursor_readout
 from segapp.tui.panes.classes import TableOptions, classes_content
 from segapp.tui.panes.devices import gpu_content, memory_graph
 from segapp.tui.panes.glyphs import UNICODE
-from segapp.view.history import History
+from segapp.view.history import LossHistory
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_names, step_field
 from segapp.view.plot import choose_scale, reduce_columns, usual_range
 from segapp.view.source import SeriesReader
@@ -424,7 +424,7 @@ def test_lr_factor_and_shares_are_edited_with_a_check(run: RecordedRun) -> None:
 
 
 def test_longer_curves_are_smoothed_more() -> None:
-    chart, history = LossChart(), History()
+    chart, history = LossChart(), LossHistory()
     chart._curve = Curve(history, NO_POINTS)
     found = []
     for num_steps in (150, 3000, 6000):

@@ -15,7 +15,7 @@ from segapp.run.words import age, duration, gib, learning_rate, memory_text, num
 from segapp.tui import keys
 from segapp.tui.layout import plan_layout
 from segapp.tui.panes.glyphs import ASCII, UNICODE, ascii_text, progress, spark
-from segapp.tui.panes.header import Part, fit_parts
+from segapp.tui.panes.header import LinePart, fit_parts
 from segapp.tui.settings import UiSettings, load_settings, save_settings
 from segapp.view.wording import clip, fit_cells
 
@@ -110,7 +110,7 @@ def test_fitted_text_has_the_requested_width(text: str, width: int) -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.text(alphabet="ab", max_size=9)), max_size=8), st.integers(1, 60))
 def test_line_of_parts_fits_and_keeps_the_most_important(parts: list[tuple[int, str]], width: int) -> None:
-    line = fit_parts([Part(rank, Content(text)) for rank, text in parts], width)
+    line = fit_parts([LinePart(rank, Content(text)) for rank, text in parts], width)
     assert line.cell_length <= width
     shown = [part for part in parts if part[1]]
     if shown:

@@ -18,7 +18,7 @@ from segapp.run.state import run_state
 from segapp.tui.app import MonitorApp
 from segapp.tui.panes.chart import LossChart
 from segapp.tui.panes.glyphs import UNICODE
-from segapp.tui.runs_screen import Columns, run_header, run_row
+from segapp.tui.runs_screen import RunColumns, run_header, run_row
 from segapp.view.runs import RunList, sorted_runs
 from segapp.view.source import LiveSource
 from tests.support.recorded_runs import RecordedRun
@@ -123,7 +123,7 @@ def test_numbers_of_the_list_end_below_their_titles(runs: list[RecordedRun]) -> 
     followed = RunList(runs[0].folder.path.parent)
     while followed.poll():
         pass
-    columns = Columns.of(followed.runs)
+    columns = RunColumns.of(followed.runs)
     titles = run_header(120, columns).plain
     for run in followed.runs:
         row = run_row(run, 120, columns, UNICODE, is_marked=False).plain.ljust(120)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.view.history import SMOOTHINGS, History
+from segapp.view.history import SMOOTHINGS, LossHistory
 
 losses = st.lists(st.one_of(st.floats(-10, 10), st.just(math.nan)), min_size=1, max_size=400)
 
@@ -27,8 +27,8 @@ def plain_average(values: list[float], factor: float) -> list[float]:
     return out
 
 
-def filled(values: list[float], pieces: int = 1, capacity: int = 2**17) -> History:
-    history = History(capacity)
+def filled(values: list[float], pieces: int = 1, capacity: int = 2**17) -> LossHistory:
+    history = LossHistory(capacity)
     steps = list(range(1, len(values) + 1))
     size = -(-len(values) // pieces)
     for start in range(0, len(values), size):
@@ -91,7 +91,7 @@ def own_bytes() -> int:
 
 def test_memory_is_taken_as_points_arrive() -> None:
     before = own_bytes()
-    histories = [History() for _ in range(50)]  # 9 MiB each if they were full
+    histories = [LossHistory() for _ in range(50)]  # 9 MiB each if they were full
     assert own_bytes() - before < 2**21
     for step in range(0, 2**16, 2**10):
         histories[0].extend(range(step, step + 2**10), np.zeros(2**10), np.zeros(2**10))

@@ -17,7 +17,7 @@ from segapp.datasets.images.windows import ImageWindows, MaskWindows
 
 
 @dataclass(frozen=True)
-class LargeTensor:
+class TensorOnDisk:
     """An image (1, B, H, W) or a target (1, H, W) on disk; `large[..., rows, columns]` is a tensor.
 
     Attributes:
@@ -55,6 +55,6 @@ class LargeBatch:
         indices: Of the image in the data set.
     """
 
-    images: LargeTensor
-    target: LargeTensor
+    images: TensorOnDisk
+    target: TensorOnDisk
     indices: tuple[int, ...]

@@ -19,7 +19,7 @@ from segapp.inference.predict.predictor import (
     check_same_classes,
     predict_image,
 )
-from segapp.inference.predict.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES, ImageFile, find_images
+from segapp.inference.predict.reading import IMAGE_SUFFIXES, VIDEO_SUFFIXES, InputFile, find_images
 from segapp.inference.workspace import Workspace
 
 __all__ = [
@@ -28,8 +28,8 @@ __all__ = [
     "VIDEO_SUFFIXES",
     "EnsemblePredictor",
     "ExportedPredictor",
-    "ImageFile",
     "ImageOutputs",
+    "InputFile",
     "OutputPlan",
     "Predictor",
     "Saved",

@@ -28,7 +28,7 @@ from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
 from segapp.inference.predict.predictor import Predictor, likeliest
-from segapp.inference.predict.reading import MAX_PREDICTED_PX, ImageFile, Picture, read_picture
+from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Picture, read_picture
 from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
 from segapp.inference.predict.video import VideoOutputs, VideoReader
 from segapp.inference.workspace import Workspace
@@ -57,7 +57,7 @@ class Tally:
 
 def predict_files(
     predictor: Predictor,
-    files: Sequence[ImageFile],
+    files: Sequence[InputFile],
     plan: OutputPlan,
     *,
     batch: int | None = None,
@@ -112,7 +112,7 @@ class _Job:
         self.tally = Tally()
         self.written: dict[str, list[Path]] = {}
 
-    def predict_images(self, files: list[ImageFile], count: Callable[[int], None]) -> None:
+    def predict_images(self, files: list[InputFile], count: Callable[[int], None]) -> None:
         """Predict images; the outputs are written in threads."""
         calls = ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files)
         with closing(ahead(calls, READERS)) as read, BoundedExecutor(WRITERS) as behind:
@@ -132,7 +132,7 @@ class _Job:
             else:
                 yield found
 
-    def predict_video(self, file: ImageFile) -> None:
+    def predict_video(self, file: InputFile) -> None:
         """Predict the frames of a video in order."""
         pixels = self.predictor.pixels
         if not pixels.is_rgb8:
@@ -218,14 +218,14 @@ class _Job:
         )
 
 
-def _read_or_problem(file: ImageFile, pixels: PixelFormat) -> Picture | str:
+def _read_or_problem(file: InputFile, pixels: PixelFormat) -> Picture | str:
     try:
         return read_picture(file, pixels)
     except DataError as error:
         return str(error)
 
 
-def _file_px(file: ImageFile) -> int:
+def _file_px(file: InputFile) -> int:
     """Return the number of pixels from the header; 0 if it cannot be read, which is reported when decoding."""
     try:
         header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)

@@ -29,7 +29,7 @@ VIDEO_SUFFIXES = frozenset({".mp4", ".avi", ".mov", ".mkv", ".webm", ".m4v", ".m
 
 
 @dataclass(frozen=True)
-class ImageFile:
+class InputFile:
     """Image or video, and the name of its outputs: a relative path without suffix."""
 
     path: Path
@@ -41,22 +41,22 @@ class ImageFile:
         return self.path.suffix.lower() in VIDEO_SUFFIXES
 
 
-def find_images(paths: Sequence[str | Path]) -> list[ImageFile]:
+def find_images(paths: Sequence[str | Path]) -> list[InputFile]:
     """Return the inputs of files, folders (recursively) and globs (`**` for any depth), without duplicates.
 
     Raises:
         DataError: a path does not exist, or a folder or a glob gives no image.
     """
-    found: dict[Path, ImageFile] = {}
+    found: dict[Path, InputFile] = {}
     for given in map(Path, paths):
         for image in _files_of(given):
             found.setdefault(image.path.resolve(), image)
     return _distinct(list(found.values()))
 
 
-def _files_of(given: Path) -> Iterator[ImageFile]:
+def _files_of(given: Path) -> Iterator[InputFile]:
     if given.is_file():
-        yield ImageFile(given, given.stem)
+        yield InputFile(given, given.stem)
     elif given.is_dir():
         yield from _below(given)
     elif glob.has_magic(str(given)):
@@ -65,14 +65,14 @@ def _files_of(given: Path) -> Iterator[ImageFile]:
         raise DataError(f"{shown(given)} is neither a file nor a folder: check the path", path=given)
 
 
-def _below(folder: Path) -> list[ImageFile]:
+def _below(folder: Path) -> list[InputFile]:
     files = sorted(path for path in folder.rglob("*") if _is_picture(path))
     if not files:
         raise DataError(f"{shown(folder)} holds no image or video: supported suffixes are {_suffixes()}", path=folder)
-    return [ImageFile(path, str(path.relative_to(folder).with_suffix(""))) for path in files]
+    return [InputFile(path, str(path.relative_to(folder).with_suffix(""))) for path in files]
 
 
-def _matching(pattern: Path) -> list[ImageFile]:
+def _matching(pattern: Path) -> list[InputFile]:
     """Return the inputs that match a glob; their names are relative to the folder before the first wildcard.
 
     As in a shell, `*` and `**` skip hidden files; `**` does not follow links to folders, which may form cycles.
@@ -92,7 +92,7 @@ def _matching(pattern: Path) -> list[ImageFile]:
             f"{shown(pattern)} matches no image or video with one of the suffixes {_suffixes()}: check the pattern",
             path=pattern,
         )
-    return [ImageFile(path, str(path.relative_to(fixed).with_suffix(""))) for path in files]
+    return [InputFile(path, str(path.relative_to(fixed).with_suffix(""))) for path in files]
 
 
 def _is_hidden(path: Path) -> bool:
@@ -114,7 +114,7 @@ def _suffixes() -> str:
     return " ".join(sorted(IMAGE_SUFFIXES | VIDEO_SUFFIXES))
 
 
-def _distinct(images: list[ImageFile]) -> list[ImageFile]:
+def _distinct(images: list[InputFile]) -> list[InputFile]:
     """Make the names unique: equal ones (a.jpg, a.png) get their suffix, then a number."""
     names: dict[str, int] = {}
     for image in images:
@@ -127,7 +127,7 @@ def _distinct(images: list[ImageFile]) -> list[ImageFile]:
         while name in taken:
             name, number = f"{base}-{number}", number + 1
         taken.add(name)
-        result.append(ImageFile(image.path, name))
+        result.append(InputFile(image.path, name))
     return result
 
 
@@ -149,7 +149,7 @@ class Picture:
         georeference: coordinate system and transform of a GeoTIFF, or None; the outputs are GeoTIFFs then.
     """
 
-    file: ImageFile
+    file: InputFile
     pixels: Any
     profile: bytes | None = None
     world: str | None = None
@@ -161,7 +161,7 @@ class Picture:
         return int(self.pixels.shape[0] * self.pixels.shape[1])
 
 
-def read_picture(file: ImageFile, format: PixelFormat = RGB8) -> Picture:
+def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
     """Read a picture from its file.
 
     Args:
@@ -186,7 +186,7 @@ def read_picture(file: ImageFile, format: PixelFormat = RGB8) -> Picture:
     return Picture(file, pixels, profile, world)
 
 
-def _metadata(file: ImageFile) -> tuple[bytes | None, str | None]:
+def _metadata(file: InputFile) -> tuple[bytes | None, str | None]:
     """Return ICC profile and world file; None for metadata that are absent or damaged."""
     try:
         with Image.open(file.path) as image:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import shown
 from segapp.errors import DataError, StorageError, cannot_be_written
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan, Saved, blend, colorize
-from segapp.inference.predict.reading import ImageFile, Picture
+from segapp.inference.predict.reading import InputFile, Picture
 from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name
 
@@ -41,7 +41,7 @@ class VideoReader:
         DataError: the video cannot be opened or has no frame.
     """
 
-    def __init__(self, file: ImageFile) -> None:
+    def __init__(self, file: InputFile) -> None:
         self.file = file
         os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # errors are reported below, in one line
         self._capture = cv2.VideoCapture(os.fspath(file.path))

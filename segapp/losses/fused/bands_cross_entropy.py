@@ -24,7 +24,7 @@ UNDERFLOW = 1e-30
 
 
 @dataclass(frozen=True)
-class CrossEntropyOptions:
+class CrossEntropySettings:
     """Options of the cross-entropy.
 
     Attributes:
@@ -42,7 +42,7 @@ def cross_entropy_on_bands(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: CrossEntropySettings,
     *,
     with_gradient: bool,
     band_bytes: int | None = None,
@@ -87,7 +87,7 @@ class CrossEntropyTerms:
     """Running sums of loss and weight, and the constants that all bands share."""
 
     def __init__(
-        self, weight: Tensor | None, num_classes: int, dtype: torch.dtype, options: CrossEntropyOptions
+        self, weight: Tensor | None, num_classes: int, dtype: torch.dtype, options: CrossEntropySettings
     ) -> None:
         self.weight = None if weight is None else weight.to("cpu", dtype)
         self.options, self.dtype = options, dtype

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
 from segapp.losses.fused.kernel_shapes import KernelError, block_shape, buffers_of, column_blocks, power_of_two
@@ -92,7 +92,7 @@ def cross_entropy_by_triton(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: CrossEntropySettings,
     *,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -149,7 +149,7 @@ def _launch(
     logits: Tensor,
     target: Tensor,
     weight: Tensor | None,
-    options: CrossEntropyOptions,
+    options: CrossEntropySettings,
     buffers: tuple[Tensor, Tensor, Tensor, Tensor],
     gradient: Tensor | None,
 ) -> None:

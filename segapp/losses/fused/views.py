@@ -20,7 +20,7 @@ from segapp.losses.fused.reference import compute_dtype
 
 
 @dataclass(frozen=True)
-class Tile:
+class LogitsTile:
     """Logits of a rectangle of the output.
 
     Attributes:
@@ -43,7 +43,7 @@ class Tile:
     weights: tuple[Tensor, Tensor] | None = None
 
 
-View = Tensor | Sequence[Tile]
+View = Tensor | Sequence[LogitsTile]
 
 
 def check_views(views: Tensor | Sequence[View]) -> list[View]:
@@ -111,7 +111,7 @@ def _bands(
     logits = first_logits(views)
     budget = CPU_BAND_BYTES if logits.device.type == "cpu" else DEVICE_BAND_BYTES
     sources = [
-        _Tile(Tile(view, 0, 0, size, size), align_corners, budget, is_shifted)
+        _SampledTile(LogitsTile(view, 0, 0, size, size), align_corners, budget, is_shifted)
         if isinstance(view, Tensor)
         else _Tiles(view, size, align_corners, budget, is_shifted)
         for view in views
@@ -127,10 +127,10 @@ def _bands(
             yield images, rows, (source.values(images, rows) for source in sources)
 
 
-class _Tile:
+class _SampledTile:
     """One tensor of logits as a source of bands."""
 
-    def __init__(self, tile: Tile, align_corners: bool, budget: int, is_shifted: bool) -> None:
+    def __init__(self, tile: LogitsTile, align_corners: bool, budget: int, is_shifted: bool) -> None:
         self.tile = tile
         logits = tile.logits.detach()
         low = (logits.shape[2], logits.shape[3])
@@ -153,7 +153,7 @@ class _Tile:
 class _Row:
     """Tiles with the same rows, side by side; joined once, before the rows are interpolated."""
 
-    def __init__(self, sources: Sequence[_Tile], width: int) -> None:
+    def __init__(self, sources: Sequence[_SampledTile], width: int) -> None:
         self._sources, self._width = sources, width
         self._grid, self._first = sources[0].sweep.grid, sources[0].tile
         self.top, self.bottom = self._first.top, self._first.top + self._first.size[0]
@@ -197,13 +197,13 @@ class _Row:
         return self._wide[1]
 
     @staticmethod
-    def _weight(source: _Tile) -> Tensor:
+    def _weight(source: _SampledTile) -> Tensor:
         weights, logits = source.tile.weights, source.tile.logits
         if weights is None:
             return torch.ones(source.tile.size[1], dtype=compute_dtype(logits), device=logits.device)
         return weights[1]
 
-    def _placed(self, source: _Tile, weight: Tensor) -> Tensor:
+    def _placed(self, source: _SampledTile, weight: Tensor) -> Tensor:
         """Return a tile's weights along the whole width, (W,)."""
         placed = weight.new_zeros(self._width)
         placed[source.tile.left : source.tile.left + source.tile.size[1]] = weight
@@ -214,13 +214,13 @@ class _Tiles:
     """Overlapping tiles as a source of bands: the mean of their logits, weighted by their `weights`."""
 
     def __init__(
-        self, tiles: Sequence[Tile], size: tuple[int, int], align_corners: bool, budget: int, is_shifted: bool
+        self, tiles: Sequence[LogitsTile], size: tuple[int, int], align_corners: bool, budget: int, is_shifted: bool
     ) -> None:
         self._width = size[1]
-        rows: dict[tuple[int, ...], list[_Tile]] = {}
+        rows: dict[tuple[int, ...], list[_SampledTile]] = {}
         for tile in tiles:
             key = (tile.top, tile.size[0], tile.frame[0], tile.logits.shape[2], id(tile.weights and tile.weights[0]))
-            rows.setdefault(key, []).append(_Tile(tile, align_corners, budget, is_shifted))
+            rows.setdefault(key, []).append(_SampledTile(tile, align_corners, budget, is_shifted))
         self._rows = [_Row(sources, size[1]) for sources in rows.values()]
 
     def values(self, images: slice, rows: slice) -> Tensor:

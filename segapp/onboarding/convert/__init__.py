@@ -16,10 +16,10 @@ from segapp.onboarding.convert.parquet import find_parquet
 from segapp.onboarding.convert.pieces import find_pieces
 from segapp.onboarding.convert.rle import find_rle
 from segapp.onboarding.convert.yolo import find_yolo
-from segapp.onboarding.survey.hypotheses import Layout
+from segapp.onboarding.survey.hypotheses import DataLayout
 from segapp.onboarding.survey.tree import Tree
 
-Candidate = Layout | Conversion
+Candidate = DataLayout | Conversion
 """What a folder may be."""
 
 CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Candidate] | Sequence[Conversion] | None]] = {
@@ -68,7 +68,7 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Candidate], l
     return found, problems
 
 
-def with_layouts(readings: Sequence[Candidate], layouts: Sequence[Layout]) -> list[Candidate]:
+def with_layouts(readings: Sequence[Candidate], layouts: Sequence[DataLayout]) -> list[Candidate]:
     """Return readings and layouts without repetitions.
 
     A layout is left out if a conversion makes its masks or images from all of the layout's (one of several classes, one
@@ -81,10 +81,10 @@ def with_layouts(readings: Sequence[Candidate], layouts: Sequence[Layout]) -> li
     return [*kept, *(layout for layout in layouts if not any(_is_part(layout, own) for own in sources))]
 
 
-def _is_part(layout: Layout, sources: AbstractSet[str]) -> bool:
+def _is_part(layout: DataLayout, sources: AbstractSet[str]) -> bool:
     """Return True if all masks or all images of a layout are files that a conversion reads for its own."""
     return {pair.mask for pair in layout.pairs} <= sources or {pair.image for pair in layout.pairs} <= sources
 
 
-def _pairs(layout: Layout) -> frozenset[tuple[str, str]]:
+def _pairs(layout: DataLayout) -> frozenset[tuple[str, str]]:
     return frozenset((pair.image, pair.mask) for pair in layout.pairs)

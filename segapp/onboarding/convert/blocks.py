@@ -42,7 +42,7 @@ from segapp.onboarding.convert.conversion import (
     mask_target,
 )
 from segapp.onboarding.survey.content import color_codes, stored_pixels
-from segapp.onboarding.survey.hypotheses import Layout, Pair
+from segapp.onboarding.survey.hypotheses import DataLayout, Pair
 from segapp.onboarding.survey.questions import Answer, open_question
 from segapp.onboarding.survey.tree import Tree
 
@@ -143,7 +143,7 @@ def choose_strip(counts: NDArray[np.int64], length: int, share: float, margin: i
     return best[1] if best is not None else None
 
 
-def cut_into_blocks(tree: Tree, layout: Layout, block_px: int, share: float) -> Conversion:
+def cut_into_blocks(tree: Tree, layout: DataLayout, block_px: int, share: float) -> Conversion:
     """Return the conversion of a layout's images and masks to blocks.
 
     Args:
@@ -210,7 +210,7 @@ def _strip_of(pair: Pair, image: _Pixels, mask: _Pixels, block_px: int, share: f
     return strip
 
 
-def ask_for_blocks(tree: Tree, layout: Layout) -> None:
+def ask_for_blocks(tree: Tree, layout: DataLayout) -> None:
     """Raise OpenQuestionError for a single large image without a split, which can be divided only in blocks."""
     if len(layout.pairs) != 1 or layout.pairs[0].split is not None:
         return

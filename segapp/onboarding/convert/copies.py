@@ -27,14 +27,14 @@ from segapp.onboarding.survey.content import (
     stored_pixels,
 )
 from segapp.onboarding.survey.encoding import INSTANCE_STEP, MASK_KINDS, Classes, MaskChoices, read_classes
-from segapp.onboarding.survey.hypotheses import Layout
+from segapp.onboarding.survey.hypotheses import DataLayout
 from segapp.onboarding.survey.tree import Tree
 
 Read = Callable[[str], Mask]
 """Returns the copy of a mask, (H, W), by its path below the root."""
 
 
-def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) -> Conversion | None:
+def copies_of(tree: Tree, layout: DataLayout, choices: MaskChoices, *, clean: bool) -> Conversion | None:
     """Return the conversion of a layout's masks to masks of class ids; None if they can be used as they are.
 
     Args:
@@ -60,7 +60,7 @@ def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) 
 
 def _copied(
     tree: Tree,
-    layout: Layout,
+    layout: DataLayout,
     kind: str,
     read: Read,
     note: str,
@@ -93,7 +93,7 @@ def _copied(
     )
 
 
-def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Conversion:
+def cleaned(tree: Tree, layout: DataLayout, choices: MaskChoices) -> Conversion:
     """Return the conversion of a layout's masks to masks with only the values that are frequent in them.
 
     Raises:
@@ -164,7 +164,7 @@ def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
     return classes.astype(np.uint8)
 
 
-def _are_opacity(tree: Tree, layout: Layout) -> bool:
+def _are_opacity(tree: Tree, layout: DataLayout) -> bool:
     """Return True for masks of one colour, the same in all, whose opacity is 0 and 255.
 
     Raises:

@@ -26,7 +26,7 @@ from segapp.datasets.files import shown
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import Conversion, Images, Item, WideMask, file_state, mask_target, split_said
 from segapp.onboarding.survey.content import UNREADABLE, stored_pixels
-from segapp.onboarding.survey.hypotheses import Layout, Pair, probe
+from segapp.onboarding.survey.hypotheses import DataLayout, Pair, probe
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import (
     GLUE_WORDS,
@@ -142,7 +142,7 @@ def both_readings(
 
 
 @dataclass(frozen=True)
-class _Names:
+class _ImageNames:
     """The images of a folder by split and stem; numbers without leading zeros."""
 
     by_key: Mapping[tuple[str | None, str], str]
@@ -160,7 +160,7 @@ def _normal(stem: str) -> str:
     return (stem.lstrip("0") or "0") if stem.isdigit() else stem.casefold()
 
 
-def find_pieces(tree: Tree) -> list[Conversion | Layout]:
+def find_pieces(tree: Tree) -> list[Conversion | DataLayout]:
     """Return the conversions of several masks for each image; a layout for each annotator."""
     masks = [path for path in tree.images if _mask_folder(path) is not None]
     images = [path for path in tree.images if _is_in_folder_of_images(path)]
@@ -200,7 +200,7 @@ def _is_in_folder_of_images(path: str) -> bool:
     return any(role_of(part).is_image for part in path.split("/")[:-1]) and _mask_folder(path) is None
 
 
-def _names(images: Sequence[str]) -> _Names:
+def _names(images: Sequence[str]) -> _ImageNames:
     """Return the images by name; of images/rgb/a.jpg and images/nir/a.jpg those in color."""
     keys = {path: (split_said(path), _normal(PurePosixPath(path).stem)) for path in images}
     counts = Counter(keys.values())
@@ -208,7 +208,7 @@ def _names(images: Sequence[str]) -> _Names:
         colored = {path: key for path, key in keys.items() if "rgb" in path.lower().split("/")[:-1]}
         keys, counts = (colored, Counter(colored.values())) if colored else (keys, counts)
     by_key = {key: path for path, key in keys.items() if counts[key] == 1}
-    return _Names(by_key, any(split for split, _ in keys.values()))
+    return _ImageNames(by_key, any(split for split, _ in keys.values()))
 
 
 def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -230,7 +230,7 @@ def _cuts(stem: str) -> Iterator[tuple[str, str]]:
             yield stem[: match.start()], stem[match.end() :]
 
 
-def _found(tree: Tree, masks: Sequence[str], names: _Names) -> Iterator[tuple[str, tuple[Files, int]]]:
+def _found(tree: Tree, masks: Sequence[str], names: _ImageNames) -> Iterator[tuple[str, tuple[Files, int]]]:
     """Yield the masks by image in each of the ways, and how many masks have no image: kind, files, number."""
     yield "classes", _gathered(masks, lambda path: _in_folder_of_class(path, names))
     yield "classes", _gathered(masks, lambda path: _named_after_class(path, names))
@@ -284,7 +284,7 @@ def _folders_to_masks(path: str) -> tuple[str, ...]:
     return tuple(part if split is None else split[1] for part, split in said)
 
 
-def _in_folder_of_class(path: str, names: _Names) -> tuple[str, str] | None:
+def _in_folder_of_class(path: str, names: _ImageNames) -> tuple[str, str] | None:
     """Return image and class of masks/road/a.png: the only folder with neither a word of masks nor a split."""
     parts, stem = path.split("/")[:-1], PurePosixPath(path).stem
     below = [part for part in parts[(_mask_folder(path) or 0) + 1 :] if split_in(part) is None]
@@ -296,7 +296,7 @@ def _in_folder_of_class(path: str, names: _Names) -> tuple[str, str] | None:
     return None
 
 
-def _named_after_class(path: str, names: _Names) -> tuple[str, str] | None:
+def _named_after_class(path: str, names: _ImageNames) -> tuple[str, str] | None:
     """Return image and class of a_road.png."""
     for head, end in _cuts(PurePosixPath(path).stem):
         if (image := names.find(path, head)) is not None and image != path:
@@ -304,7 +304,7 @@ def _named_after_class(path: str, names: _Names) -> tuple[str, str] | None:
     return None
 
 
-def _in_folder_of_image(path: str, names: _Names) -> tuple[str, str] | None:
+def _in_folder_of_image(path: str, names: _ImageNames) -> tuple[str, str] | None:
     """Return image and object or class of masks/a/1.png."""
     place = PurePosixPath(path)
     image = names.find(path, place.parent.name) if (_mask_folder(path) or 0) < len(place.parts) - 2 else None
@@ -366,7 +366,7 @@ def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
             continue
 
 
-def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Conversion | Layout]:
+def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Conversion | DataLayout]:
     """Return the readings of masks whose folders or names are classes or annotators; none if they are neither."""
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
@@ -409,9 +409,9 @@ def _intersection_over_union(planes: Sequence[Plane]) -> float:
     return mean(shares) if shares else 0.0
 
 
-def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[Conversion | Layout]:
+def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[Conversion | DataLayout]:
     """Return a layout for each annotator; they are equally likely, so that one must be named."""
-    layouts: list[Conversion | Layout] = []
+    layouts: list[Conversion | DataLayout] = []
     for name in sorted(named):
         own_masks = {image: own[name] for image, own in sorted(by_image.items()) if name in own}
         pairs = tuple(Pair(image, mask, split_said(image)) for image, mask in own_masks.items())
@@ -421,7 +421,7 @@ def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[
             f"{len(named)} masks of each image: opinions of several annotators, such as {shown(pairs[0].mask)}",
         )
         unpaired = tuple(image for image, own in sorted(by_image.items()) if name not in own)
-        layouts.append(Layout(name if name not in folder else folder, pairs, _OPEN, evidence, unpaired))
+        layouts.append(DataLayout(name if name not in folder else folder, pairs, _OPEN, evidence, unpaired))
     return layouts
 
 

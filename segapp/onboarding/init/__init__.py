@@ -42,7 +42,7 @@ from segapp.onboarding.survey.accounting import Uses, account_for
 from segapp.onboarding.survey.class_files import find_class_files, nearest_first
 from segapp.onboarding.survey.content import MaskContent, read_contents
 from segapp.onboarding.survey.encoding import IGNORED, Classes, MaskChoices, ignored_shares, read_classes
-from segapp.onboarding.survey.hypotheses import Layout, Pair, common_beginning
+from segapp.onboarding.survey.hypotheses import DataLayout, Pair, common_beginning
 from segapp.onboarding.survey.questions import OpenQuestionError
 from segapp.onboarding.survey.tree import Tree, survey_tree
 from segapp.run.files import remove_dead_temporaries, write_atomic
@@ -191,7 +191,7 @@ class _Materials:
         self._choices = choices
         self._classes: Classes | None = None
         self.lines: list[str] = []
-        copies = copies_of(tree, chosen, choices, clean=clean) if isinstance(chosen, Layout) else None
+        copies = copies_of(tree, chosen, choices, clean=clean) if isinstance(chosen, DataLayout) else None
         if copies is not None:
             self._chosen = copies
             self._choices = replace(choices, masks="ids")
@@ -204,7 +204,7 @@ class _Materials:
     def pairs(self) -> tuple[list[Pair], Path, Path | None]:
         """Return the pairs, the root of the images, and the root of the masks where it is another one."""
         root = self._tree.root
-        if isinstance(self._chosen, Layout):
+        if isinstance(self._chosen, DataLayout):
             return list(self._chosen.pairs), root, None
         conversion = self._chosen
         if len(conversion.classes) == 1:
@@ -237,7 +237,7 @@ class _Materials:
             keys["mask_root"] = str(mask_root)
         if isinstance(self._chosen, Conversion) and self._chosen.is_multilabel:
             keys["multilabel"] = "bits"
-        is_layout = isinstance(self._chosen, Layout)
+        is_layout = isinstance(self._chosen, DataLayout)
         classes = self._classes
         if is_layout and self._chosen.name in DATASETS and self._chosen.name != "list" and not division.is_new:
             known = DATASETS[self._chosen.name]
@@ -246,7 +246,7 @@ class _Materials:
                 label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
                 classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
                 classes = replace(classes, notes=_ignored_notes(content, classes, f"as {format} says"))
-        elif isinstance(self._chosen, Layout) and not division.is_new:
+        elif isinstance(self._chosen, DataLayout) and not division.is_new:
             found = folder_keys(root, self._chosen, division.words)
             if found is not None:
                 format, keys = "folder", found
@@ -295,7 +295,7 @@ def _uses(
         splits = {f"in {division.num_folds} folds": [*division.train, *division.val]}
     images = {split: [pair.image for pair in own] for split, own in splits.items()}
     trained = {image for own in images.values() for image in own}
-    has_masks = isinstance(chosen, Layout) or chosen.writes == "images"
+    has_masks = isinstance(chosen, DataLayout) or chosen.writes == "images"
     reasons = dict(survey.unused.get(chosen.name, {}))
     reasons |= dict.fromkeys(class_files, f"the class names are those of another source: {classes.names_reason}")
     for pair in pairs:
@@ -303,7 +303,7 @@ def _uses(
             reason = f"of the {pair.split} split, which the config does not use"
             reasons |= dict.fromkeys((pair.image, pair.mask) if has_masks else (pair.image,), reason)
     for other in survey.candidates:
-        if isinstance(other, Layout) and other is not chosen and other.confidence >= _PLAUSIBLE:
+        if isinstance(other, DataLayout) and other is not chosen and other.confidence >= _PLAUSIBLE:
             reason = f"of another reading: --layout {shlex.quote(other.name)}"
             for pair in other.pairs:
                 reasons.setdefault(pair.image, reason)
@@ -488,7 +488,7 @@ def _replaced_folder(files: Mapping[str, bytes], folder: Path) -> Iterator[None]
         shutil.rmtree(older, ignore_errors=True)
 
 
-def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[str, str] | None:
+def folder_keys(root: Path, layout: DataLayout, words: Mapping[str, str]) -> dict[str, str] | None:
     """Return `image_dir`, `mask_dir` and endings with which format `folder` finds exactly these pairs; None without.
 
     Args:
@@ -503,7 +503,7 @@ def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[st
     return None
 
 
-def _keys_that_may_fit(layout: Layout) -> Iterator[dict[str, str]]:
+def _keys_that_may_fit(layout: DataLayout) -> Iterator[dict[str, str]]:
     image_dir, mask_dir = _common_folder(layout.image_pattern), _common_folder(layout.mask_pattern)
     if image_dir is None or mask_dir is None or "{split}" not in image_dir:
         return

@@ -18,7 +18,7 @@ from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.onboarding.convert import Candidate, find_conversions, with_layouts
 from segapp.onboarding.convert.conversion import Conversion
 from segapp.onboarding.survey.content import stored_pixels
-from segapp.onboarding.survey.hypotheses import CLOSE, Layout, find_layouts
+from segapp.onboarding.survey.hypotheses import CLOSE, DataLayout, find_layouts
 from segapp.onboarding.survey.published import published_layout
 from segapp.onboarding.survey.questions import SURE, Answer, OpenQuestionError, open_question
 from segapp.onboarding.survey.tables import paired_lists, read_tables, with_listed_splits
@@ -70,7 +70,7 @@ def find_candidates(tree: Tree) -> Found:
     return Found(sorted(found, key=lambda one: -one.confidence), unused)
 
 
-def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
+def _next_to_table(listed: DataLayout, layouts: Sequence[DataLayout]) -> list[DataLayout]:
     """Return the layout of a table of pairs and the others that it does not contradict or repeat.
 
     A table says which mask belongs to which image; another pairing of the same masks, from their names, is not used. A

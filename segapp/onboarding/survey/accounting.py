@@ -10,7 +10,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.onboarding.survey.hypotheses import ImageFile, inner_stem, parse_file
+from segapp.onboarding.survey.hypotheses import SurveyedImage, inner_stem, parse_file
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import affixes, role_of
 
@@ -187,7 +187,7 @@ class _Words:
         return self._usual[kind]
 
 
-def _pattern(file: ImageFile) -> tuple[object, ...]:
+def _pattern(file: SurveyedImage) -> tuple[object, ...]:
     prefix, _, ending = affixes(inner_stem(file))
     return (file.pattern, prefix, ending, file.suffix)
 

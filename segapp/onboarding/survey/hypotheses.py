@@ -127,7 +127,7 @@ def are_all_alike(probes: list[Probe]) -> bool:
 
 
 @dataclass(frozen=True)
-class ImageFile:
+class SurveyedImage:
     """An image file below the root.
 
     Attributes:
@@ -160,7 +160,7 @@ class ImageFile:
         return "." + self.name.rpartition(".")[2].lower()
 
 
-def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> ImageFile:
+def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> SurveyedImage:
     """Return an image file with the words of its folders.
 
     Args:
@@ -187,7 +187,7 @@ def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> ImageFi
         else:
             pattern.append("*")
             scenes.append(folder)
-    return ImageFile(path, tuple(pattern), tuple(scenes), split, word)
+    return SurveyedImage(path, tuple(pattern), tuple(scenes), split, word)
 
 
 @dataclass(frozen=True)
@@ -202,7 +202,7 @@ class Family:
 
     pattern: tuple[str, ...]
     ending: str
-    files: tuple[ImageFile, ...]
+    files: tuple[SurveyedImage, ...]
 
     @cached_property
     def varying(self) -> tuple[int, ...]:
@@ -215,7 +215,7 @@ class Family:
     def divided_at(self, position: int) -> list[Family]:
         """Return one family for each folder at a position of `ImageFile.scenes`, with its name in the pattern."""
         places = [i for i, part in enumerate(self.pattern) if part == "*"]
-        by_folder: dict[str, list[ImageFile]] = defaultdict(list)
+        by_folder: dict[str, list[SurveyedImage]] = defaultdict(list)
         for file in self.files:
             by_folder[file.scenes[position]].append(file)
         divided = []
@@ -246,7 +246,7 @@ class Family:
 
 def find_families(paths: Iterable[str]) -> list[Family]:
     """Return the families of image files: by folders, also with ending or extension; largest first."""
-    by_folder: dict[tuple[str, ...], list[ImageFile]] = defaultdict(list)
+    by_folder: dict[tuple[str, ...], list[SurveyedImage]] = defaultdict(list)
     listed = list(paths)
     scenes_named = _scenes_with_split_words({folder for path in listed for folder in path.split("/")[:-1]})
     for path in listed:
@@ -276,19 +276,19 @@ def _scenes_with_split_words(folders: Iterable[str]) -> frozenset[str]:
     return frozenset(folder for same in by_shape.values() if len(same) >= _MIN_NUMBERED for folder in same)
 
 
-def _by(files: Iterable[ImageFile], key: object) -> dict[str, list[ImageFile]]:
-    groups: dict[str, list[ImageFile]] = defaultdict(list)
+def _by(files: Iterable[SurveyedImage], key: object) -> dict[str, list[SurveyedImage]]:
+    groups: dict[str, list[SurveyedImage]] = defaultdict(list)
     for file in files:
         groups[key(file)].append(file)  # type: ignore[operator]
     return groups
 
 
-def _affix_pattern(file: ImageFile) -> str:
+def _affix_pattern(file: SurveyedImage) -> str:
     prefix, core, ending = affixes(inner_stem(file))
     return f"{prefix}*{ending}" if core else prefix or ending
 
 
-def inner_stem(file: ImageFile) -> str:
+def inner_stem(file: SurveyedImage) -> str:
     """Return the stem without a second extension: a of a.jpg.png."""
     head, dot, last = file.stem.rpartition(".")
     return head if dot and last.lower() in ("jpg", "jpeg", "png", "tif", "tiff", "bmp") else file.stem
@@ -340,7 +340,7 @@ def frequent_endings(image_stems: set[str], mask_stems: list[str], most: int = 3
     return [affix for affix, count in votes.most_common(most) if count >= enough]
 
 
-_Key = Callable[[ImageFile], str | None]
+_Key = Callable[[SurveyedImage], str | None]
 
 
 @dataclass(frozen=True)
@@ -376,7 +376,7 @@ class Pair:
 
 
 @dataclass(frozen=True)
-class Layout:
+class DataLayout:
     """A hypothesis of the layout of a folder.
 
     Attributes:
@@ -411,11 +411,11 @@ class Layout:
         return Counter(pair.split for pair in self.pairs)
 
 
-def find_layouts(tree: Tree) -> list[Layout]:
+def find_layouts(tree: Tree) -> list[DataLayout]:
     """Return the hypotheses, the most likely first; none whose pairs another, more likely one has too."""
     families = find_families(tree.images)
     found = [layout for images in families for masks in families for layout in _readings(tree.root, images, masks)]
-    ranked: list[Layout] = []
+    ranked: list[DataLayout] = []
     for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
         pairs = {(pair.image, pair.mask) for pair in layout.pairs}
         if not any(_repeats(pairs, better) for better in ranked):
@@ -428,7 +428,7 @@ def find_layouts(tree: Tree) -> list[Layout]:
     return _named_apart(ranked)
 
 
-def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
+def _weighed_against(layout: DataLayout, others: list[DataLayout]) -> DataLayout:
     """Return a layout that has masks for only a part of the images of another one as less likely."""
     images = {pair.image for pair in layout.pairs}
     for other in others:
@@ -437,7 +437,7 @@ def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
     return layout
 
 
-def _repeats(pairs: set[tuple[str, str]], better: Layout) -> bool:
+def _repeats(pairs: set[tuple[str, str]], better: DataLayout) -> bool:
     """Return True if a better hypothesis has most of the pairs, most images as masks, or far more of the masks."""
     known = {(pair.image, pair.mask) for pair in better.pairs}
     masks = {mask for _, mask in known}
@@ -447,12 +447,12 @@ def _repeats(pairs: set[tuple[str, str]], better: Layout) -> bool:
     return len(pairs & known) >= half or sum(image in masks for image, _ in pairs) >= half
 
 
-def _named_apart(ranked: list[Layout]) -> list[Layout]:
+def _named_apart(ranked: list[DataLayout]) -> list[DataLayout]:
     """Return the layouts with different names: of the masks, and if those are equal, of the images too."""
-    by_name: dict[str, list[Layout]] = {}
+    by_name: dict[str, list[DataLayout]] = {}
     for layout in ranked:
         by_name.setdefault(layout.name, []).append(layout)
-    renamed: dict[int, Layout] = {}
+    renamed: dict[int, DataLayout] = {}
     for name, same in by_name.items():
         images, namings = ({getattr(one, key) for one in same} for key in ("image_name", "naming"))
         for one in same:
@@ -465,14 +465,14 @@ def _named_apart(ranked: list[Layout]) -> list[Layout]:
             else:
                 own = f"{one.image_name} -> {name} {one.naming}".rstrip()
             renamed[id(one)] = replace(one, name=own)
-    apart: dict[str, Layout] = {}
+    apart: dict[str, DataLayout] = {}
     for layout in ranked:
         one = renamed[id(layout)]
         apart.setdefault(one.name, one)  # of layouts that cannot be told apart, the most likely is kept
     return list(apart.values())
 
 
-def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
+def _readings(root: Path, images: Family, masks: Family) -> Iterator[DataLayout]:
     """Yield the readings of two families as images and masks.
 
     There are several if each image has several masks: of annotators or versions in folders of their own
@@ -511,9 +511,9 @@ def _few_folders(family: Family, position: int) -> list[Family]:
     return divided if len(divided) <= _MAX_VERSIONS else []
 
 
-def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
+def _by_naming(root: Path, images: Family, masks: Family) -> list[DataLayout]:
     """Return the best way of naming, and those that find other masks for as many images."""
-    best: list[Layout] = []
+    best: list[DataLayout] = []
     for naming in _namings(images, masks):
         layout = _matched(root, images, masks, naming)
         if layout is None:
@@ -525,7 +525,7 @@ def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
     return best
 
 
-def _share_masks(layout: Layout, others: list[Layout]) -> bool:
+def _share_masks(layout: DataLayout, others: list[DataLayout]) -> bool:
     masks = {pair.mask for pair in layout.pairs}
     return any(pair.mask in masks for other in others for pair in other.pairs)
 
@@ -554,16 +554,16 @@ def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
         yield _Naming(words, 0.93, _varying_words(images), _varying_words(masks))
 
 
-def _stem(file: ImageFile) -> str:
+def _stem(file: SurveyedImage) -> str:
     return file.stem
 
 
-def _core(file: ImageFile) -> str:
+def _core(file: SurveyedImage) -> str:
     return affixes(inner_stem(file))[1]
 
 
-def _stripper(prefix: str, ending: str) -> Callable[[ImageFile], str | None]:
-    def strip(file: ImageFile) -> str | None:
+def _stripper(prefix: str, ending: str) -> Callable[[SurveyedImage], str | None]:
+    def strip(file: SurveyedImage) -> str | None:
         stem = file.stem
         if not (stem.startswith(prefix) and stem.endswith(ending)) or len(stem) <= len(prefix + ending):
             return None
@@ -572,19 +572,19 @@ def _stripper(prefix: str, ending: str) -> Callable[[ImageFile], str | None]:
     return strip
 
 
-def _learned(family: Family) -> Callable[[ImageFile], str | None]:
+def _learned(family: Family) -> Callable[[SurveyedImage], str | None]:
     by_split = {
         split: common_affixes(file.stem for file in family.files if file.split == split) for split in (None, *SPLITS)
     }
 
-    def core(file: ImageFile) -> str:
+    def core(file: SurveyedImage) -> str:
         prefix, ending = by_split[file.split]
         return file.stem[len(prefix) : len(file.stem) - len(ending)]
 
     return core
 
 
-def _varying_words(family: Family) -> Callable[[ImageFile], str | None]:
+def _varying_words(family: Family) -> Callable[[SurveyedImage], str | None]:
     """Return a function that gives the words of a name without those that all names of the family have."""
     words = {file.stem: re.split(r"[_\-. ]+", file.stem) for file in family.files}
     count = len(next(iter(words.values()))) if words else 0
@@ -594,16 +594,16 @@ def _varying_words(family: Family) -> Callable[[ImageFile], str | None]:
     return lambda file: "_".join(words[file.stem][i] for i in varying) or None
 
 
-def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:
+def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> DataLayout | None:
     """Return the pairs of two families by one way of naming; None if too few images have a mask."""
     has_splits = any(file.split for file in images.files) and any(file.split for file in masks.files)
     has_scenes = len(images.varying) == len(masks.varying)
 
-    def place(file: ImageFile, family: Family) -> tuple[object, ...]:
+    def place(file: SurveyedImage, family: Family) -> tuple[object, ...]:
         scenes = tuple(file.scenes[i] for i in family.varying) if has_scenes else ()
         return (file.split if has_splits else None, scenes)
 
-    by_key: dict[tuple[object, ...], list[ImageFile]] = {}
+    by_key: dict[tuple[object, ...], list[SurveyedImage]] = {}
     for file in masks.files:
         if (key := naming.mask_key(file)) is not None:
             by_key.setdefault((*place(file, masks), key.casefold()), []).append(file)
@@ -652,7 +652,7 @@ def _weighed(
     naming: _Naming,
     *,
     is_sparse: bool,
-) -> Layout:
+) -> DataLayout:
     images, masks = families
     coverage = len(pairs) / (len(pairs) + len(unpaired))
     rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
@@ -686,7 +686,7 @@ def _weighed(
         evidence.append("no pair could be read")
     name = masks.label if masks.label != "." else naming.shape or "masks"
     ordered = tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.image)))
-    return Layout(
+    return DataLayout(
         name,
         ordered,
         min(confidence, 0.99),

@@ -13,7 +13,7 @@ from segapp.datasets.layouts import published_classes as published
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.published_classes import Color, parse_colors, parse_names
 from segapp.errors import DataError
-from segapp.onboarding.survey.hypotheses import Layout, Pair
+from segapp.onboarding.survey.hypotheses import DataLayout, Pair
 from segapp.onboarding.survey.tree import Tree
 
 _NAMES = {
@@ -211,7 +211,7 @@ def recognise_values(mask: str, values: Collection[int]) -> PublishedValues | No
     return None
 
 
-def published_layout(tree: Tree) -> Layout | None:
+def published_layout(tree: Tree) -> DataLayout | None:
     """Return the layout of a published data set, named after its format; None for other folders."""
     for format, expression in _NAMES.items():
         splits = {}
@@ -230,7 +230,7 @@ def published_layout(tree: Tree) -> Layout | None:
             if pair.mask is not None
         ]
         evidence = (f"folders and names of {format}: {DATASETS[format].expected}",)
-        return Layout(format, tuple(placed), 0.99, evidence)
+        return DataLayout(format, tuple(placed), 0.99, evidence)
     return None
 
 

@@ -18,7 +18,7 @@ from typing import Any
 from segapp.datasets.files import open_regular
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
-from segapp.onboarding.survey.hypotheses import Layout, Pair, common_affixes
+from segapp.onboarding.survey.hypotheses import DataLayout, Pair, common_affixes
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, tokens
 
@@ -192,7 +192,7 @@ class ListedPairs:
         unused: table -> why it is not used.
     """
 
-    layout: Layout | None = None
+    layout: DataLayout | None = None
     unused: dict[str, str] = field(default_factory=dict)
 
 
@@ -236,7 +236,7 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
                 evidence.append(f"{left_out} rows name no pair of files, or one named before")
             ordered = sorted(pairs.values(), key=lambda pair: os.fsencode(pair.image))
             share = len(pairs) / num_rows
-            listed.layout = Layout(
+            listed.layout = DataLayout(
                 "lists", tuple(ordered), 0.99 * min(1.0, share), tuple(evidence), sources=tuple(used)
             )
     return listed
@@ -307,17 +307,17 @@ class ListedSplits:
         unused: table -> why it is not used, of tables that name images of the layout.
     """
 
-    layout: Layout
+    layout: DataLayout
     unused: dict[str, str] = field(default_factory=dict)
 
 
-def with_listed_splits(tables: Sequence[Table], layout: Layout) -> ListedSplits:
+def with_listed_splits(tables: Sequence[Table], layout: DataLayout) -> ListedSplits:
     """Return the layout with the splits that tables say, if no folder says them; and the tables that are not used.
 
     Raises:
         DataError: an image is in the list of two splits.
     """
-    names = _Names(layout.pairs)
+    names = _NamedPairs(layout.pairs)
     by_folder: dict[str, list[_Said]] = defaultdict(list)
     for table in tables:
         if (said := _said_by(table, names)) is not None:
@@ -359,7 +359,7 @@ class _Said:
     pairs: tuple[tuple[str | None, Pair], ...]
 
 
-def _said_by(table: Table, names: _Names) -> _Said | None:
+def _said_by(table: Table, names: _NamedPairs) -> _Said | None:
     """Return what a table says of the pairs; None if it does not name images of them."""
     splits = _row_splits(table)
     best: tuple[int, list[tuple[Pair, ...]]] | None = None
@@ -384,7 +384,7 @@ def _without_sums(lists: Sequence[_Said]) -> list[_Said]:
     return [one for one in lists if not one.is_sum] if {"train", "val"} <= own else list(lists)
 
 
-def _divided(layout: Layout, lists: Sequence[_Said]) -> Layout | None:
+def _divided(layout: DataLayout, lists: Sequence[_Said]) -> DataLayout | None:
     """Return the layout with the splits of lists; None if they do not divide it."""
     said: dict[str, dict[str, Pair]] = defaultdict(dict)
     used = []
@@ -445,7 +445,7 @@ class _Files:
         return named
 
 
-class _Names:
+class _NamedPairs:
     """Finds the pairs that a line of a list names.
 
     By path, end of a path, name or stem of the image, by the stem without what all stems share or without words of

@@ -322,7 +322,7 @@ class Alert(_Event):
     step: int | None = None
 
 
-class LargeTensor(_Model):
+class LiveTensor(_Model):
     """A live tensor at the time of an out-of-memory error."""
 
     mib: float
@@ -359,7 +359,7 @@ class Oom(_Event):
     total_mib: float | None = None
     fragmentation: float | None = None
     """Share of the allocator's memory that held no tensor, 0 to 1."""
-    largest: list[LargeTensor] = []
+    largest: list[LiveTensor] = []
     others: list[OtherProcess] = []
     others_mib: float | None = None
     predicted_mib: list[float | None] | None = None

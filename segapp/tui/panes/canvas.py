@@ -12,7 +12,7 @@ from rich.style import Style
 from textual.strip import Strip
 
 from segapp.tui.panes.glyphs import Glyphs
-from segapp.view.plot import Columns, Scale, draw_columns, pack_dots
+from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 
 
 class Canvas:
@@ -27,7 +27,7 @@ class Canvas:
         self._strips: list[Strip] = []
         self._made_of: tuple[Sequence[str], Sequence[Style]] = ((), ())
 
-    def curve(self, columns: Columns, scale: Scale, style: int) -> None:
+    def curve(self, columns: CurveColumns, scale: Scale, style: int) -> None:
         """Draw a curve in dots."""
         dots = draw_columns(columns, scale, self.height * self._glyphs.dots_per_cell[0])
         packed = pack_dots(dots, self._glyphs.dot_weights)
@@ -35,7 +35,7 @@ class Canvas:
         self._chars[is_set] = self._table[packed[is_set]]
         self._styles[is_set] = style
 
-    def clipped(self, columns: Columns, scale: Scale, style: int) -> None:
+    def clipped(self, columns: CurveColumns, scale: Scale, style: int) -> None:
         """Mark in the top row where the curve exceeds the scale."""
         with np.errstate(invalid="ignore"):
             beyond = np.flatnonzero(columns.high > scale.top * (1 + 1e-12))

@@ -19,10 +19,10 @@ from textual.widget import Widget
 from segapp.run.words import duration, number
 from segapp.tui.panes.canvas import Canvas
 from segapp.tui.panes.glyphs import UNICODE, Glyphs
-from segapp.view.history import SMOOTHINGS, History
+from segapp.view.history import SMOOTHINGS, LossHistory
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_title
 from segapp.view.plot import (
-    Columns,
+    CurveColumns,
     Floats,
     Scale,
     choose_scale,
@@ -115,7 +115,7 @@ class Other(NamedTuple):
 
     name: str
     view: View
-    series: History | None
+    series: LossHistory | None
 
 
 class LossChart(Widget, can_focus=True):
@@ -149,7 +149,7 @@ class LossChart(Widget, can_focus=True):
         self.glyphs = glyphs
         self.options = ChartOptions()
         self._view = View()
-        self._series: History | None = None
+        self._series: LossHistory | None = None
         self._others: Sequence[Other] = ()
         self._curve = Curve(None, NO_POINTS)
         self._strips: list[Strip] = []
@@ -169,7 +169,7 @@ class LossChart(Widget, can_focus=True):
         num_steps = history.num_steps if history is not None else 0
         return SMOOTHINGS[0] if num_steps < 200 else SMOOTHINGS[1] if num_steps < 4000 else SMOOTHINGS[2]
 
-    def show(self, view: View, series: History | None = None, others: Sequence[Other] = ()) -> None:
+    def show(self, view: View, series: LossHistory | None = None, others: Sequence[Other] = ()) -> None:
         """Show a view; redraws only if it has changed.
 
         Args:
@@ -370,12 +370,12 @@ class LossChart(Widget, can_focus=True):
     def _message(self, text: str, style: int) -> Strip:
         return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
 
-    def _band(self, history: History | None, view: View, width: int) -> tuple[Columns, Columns]:
+    def _band(self, history: LossHistory | None, view: View, width: int) -> tuple[CurveColumns, CurveColumns]:
         """Return the extremes and the average of the steps' values, by columns of dots."""
         num_columns = width * self.glyphs.dots_per_cell[1]
         if history is None or not history.size:
             empty = np.full(num_columns, np.nan)
-            columns = Columns(empty, empty, np.zeros(num_columns, dtype=bool))
+            columns = CurveColumns(empty, empty, np.zeros(num_columns, dtype=bool))
             return columns, columns
         x = self._x_of(history.step, view)
         raw = reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
@@ -385,14 +385,14 @@ class LossChart(Widget, can_focus=True):
         is_bad = history.is_bad & np.isnan(values)
         return raw, reduce_columns(x, values, values, is_bad, *self._x_range, num_columns)
 
-    def _other(self, other: Other, width: int) -> Columns:
+    def _other(self, other: Other, width: int) -> CurveColumns:
         """Return the curve of another run: its average, or its evaluations."""
         curve = curve_of(other.view, self.options.metric, other.series)
         if curve.history is not None:
             return self._band(curve.history, other.view, width)[1]
         return self._joined(self._x_of(curve.points[:, 0], other.view), curve.points[:, 1], width)
 
-    def _joined(self, x: Floats, y: Floats, width: int) -> Columns:
+    def _joined(self, x: Floats, y: Floats, width: int) -> CurveColumns:
         num_columns = width * self.glyphs.dots_per_cell[1]
         return reduce_columns(x, y, y, np.zeros(len(x), dtype=bool), *self._x_range, num_columns)
 
@@ -451,7 +451,7 @@ class LossChart(Widget, can_focus=True):
                 left -= len(text) + 2
         return Strip(segments)
 
-    def _axis_line(self, raw: Columns, width: int) -> Strip:
+    def _axis_line(self, raw: CurveColumns, width: int) -> Strip:
         """Return the x axis with its labels, and a × where a value was not finite."""
         text = [self.glyphs.h_axis] * width
         styles = [_AXIS] * width

@@ -11,7 +11,7 @@ from textual.content import Content
 from textual.geometry import Size
 
 from segapp.tui.panes.glyphs import Glyphs, progress, spark, thinned
-from segapp.tui.panes.header import Part, fit_parts
+from segapp.tui.panes.header import LinePart, fit_parts
 from segapp.view.evaluations import Floats
 from segapp.view.metrics import class_iou
 from segapp.view.view import View
@@ -170,15 +170,15 @@ def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: 
 
 def classes_title(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs) -> Content:
     """Return the title of the pane: mean, best, and the order of the table."""
-    parts = [Part(0, Content.styled("3 Classes", "bold"))]
+    parts = [LinePart(0, Content.styled("3 Classes", "bold"))]
     if view.vals:
-        parts.append(Part(1, Content(f"e{view.vals[-1].epoch} mIoU {miou(view.vals[-1])}")))
+        parts.append(LinePart(1, Content(f"e{view.vals[-1].epoch} mIoU {miou(view.vals[-1])}")))
     if view.vals and view.best is not None:
-        parts.append(Part(2, Content.styled(f"best {best_miou(view.best, view.vals[-1])}", "$text-success")))
+        parts.append(LinePart(2, Content.styled(f"best {best_miou(view.best, view.vals[-1])}", "$text-success")))
     if wanted:
-        parts.append(Part(1, Content.styled(f"/{wanted}", "$text-warning")))
+        parts.append(LinePart(1, Content.styled(f"/{wanted}", "$text-warning")))
     parts.append(
-        Part(
+        LinePart(
             1 if sort != SORTS[0] else 3,
             Content.styled(f"{sort} first" if sort in ("worst", "best") else f"by {sort}", "$text-muted"),
         )

@@ -16,8 +16,8 @@ from segapp.memory.peaks import Peak
 from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, gib, memory_text, percent, printable, share_text
 from segapp.tui.panes.glyphs import Glyphs, progress
-from segapp.tui.panes.header import Part, device_label, etas_s, fit_parts
-from segapp.view.plot import Columns, Scale, draw_columns, pack_dots
+from segapp.tui.panes.header import LinePart, device_label, etas_s, fit_parts
+from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 from segapp.view.source import Status
 from segapp.view.view import View
 
@@ -74,10 +74,12 @@ def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float 
         ("peak", peak), ("predicted", predicted_mib),
     )  # fmt: skip
     parts = [
-        Part(rank, Content(f"{word} {memory_text(mib)}")) for rank, (word, mib) in enumerate(known) if mib is not None
+        LinePart(rank, Content(f"{word} {memory_text(mib)}"))
+        for rank, (word, mib) in enumerate(known)
+        if mib is not None
     ]
     if device.phase and peak is not None:
-        parts.append(Part(9, Content(f"in {printable(device.phase)}")))
+        parts.append(LinePart(9, Content(f"in {printable(device.phase)}")))
     return Content.styled("  " + fit_parts(parts, width - 2).plain, "$text-muted")
 
 
@@ -93,7 +95,7 @@ def memory_graph(view: View, index: int, total_mib: float | None, size: Size, gl
     scale = Scale(0.0, max(total_mib or 0.0, float(known.max()), 1.0))
     curve = np.full(num, np.nan)
     curve[num - len(values) :] = values
-    filled = Columns(np.where(np.isfinite(curve), 0.0, np.nan), curve, np.zeros(num, dtype=bool))
+    filled = CurveColumns(np.where(np.isfinite(curve), 0.0, np.nan), curve, np.zeros(num, dtype=bool))
     packed = pack_dots(draw_columns(filled, scale, size.height * rows), glyphs.dot_weights)
     table = glyphs.dot_cells
     return [Content.styled("  " + "".join(table[int(cell)] for cell in row), "$secondary") for row in packed]
@@ -107,12 +109,12 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
     peak = _peak_mib(view, index, device)
     is_cpu = device.device is not None and device.device.startswith("cpu")
     parts = [
-        Part(0, Content.assemble((f"{memory_text(used):>5}/{_total(total)}", "bold"))),
-        Part(2, Content("-".rjust(5) if peak is None else f"{memory_text(peak):>5}")),
-        Part(4, Content(f"{percent(device.utilization):>4}")),
-        Part(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
-        Part(1, Content(f"{share} img".ljust(6))) if share is not None else None,
-        Part(3, Content.assemble((word.ljust(5), style))),
+        LinePart(0, Content.assemble((f"{memory_text(used):>5}/{_total(total)}", "bold"))),
+        LinePart(2, Content("-".rjust(5) if peak is None else f"{memory_text(peak):>5}")),
+        LinePart(4, Content(f"{percent(device.utilization):>4}")),
+        LinePart(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
+        LinePart(1, Content(f"{share} img".ljust(6))) if share is not None else None,
+        LinePart(3, Content.assemble((word.ljust(5), style))),
     ]
     label = f"{device_label(device.device, index)} " if width >= 60 else f"{index} "
     texts = fit_parts(parts, width - len(label) - 8, gap=1)

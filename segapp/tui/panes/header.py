@@ -36,7 +36,7 @@ STATE_STYLES = {
 }
 
 
-class Place(NamedTuple):
+class LinePlace(NamedTuple):
     """Where a line is drawn."""
 
     name: str
@@ -45,7 +45,7 @@ class Place(NamedTuple):
     glyphs: Glyphs
 
 
-class Part(NamedTuple):
+class LinePart(NamedTuple):
     """A part of a line."""
 
     rank: int
@@ -53,7 +53,7 @@ class Part(NamedTuple):
     content: Content
 
 
-def fit_parts(parts: Sequence[Part | None], width: int, gap: int = 2) -> Content:
+def fit_parts(parts: Sequence[LinePart | None], width: int, gap: int = 2) -> Content:
     """Return the parts that fit into a width, joined; those of the highest rank are left out first."""
     kept = [part for part in parts if part is not None and part.content.cell_length]
     while kept and sum(part.content.cell_length for part in kept) + gap * (len(kept) - 1) > width:
@@ -82,21 +82,23 @@ def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
     return Content.styled(text, style)
 
 
-def header(view: View, status: Status, place: Place, *, is_readonly: bool, num_alerts: int = 0) -> Content:
+def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, num_alerts: int = 0) -> Content:
     """Return the first line: name, state, unseen alerts, position, and the age of the last event."""
     start, step, (name, width, glyphs) = view.start, view.step, place
     parts = [
-        Part(9, Content.styled("segapp", "$text-muted")) if width >= 76 else None,
-        Part(1, Content.styled(clip(name, max(8, width // 4)), "bold")),
-        Part(0, state_content(view, status, glyphs)),
-        Part(1, Content.styled(_alert_count(num_alerts), "$text-error bold")) if num_alerts else None,
-        Part(2, Content(_epoch(view))) if view.epoch is not None else None,
-        Part(4, Content(_steps(view))) if step is not None and start is not None else None,
-        Part(5, Content(f"lr {learning_rate(view.lr)}")) if view.lr is not None else None,
-        Part(7, Content(f"up {duration(_up_s(view, status))}")) if start is not None else None,
-        Part(8, Content.styled(f"pid {status.pid}", "$text-muted")) if status.pid is not None else None,
-        Part(6, Content.styled("read-only", "$text-warning")) if is_readonly else None,
-        Part(3, Content.styled(age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")),
+        LinePart(9, Content.styled("segapp", "$text-muted")) if width >= 76 else None,
+        LinePart(1, Content.styled(clip(name, max(8, width // 4)), "bold")),
+        LinePart(0, state_content(view, status, glyphs)),
+        LinePart(1, Content.styled(_alert_count(num_alerts), "$text-error bold")) if num_alerts else None,
+        LinePart(2, Content(_epoch(view))) if view.epoch is not None else None,
+        LinePart(4, Content(_steps(view))) if step is not None and start is not None else None,
+        LinePart(5, Content(f"lr {learning_rate(view.lr)}")) if view.lr is not None else None,
+        LinePart(7, Content(f"up {duration(_up_s(view, status))}")) if start is not None else None,
+        LinePart(8, Content.styled(f"pid {status.pid}", "$text-muted")) if status.pid is not None else None,
+        LinePart(6, Content.styled("read-only", "$text-warning")) if is_readonly else None,
+        LinePart(
+            3, Content.styled(age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")
+        ),
     ]
     return fit_parts(parts, width)
 
@@ -166,8 +168,8 @@ def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Con
     else:
         first = _one_progress("epoch", epoch, epoch_eta_s, bar_width, glyphs) if epoch is not None else Content("")
     parts = [
-        Part(1, first),
-        Part(0, _one_progress("run", run, run_eta_s, bar_width, glyphs)) if run is not None else None,
+        LinePart(1, first),
+        LinePart(0, _one_progress("run", run, run_eta_s, bar_width, glyphs)) if run is not None else None,
     ]
     return fit_parts(parts, width, gap=3)
 
@@ -203,14 +205,14 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
     wait = step.data_wait_frac
     wait_style = "$text-warning bold" if wait is not None and wait > 0.2 else ""
     parts = [
-        Part(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
-        Part(4, Content.styled(spark(view.recent["images_per_s"], min(30, width // 4), glyphs), "$secondary")),
-        Part(2, Content(f"step {_milliseconds(step.step_s)}")) if step.step_s is not None else None,
-        Part(1, Content.assemble("waiting for data ", (percent(wait), wait_style))),
-        Part(3, Content(f"grad norm {number(step.grad_norm)}")) if step.grad_norm is not None else None,
-        Part(3, Content.styled(f"skipped {step.skipped}", "$text-error")) if step.skipped else None,
-        Part(5, Content(f"scale {step.loss_scale:g}")) if step.loss_scale is not None else None,
-        *(Part(6 + i, Content(f"{name} {number(value)}")) for i, (name, value) in enumerate(terms)),
+        LinePart(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
+        LinePart(4, Content.styled(spark(view.recent["images_per_s"], min(30, width // 4), glyphs), "$secondary")),
+        LinePart(2, Content(f"step {_milliseconds(step.step_s)}")) if step.step_s is not None else None,
+        LinePart(1, Content.assemble("waiting for data ", (percent(wait), wait_style))),
+        LinePart(3, Content(f"grad norm {number(step.grad_norm)}")) if step.grad_norm is not None else None,
+        LinePart(3, Content.styled(f"skipped {step.skipped}", "$text-error")) if step.skipped else None,
+        LinePart(5, Content(f"scale {step.loss_scale:g}")) if step.loss_scale is not None else None,
+        *(LinePart(6 + i, Content(f"{name} {number(value)}")) for i, (name, value) in enumerate(terms)),
     ]
     return fit_parts(parts, width)
 
@@ -221,7 +223,7 @@ def _milliseconds(seconds: float) -> str:
 
 def with_tabs(title: Content, others: str, width: int) -> Content:
     """Return a pane's title, with the names of the hidden panes if they fit."""
-    return fit_parts([Part(0, title), Part(1, Content.styled(others, "$text-muted"))], width)
+    return fit_parts([LinePart(0, title), LinePart(1, Content.styled(others, "$text-muted"))], width)
 
 
 def small_summary(view: View, width: int, num_rows: int, glyphs: Glyphs) -> Content:
@@ -245,16 +247,16 @@ def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
     return fit_parts(parts, width)
 
 
-def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> Part:
+def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> LinePart:
     device = view.devices[index]
     text = f"{device_label(device.device, index)} {memory_text(device.used_mib)}"
     if frac >= 0:
         text += f"/{memory_text(device.total_mib).removesuffix('.0')}"
     style = "$text-error" if frac > 0.95 else "$text-warning" if frac > 0.9 else ""
     if bars is None or frac < 0:
-        return Part(0, Content.assemble((text, style)))
+        return LinePart(0, Content.assemble((text, style)))
     done, left = progress(frac, 6, bars)
-    return Part(0, Content.assemble((text, style), (f" {done}", "$text-primary"), (left, "$text-muted")))
+    return LinePart(0, Content.assemble((text, style), (f" {done}", "$text-primary"), (left, "$text-muted")))
 
 
 def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:
@@ -266,15 +268,15 @@ def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:
         change = f"gpu0_bsz {share_text(gpu0.value)} {glyphs.arrow} {share_text(gpu0.pending.new)}"
         return fit_parts(
             [
-                Part(0, Content.styled(f"{change} PENDING{epoch}", "$text-warning bold")),
-                Part(1, Content(f"split {dots(gpu0.pending.split)}")),
+                LinePart(0, Content.styled(f"{change} PENDING{epoch}", "$text-warning bold")),
+                LinePart(1, Content(f"split {dots(gpu0.pending.split)}")),
             ],
             width,
         )
     return fit_parts(
         [
-            Part(0, Content(f"gpu0_bsz {share_text(gpu0.value)}")),
-            Part(1, Content.styled(f"split {dots(view.split)}", "$text-muted")),
+            LinePart(0, Content(f"gpu0_bsz {share_text(gpu0.value)}")),
+            LinePart(1, Content.styled(f"split {dots(view.split)}", "$text-muted")),
         ],
         width,
     )
@@ -285,11 +287,12 @@ def _class_summary(view: View, width: int) -> Content:
         return Content.styled("no evaluation yet", "$text-muted")
     val, best = view.vals[-1], view.best
     known = sorted((iou, i) for i, iou in enumerate(val.iou) if iou is not None and i < len(view.classes))
-    parts = [Part(0, Content.styled(f"mIoU {miou(val)}", "bold"))]
+    parts = [LinePart(0, Content.styled(f"mIoU {miou(val)}", "bold"))]
     if best is not None:
-        parts.append(Part(1, Content.styled(f"best {best_miou(best, val)}", "$text-success")))
+        parts.append(LinePart(1, Content.styled(f"best {best_miou(best, val)}", "$text-success")))
     parts += [
-        Part(2 + rank, Content(f"{clip(view.classes[i], 16)} {number(iou)}")) for rank, (iou, i) in enumerate(known[:3])
+        LinePart(2 + rank, Content(f"{clip(view.classes[i], 16)} {number(iou)}"))
+        for rank, (iou, i) in enumerate(known[:3])
     ]
     return fit_parts(parts, width)
 
@@ -310,7 +313,7 @@ def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
     return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
 
 
-def banner(view: View, status: Status, place: Place, unseen: Sequence[Raised]) -> Content | None:
+def banner(view: View, status: Status, place: LinePlace, unseen: Sequence[Raised]) -> Content | None:
     """Return the problem or alert that the user has to see; None if there is none."""
     name = place.name
     word = state_label(status)

@@ -87,7 +87,7 @@ class LegendEntry(NamedTuple):
     """Of its class, or classes."""
 
 
-class Place(NamedTuple):
+class PictureKey(NamedTuple):
     """Which picture of which evaluation a file holds."""
 
     epoch: int
@@ -115,8 +115,8 @@ class PictureView(Widget, can_focus=True):
     def __init__(self, *, has_colour: bool, **keywords: str) -> None:
         super().__init__(id=keywords.get("id"), classes=keywords.get("classes"))
         self._has_colour = has_colour
-        self._paths: dict[Place, Path] = {}
-        self._shown: Place | None = None
+        self._paths: dict[PictureKey, Path] = {}
+        self._shown: PictureKey | None = None
         self._names: dict[Rgb, str] = {}
         self._strips: list[Strip] = []
         self._built: tuple[object, ...] | None = None
@@ -148,10 +148,10 @@ class PictureView(Widget, can_focus=True):
         """Show another image of the same evaluation."""
         if self._shown is not None:
             images = sorted(place.image for place in self._paths if place.epoch == self._shown.epoch)
-            self._shown = Place(self._shown.epoch, _next(images, self._shown.image, by))
+            self._shown = PictureKey(self._shown.epoch, _next(images, self._shown.image, by))
             self._announce()
 
-    def _nearest(self, epoch: int, image: int) -> Place | None:
+    def _nearest(self, epoch: int, image: int) -> PictureKey | None:
         return min((p for p in self._paths if p.epoch == epoch), key=lambda p: abs(p.image - image), default=None)
 
     def _announce(self) -> None:
@@ -262,12 +262,12 @@ def _next(choices: list[int], current: int, by: int) -> int:
     return choices[min(max(choices.index(current) + by, 0), len(choices) - 1)]
 
 
-def _places(paths: list[Path]) -> dict[Place, Path]:
+def _places(paths: list[Path]) -> dict[PictureKey, Path]:
     """Return the place of each picture; one with a name of its own is an evaluation by itself, after the others."""
     found = {}
     for i, path in enumerate(reversed(paths)):
         match = _NAME.fullmatch(path.name)
-        found[Place(int(match[1]), int(match[2])) if match else Place(10**9 + i, 0)] = path
+        found[PictureKey(int(match[1]), int(match[2])) if match else PictureKey(10**9 + i, 0)] = path
     return found
 
 

@@ -15,7 +15,7 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.doctor import SplitReport, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
-from segapp.datasets.images.large import LargeTensor
+from segapp.datasets.images.large import TensorOnDisk
 from segapp.datasets.images.measure import _spread_pixels, measure_ranges
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.images.reading import read_image
@@ -110,8 +110,8 @@ def test_large_tensors_are_indexed_like_the_whole(tmp_path: Path) -> None:
     assert image is not None
     assert target is not None
     for large, whole in (
-        (LargeTensor(image), torch.from_numpy(read_image(pair.image, pixels)).permute(2, 0, 1)[None]),
-        (LargeTensor(target), torch.from_numpy(read_mask(pair.masks[0], SCHEME))[None]),
+        (TensorOnDisk(image), torch.from_numpy(read_image(pair.image, pixels)).permute(2, 0, 1)[None]),
+        (TensorOnDisk(target), torch.from_numpy(read_mask(pair.masks[0], SCHEME))[None]),
     ):
         assert (large.shape, len(large)) == (whole.shape, len(whole))
         assert torch.equal(large[..., 3:50, 100:], whole[..., 3:50, 100:])

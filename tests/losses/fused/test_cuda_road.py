@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from segapp.losses import CriterionLovasz, CriterionOHEM, lovasz, ohem
 from segapp.losses.fused import checks, triton_trial
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions, cross_entropy_on_bands
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
 from segapp.losses.fused.checks import raise_reported, report_range
 from segapp.losses.fused.grid import Axis, _cached_grid, products_are_exact
 from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks
@@ -164,7 +164,7 @@ def test_default_device_does_not_change_the_losses(way):
     _cached_grid.cache_clear()
     column_blocks.cache_clear()
     logits, target = draw(3, low=(7, 6), high=(33, 41))
-    options, weight, good = CrossEntropyOptions(False, 255, 0.1), class_weight(), torch.tensor([5, -5])
+    options, weight, good = CrossEntropySettings(False, 255, 0.1), class_weight(), torch.tensor([5, -5])
     made = criteria().values()
     with torch.device("meta"):
         if way == "bands":

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from segapp.losses import CriterionCE, upsample_cross_entropy
 from segapp.losses.cross_entropy import choose_implementation
 from segapp.losses.fused import checks, triton_trial
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.kernel_shapes import KernelError
 from segapp.parallel import DataParallelCriterion
 from tests.support.gpu.as_on_cuda import take_cuda_road
@@ -172,7 +172,7 @@ def test_capture_of_a_graph_asks_the_device_nothing(monkeypatch):
     monkeypatch.setattr(triton_cross_entropy, "_launch", lambda *_: None)
     monkeypatch.setattr(triton_cross_entropy, "bounds_of_bad_ids", lambda *_: torch.tensor([3, 3]))
     logits, target = draw(2, dtype=torch.float32)
-    options = CrossEntropyOptions(True, 255, 0.0)
+    options = CrossEntropySettings(True, 255, 0.0)
     loss_sum, _, gradient = triton_cross_entropy.cross_entropy_by_triton(
         logits, target, None, options, with_gradient=True
     )

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from segapp.losses import cross_entropy, upsample_cross_entropy
 from segapp.losses.fused import triton_trial
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import raise_reported
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 from tests.support.loss_cases import draw, relative_error
@@ -40,7 +40,7 @@ def check(case, seed):
     target[torch.rand(N, H, W, generator=generator) < 0.3] = 255
     target[:, : H // 3] = 255
     weight = (0.1 + torch.rand(C, generator=generator)).double() if weighted else None
-    options = CrossEntropyOptions(align_corners, 255, smoothing)
+    options = CrossEntropySettings(align_corners, 255, smoothing)
     loss_sum, weight_sum, gradient = cross_entropy_by_triton(
         logits, target.to(TARGETS[seed % 3]), weight, options, with_gradient=True
     )
@@ -56,7 +56,7 @@ def check(case, seed):
 
 
 def check_edges():
-    options = CrossEntropyOptions(True, 255, 0.1)
+    options = CrossEntropySettings(True, 255, 0.1)
     logits = torch.randn(1, 4, 3, 3)
     ignored = torch.full((1, 12, 12), 255, dtype=torch.uint8)
     loss_sum, weight_sum, gradient = cross_entropy_by_triton(logits, ignored, None, options, with_gradient=True)

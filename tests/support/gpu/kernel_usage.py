@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 import triton
 
-from segapp.losses.fused.bands_cross_entropy import CrossEntropyOptions
+from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import _reports
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
 from tests.support.gpu.fake_cuda_driver import Usage, pretend_card
@@ -89,7 +89,7 @@ def usages_of(case: Case) -> list[Usage]:
     """Return what the kernels of a case take on its card; they are compiled, not run."""
     logits, target = inputs_of(case)
     weight = torch.ones(case.num_classes) if case.has_options else None
-    options = CrossEntropyOptions(True, 255, 0.1 if case.has_options else 0.0)
+    options = CrossEntropySettings(True, 255, 0.1 if case.has_options else 0.0)
     with pretend_card(case.capability) as card:
         cross_entropy_by_triton(logits, target, weight, options, with_gradient=True)
     _reports.clear()  # what the kernels did not write is no target

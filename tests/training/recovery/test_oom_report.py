@@ -15,7 +15,7 @@ from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.oom import OomReport, OomSnapshot, examine, release, report_event
 from segapp.parallel import ReplicaError
 from segapp.parallel.distributed import Ranks
-from segapp.run.events import EventLog, EventReader, EventWriter, LargeTensor
+from segapp.run.events import EventLog, EventReader, EventWriter, LiveTensor
 from segapp.run.folder import RunFolder
 from segapp.training.context import RunContext
 from segapp.training.recovery import OomHandler
@@ -87,7 +87,7 @@ def test_report_keeps_counters_without_a_snapshot(
 
 def test_event_has_the_largest_tensors_in_hundredths_of_a_mib() -> None:
     snapshot = OomSnapshot(
-        0, "cuda:0", "forward", largest=(LargeTensor(mib=1.23456, what="a"), LargeTensor(mib=0.5, what="b"))
+        0, "cuda:0", "forward", largest=(LiveTensor(mib=1.23456, what="a"), LiveTensor(mib=0.5, what="b"))
     )
     event = report_event(OomReport(snapshot, 1, 2, "", ""))
     assert [(tensor.mib, tensor.what) for tensor in event.largest] == [(1.23, "a"), (0.5, "b")]

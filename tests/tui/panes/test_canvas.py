@@ -7,7 +7,7 @@ from rich.style import Style
 
 from segapp.tui.panes.canvas import Canvas
 from segapp.tui.panes.glyphs import ASCII
-from segapp.view.plot import Columns, Scale
+from segapp.view.plot import CurveColumns, Scale
 
 STYLES = [Style(), Style(bold=True), Style(italic=True), Style(dim=True)]
 LABELS = ["a ", "b ", "c ", "d "]
@@ -24,7 +24,7 @@ def test_points_stand_at_their_heights() -> None:
 def test_curves_cover_and_lines_leave_what_is_there() -> None:
     canvas = Canvas(4, 2, ASCII)
     low, high = np.array([1.0, 0.0, 1.0, np.nan]), np.array([1.0, 0.0, 5.0, np.nan])
-    columns = Columns(low, high, np.zeros(4, dtype=bool))
+    columns = CurveColumns(low, high, np.zeros(4, dtype=bool))
     canvas.put(0, 0, "z", 2)
     canvas.curve(columns, Scale(0.0, 1.0), 1)
     canvas.line(1, ":", 3)  # the curve falls and rises here, so that no cell is empty

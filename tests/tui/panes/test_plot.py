@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from segapp.tui.panes.glyphs import ASCII, UNICODE, thinned
 from segapp.view.plot import (
-    Columns,
+    CurveColumns,
     Scale,
     choose_scale,
     draw_columns,
@@ -133,7 +133,7 @@ def test_ticks_are_round_numbers(scale: Scale, count: int, ticks: list[float]) -
 
 def test_strokes_are_drawn_from_low_to_high_and_joined() -> None:
     low, high = np.array([0.0, 1.0, 0.5, 0.25, NAN]), np.array([0.0, 1.0, 0.5, 0.75, NAN])
-    dots = draw_columns(Columns(low, high, np.zeros(5, dtype=bool)), Scale(0.0, 1.0), 5)
+    dots = draw_columns(CurveColumns(low, high, np.zeros(5, dtype=bool)), Scale(0.0, 1.0), 5)
     assert [np.flatnonzero(column).tolist() for column in dots.T] == [[4], [0, 1, 2, 3], [1, 2], [1, 2, 3], []]
 
 
