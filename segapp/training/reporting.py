@@ -16,7 +16,7 @@ from segapp.training.settings import TrainerSettings, TrainingFacts
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.telemetry.clock import Clock
 from segapp.training.telemetry.data_watch import DataWatch
-from segapp.training.telemetry.remaining_time import Observed, RemainingTime, TrainingPosition
+from segapp.training.telemetry.remaining_time import EpochPosition, Observed, RemainingTime
 from segapp.training.validation import Validation
 
 if TYPE_CHECKING:
@@ -138,11 +138,9 @@ class TrainingReporter:
         num_pieces = self._oom_policy.fallbacks.num_pieces
         return self._controller.batch_split.current, num_pieces, self._engine.is_frozen
 
-    def _place(self) -> TrainingPosition:
+    def _place(self) -> EpochPosition:
         at = self._progress.position
-        return TrainingPosition(
-            at.epoch, at.step, math.ceil((self._num_batches - at.batch) / self._settings.accumulate)
-        )
+        return EpochPosition(at.epoch, at.step, math.ceil((self._num_batches - at.batch) / self._settings.accumulate))
 
     def outputs(self, message: str) -> None:
         """Emit the alert about the outputs of the network."""

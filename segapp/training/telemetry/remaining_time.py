@@ -37,7 +37,7 @@ class Observed(NamedTuple):
         return cls(clock.steps(), *(clock.spent(activity) for activity in ("eval", "save", "load", "write")))
 
 
-class TrainingPosition(NamedTuple):
+class EpochPosition(NamedTuple):
     """A place in a training, after a step."""
 
     epoch: int
@@ -94,13 +94,13 @@ class Timetable:
 
     def whole_run(self) -> Left:
         """Return what a training does from its beginning to its end."""
-        return self.left_of_run(TrainingPosition(1, 0, self.steps_per_epoch))
+        return self.left_of_run(EpochPosition(1, 0, self.steps_per_epoch))
 
     def saves_within(self, left: Left, seconds: float) -> int:
         """Return the saves of what is left, which takes so many seconds, those by time included."""
         return left.saves if self.save_every_s is None else max(left.saves, int(seconds / self.save_every_s))
 
-    def left_of_run(self, place: TrainingPosition) -> Left:
+    def left_of_run(self, place: EpochPosition) -> Left:
         """Return what is left of the training; what is due at the place itself is still to come."""
         in_epoch, per_epoch = place.steps_in_epoch, self.steps_per_epoch
         steps = in_epoch + (self.epochs - place.epoch) * per_epoch
@@ -110,14 +110,14 @@ class Timetable:
         is_whole = num_ends > 0 and (steps - in_epoch) % per_epoch == 0
         return self._left(place, steps, num_ends, is_end=True, is_whole=is_whole)
 
-    def left_of_epoch(self, place: TrainingPosition) -> Left:
+    def left_of_epoch(self, place: EpochPosition) -> Left:
         """Return what is left before the next epoch begins, or the training ends."""
         of_run = self.left_of_run(place)
         if of_run.steps <= place.steps_in_epoch:
             return of_run
         return self._left(place, place.steps_in_epoch, 1, is_end=False, is_whole=True)
 
-    def _left(self, place: TrainingPosition, steps: int, num_ends: int, *, is_end: bool, is_whole: bool) -> Left:
+    def _left(self, place: EpochPosition, steps: int, num_ends: int, *, is_end: bool, is_whole: bool) -> Left:
         """Count within `steps`, in which `num_ends` epochs end.
 
         Args:
@@ -187,7 +187,7 @@ class RemainingTime:
             mean.add(now.times - before.times, now.seconds - before.seconds)
         self._before = observed
 
-    def etas_s(self, place: TrainingPosition) -> tuple[float | None, float | None]:
+    def etas_s(self, place: EpochPosition) -> tuple[float | None, float | None]:
         """Return the seconds until the next epoch begins, and until the training ends; None before the first step.
 
         Evaluations that are still to come take as long as the last ones; before the first one, an image is taken to

@@ -14,13 +14,13 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from segapp.training.telemetry.clock import Clock, Spent
-from segapp.training.telemetry.remaining_time import Left, Observed, RemainingTime, Timetable, TrainingPosition
+from segapp.training.telemetry.remaining_time import EpochPosition, Left, Observed, RemainingTime, Timetable
 from tests.training.telemetry.test_activities import Time
 
 RECORDED = Path(__file__).parent / "recorded_times"
 
 
-def happenings(timetable: Timetable) -> Iterator[tuple[str, TrainingPosition]]:
+def happenings(timetable: Timetable) -> Iterator[tuple[str, EpochPosition]]:
     """Yield what a training does, in its order, by the rules of the loop: `load`, `step`, `eval`, `save`, `end`."""
     total, epoch, step = timetable.total_steps, 1, 0
     last = total or timetable.epochs * timetable.steps_per_epoch
@@ -28,12 +28,12 @@ def happenings(timetable: Timetable) -> Iterator[tuple[str, TrainingPosition]]:
         in_epoch = timetable.steps_per_epoch
         is_new = True
         while in_epoch and step < last:
-            place = TrainingPosition(epoch, step, in_epoch)
+            place = EpochPosition(epoch, step, in_epoch)
             if is_new:
                 yield "load", place
                 is_new = False
             step, in_epoch = step + 1, in_epoch - 1
-            place = TrainingPosition(epoch, step, in_epoch)
+            place = EpochPosition(epoch, step, in_epoch)
             yield "step", place
             by_steps, by_epochs = timetable.eval_every_steps, timetable.eval_every_epochs
             is_regular = step % by_steps == 0 if by_steps else not in_epoch and epoch % by_epochs == 0
@@ -44,7 +44,7 @@ def happenings(timetable: Timetable) -> Iterator[tuple[str, TrainingPosition]]:
             if (epochs and not in_epoch and epoch % epochs == 0) or (steps and step % steps == 0) or step == last:
                 yield "save", place
         epoch += 1
-    yield "end", TrainingPosition(epoch, step, 0)
+    yield "end", EpochPosition(epoch, step, 0)
 
 
 some = st.integers(1, 7)
@@ -97,7 +97,7 @@ def test_remaining_time_is_within_15_percent_of_the_truth(
     seconds = {"load": 1.5, "step": 0.5, "eval": 4.0, "save": 0.7}
     time = Time()
     clock, estimate = Clock(time), RemainingTime(timetable)
-    found: list[tuple[TrainingPosition, float, float | None]] = []
+    found: list[tuple[EpochPosition, float, float | None]] = []
     num_evaluations, last_change = 0, None
     for what, place in happenings(timetable):
         way = changed_at is not None and place.epoch >= changed_at
@@ -141,7 +141,7 @@ def test_recorded_trainings_end_when_it_was_estimated(shape: str) -> None:
     wrong = []
     for t, paused, way, times, place in found["rows"]:
         estimate.observe(observed(times), way)
-        _, eta_s = estimate.etas_s(TrainingPosition(*place))
+        _, eta_s = estimate.etas_s(EpochPosition(*place))
         left_s = end_s - t - (paused_s - paused)
         is_later = place[1] > found["schedule"]["steps_per_epoch"]
         if is_later and (eta_s is None or abs(eta_s - left_s) > max(0.15 * left_s, 1.0)):
