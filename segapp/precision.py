@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segapp.compat.torch import BatchOrInstanceNorm, amp_update_scale_, foreach_copy_, foreach_mul_
 from segapp.errors import CheckpointError, accepted_words
 
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
@@ -36,7 +37,7 @@ class LossScaler:
         Args:
             is_bad: 0-dim float32 tensor on the scaler's device; nonzero: a gradient was not finite.
         """
-        torch._amp_update_scale_(self.scale, self.growth_tracker, is_bad, 2.0, 0.5, self.growth_interval)
+        amp_update_scale_(self.scale, self.growth_tracker, is_bad, 2.0, 0.5, self.growth_interval)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return scale and growth counter."""
@@ -55,7 +56,7 @@ def half_except_batchnorm(model: nn.Module) -> nn.Module:
     (pytorch/pytorch#135969) and compute their statistics in float32 in any case, so their weights are converted too.
     """
     for module in model.modules():
-        if isinstance(module, nn.modules.batchnorm._NormBase):
+        if isinstance(module, BatchOrInstanceNorm):
             continue
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.half()
@@ -128,13 +129,13 @@ class Precision:
         if self.scaler is not None and gradients:
             inverse = self.scaler.scale.double().reciprocal().float()
             for device in {g.device for g in gradients}:
-                torch._foreach_mul_([g for g in gradients if g.device == device], inverse.to(device))
+                foreach_mul_([g for g in gradients if g.device == device], inverse.to(device))
 
     @torch.no_grad()
     def masters_to_model(self) -> None:
         """Copy updated master weights into the half model."""
         if self._pairs:
-            torch._foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
+            foreach_copy_([p for p, _ in self._pairs], [m for _, m in self._pairs])
 
     def update(self, is_bad: Tensor) -> None:
         """Adapt the loss scale after a step; `is_bad` is nonzero if a gradient was not finite."""

@@ -11,6 +11,7 @@ from torch import nn
 
 from segapp.build.pairs import band_statistics, build_pixels
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
+from segapp.compat.torch import BatchNorm
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.normalize import Normalizer
@@ -116,7 +117,7 @@ def set_batchnorm_momentum(model: nn.Module, momentum: float | None) -> None:
     """Set the momentum of every BatchNorm layer; None leaves it unchanged."""
     if momentum is not None:
         for module in model.modules():
-            if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            if isinstance(module, BatchNorm):
                 module.momentum = momentum
 
 

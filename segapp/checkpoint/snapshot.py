@@ -10,6 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segapp.compat.torch import STATE_DICT_METADATA
+
 # Not bytes: an empty one is pickled in a way that `weights_only` refuses to read.
 _PLAIN = (str, int, float, bool, type(None))
 
@@ -129,9 +131,9 @@ def _mapped(value: Any, tensor: Callable[[Tensor], Tensor], place: str) -> Any:
             if type(key) not in _PLAIN:
                 raise TypeError(f"{place} has a key of type {_type_name(key)}: a checkpoint holds plain keys")
             copied[sys.intern(key) if type(key) is str else key] = _mapped(child, tensor, f"{place}[{key!r}]")
-        metadata = getattr(value, "_metadata", None)
+        metadata = getattr(value, STATE_DICT_METADATA, None)
         if metadata is not None:
-            copied._metadata = _mapped(metadata, tensor, f"{place}._metadata")
+            setattr(copied, STATE_DICT_METADATA, _mapped(metadata, tensor, f"{place}.{STATE_DICT_METADATA}"))
         return copied
     if kind is list:
         return [_mapped(child, tensor, f"{place}[{index}]") for index, child in enumerate(value)]

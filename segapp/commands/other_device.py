@@ -14,9 +14,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from segapp.compat.torch import TorchDispatchMode, operator_name, tree_leaves, tree_map_only, wrapper, written_arguments
 from segapp.custom.loading import shown_error
 from segapp.errors import SegappError
 
@@ -44,14 +43,7 @@ class _Elsewhere(Tensor):
 
     @staticmethod
     def __new__(cls, stored: Tensor) -> _Elsewhere:
-        made = Tensor._make_wrapper_subclass(
-            cls,
-            stored.size(),
-            strides=stored.stride(),
-            storage_offset=stored.storage_offset(),
-            dtype=stored.dtype,
-            device=torch.device(ELSEWHERE),
-        )
+        made = wrapper(cls, stored, torch.device(ELSEWHERE))
         made.stored = stored
         return made
 
@@ -82,10 +74,10 @@ class _OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
         num_moved = sum(isinstance(value, _Elsewhere) for value in tensors)
         is_left = any(value.dim() and not isinstance(value, _Elsewhere) for value in tensors)
-        name = func._schema.name
+        name = operator_name(func)
         if num_moved and is_left and name not in _TAKE_BOTH:
             raise LeftBehindError(
-                f"{name.removeprefix('aten::')} has inputs on two devices: make tensors on the device of the input, "
+                f"{name} has inputs on two devices: make tensors on the device of the input, "
                 "and register those of a module with register_buffer"
             )
         is_moved = num_moved > 0
@@ -97,9 +89,7 @@ class _OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not is_moved:
             return out
         changed = [
-            args[i] if i < len(args) else kwargs.get(argument.name)
-            for i, argument in enumerate(func._schema.arguments)
-            if argument.alias_info is not None and argument.alias_info.is_write
+            args[place] if place < len(args) else kwargs.get(argument) for place, argument in written_arguments(func)
         ]
         if changed:
             return changed[0] if len(changed) == 1 else tuple(changed)

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, get_worker_info
 
+from segapp.compat.multiprocessing import set_within
+from segapp.compat.torch import loader_workers, replace_done_event, shut_down_workers
 from segapp.datasets.dataset import Sample, SegmentationDataset
 from segapp.datasets.distances import target_layout
 from segapp.datasets.files import shown
@@ -236,10 +238,7 @@ class _DoneEvent:
     def set(self) -> None:
         """Tell the workers to end; kill them if they cannot see it."""
         self._is_set = True
-        if self._event._cond.acquire(timeout=_POLL_S):
-            self._event._flag.release()
-            self._event._cond.release()
-        else:
+        if not set_within(self._event, _POLL_S):
             for worker in self._workers:
                 worker.kill()
 
@@ -294,7 +293,7 @@ class BatchPool:
             self._loader = self._build()
             iterator: Any = iter(self._loader)
         if self._workers:
-            iterator._workers_done_event = _DoneEvent(iterator._workers_done_event, iterator._workers)
+            replace_done_event(iterator, _DoneEvent)
         _restore_child_handler(before)
         self._iterator = iterator
         return self._iterator
@@ -340,7 +339,7 @@ class BatchPool:
         )
 
     def _death_error(self, error: Exception) -> WorkerError:
-        processes = getattr(self._iterator, "_workers", [])
+        processes = loader_workers(self._iterator)
         if not isinstance(error, RuntimeError):  # torch has not found the dead worker yet
             ended = wait([process.sentinel for process in processes], _POLL_S)
             for process in (process for process in processes if process.sentinel in ended):
@@ -373,15 +372,13 @@ class BatchPool:
 
     def _stop(self) -> None:
         """Stop the workers; those that do not respond within seconds are killed."""
-        shut_down = getattr(self._iterator, "_shutdown_workers", None)
-        if shut_down is not None:
-            shut_down()
+        if shut_down_workers(self._iterator):
             self._kill(range(self._workers))
         self._loader = self._iterator = None
 
     def _kill(self, numbers: Iterable[int]) -> None:
         """Kill some workers; they hold no state."""
-        processes = getattr(self._iterator, "_workers", [])
+        processes = loader_workers(self._iterator)
         for process in (processes[number] for number in numbers if number < len(processes)):
             if process.is_alive():
                 process.kill()

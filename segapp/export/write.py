@@ -22,8 +22,8 @@ import cv2
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.fx.experimental import _config as symbolic_config
 
+from segapp.compat.torch import rename_dynamic_axes, size_oblivious_export
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.errors import RunError, StorageError, cannot_be_written
 from segapp.export.info import ExportInfo
@@ -202,8 +202,7 @@ def _trace(network: ExportNetwork, pixels: PixelFormat) -> torch.export.Exported
     images, free = _example(network, pixels)
     shapes = dict.fromkeys(free, torch.export.Dim.DYNAMIC)
     # Otherwise the example's size becomes a constraint of the file, such as "batch >= 2" or "height >= 33".
-    patch = symbolic_config.patch  # type: ignore[attr-defined]
-    with patch(backed_size_oblivious=True), torch.no_grad():
+    with size_oblivious_export(), torch.no_grad():
         program = torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
     _divide_in_integers(program.graph)
     return program
@@ -263,7 +262,7 @@ def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute
             output_names=[info.output],
         )
         assert written is not None
-        written._rename_dynamic_axes((_example(network, info.pixels)[1],))
+        rename_dynamic_axes(written, _example(network, info.pixels)[1])
         written.model.metadata_props.update(info.as_properties())
         written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
         written.save(path, external_data=False)

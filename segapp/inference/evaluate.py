@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from segapp.compat.torch import dispatch_modes
 from segapp.failpoints import failpoint
 from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.sliding import Inference
@@ -409,7 +409,7 @@ class SpreadCounters(Generic[T]):
 
     def __init__(self, counters: Sequence[Counter[T]]) -> None:
         self._counters = list(counters)
-        num_threads = 0 if _get_current_dispatch_mode_stack() else len(counters) - 1
+        num_threads = 0 if dispatch_modes() else len(counters) - 1
         self._threads = [ThreadPoolExecutor(1, thread_name_prefix="evaluation") for _ in range(num_threads)]
         self._waiting: list[deque[Future[None]]] = [deque() for _ in self._threads]
         self._next = 0

@@ -14,8 +14,8 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter
+
+from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter
 
 CUDA_GRANULE_BYTES = 512
 """Allocations of torch's CUDA allocator are multiples of this."""
@@ -111,11 +111,11 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if tensor is None:
                 continue
             self._record(tensor, kind)
-            self.allocations[self._alive[tensor.untyped_storage()._cdata][0]].kind = kind
+            self.allocations[self._alive[storage_key(tensor)][0]].kind = kind
 
     def kind_of(self, tensor: Tensor) -> str | None:
         """Return the kind of a tensor's storage; None if it is not recorded."""
-        found = self._alive.get(tensor.untyped_storage()._cdata)
+        found = self._alive.get(storage_key(tensor))
         return None if found is None else self.allocations[found[0]].kind
 
     def __torch_dispatch__(
@@ -126,21 +126,21 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0] if isinstance(args[0], Tensor) else None
         workspace = self.workspaces[func](*args) if func in self.workspaces else ()
         for tensor in workspace:
-            self._record(tensor, None, func._opname)
+            self._record(tensor, None, operator_name(func))
         out = func(*args, **(kwargs or {}))
         kind = None
-        if func._opname == _MOVED and self.kind_of(args[0]) in (*_PARTS_OF_A_MODEL, _COPIES):
+        if operator_name(func) == _MOVED and self.kind_of(args[0]) in (*_PARTS_OF_A_MODEL, _COPIES):
             kind = _COPIES if out.device != args[0].device else None
-        elif func._opname == _PACKED and not self.modules[-1] and self.kind_of(args[0][0]) in _PARTS_OF_A_MODEL:
+        elif operator_name(func) == _PACKED and not self.modules[-1] and self.kind_of(args[0][0]) in _PARTS_OF_A_MODEL:
             kind = _COPIES  # a bucket of weights on its way to other devices
         for tensor in (out,) if isinstance(out, Tensor) else tree_iter(out):
             if isinstance(tensor, Tensor):
-                self._record(tensor, kind, func._opname)
+                self._record(tensor, kind, operator_name(func))
         return out
 
     def _record(self, tensor: Tensor, kind: str | None, operator: str = "") -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = storage_key(tensor)
         if key in self._alive:
             return
         granule = self.granule_bytes

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.compat.timm import embed_positions
 from segapp.errors import ConfigError
 from segapp.models.names import unknown_name
 from segapp.models.network import FAMILY_NOTES, SegmentationModel
@@ -122,8 +123,7 @@ class EomtModel(SegmentationModel):
         """Return the first block's tokens (N, prefix + gh gw, D), (gh, gw), and the rotary embedding, if any."""
         encoder: Any = self.encoder
         patches = encoder.patch_embed(images)
-        embedded = encoder._pos_embed(patches)
-        tokens, rope = embedded if isinstance(embedded, tuple) else (embedded, None)
+        tokens, rope = embed_positions(encoder, patches)
         return encoder.norm_pre(tokens), patches.shape[1:3], rope
 
     def _predict(self, tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:

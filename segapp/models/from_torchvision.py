@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from segapp.compat.torchvision import feature_maps_of, strided_blocks
 from segapp.errors import ConfigError
 from segapp.models.first_conv import widen_first_conv
 from segapp.models.names import check_options, unknown_name
@@ -171,8 +172,6 @@ def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
 
 def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, int]]:
     """Return a backbone that computes a dict of feature maps, and their numbers of channels."""
-    from torchvision.models._utils import IntermediateLayerGetter
-
     if name.startswith("mobilenet"):
         net, layers, channels = _mobilenet(name, options)
     else:
@@ -181,7 +180,7 @@ def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any
     wanted = ("low", "out") if family == "lraspp" else ("aux", "out") if aux else ("out",)
     spelled = {"out": "high"} if family == "lraspp" else {}
     return_layers = {layers[key]: spelled.get(key, key) for key in wanted}
-    return IntermediateLayerGetter(net, return_layers=return_layers), channels
+    return feature_maps_of(net, return_layers), channels
 
 
 def _resnet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, str], dict[str, int]]:
@@ -212,7 +211,7 @@ def _mobilenet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[s
     rest = {option: value for option, value in options.items() if option != "output_stride"}
     net = get_model(name, weights=None, dilated=output_stride == 16, **rest).features
     # The first blocks of the stages: C2, at stride 8, is the fourth from the end of [first, stages..., last].
-    stages = [0, *(i for i, block in enumerate(net) if getattr(block, "_is_cn", False)), len(net) - 1]
+    stages = [0, *strided_blocks(net), len(net) - 1]
     low, out = stages[-4], stages[-1]
     channels = {"low": net[low].out_channels, "aux": net[low].out_channels, "out": net[out].out_channels}
     return net, {"low": str(low), "aux": str(low), "out": str(out)}, channels

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from segapp.compat.torch import TorchDispatchMode, operator_name
 from segapp.custom.loading import shown_error
 from segapp.errors import ConfigError
 from segapp.models.network import SegmentationModel
@@ -272,7 +272,7 @@ class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name = operator_name(func)
         if name in WITHOUT_DETERMINISTIC_CUDA:
             self.found.append((self.running[-1] if self.running else "", name))
         return func(*args, **(kwargs or {}))

@@ -14,9 +14,11 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
+from segapp.compat.torch import BatchOrInstanceNorm, foreach_copy_, fused_sgd_
+
 Module = TypeVar("Module", bound=nn.Module)
 
-_NORM_LAYERS = (nn.modules.batchnorm._NormBase, nn.LayerNorm, nn.GroupNorm)
+_NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm)
 
 
 @dataclass(frozen=True, order=True)
@@ -166,11 +168,11 @@ class WeightAverage(Generic[Module]):
         for averages, sources, is_alike in self._groups:
             if not is_alike:
                 current, sources = sources, [torch.empty_like(average) for average in averages]
-                torch._foreach_copy_(sources, current)
+                foreach_copy_(sources, current)
             # average += rate * (source - average) is a step of SGD along the gradient average - source, which torch's
             # fused kernel forms as weight decay minus `source`. It goes over 64 tensors in a launch, and leaves all as
             # they are where found_inf is set, without asking the host.
-            torch._fused_sgd_(
+            fused_sgd_(
                 averages,
                 sources,
                 [],

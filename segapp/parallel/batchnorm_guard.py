@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from segapp.compat.torch import BatchNorm
 from segapp.parallel.scatter_gather import map_tensors
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -81,7 +81,7 @@ def no_samples_problem(module: nn.Module, *inputs: Any) -> str | None:
         "BatchNorm layer '' is not synchronised (sync_bn: true), and its statistics need samples"
     """
     for name, layer in module.named_modules():
-        if isinstance(layer, _BatchNorm) and not isinstance(layer, SyncBatchNorm) and layer.training:
+        if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm) and layer.training:
             return f"BatchNorm layer {name!r} is not synchronised (sync_bn: true), and its statistics need samples"
     modes = [(each, each.training) for each in module.modules()]
     try:
@@ -145,7 +145,7 @@ def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
     plain = {
         name: layer
         for name, layer in module.named_modules()
-        if isinstance(layer, _BatchNorm)
+        if isinstance(layer, BatchNorm)
         and not isinstance(layer, SyncBatchNorm)
         and (layer.training or layer.running_mean is None)
     }

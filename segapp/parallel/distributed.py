@@ -25,9 +25,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.compat.torch import BatchNorm, set_group_timeout
 from segapp.parallel.launch import die_with_parent, signal_children
 from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
@@ -140,8 +140,7 @@ def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
     if not dist.is_initialized():
         return
     dist.barrier()
-    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timedelta(seconds=step_timeout_s), dist.group.WORLD)
+    set_group_timeout(timedelta(seconds=step_timeout_s))
 
 
 def shutdown() -> None:
@@ -229,7 +228,7 @@ def wrap_ddp(
     if not dist.is_initialized():
         raise DistributedSetupError("no process group: call init_from_env() before wrap_ddp()")
     if sync_buffers is None:
-        sync_buffers = any(isinstance(m, _BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
+        sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
     known = signature(DistributedDataParallel.__init__).parameters
     chosen: dict[str, Any] = {"gradient_as_bucket_view": True}
     if "lazy_bucket_allocation" in known:

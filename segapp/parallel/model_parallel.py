@@ -6,7 +6,7 @@ For models that do not fit one device. Results and state-dict keys are those of 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.hooks import RemovableHandle
 
+from segapp.compat.torch import apply_to_own_tensors, buffer_slots, parameter_slots, storage_key
 from segapp.parallel.replicas import check_replicable
 from segapp.parallel.scatter_gather import DeviceLike, map_tensors, resolve_devices, to_device
 
@@ -30,7 +31,7 @@ class StagePlacement:
 
     stages: dict[str, torch.device]
     rest: torch.device
-    _hooks: list[RemovableHandle] = field(default_factory=list, repr=False)
+    hooks: list[RemovableHandle] = field(default_factory=list, repr=False)
 
     @property
     def devices(self) -> tuple[torch.device, ...]:
@@ -39,9 +40,9 @@ class StagePlacement:
 
     def remove(self) -> None:
         """Remove the hooks that move tensors; the parameters stay on their devices."""
-        for hook in self._hooks:
+        for hook in self.hooks:
             hook.remove()
-        self._hooks.clear()
+        self.hooks.clear()
 
     def device_of(self, name: str) -> torch.device:
         """Return the device of a part of the module, by its dotted name: that of the innermost stage with it."""
@@ -88,13 +89,17 @@ def place_stages(
     for name, part in parts.items():
         device = placement.device_of(name)
         if any(tensor.device != device for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
-            part._apply(lambda tensor, device=device: tensor.to(device), recurse=False)
-        if name in stages or part._parameters or part._buffers:
-            placement._hooks.append(part.register_forward_pre_hook(_mover(device), with_kwargs=True))
+            apply_to_own_tensors(part, _on(device))
+        if name in stages or parameter_slots(part) or buffer_slots(part):
+            placement.hooks.append(part.register_forward_pre_hook(_mover(device), with_kwargs=True))
     if output_device is not None:
         target = resolve_devices([output_device])[0]
-        placement._hooks.append(module.register_forward_hook(lambda _module, _args, output: to_device(output, target)))
+        placement.hooks.append(module.register_forward_hook(lambda _module, _args, output: to_device(output, target)))
     return placement
+
+
+def _on(device: torch.device) -> Callable[[Tensor], Tensor]:
+    return lambda tensor: tensor.to(device)
 
 
 def _mover(device: torch.device) -> Any:
@@ -107,7 +112,7 @@ def _mover(device: torch.device) -> Any:
 def _check_shared(parts: Mapping[str, nn.Module], placement: StagePlacement) -> None:
     homes: dict[int, tuple[str, torch.device]] = {}
     for name, part in parts.items():
-        for key, parameter in part._parameters.items():
+        for key, parameter in parameter_slots(part).items():
             if parameter is None:
                 continue
             full, device = f"{name}.{key}" if name else key, placement.device_of(name)
@@ -174,12 +179,12 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
     running: list[str] = []
     parameters = {name: p.detach().to("meta").requires_grad_(p.requires_grad) for name, p in module.named_parameters()}
     state = parameters | {name: buffer.to("meta") for name, buffer in module.named_buffers()}
-    seen = {tensor.untyped_storage()._cdata for tensor in parameters.values()}
+    seen = {storage_key(tensor) for tensor in parameters.values()}
 
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if running and storage._cdata not in seen:
-            seen.add(storage._cdata)  # the graph keeps it alive, so that no two storages share an address
+        if running and storage_key(tensor) not in seen:
+            seen.add(storage_key(tensor))  # the graph keeps it alive, so that no two storages share an address
             costs[running[-1]] += storage.nbytes()
         return tensor
 

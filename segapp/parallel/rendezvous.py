@@ -23,9 +23,8 @@ from functools import partial
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
-from torch._C._autograd import _get_sequence_nr
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
+from segapp.compat.torch import TorchDispatchMode, dispatch_modes, next_sequence_number, saved_tensors_hooks
 from segapp.parallel.workers import equal_numbers, give_back, skip_numbers, take_workers
 
 T = TypeVar("T")
@@ -221,7 +220,7 @@ class ReplicaGroup(Generic[T]):
             _thread_local.context = outer
             with self._ending:
                 self._first_end_s = self._first_end_s or time.monotonic()
-                self._next_numbers[index] = _get_sequence_nr()
+                self._next_numbers[index] = next_sequence_number()
                 self._ended.add(index)
                 self._fail_if_unreachable()
                 self._pass_turn(index)
@@ -370,8 +369,8 @@ class _CallerState:
                 for stream in map(torch.cuda.current_stream, cuda_devices)
                 if stream != torch.cuda.default_stream(stream.device)
             ),
-            saved_tensors_hooks=_saved_tensors_hooks(),
-            dispatch_modes=tuple(_get_current_dispatch_mode_stack()),
+            saved_tensors_hooks=saved_tensors_hooks(),
+            dispatch_modes=tuple(dispatch_modes()),
         )
 
     @contextlib.contextmanager
@@ -395,9 +394,3 @@ class _CallerState:
             for mode in self.dispatch_modes:
                 stack.enter_context(mode)
             yield
-
-
-def _saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Return the innermost pair of hooks, the active one; torch has no public access to it."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
-    return None if top is None else top(False)

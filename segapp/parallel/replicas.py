@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from segapp.compat.torch import buffer_slots, is_compiled, module_slots, parameter_slots, shallow_replica
 from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaGroup
 from segapp.parallel.scatter_gather import reduce_add, to_device
 
@@ -62,15 +63,15 @@ def write_back_buffers(module: nn.Module, owner: nn.Module) -> None:
         owner: the first of `replicate`'s results.
     """
     for original, replica in zip(module.modules(), owner.modules(), strict=True):
-        for key, buffer in replica._buffers.items():
-            old = original._buffers.get(key)
+        for key, buffer in buffer_slots(replica).items():
+            old = buffer_slots(original).get(key)
             if buffer is None or buffer is old:
                 continue
             if old is not None and old.shape == buffer.shape:
                 # .data, so that a graph that saved the old values stays valid; batch_norm does the same
                 old.data.copy_(buffer, non_blocking=old.device.type != "cpu")
             else:
-                original._buffers[key] = buffer if old is None else buffer.to(old.device)
+                buffer_slots(original)[key] = buffer if old is None else buffer.to(old.device)
 
 
 def check_replicable(module: nn.Module, name: str = "module") -> None:
@@ -85,12 +86,12 @@ def check_replicable(module: nn.Module, name: str = "module") -> None:
 
 
 def _check_part(path: str, part: nn.Module, name: str) -> None:
-    if type(part).__name__ == "OptimizedModule" or getattr(part, "_compiled_call_impl", None) is not None:
+    if is_compiled(part):
         raise TypeError(
             f"{path or name} is compiled, and compiled code runs the original instead of the copy on each device:"
             " use one device, one process per device (parallel mode ddp), or leave out torch.compile"
         )
-    for key, parameter in (*part._parameters.items(), *part._buffers.items()):
+    for key, parameter in (*parameter_slots(part).items(), *buffer_slots(part).items()):
         if parameter is not None and is_lazy(parameter):
             raise ValueError(
                 f"{f'{path}.{key}' if path else key} of {name} has no shape yet: run the bare module once on a"
@@ -302,9 +303,9 @@ class _Structure:
                 _SubModule(
                     part,
                     path,
-                    {key: None if child is None else numbers[id(child)] for key, child in part._modules.items()},
-                    {key: number_of(parameters, value) for key, value in part._parameters.items()},
-                    {key: number_of(buffers, value) for key, value in part._buffers.items()},
+                    {key: None if child is None else numbers[id(child)] for key, child in module_slots(part).items()},
+                    {key: number_of(parameters, value) for key, value in parameter_slots(part).items()},
+                    {key: number_of(buffers, value) for key, value in buffer_slots(part).items()},
                     {
                         key: value.__func__
                         for key, value in part.__dict__.items()
@@ -319,7 +320,7 @@ class _Structure:
 
         The copies are new in every step, which costs less than noticing each change of the original would.
         """
-        replicas = [_shallow_copy(part.module) for part in self.parts]
+        replicas = [shallow_replica(part.module) for part in self.parts]
         for part, replica in zip(self.parts, replicas, strict=True):
             own = replica.__dict__
             own["_replica_name"] = part.name
@@ -334,15 +335,6 @@ class _Structure:
             for key, function in part.methods.items():
                 own[key] = types.MethodType(function, replica)
         return replicas[0]
-
-
-def _shallow_copy(module: nn.Module) -> nn.Module:
-    kind = type(module)
-    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
-        return module._replicate_for_data_parallel()  # type: ignore[no-any-return, no-untyped-call]
-    replica = kind.__new__(kind)
-    replica.__dict__ = {**module.__dict__, "_parameters": {}, "_is_replica": True}
-    return replica
 
 
 # -------------------------------------------------------------------------------------------------------------- run

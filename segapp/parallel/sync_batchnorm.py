@@ -21,8 +21,8 @@ from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from segapp.compat.torch import BatchNorm, foreach_lerp_, is_replica, module_slots
 from segapp.parallel.exchange import all_reduce_in_place, has_other_ranks, stack_ranks, sum_over_ranks
 from segapp.parallel.rendezvous import ReplicaContext, current_replica
 from segapp.parallel.scatter_gather import reduce_add, spread, to_device
@@ -333,7 +333,7 @@ class _BatchPart(NamedTuple):
     num_values: int
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """BatchNorm whose statistics are those of the whole batch.
 
     In training it equals `nn.BatchNorm1d`, `2d` or `3d` on the whole batch, in outputs, in gradients of any order and
@@ -368,7 +368,7 @@ class SyncBatchNorm(_BatchNorm):
     def _joined_replica(self) -> ReplicaContext | None:
         """Return the running replica if it has only a part of the batch."""
         replica = current_replica()
-        if replica is None and getattr(self, "_is_replica", False):
+        if replica is None and is_replica(self):
             raise RuntimeError(
                 f"{self._name()} runs outside its replica's forward pass, without the other replicas:"
                 " exclude synchronised BatchNorm layers from activation checkpointing, or use sync_bn: false"
@@ -461,9 +461,9 @@ class SyncBatchNorm(_BatchNorm):
         values = list(moments_2C.to(running[0].dtype).unbind())
         if self.momentum is None:  # the mean over all batches; the division stays on the device
             weight = self.num_batches_tracked.to(running[0].dtype).reciprocal()
-            torch._foreach_lerp_(running, values, [weight.expand_as(value) for value in values])
+            foreach_lerp_(running, values, [weight.expand_as(value) for value in values])
         else:
-            torch._foreach_lerp_(running, values, self.momentum)
+            foreach_lerp_(running, values, self.momentum)
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2 or input.size(1) != self.num_features:
@@ -510,13 +510,13 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         'SyncBatchNorm'
     """
     for name, layer in module.named_modules():
-        if not isinstance(layer, _BatchNorm) or isinstance(layer, SyncBatchNorm):
+        if not isinstance(layer, BatchNorm) or isinstance(layer, SyncBatchNorm):
             continue
         original = type(layer)
         converted: type[SyncBatchNorm]
         if original in _PLAIN:
             converted = SyncBatchNorm
-        elif isinstance(layer, nn.BatchNorm2d) and set(layer._modules) == {"drop", "act"}:
+        elif isinstance(layer, nn.BatchNorm2d) and set(module_slots(layer)) == {"drop", "act"}:
             converted = _SyncBatchNormAct
         else:
             raise TypeError(

@@ -19,7 +19,8 @@ from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
 import torch
-from torch._C._autograd import _get_sequence_nr
+
+from segapp.compat.torch import next_sequence_number
 
 _Call = Callable[[], None]
 _Place = tuple[torch.device, int]
@@ -126,7 +127,7 @@ def equal_numbers(workers: Sequence[Worker]) -> tuple[list[Worker], int]:
 def skip_numbers(first: int) -> None:
     """Make nodes in this thread until the next one has the given number; to be called without dispatch modes."""
     source = torch.empty(0, requires_grad=True)
-    for _ in range(first - _get_sequence_nr()):
+    for _ in range(first - next_sequence_number()):
         source.view(0)
 
 

@@ -211,9 +211,9 @@ class RunFolder:
         if self._lock_fd >= 0:
             with contextlib.suppress(OSError):
                 drop_lock(self._lock_fd)
-            self._close_lock()
+            self.close_lock()
 
-    def _close_lock(self) -> None:
+    def close_lock(self) -> None:
         """Close this process's copy of the lock; the lock is held until every process has closed its copy."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
@@ -441,7 +441,7 @@ def _close_in_children(folder: RunFolder) -> None:
 
     def close() -> None:
         if (held := reference()) is not None:
-            held._close_lock()
+            held.close_lock()
 
     os.register_at_fork(after_in_child=close)
 

@@ -9,12 +9,10 @@ import time
 
 import pytest
 
-from segapp.memory.simulated.devices import is_supported
 from tests.support import ROOT
 
 pytestmark = [
     pytest.mark.benchmark,
-    pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python"),
 ]
 
 

@@ -5,7 +5,6 @@ import json
 import pytest
 import yaml
 
-from segapp.memory.simulated.devices import is_supported
 from tests.support.runs import segapp
 
 
@@ -44,7 +43,6 @@ def test_missing_config_is_one_clear_line(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_plan_json_has_the_documented_fields(folder):
     changes = ["train.batch_size=4", "parallel.mode=dp"]
     done = segapp("plan", "--config", "tiny.yaml", *changes, "--gpus", "2x2GiB,1GiB", "--json", cwd=folder)
@@ -66,7 +64,6 @@ def test_plan_json_has_the_documented_fields(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 @pytest.mark.parametrize(("gpus", "mode"), [("1GiB", "single"), ("2x1GiB", "model")])
 def test_plan_where_batchnorm_needs_two_samples(folder, gpus, mode):
     network = ["model.name=deeplabv3", "parallel.sync_bn=false", f"parallel.mode={mode}"]
@@ -78,7 +75,6 @@ def test_plan_where_batchnorm_needs_two_samples(folder, gpus, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_plan_has_the_peaks_before_and_after_the_thaw(folder):
     network = ["model.library=smp", "model.name=Linknet", "model.encoder=resnet18", "optim.name=adamw"]
     freeze = ["model.freeze=[backbone]", "model.freeze_epochs=1"]
@@ -92,7 +88,6 @@ def test_plan_has_the_peaks_before_and_after_the_thaw(folder):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 def test_plan_text_says_that_nothing_fits(folder):
     text = segapp("plan", "--config", "tiny.yaml", "--gpus", "300MiB", cwd=folder)
     assert text.returncode == 0, text.stderr

@@ -8,12 +8,10 @@ import sys
 import pytest
 
 from segapp.losses.lovasz import HELD_BYTES, SORT_BYTES
-from segapp.memory.simulated.devices import is_supported
 from tests.support import ROOT
 from tests.support.simulated_cases import TRAININGS
 
 pytestmark = [
-    pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python"),
     pytest.mark.timeout(1200),
     pytest.mark.slow,  # test_simulation_against_torch.py holds the simulation to a measurement in every run
 ]

@@ -6,10 +6,7 @@ import sys
 
 import pytest
 
-from segapp.memory.simulated.devices import is_supported
 from tests.support import ROOT
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 
 SPLITS = ("4", "2+3", "2+2+3")
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segapp.compat.torch import is_traced_or_transformed
+
 TARGET_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
@@ -141,7 +143,7 @@ def needs_plain_operators() -> bool:
     """Return True if a functional transform or a trace is active, which supports torch's own operators only."""
     if torch.compiler.is_compiling():
         return False
-    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+    return is_traced_or_transformed()
 
 
 def _is_bad(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:

@@ -16,8 +16,8 @@ import math
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from segapp.compat.torch import without_dispatch_modes
 from segapp.losses.fused.checks import is_simulated
 
 BLOCK_COLUMNS = 16
@@ -146,7 +146,7 @@ class Grid:
 
     def _real_numbers(self) -> contextlib.AbstractContextManager[None]:
         """Return the context in which tables have values, also in a simulation."""
-        return _disable_current_modes() if self._is_simulated else contextlib.nullcontext()
+        return without_dispatch_modes() if self._is_simulated else contextlib.nullcontext()
 
     def _place(self, table: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
         if self._is_simulated:

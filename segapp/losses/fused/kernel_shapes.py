@@ -11,8 +11,8 @@ import functools
 from dataclasses import dataclass
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
+from segapp.compat.torch import without_dispatch_modes
 from segapp.losses.fused.grid import Axis
 
 MAX_CLASSES = 256
@@ -76,7 +76,7 @@ class ColumnBlocks:
 @functools.lru_cache(maxsize=256)
 def column_blocks(w: int, W: int, align_corners: bool, BX: int) -> ColumnBlocks:
     """Return the blocks of BX of the W output columns that are interpolated from w source columns."""
-    with _disable_current_modes(), torch.inference_mode(False):
+    with without_dispatch_modes(), torch.inference_mode(False):
         columns = Axis(w, W, align_corners)
         lower, upper = columns.lower.tolist(), columns.upper.tolist()
     starts = range(0, W, BX)

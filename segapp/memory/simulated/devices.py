@@ -18,11 +18,17 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import FakeTensor, FakeTensorMode
-from torch.utils import backend_registration
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from segapp.errors import RunError
+from segapp.compat.torch import (
+    FakeTensor,
+    FakeTensorMode,
+    TorchDispatchMode,
+    buffer_slots,
+    parameter_slots,
+    register_python_backend,
+    without_autocast,
+    without_dispatch_modes,
+)
 from segapp.losses.fused.kernel_shapes import buffers_of
 from segapp.losses.fused.reference import compute_dtype
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, StorageLedger
@@ -69,29 +75,12 @@ _IN_FLOAT = (
 )
 
 
-def is_supported() -> bool:
-    """Return True if this torch can register a device in Python."""
-    return hasattr(backend_registration, "_setup_privateuseone_for_python_backend")
-
-
 @functools.cache
 def set_up() -> None:
-    """Register the backend in this process, once.
-
-    Raises:
-        RunError: this torch cannot register a device.
-    """
-    if not is_supported():
-        raise RunError(f"torch {torch.__version__} cannot simulate a device: use torch 2.11 or newer for the plan")
-    backend_registration._setup_privateuseone_for_python_backend(BACKEND, backend_module=_AmpBackend())
+    """Register the backend in this process, once."""
+    register_python_backend(BACKEND)
     torch.autograd.set_multithreading_enabled(False)  # fake tensors are not thread-safe
     _register_autocast()
-
-
-class _AmpBackend(backend_registration._DummyBackendModule):
-    def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Return the dtypes that autocast supports."""
-        return [torch.float16, torch.bfloat16]
 
 
 class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
@@ -128,14 +117,13 @@ def _register_autocast() -> None:
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.extend((fallback, library))
-    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, "AutocastPrivateUse1"))  # noqa: B009  # not in its stubs
 
     def register(name: str, is_half: bool) -> None:
         packet, _, overload = name.partition(".")
         operator = getattr(getattr(aten, packet), overload or "default")
 
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(keys):
+            with without_autocast():
                 dtype = torch.get_autocast_dtype(BACKEND) if is_half else torch.float32
                 positional = [_casts.cast(value, dtype) for value in args]
                 return operator(*positional, **{key: _casts.cast(value, dtype) for key, value in kwargs.items()})
@@ -222,16 +210,16 @@ def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor],
     parameters: dict[int, nn.Parameter] = {}
     buffers: dict[int, Tensor] = {}
     for name, part in module.named_modules() if recurse else (("", module),):
-        for key, parameter in part._parameters.items():
+        for key, parameter in parameter_slots(part).items():
             if parameter is not None:
                 if id(parameter) not in parameters:
                     parameters[id(parameter)] = nn.Parameter(change(parameter, name), parameter.requires_grad)
-                part._parameters[key] = parameters[id(parameter)]
-        for key, buffer in part._buffers.items():
+                parameter_slots(part)[key] = parameters[id(parameter)]
+        for key, buffer in buffer_slots(part).items():
             if buffer is not None:
                 if id(buffer) not in buffers:
                     buffers[id(buffer)] = change(buffer, name)
-                part._buffers[key] = buffers[id(buffer)]
+                buffer_slots(part)[key] = buffers[id(buffer)]
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -268,7 +256,7 @@ def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
         module: on the meta device.
         device_of: maps the dotted name of a submodule to its device.
     """
-    with _disable_current_modes():
+    with without_dispatch_modes():
         copied = copy.deepcopy(module)
     _replace_tensors(copied, lambda tensor, name: _like(tensor, device_of(name)))
     return copied

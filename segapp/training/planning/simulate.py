@@ -21,7 +21,6 @@ from typing import Any, TextIO
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import _disable_current_modes
 
 from segapp.build.criterion import needs_distances
 from segapp.build.network import build_normalizer, largest_phase
@@ -29,6 +28,7 @@ from segapp.build.own_parts import plain_loss_note
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.build.trained import read_trained
+from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
 from segapp.custom import is_part
 from segapp.datasets.loader import Batch
@@ -56,7 +56,7 @@ class SimulatedDevices:
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
         """Return a copy of a module on a simulated device."""
-        with _disable_current_modes():
+        with without_dispatch_modes():
             plain = skeleton(copy.deepcopy(module))
         placed = place(plain, lambda _: str(device))
         self._ledger.tag((*placed.parameters(), *placed.buffers()), "weights")

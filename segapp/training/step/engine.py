@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.compat.torch import takes_found_inf
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.memory.counters import IDLE
@@ -483,7 +484,7 @@ def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
         optimizer: of the step.
         is_bad: 0-dim float tensor, 0 or 1.
     """
-    if getattr(optimizer, "_step_supports_amp_scaling", False):
+    if takes_found_inf(optimizer):
         optimizer.found_inf = is_bad  # type: ignore[attr-defined]
         return True
     return type(is_bad) is not Tensor or not bool(is_bad)  # a simulated tensor has no value

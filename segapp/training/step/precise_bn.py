@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from segapp.compat.torch import BatchNorm
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
 from segapp.training.step.rollback import BufferGuard
@@ -37,7 +38,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
     guard = BufferGuard(model)
     was_training = model.training
     model.train()
-    momenta = {m: m.momentum for m in model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm) and m.training}
+    momenta = {m: m.momentum for m in model.modules() if isinstance(m, BatchNorm) and m.training}
     try:
         for module in momenta:
             module.reset_running_stats()

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segapp.compat.torch import buffer_slots, module_slots, storage_key
+
 _ALIGNED_BYTES = 64
 
 TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]
@@ -35,11 +37,11 @@ class BufferGuard:
         """Move the present buffers into common storages, and copy these."""
         # An expanded tensor cannot be changed in place, so no step changes it.
         named = {name: buffer for name, buffer in self._model.named_buffers() if not _is_expanded(buffer)}
-        own = {live.untyped_storage()._cdata for live in self._live}
-        users = Counter(tensor.untyped_storage()._cdata for tensor in (*self._model.parameters(), *named.values()))
+        own = {storage_key(live) for live in self._live}
+        users = Counter(storage_key(tensor) for tensor in (*self._model.parameters(), *named.values()))
         groups: dict[Any, dict[str, Tensor]] = {}
         for name, buffer in named.items():
-            storage = buffer.untyped_storage()._cdata
+            storage = storage_key(buffer)
             can_move = storage in own or (users[storage] == 1 and _is_dense(buffer))
             groups.setdefault((buffer.device, buffer.dtype) if can_move else name, {})[name] = buffer
         self._live, self.kept, self._kept_by_name = [], [], {}
@@ -55,7 +57,7 @@ class BufferGuard:
         self._slots = [
             (slots, key, each)
             for module in self._model.modules()
-            for slots in (module._buffers, module._modules)
+            for slots in (buffer_slots(module), module_slots(module))
             for key, each in slots.items()
         ]
 

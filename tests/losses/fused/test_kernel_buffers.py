@@ -13,7 +13,7 @@ from segapp.losses.fused import checks
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.kernel_shapes import buffers_of
 from segapp.memory.ledger import StorageLedger
-from segapp.memory.simulated.devices import is_supported, simulated_ledger
+from segapp.memory.simulated.devices import simulated_ledger
 from tests.support import ROOT
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch on Linux")
@@ -81,7 +81,6 @@ def test_partial_results_of_ade20k_are_thrice_the_logits():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 @pytest.mark.parametrize("name", RECIPES)
 def test_heads_are_those_of_the_recipes(name):
     done = subprocess.run(

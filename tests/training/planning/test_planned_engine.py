@@ -13,7 +13,6 @@ import pytest
 from segapp.build.devices import plan_devices
 from segapp.build.trainer import build_trainer
 from segapp.memory.counters import DeviceMemoryTracker
-from segapp.memory.simulated.devices import is_supported
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventWriter
 from segapp.run.folder import RunFolder
@@ -23,8 +22,6 @@ from segapp.training.signals import StopSignals
 from tests.support import ROOT
 from tests.support.engine_description import description
 from tests.support.runs import merged, train
-
-pytestmark = pytest.mark.skipif(not is_supported(), reason="this torch cannot register a device in Python")
 
 CASES: dict[str, dict[str, Any]] = {
     "one device": {"train": {"batch_size": 6, "ema": None}},

@@ -1,0 +1,18 @@
+"""Private names of timm, as of timm 1.0.31."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+
+def embed_positions(encoder: Any, patches: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return the tokens of a vision transformer's first block, and its rotary embedding if it has one.
+
+    Args:
+        encoder: `timm.models.vision_transformer.VisionTransformer` or `timm.models.eva.Eva`.
+        patches: Of `encoder.patch_embed`.
+    """
+    embedded = encoder._pos_embed(patches)
+    return embedded if isinstance(embedded, tuple) else (embedded, None)

@@ -1,0 +1,226 @@
+"""Private names of torch, as of torch 2.11 and 2.15."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr as next_sequence_number
+from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.fx.experimental import _config as _symbolic_shapes
+from torch.nn.modules.batchnorm import _BatchNorm as BatchNorm
+from torch.nn.modules.batchnorm import _NormBase as BatchOrInstanceNorm
+from torch.utils import backend_registration
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
+
+__all__ = [
+    "STATE_DICT_METADATA",
+    "BatchNorm",
+    "BatchOrInstanceNorm",
+    "FakeTensor",
+    "FakeTensorMode",
+    "PythonBackend",
+    "TorchDispatchMode",
+    "amp_update_scale_",
+    "apply_to_own_tensors",
+    "buffer_slots",
+    "dispatch_modes",
+    "foreach_copy_",
+    "foreach_lerp_",
+    "foreach_mul_",
+    "fused_sgd_",
+    "is_compiled",
+    "is_replica",
+    "is_traced_or_transformed",
+    "loader_workers",
+    "module_slots",
+    "next_sequence_number",
+    "operator_name",
+    "parameter_slots",
+    "register_python_backend",
+    "rename_dynamic_axes",
+    "replace_done_event",
+    "saved_tensors_hooks",
+    "set_group_timeout",
+    "shallow_replica",
+    "shut_down_workers",
+    "size_oblivious_export",
+    "storage_key",
+    "takes_found_inf",
+    "tree_iter",
+    "tree_leaves",
+    "tree_map_only",
+    "without_autocast",
+    "without_dispatch_modes",
+    "wrapper",
+    "written_arguments",
+]
+
+_Wrapper = TypeVar("_Wrapper", bound=Tensor)
+
+# Operators that torch's own optimizers, clip_grad_norm_ and GradScaler call; they have no public form.
+foreach_copy_ = torch._foreach_copy_
+foreach_lerp_ = torch._foreach_lerp_
+foreach_mul_ = torch._foreach_mul_
+fused_sgd_ = torch._fused_sgd_
+amp_update_scale_ = torch._amp_update_scale_
+
+STATE_DICT_METADATA = "_metadata"
+"""Attribute of the OrderedDict of `Module.state_dict`: the versions of the modules, which loading converts from."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Return the address of the tensor's storage object, which no other living storage has; also of fake tensors."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def operator_name(operator: Any) -> str:
+    """Return the name of an operator in `__torch_dispatch__`, without namespace and overload: "add_"."""
+    return str(operator._schema.name).rpartition("::")[2]
+
+
+def written_arguments(operator: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operator writes to."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def wrapper(kind: type[_Wrapper], like: Tensor, device: torch.device) -> _Wrapper:
+    """Return a tensor of a subclass that has a shape and a device, but no values of its own."""
+    made: _Wrapper = Tensor._make_wrapper_subclass(
+        kind,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+    return made
+
+
+def is_traced_or_transformed() -> bool:
+    """Return True within `torch.jit.trace` or a transform of `torch.func`, such as vmap."""
+    return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
+
+
+def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
+    """Return the innermost active pair of `torch.autograd.graph.saved_tensors_hooks`."""
+    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if top is None else top(False)
+
+
+def set_group_timeout(timeout: timedelta) -> None:
+    """Set the timeout of the default process group's collectives; `dist.set_timeout` in newer versions."""
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(timeout, dist.group.WORLD)
+
+
+def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the optimizer's step reads `found_inf` on the device, as torch's fused optimizers do."""
+    return getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary of a module's own parameters, with those that are None."""
+    return module._parameters
+
+
+def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
+    """Return the dictionary of a module's own buffers, with those that are None."""
+    return module._buffers
+
+
+def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
+    """Return the dictionary of a module's children, with those that are None."""
+    return module._modules
+
+
+def apply_to_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
+    """Change a module's parameters, their gradients and its buffers as `module.to` does, without its children."""
+    module._apply(change, recurse=False)  # type: ignore[no-untyped-call]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return True after `torch.compile(module)` or `module.compile()`."""
+    return type(module).__name__ == "OptimizedModule" or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def shallow_replica(module: nn.Module) -> nn.Module:
+    """Return a copy for one forward pass that shares everything but the dictionary of its parameters.
+
+    A class that overrides the method with which `DataParallel` copies it is copied by that method.
+    """
+    kind = type(module)
+    if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
+        return module._replicate_for_data_parallel()  # type: ignore[no-any-return, no-untyped-call]
+    replica = kind.__new__(kind)
+    replica.__dict__ = {**module.__dict__, "_parameters": {}, "_is_replica": True}
+    return replica
+
+
+def is_replica(module: nn.Module) -> bool:
+    """Return True for a copy of `shallow_replica` or of `DataParallel`."""
+    return getattr(module, "_is_replica", False)
+
+
+def loader_workers(iterator: Any) -> Sequence[Any]:
+    """Return the worker processes of a `DataLoader`'s iterator; none for one without workers, or None."""
+    return getattr(iterator, "_workers", [])
+
+
+def replace_done_event(iterator: Any, make: Callable[[Any, Sequence[Any]], Any]) -> None:
+    """Replace the event with which a `DataLoader`'s iterator ends its workers by `make(event, workers)`."""
+    iterator._workers_done_event = make(iterator._workers_done_event, iterator._workers)
+
+
+def shut_down_workers(iterator: Any) -> bool:
+    """End the workers of a `DataLoader`'s iterator; return False if it has none."""
+    shut_down = getattr(iterator, "_shutdown_workers", None)
+    if shut_down is not None:
+        shut_down()
+    return shut_down is not None
+
+
+def size_oblivious_export() -> AbstractContextManager[Any]:
+    """Return a context in which the sizes of an example do not become constraints of what `torch.export` writes."""
+    patch = _symbolic_shapes.patch  # type: ignore[attr-defined]
+    made: AbstractContextManager[Any] = patch(backed_size_oblivious=True)
+    return made
+
+
+def rename_dynamic_axes(program: torch.onnx.ONNXProgram, names: dict[int, str]) -> None:
+    """Rename the dynamic dimensions of the first input; `torch.onnx.export` names them s0, s1, ... itself."""
+    program._rename_dynamic_axes((names,))
+
+
+class PythonBackend(backend_registration._DummyBackendModule):
+    """A device module for `register_python_backend`, with autocast to both half types."""
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        """Return the dtypes that autocast supports."""
+        return [torch.float16, torch.bfloat16]
+
+
+def register_python_backend(name: str) -> None:
+    """Register a device type whose operators are computed in Python; it lasts as long as the process."""
+    backend_registration._setup_privateuseone_for_python_backend(name, backend_module=PythonBackend())
+
+
+@contextmanager
+def without_autocast() -> Iterator[None]:
+    """Leave out autocast of the registered device in operators within the block."""
+    key = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  # not in its stubs
+    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
+        yield

@@ -1,0 +1,25 @@
+"""Private names of torchvision, as of torchvision 0.26 and 0.30."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+
+def feature_maps_of(net: nn.Module, names: Mapping[str, str]) -> nn.Module:
+    """Return a module that computes a dict of the outputs of some children.
+
+    Args:
+        net: Its children run in their order.
+        names: Child -> key of the dict.
+    """
+    from torchvision.models._utils import IntermediateLayerGetter
+
+    getter: nn.Module = IntermediateLayerGetter(net, return_layers=dict(names))
+    return getter
+
+
+def strided_blocks(blocks: Iterable[nn.Module]) -> list[int]:
+    """Return the places of MobileNetV3's blocks that begin a stage."""
+    return [place for place, block in enumerate(blocks) if getattr(block, "_is_cn", False)]
