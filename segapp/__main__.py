@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from types import FrameType
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from segapp.custom.trust import trust_parts
 from segapp.errors import ConfigError, SegappError, StorageError
@@ -35,8 +35,9 @@ def main(arguments: list[str] | None = None) -> None:
     if "--trust-parts" in arguments:
         trust_parts()
     announce_torch()
-    with _one_line_errors(is_debug, as_json="--json" in arguments):
-        app([word for word in arguments if word not in ("--debug", "--trust-parts")], standalone_mode=True)
+    with _one_line_errors(is_debug, as_json=any(word.partition("=")[0] == "--json" for word in arguments)):
+        words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
+        sys.exit(app(words, standalone_mode=False) or 0)
 
 
 def _complete(asked: list[str]) -> NoReturn:
@@ -83,8 +84,17 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
         is_debug: leave errors as they are, with their traceback.
         as_json: print the fields of the error on stdout too, as `{"error": {...}}`.
     """
+    import typer
+
+    # click's UsageError, of which some versions of typer have a copy of their own
+    usage_error = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
     try:
         yield
+    except usage_error as error:
+        if as_json:
+            _print_json(ConfigError(error.format_message()))
+        error.show()
+        sys.exit(ConfigError.exit_code)
     except SegappError as error:
         if is_debug:
             raise
@@ -102,11 +112,15 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
         sys.exit(130)
 
 
+def _print_json(error: SegappError) -> None:
+    print(json.dumps({"error": error.as_json()}, indent=2, default=str), flush=True)
+
+
 def _fail(error: SegappError, as_json: bool) -> NoReturn:
     from segapp.run.words import printable
 
     if as_json:
-        print(json.dumps({"error": error.as_json()}, indent=2, default=str), flush=True)
+        _print_json(error)
     lines = "\n".join(printable(line) for line in str(error).splitlines())
     more = f"\nmore: segapp docs {error.topic}" if error.topic else ""
     print(f"error: {lines}{more}", file=sys.stderr, flush=True)

@@ -6,15 +6,15 @@ The module itself loads no torch: the functions import what they need.
 from __future__ import annotations
 
 import copy
-import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, accepted_words
+from segapp.scores import SCORES, EpochLoss, count_scored
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,29 +38,24 @@ class StopTraining(Exception):  # noqa: N818 - it is a request, not an error
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """Scores of an evaluation; None where a value is not known.
+    """Scores of an evaluation; each is an attribute too, such as `miou`, `mean_dice` and `loss`.
 
     Attributes:
-        loss: of the criterion of the training; None if it was not finite, and for networks of different losses.
-        miou: mean IoU of the classes that occur, 0 to 1; None if no pixel is valid.
+        scores: name -> score, those of `segapp.scores.SCORES`; None where a value is not known: a mean over no class,
+            a loss that was not finite, or that of networks of different losses.
         iou: class -> IoU; None for a class that does not occur.
-        pixel_accuracy: share of the valid pixels with the right class.
-        mean_dice: mean Dice (F1) of the classes that occur.
-        mean_precision: mean precision of the classes that are predicted.
-        mean_recall: mean recall of the classes that are in the targets.
-        scores: name -> all scores, those above and `frequency_weighted_iou`.
         num_images: of the split.
     """
 
-    loss: float | None
-    miou: float | None
+    scores: dict[str, float | None]
     iou: dict[str, float | None]
-    pixel_accuracy: float | None = None
-    mean_dice: float | None = None
-    mean_precision: float | None = None
-    mean_recall: float | None = None
-    scores: dict[str, float | None] = field(default_factory=dict)
     num_images: int | None = None
+
+    def __getattr__(self, name: str) -> float | None:
+        scores: dict[str, float | None] = self.__dict__.get("scores", {})
+        if name in scores:
+            return scores[name]
+        raise AttributeError(f"{type(self).__name__} has no {name}: its scores are {', '.join(scores)}")
 
     @property
     def num_classes(self) -> int:
@@ -70,13 +65,7 @@ class _Scored:
     @property
     def num_scored(self) -> int:
         """Number of classes that `miou` is the mean of: those in the targets or the predictions."""
-        return sum(value is not None for value in self.iou.values())
-
-
-def _with_scores(scores: dict[str, float | None]) -> dict[str, Any]:
-    """Return the arguments of a result that hold its scores."""
-    own = {each.name for each in fields(_Scored)}
-    return {"scores": scores, **{name: value for name, value in scores.items() if name in own}}
+        return count_scored(list(self.iou.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -329,16 +318,13 @@ def _check_event_types(types: Collection[str] | None) -> None:
         raise ConfigError(f"event_types = {types!r} is one word: give a list of names, e.g. [{types!r}]")
     for name in types or ():
         if name not in EVENT_TYPES:
-            close = difflib.get_close_matches(name, EVENT_TYPES, 1)
-            hint = f"did you mean {close[0]}?" if close else f"use some of {', '.join(EVENT_TYPES)}"
-            raise ConfigError(f"event_types: there is no event {name!r}: {hint}")
+            raise ConfigError(f"event_types: there is no event {name!r}: {accepted_words(name, EVENT_TYPES)}")
 
 
 def _read_history(path: Path) -> History:
     """Return the evaluations of a run from its events."""
     from segapp.run.events import EventReader, Val, parse_event
     from segapp.run.folder import RunFolder
-    from segapp.scores import SCORES, EpochLoss
 
     loss, classes, rows = EpochLoss(), list[str](), list[Evaluated]()
     for raw in EventReader(RunFolder(path).events).read_raw():
@@ -356,7 +342,7 @@ def _read_history(path: Path) -> History:
                     iou=dict(zip(classes, val.iou, strict=False)),
                     num_images=val.num_images,
                     val_s=val.val_s,
-                    **_with_scores({name: val.score(name) for name in SCORES}),
+                    scores={name: val.score(name) for name in SCORES},
                 )
             )
     return History(rows)
@@ -385,7 +371,7 @@ def evaluate(
         num_images=evaluation.num_images,
         iou=dict(zip(scored.trained.scheme.names, evaluation.scores.iou, strict=True)),
         confusion=scored.found.matrix.numpy(),
-        **_with_scores(evaluation.values()),
+        scores=evaluation.values(),
     )
 
 

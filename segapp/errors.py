@@ -15,9 +15,12 @@ SegappError                 exit code 1
 """
 
 import contextlib
+import copy
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
+
+_FIELDS = ("key", "path", "value")
 
 
 class SegappError(Exception):
@@ -51,11 +54,35 @@ class SegappError(Exception):
         self.key, self.path, self.value = key, None if path is None else os.fspath(path), value
         self.problems: list[dict[str, Any]] = []
 
+    @classmethod
+    def together(cls, errors: Sequence["SegappError"], heading: str, num_more: int = 0) -> "SegappError":
+        """Return the only one of several errors, or one of this class that lists them, with the fields of each.
+
+        Args:
+            errors: one or more.
+            heading: first line of the list.
+            num_more: errors that are counted and not listed.
+        """
+        if len(errors) == 1 and num_more <= 0:
+            return errors[0]
+        more = [f"and {num_more} more"] if num_more > 0 else []
+        listed = cls("\n  ".join([heading, *map(str, errors), *more]))
+        listed.problems = [
+            {"message": str(error), **{name: getattr(error, name) for name in _FIELDS}} for error in errors
+        ]
+        return listed
+
     def as_json(self) -> dict[str, Any]:
         """Return the fields of this error for a program, as every `--json` command prints them."""
         fields = {"type": type(self).__name__, "message": str(self), "exit_code": self.exit_code, "topic": self.topic}
-        own = {name: getattr(self, name) for name in ("key", "path", "value", "problems")}
+        own = {name: getattr(self, name) for name in (*_FIELDS, "problems")}
         return fields | {name: value for name, value in own.items() if value not in (None, [])}
+
+    def reworded(self, message: str) -> Self:
+        """Return this error with another message and the same fields."""
+        error = copy.copy(self)
+        error.args = (message,)
+        return error
 
     def see(self, topic: str) -> Self:
         """Return this error with the page of `segapp docs` that says more."""

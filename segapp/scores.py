@@ -1,8 +1,8 @@
 """Scores of an evaluation: the table of them, and how every viewer states them.
 
 A score of the table appears, without another line of code, in `segapp eval` and its JSON, in `val` events, the console,
-trackers, `segapp status`, reports and the Python API, and may be `checkpoint.monitor`; one with `is_headline` also on
-the lines and the screen that have room for a few.
+trackers, `segapp status`, reports and the Python API, and may be `checkpoint.monitor`; one with `is_headline` also in
+comparisons and the charts of reports, and on the lines and the screen that have room for a few.
 """
 
 import math
@@ -45,6 +45,10 @@ SCORES: Mapping[str, Score] = {
 """Name -> score, in the order in which they are shown. All but the loss are fields of `metrics.SegmentationScores`."""
 
 HEADLINES: Mapping[str, Score] = {name: score for name, score in SCORES.items() if score.is_headline}
+
+
+OTHER_HEADLINES = tuple(score for name, score in HEADLINES.items() if name not in ("miou", "loss"))
+"""Those behind mIoU, each a share; mIoU and loss have places of their own in tables and charts."""
 
 
 def score_of(event: Mapping[str, Any], name: str) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import multiprocessing
+import pickle
 import pydoc
 import signal
 import subprocess
@@ -25,6 +27,7 @@ from segapp.api import Evaluated, StopTraining, load
 from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.run.events import Event
+from segapp.scores import SCORES
 from tests.support.runs import events
 from tests.support.runs import train as train_plainly
 
@@ -148,8 +151,8 @@ def test_program_stops_a_training_and_chooses_its_events(tiny: dict[str, Any], t
 def test_history_is_a_table_or_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     scores: list[dict[str, float | None]] = [{"loss": None, "miou": 0.5}, {"loss": 0.5, "miou": 0.25}]
     rows = [
-        Evaluated(epoch=1, step=5, train_loss=1.5, iou={"a": 0.5, "b": None}, loss=None, miou=0.5, scores=scores[0]),
-        Evaluated(epoch=2, step=10, train_loss=1.0, iou={"a": 0.5, "b": 0.0}, loss=0.5, miou=0.25, scores=scores[1]),
+        Evaluated(epoch=1, step=5, train_loss=1.5, iou={"a": 0.5, "b": None}, scores=scores[0]),
+        Evaluated(epoch=2, step=10, train_loss=1.0, iou={"a": 0.5, "b": 0.0}, scores=scores[1]),
     ]
     tables: list[list[dict[str, Any]]] = []
     pandas = types.ModuleType("pandas")
@@ -165,6 +168,15 @@ def test_history_is_a_table_or_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ConfigError, match="to_pandas needs pandas: pip install pandas"):
         History(rows).to_pandas()
+
+
+def test_every_score_is_an_attribute_of_a_result() -> None:
+    scores: dict[str, float | None] = {name: float(at) for at, name in enumerate(SCORES)}
+    row = Evaluated(epoch=1, step=5, train_loss=None, iou={"a": 0.5, "b": None}, scores=scores)
+    assert [getattr(row, name) for name in SCORES] == list(scores.values())
+    assert pickle.loads(pickle.dumps(row)) == copy.copy(row) == row
+    with pytest.raises(AttributeError, match="Evaluated has no dice: its scores are miou, "):
+        row.dice  # noqa: B018
 
 
 def test_names_and_signatures_are_those_of_the_functions() -> None:

@@ -68,7 +68,8 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
         if library == "python":
             raise ConfigError(
                 f"{key} is own code (library python), of which distill does not know the features before the last "
-                "layer: use a network of torchvision or smp, or leave distill out"
+                "layer: use a network of torchvision or smp, or leave distill out",
+                key=key,
             )
     own, taught = build_pixels(config.data), build_pixels(trained.config.data)
     if (own.bands, own.dtype) != (taught.bands, taught.dtype):

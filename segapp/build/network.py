@@ -169,12 +169,15 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
     try:
         checkpoint = find_checkpoint(run)
     except (CheckpointError, ConfigError) as error:
-        raise type(error)(f"{key}: {error}") from None
+        raise error.reworded(f"{key}: {error}") from None
     try:
         state = network_state(checkpoint.state)
     except KeyError:
         raise CheckpointError(
-            f"{key}: {checkpoint.path} holds no network: it was not written by segapp train"
+            f"{key}: {checkpoint.path} holds no network: it was not written by segapp train",
+            key=key,
+            value=run,
+            path=checkpoint.path,
         ) from None
     report = load_weights(
         model, state, run, key, model.backbone_prefix, is_partial=is_partial, in_channels=model.in_channels
@@ -186,6 +189,9 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
         others = f"; it has {len(classes)} classes, this config {model.num_classes}" if classes else ""
         raise CheckpointError(
             f"{key}: run {run} lacks {some_names(missing)} ({next(iter(missing.values()))}){others}: set "
-            "model.partial_weights: true to take what matches"
+            "model.partial_weights: true to take what matches",
+            key=key,
+            value=run,
+            path=checkpoint.path,
         )
     model.record_load(report)

@@ -15,7 +15,7 @@ from segapp.config.parts import part_sections
 from segapp.custom import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
 from segapp.custom.contracts import Loss, Schedule, given_arguments
 from segapp.custom.loading import takes
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, SegappError
 from segapp.losses import AdditiveCriterion, PlainCriterion
 
 
@@ -25,22 +25,22 @@ def check_parts(config: RunConfig) -> None:
     Raises:
         ConfigError: lists every problem of all parts.
     """
-    problems: list[str] = []
+    problems: list[SegappError] = []
     options = part_sections(config)
     for key, name in part_names(config).items():
         section = key.partition(".")[0]
         try:
             part = load_part(name, key)
         except ConfigError as error:
-            problems.append(str(error))
+            problems.append(error)
             continue
         if key not in options:  # a transform, whose options are checked where it is made
             continue
         where = f"{key.rpartition('.')[0]}.options"
-        problems += option_problems(part, where, options[key], *given_arguments(section))
+        wrong = option_problems(part, where, options[key], *given_arguments(section))
+        problems += [ConfigError(problem, key=where, value=dict(options[key])) for problem in wrong]
     if problems:
-        listed = "".join(f"\n  {problem}" for problem in problems)
-        raise ConfigError(problems[0] if len(problems) == 1 else f"{len(problems)} problems in own parts:{listed}")
+        raise ConfigError.together(problems, f"{len(problems)} problems in own parts:")
 
 
 def part_hashes(config: RunConfig) -> dict[str, str]:

@@ -133,7 +133,7 @@ def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequen
     """
     problem = None if data.allow_overlap else overlap_problem(data, train, val)
     if problem is not None:
-        raise DataError(problem)
+        raise DataError(problem, key="data.allow_overlap", value=False)
 
 
 def overlap_problem(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> str | None:

@@ -365,7 +365,11 @@ class StepAssembler:
         if not self.config.train.compile:
             return
         if layout.mode == "dp" and len(layout.devices) > 1:
-            raise ConfigError("train.compile does not support dp over several devices: use parallel.mode=ddp")
+            raise ConfigError(
+                "train.compile does not support dp over several devices: use parallel.mode=ddp",
+                key="train.compile",
+                value=True,
+            )
         if backend.has_values:
             inner.compile_training()
 
@@ -407,14 +411,16 @@ class StepAssembler:
             if needs_samples is not None and 0 in shares:
                 raise ConfigError(
                     f"parallel: split {list(shares)} leaves a rank without samples, and {needs_samples}: give every "
-                    "rank one, or use parallel.mode=dp"
+                    "rank one, or use parallel.mode=dp",
+                    key="parallel.mode",
+                    value="ddp",
                 )
         return smallest, needs_samples
 
     def _check_deterministic(self, model: nn.Module) -> None:
         """Refuse parts of the step that CUDA cannot repeat bit for bit."""
         if problem := refusal(model, torch.empty(2, self.pixels.num_bands, *self.config.data.crop_px, device="meta")):
-            raise ConfigError(problem)
+            raise ConfigError(problem, key="train.deterministic", value=True)
         if self.config.distill is not None and self.config.distill.pair_wise:
             raise ConfigError(
                 "train.deterministic = true, but distill.pair_wise pools with adaptive_max_pool2d, which has no "
@@ -438,12 +444,14 @@ class StepAssembler:
         batch_size = self.config.train.batch_size
         if batch_size < ranks.world_size:
             raise ConfigError(
-                f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each"
+                f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each",
+                key="train.batch_size",
+                value=batch_size,
             )
         try:
             return RankSplit(ranks.world_size, layout.gpu0_bsz, shares=layout.shares, full_batch=batch_size)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"parallel: {error}") from None
+            raise ConfigError(f"parallel: {error}", key="parallel") from None
 
     def _wrapped(
         self,
@@ -467,7 +475,7 @@ class StepAssembler:
                 return inner
             return self._replicated(inner, bare, layout, backend)
         except (ValueError, TypeError) as error:
-            raise ConfigError(f"parallel: {error}") from None
+            raise ConfigError(f"parallel: {error}", key="parallel") from None
 
     def _replicated(
         self, inner: NormalizedInput, bare: NormalizedInput, layout: StepLayout, backend: DeviceBackend

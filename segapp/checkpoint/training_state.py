@@ -231,7 +231,8 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
         if place is not None:
             raise NonFiniteError(
                 f"{place} is not finite: this checkpoint is not written, the last good one stays: "
-                "lower the learning rate, or clip gradients"
+                "lower the learning rate, or clip gradients",
+                key="optim.lr",
             )
     return content
 
@@ -239,7 +240,7 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
 def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheckpoint:
     manifest = store.read_manifest()
     if not manifest.entries:
-        raise CheckpointError(_no_checkpoint(store, manifest))
+        raise CheckpointError(_no_checkpoint(store, manifest), path=store.path)
     messages = list(manifest.problems)
     damaged: list[CheckpointEntry] = []
     for entry in manifest.entries:
@@ -315,7 +316,7 @@ def _load_file(path: Path) -> LoadedCheckpoint:
         with open(path, "rb") as file:
             if not is_verified:
                 _check_zip(file, path)
-            state = _read_state(file, str(path))
+            state = _read_state(file, path, str(path))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {_reason(error)}: name a checkpoint file or a run", path=path
@@ -326,16 +327,16 @@ def _load_file(path: Path) -> LoadedCheckpoint:
 
 def _read_entry(store: CheckpointFolder, entry: CheckpointEntry) -> dict[str, Any]:
     with store.open_verified(entry) as file:
-        state = _read_state(file, f"step {entry.step}")
+        state = _read_state(file, store.path, f"step {entry.step}")
     about = state["checkpoint"]
     stored, listed = ({key: facts[key] for key in _POSITION} for facts in (about, entry.model_dump()))
     if stored != listed:
         said, found = (", ".join(f"{key} {value}" for key, value in facts.items()) for facts in (listed, stored))
-        raise CheckpointError(f"manifest.json says {said}, the file says {found}")
+        raise CheckpointError(f"manifest.json says {said}, the file says {found}", path=store.path)
     return state
 
 
-def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
+def _read_state(file: BinaryIO, path: Path, label: str) -> dict[str, Any]:
     """Return the dict in an open checkpoint file.
 
     Raises:
@@ -344,21 +345,23 @@ def _read_state(file: BinaryIO, label: str) -> dict[str, Any]:
     try:
         state: Any = load_tensors(file)
     except CheckpointError as error:
-        raise CheckpointError(f"{label}: {error}") from error
+        raise CheckpointError(f"{label}: {error}", path=path) from error
     except Exception as error:
-        raise CheckpointError(f"{label}: {_why_not_loaded(error)}") from error
+        raise CheckpointError(f"{label}: {_why_not_loaded(error)}", path=path) from error
     about = state.get("checkpoint") if isinstance(state, dict) else None
     if not isinstance(about, dict) or not isinstance(state.get("model"), dict):
         raise CheckpointError(
             f"{label} is not a checkpoint of segapp (a dict with `model` and `checkpoint`): for bare weights, "
-            "say which network the weights are of with --config"
+            "say which network the weights are of with --config",
+            path=path,
         )
     if not isinstance(about.get("format"), int) or about["format"] > FORMAT:
         raise CheckpointError(
-            f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer"
+            f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer",
+            path=path,
         )
     if not all(isinstance(about.get(key), int) for key in _POSITION):
-        raise CheckpointError(f"{label} has no step, epoch and position")
+        raise CheckpointError(f"{label} has no step, epoch and position", path=path)
     return renamed(dict(state), CHECKPOINT_KEYS)
 
 

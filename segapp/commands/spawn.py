@@ -249,5 +249,5 @@ def show_training(trainer: TrainerProcess) -> int:
             return trainer.print_end()
         name = printable(trainer.folder.argument)
         where = f"process {trainer.process.pid} trains; show it: segapp attach {name}; stop it: segapp ctl {name} stop"
-        raise type(error)(f"{error}; {where}") from None
+        raise error.reworded(f"{error}; {where}") from None
     return trainer.after_screen()

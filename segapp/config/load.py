@@ -16,11 +16,11 @@ from pydantic import ValidationError
 
 from segapp.config.options import BUILT_INS, BuiltIn
 from segapp.config.parts import parts_beside
-from segapp.config.problems import ConfigProblem, KeyLocations, combination_problems, describe_problems, wrong_keys
+from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import parse_yaml
-from segapp.errors import ConfigError, closest_words
+from segapp.errors import ConfigError, SegappError, closest_words
 from segapp.older import say, upgraded
 
 MAX_CONFIG_BYTES = 1 << 20
@@ -54,7 +54,7 @@ def find_config(name: str) -> Path:
     near = closest_words(given.stem, known, most=3)
     hint = f"did you mean {' or '.join(known[stem] for stem in near)}?" if near else _known_configs(places)
     places_shown = "looked for it as given, under configs/ and in the package"
-    raise ConfigError(f"config {name!r} not found ({places_shown}): {hint}").see("config-errors")
+    raise ConfigError(f"config {name!r} not found ({places_shown}): {hint}", path=name).see("config-errors")
 
 
 def _known_configs(places: Iterable[Path]) -> str:
@@ -93,9 +93,9 @@ def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
         path = tuple(part.strip() for part in key.split("."))
         if not equals or not all(path):
             if is_config_name(word):
-                raise ConfigError(f"{word!r} is a config: write --config {word}")
-            raise ConfigError(f"override {word!r} is not KEY=VALUE, e.g. train.batch_size=4")
-        parsed[path], _ = parse_yaml(text, f"override {key}")
+                raise ConfigError(f"{word!r} is a config: write --config {word}", path=word)
+            raise ConfigError(f"override {word!r} is not KEY=VALUE, e.g. train.batch_size=4", value=word)
+        parsed[path], _ = parse_yaml(text, f"override {key}", key=key)
     return parsed
 
 
@@ -137,16 +137,17 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = find_config(str(name))
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"config {path} is larger than {MAX_CONFIG_BYTES} bytes: is it a config?")
+            raise ConfigError(f"config {path} is larger than {MAX_CONFIG_BYTES} bytes: is it a config?", path=path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"config {path} cannot be read: {error}") from None
-    raw, lines = parse_yaml(text, str(path))
+        raise ConfigError(f"config {path} cannot be read: {error}", path=path) from None
+    raw, lines = parse_yaml(text, str(path), path=path)
     if raw is None:
         raw = {}
     if not isinstance(raw, dict):
         raise ConfigError(
-            f"config {path} must be a mapping of sections (name, data, model, ...), not a {type(raw).__name__}"
+            f"config {path} must be a mapping of sections (name, data, model, ...), not a {type(raw).__name__}",
+            path=path,
         )
     raw = parts_beside(raw, path.parent)
     extra = parse_overrides(overrides)
@@ -184,7 +185,7 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
         found = describe_problems(items[:MAX_PROBLEMS], locations)
         raise _all_problems(found, locations.path, len(items) - MAX_PROBLEMS) from None
     problems = [
-        ConfigProblem(f"{locations.place(loc)}: {'.'.join(loc)}: {text}", ".".join(loc), _value_at(today, loc))
+        ConfigError(f"{locations.place(loc)}: {'.'.join(loc)}: {text}", key=".".join(loc), value=_value_at(today, loc))
         for loc, text in combination_problems(config)
     ]
     if problems:
@@ -192,16 +193,11 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
     return config
 
 
-def _all_problems(problems: list[ConfigProblem], path: Path | None, num_more: int = 0) -> ConfigError:
-    if len(problems) == 1 and num_more <= 0:
-        (problem,) = problems
-        return ConfigError(problem.text, key=problem.key, value=problem.value, path=path).see("config-errors")
-    more = f"\n  and {num_more} more" if num_more > 0 else ""
-    listed = "\n".join(f"  {problem.text}" for problem in problems)
-    listing = f"{len(problems) + max(0, num_more)} problems in the config:\n{listed}{more}"
-    error = ConfigError(listing, path=path).see("config-errors")
-    error.problems = [{"message": text, "key": key, "value": value} for text, key, value in problems]
-    return error
+def _all_problems(problems: list[ConfigError], path: Path | None, num_more: int = 0) -> SegappError:
+    heading = f"{len(problems) + max(0, num_more)} problems in the config:"
+    error = ConfigError.together(problems, heading, num_more)
+    error.path = None if path is None else os.fspath(path)
+    return error.see("config-errors")
 
 
 def _value_at(raw: Any, loc: tuple[str, ...]) -> Any:

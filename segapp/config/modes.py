@@ -70,7 +70,7 @@ def check_mode(config: RunConfig, mode: Mode, *, is_step: bool = False) -> None:
     """
     for feature in unsupported(config, mode):
         if not (is_step and feature.is_of_mode):
-            raise ConfigError(f"{'.'.join(feature.key)} {feature.problem(mode)}")
+            raise ConfigError(f"{'.'.join(feature.key)} {feature.problem(mode)}", key=".".join(feature.key))
 
 
 def has_step(config: RunConfig, mode: Mode) -> bool:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -17,6 +17,7 @@ from segapp.config.sections import MAX_LABELS, DataConfig, LossConfig, ParallelC
 from segapp.config.values import section_of
 from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
 from segapp.custom import PART_PATTERN, is_part
+from segapp.errors import ConfigError
 from segapp.older import upgraded
 
 
@@ -99,36 +100,28 @@ def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
     return frozenset(loc for loc, _ in combination_problems(config))
 
 
-class ConfigProblem(NamedTuple):
-    """A problem with one key, in words, and the key and its value for a program."""
-
-    text: str
-    key: str
-    value: Any = None
-
-
-def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[ConfigProblem]:
+def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[ConfigError]:
     """Return a problem for each of pydantic's errors; one for all of a value that fits none of several types."""
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for item in items:
         by_key.setdefault(_key_path(item["loc"]), []).append(item)
-    found: list[ConfigProblem] = []
+    found: list[ConfigError] = []
     for loc, own in by_key.items():
         options = options_of(loc)
         if len(own) > 1 and options and all(item["input"] is own[0]["input"] for item in own):
             value = own[0]["input"]
             text = f"{'.'.join(loc)} = {_shown(value)}: {_hint(loc, value)}accepted: {options}"
-            found.append(ConfigProblem(f"{locations.place(loc)}: {text}", ".".join(loc), value))
+            found.append(ConfigError(f"{locations.place(loc)}: {text}", key=".".join(loc), value=value))
         else:
             found += [
-                ConfigProblem(
+                ConfigError(
                     _describe_problem(item, loc, locations),
-                    ".".join(loc),
-                    None if item["type"] == "missing" else item["input"],
+                    key=".".join(loc),
+                    value=None if item["type"] == "missing" else item["input"],
                 )
                 for item in own
             ]
-    return list({problem.text: problem for problem in found}.values())
+    return list({str(problem): problem for problem in found}.values())
 
 
 def _shown(value: object) -> str:

@@ -66,7 +66,7 @@ def _read_transforms(path: Path) -> list[dict[str, dict[str, Any]]]:
             raise ValueError(f"there is no file {path}: give a list, a file of A.save, or package.module:factory")
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ValueError(f"{path} is larger than {MAX_FILE_BYTES} bytes: is it a list of transforms?")
-        content, _ = parse_yaml(path.read_text(encoding="utf-8"), os.fspath(path))
+        content, _ = parse_yaml(path.read_text(encoding="utf-8"), os.fspath(path), path=path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the file cannot be read: {error}") from None
     except ConfigError as error:

@@ -6,6 +6,7 @@ Nesting and the number of values are limited while the text is parsed, so that n
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, cast
 
 import yaml
@@ -92,12 +93,16 @@ def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], i
             _walk(value, (*path, str(index)), lines)
 
 
-def parse_yaml(text: str, what: str = "config") -> tuple[Any, dict[tuple[str, ...], int]]:
+def parse_yaml(
+    text: str, what: str = "config", *, key: str | None = None, path: Path | None = None
+) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Parse YAML without tags, aliases and duplicate keys.
 
     Args:
         text: the YAML source.
         what: name of the text, for errors.
+        key: config key of the text, for errors.
+        path: file of the text, for errors.
 
     Returns:
         The value, and the line number (from 1) of every key path.
@@ -117,4 +122,4 @@ def parse_yaml(text: str, what: str = "config") -> tuple[Any, dict[tuple[str, ..
         mark = getattr(error, "problem_mark", None)
         place = f"{what}:{mark.line + 1}" if mark else what
         problem = getattr(error, "problem", None) or (str(error).splitlines() or ["nested too deeply"])[0]
-        raise ConfigError(f"{place}: not valid YAML: {problem}") from None
+        raise ConfigError(f"{place}: not valid YAML: {problem}", key=key, path=path) from None

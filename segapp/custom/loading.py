@@ -45,6 +45,14 @@ def load_part(name: str, key: str) -> CustomComponent:
     Raises:
         ConfigError: there is no such module or name in it, or its import fails.
     """
+    try:
+        return _load(name, key)
+    except ConfigError as error:
+        error.key, error.value = key, name
+        raise
+
+
+def _load(name: str, key: str) -> CustomComponent:
     if not is_part(name):
         raise ConfigError(f"{key} = {name!r} names no own part: write package.module:factory or ./file.py:factory")
     where, attribute = split_name(name)
@@ -165,7 +173,7 @@ def build_part(
     offered = offered or {}
     problems = option_problems(part, options_key, options, tuple(offered), len(given))
     if problems:
-        raise ConfigError("; ".join(problems)).see("own-parts")
+        raise ConfigError("; ".join(problems), key=options_key, value=dict(options)).see("own-parts")
     taken = {word: value for word, value in offered.items() if takes(part.factory, word)}
     try:
         return part.factory(*given, **taken, **options)
@@ -173,7 +181,9 @@ def build_part(
         raise
     except Exception as error:
         raise ConfigError(
-            f"{key} = {name}: making it fails with {shown_error(error)}: correct it, or {options_key}"
+            f"{key} = {name}: making it fails with {shown_error(error)}: correct it, or {options_key}",
+            key=key,
+            value=name,
         ).see("own-parts") from error
 
 

@@ -57,7 +57,8 @@ def check_trusted(named: Mapping[str, str], origin: str) -> None:
     if unknown:
         raise ConfigError(
             f"{origin} names code that would be imported: {', '.join(unknown)}: add --trust-parts if you know that "
-            "code (once; segapp remembers it), or do not use this file"
+            "code (once; segapp remembers it), or do not use this file",
+            path=origin,
         ).see("own-parts")
 
 

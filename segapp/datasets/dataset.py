@@ -93,7 +93,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         has_distances: bool = False,
     ) -> None:
         if not pairs:
-            raise DataError("the data set has no images: check data.root and the split")
+            raise DataError("the data set has no images: check data.root and the split", key="data.root")
         self.pairs = tuple(pairs)
         self.scheme = scheme
         self.pixels = pixels

@@ -368,22 +368,17 @@ def check_pairs(
         DataError: One or more pairs cannot be used; all problems in one error.
     """
     sizes: list[tuple[int, int]] = []
-    problems: list[str] = []
+    problems: list[DataError] = []
     for pair in pairs:
         try:
             sizes.append(_check_pair(pair, pixels))
         except DataError as error:
-            problems.append(str(error))
+            problems.append(error)
     if not problems:
         return tuple(sizes)
-    if len(problems) == 1:
-        raise DataError(problems[0])
-    named = "".join(f"\n  {problem}" for problem in problems[:max_named])
-    rest = len(problems) - max_named
-    raise DataError(
-        f"{len(problems)} of {len(pairs)} image and mask pairs cannot be used: repair them or take them out of the "
-        f"split{named}" + (f"\n  and {rest} more" if rest > 0 else "")
-    )
+    share = f"{len(problems)} of {len(pairs)} image and mask pairs"
+    heading = f"{share} cannot be used: repair them or take them out of the split"
+    raise DataError.together(problems[:max_named], heading, len(problems) - max_named)
 
 
 def _check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[int, int]:

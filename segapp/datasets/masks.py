@@ -252,7 +252,9 @@ def _unknown_ids(
     unknown = {int(value): present[int(value)] for value in values[is_unknown]}
     error = UnknownIdsError(
         f"{shown(path)}: the mask holds ids outside the {scheme.num_classes} classes: {name_ids(unknown)}. "
-        f"{likely_cause(scheme, set(present), set(unknown))}"
+        f"{likely_cause(scheme, set(present), set(unknown))}",
+        key="data.label_map",
+        path=path,
     )
     error.present, error.unknown = present, unknown
     return error

@@ -72,18 +72,27 @@ class OwnData:
         except Exception as error:
             raise DataError(
                 f"{what}: image_and_mask({index}) of data.format = {self.part} fails with {shown_error(error)}: "
-                "correct it; segapp check-part --config FILE shows the component in every way that a training uses it"
+                "correct it; segapp check-part --config FILE shows the component in every way that a training uses it",
+                key="data.format",
+                value=self.part,
+                path=self.name(index),
             ) from error
         image, mask = np.asarray(image), np.asarray(mask)
         if image.dtype != pixels.numpy_dtype or image.ndim != 3 or image.shape[2] != pixels.num_bands:
             raise DataError(
                 f"{what}: the image is {image.dtype} of shape {image.shape}: return {pixels.layout} of shape "
-                f"(H, W, {pixels.num_bands}), or change data.dtype and data.bands"
+                f"(H, W, {pixels.num_bands}), or change data.dtype and data.bands",
+                key="data.format",
+                value=self.part,
+                path=self.name(index),
             )
         if mask.dtype.kind not in "iu" or mask.shape != image.shape[:2]:
             raise DataError(
                 f"{what}: the mask is {mask.dtype} of shape {mask.shape}: return class ids, integers of shape "
-                f"{image.shape[:2]}, the image's"
+                f"{image.shape[:2]}, the image's",
+                key="data.format",
+                value=self.part,
+                path=self.name(index),
             )
         return image, train_ids(mask, Path(what), scheme)
 

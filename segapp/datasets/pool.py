@@ -99,7 +99,8 @@ def collate(samples: Sequence[Sample], *, shared: bool = False) -> Batch:
         if sample.image.shape != first.image.shape:
             raise DataError(
                 f"images of {_size(first)} and {_size(sample)} pixels cannot share a batch: "
-                "set data.crop_px or data.resize_px, or a batch size of 1"
+                "set data.crop_px or data.resize_px, or a batch size of 1",
+                key="data.crop_px",
             )
     images = _allocate((len(samples), *first.image.shape), first.image.dtype, shared)
     target = _allocate((len(samples), *first.target.shape), first.target.dtype, shared)
@@ -122,7 +123,9 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tenso
     except RuntimeError as error:
         raise WorkerError(
             f"a data worker got no shared memory ({first_line(error)}): make /dev/shm larger "
-            "(docker run --shm-size=8g), or lower data.workers or train.batch_size"
+            "(docker run --shm-size=8g), or lower data.workers or train.batch_size",
+            key="data.workers",
+            path="/dev/shm",
         ) from error
 
 
@@ -133,16 +136,20 @@ class _Failure:
     kind: Literal["data", "worker"]
     message: str
     trace: str
+    path: str | None
+    key: str | None
 
     @classmethod
     def of(cls, error: BaseException, where: str) -> "_Failure":
         kind: Literal["data", "worker"] = "worker" if isinstance(error, WorkerError) else "data"
-        own = isinstance(error, SegappError)
-        message = str(error) if own else f"{where}: loading failed ({type(error).__name__}: {error})"
-        return cls(kind, message, traceback.format_exc())
+        if isinstance(error, SegappError):
+            return cls(kind, str(error), traceback.format_exc(), error.path, error.key)
+        message = f"{where}: loading failed ({type(error).__name__}: {error})"
+        return cls(kind, message, traceback.format_exc(), where, None)
 
     def error(self) -> SegappError:
-        error: SegappError = WorkerError(self.message) if self.kind == "worker" else DataError(self.message)
+        kind = WorkerError if self.kind == "worker" else DataError
+        error: SegappError = kind(self.message, path=self.path, key=self.key)
         error.add_note(self.trace)
         return error
 
@@ -335,7 +342,9 @@ class BatchPool:
         names = self._being_read() or [shown(self._dataset.pairs[key.image].image) for key in batch[:1]]
         return WorkerError(
             f"the data workers gave no batch for {self.options.timeout_s:g} s, at {', '.join(names)}: "
-            "check that the storage answers, or raise data.timeout_s"
+            "check that the storage answers, or raise data.timeout_s",
+            key="data.timeout_s",
+            value=self.options.timeout_s,
         )
 
     def _death_error(self, error: Exception) -> WorkerError:
@@ -347,14 +356,17 @@ class BatchPool:
         dead = [(number, process) for number, process in enumerate(processes) if not process.is_alive()]
         if not dead:
             return WorkerError(
-                f"the data workers failed ({error}): lower data.workers, or set it to 0 to see the cause"
+                f"the data workers failed ({error}): lower data.workers, or set it to 0 to see the cause",
+                key="data.workers",
             )
         number, process = dead[0]
         name = self._name_in_slot(number)
         place = f"while reading {name}" if name else "between two files"
         return WorkerError(
             f"data worker {number} (process {process.pid}) ended by {_exit_cause(process.exitcode)} {place}: if "
-            "memory ran out, lower data.workers; if it ends at the same file again, replace that file"
+            "memory ran out, lower data.workers; if it ends at the same file again, replace that file",
+            key="data.workers",
+            path=name,
         )
 
     def _name_in_slot(self, number: int) -> str | None:

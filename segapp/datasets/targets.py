@@ -208,7 +208,7 @@ def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelForma
     together = all_unknown(unknown, scheme)
     if together is not None:
         more = "" if len(unknown) == 1 else f"\n  so do {len(unknown) - 1} more of the {len(pairs)} masks read"
-        raise DataError(f"{unknown[0]}{more}" + (f": {together.cause}" if more else ""))
+        raise DataError(f"{unknown[0]}{more}" + (f": {together.cause}" if more else ""), path=unknown[0].path)
     return found
 
 

@@ -100,5 +100,6 @@ class ExportInfo(BaseModel):
             return cls.model_validate(known)
         except (ValidationError, ValueError):
             raise CheckpointError(
-                f"{name} lacks the class names and colours that segapp stores: use a file written by segapp export"
+                f"{name} lacks the class names and colours that segapp stores: use a file written by segapp export",
+                path=name,
             ) from None

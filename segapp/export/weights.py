@@ -49,10 +49,12 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
         save_file(tensors, temporary, {"format": "pt", **properties, **(more or {})})
         back = load_file(temporary, device="cpu")
         if back.keys() != tensors.keys() or not all(torch.equal(back[name], tensors[name]) for name in tensors):
-            raise RunError(f"{path.name}: the weights read back differ from those written: choose another --out")
+            raise RunError(
+                f"{path.name}: the weights read back differ from those written: choose another --out", path=path
+            )
         os.replace(temporary, path)
     except (OSError, SafetensorError) as error:  # SafetensorError: a full disk
-        raise StorageError(cannot_be_written(path, error)) from None
+        raise StorageError(cannot_be_written(path, error), path=path) from None
     finally:
         remove_quietly(temporary)
     return len(tensors)

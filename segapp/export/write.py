@@ -93,11 +93,12 @@ def write_export(
             raise RunError(
                 f"{path.name}: the exported network gives another class than the trained one at "
                 f"{1 - found.agreement:.2%} of the pixels, at most {1 - MIN_AGREEMENT:.1%} are allowed: "
-                + ("export without --half" if info.precision == "fp16" else "use the other --format")
+                + ("export without --half" if info.precision == "fp16" else "use the other --format"),
+                path=path,
             )
         os.replace(temporary, path)
     except OSError as error:
-        raise StorageError(cannot_be_written(path, error)) from None
+        raise StorageError(cannot_be_written(path, error), path=path) from None
     finally:
         remove_quietly(temporary)
     return found
@@ -237,7 +238,9 @@ def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
         extra_files = {INFO_FILE: ""}
         program = torch.export.load(path, extra_files=extra_files)
         if ExportInfo.from_properties(json.loads(extra_files[INFO_FILE]), path.name) != info:
-            raise RunError(f"{path.name}: the metadata read back differ from those written: choose another --out")
+            raise RunError(
+                f"{path.name}: the metadata read back differ from those written: choose another --out", path=path
+            )
     # Guards hold sizes of the traced example, such as "more than one image"; the check tests other sizes.
     module = program.module(check_guards=False)
 

@@ -127,7 +127,9 @@ class Evaluator:
         if self.model.fixed_size_px is not None or max(window) <= MIN_WINDOW_PX:
             raise OutOfMemoryError(
                 f"{self.settings.device}: a window of {window[0]}x{window[1]} px of {num_images} images does not fit: "
-                "free memory, lower eval.batch_size, or name other --devices"
+                "free memory, lower eval.batch_size, or name other --devices",
+                key="eval.batch_size",
+                value=num_images,
             )
         return self._windowed((max(MIN_WINDOW_PX, window[0] // 2), max(MIN_WINDOW_PX, window[1] // 2)))
 

@@ -57,7 +57,8 @@ class Workspace:
         if self.max_px <= MIN_SIDE_PX**2:
             raise OutOfMemoryError(
                 f"a tile of {MIN_SIDE_PX}x{MIN_SIDE_PX} px does not fit into memory: free memory on the device, or "
-                "predict on another (parallel.devices)"
+                "predict on another (parallel.devices)",
+                key="parallel.devices",
             )
         self.max_px = max(self.max_px // 2, MIN_SIDE_PX**2)
 

@@ -24,7 +24,7 @@ from segapp.report.sweep_results import SweepResults, read_results, shown_settin
 from segapp.run import words
 from segapp.run.sweep import SweepFolder
 from segapp.run.words import printable
-from segapp.scores import best_shown, loss_text, with_count
+from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
 from segapp.training.telemetry.trackers import flat_settings
 from segapp.view.history import SMOOTHINGS
 from segapp.view.plot import Floats
@@ -65,6 +65,7 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
             "miou": charts.line_chart(miou_curves(reports), Frame("step", "mIoU", bottom=0.0, top=1.0)),
             "colors": charts.NUM_COLORS,
             "results": None,
+            "headlines": OTHER_HEADLINES,
             "made_s": time.time(),
         }
         save_page(out, render("compare.html.j2", values))
@@ -96,6 +97,7 @@ def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) ->
     values = {
         "rows": results.runs,
         "results": results,
+        "headlines": OTHER_HEADLINES,
         "num_curves": len(best),
         "miou": _chart(labels, reports, _miou_points, Frame("step", "mIoU", bottom=0.0, top=1.0)),
         "loss": _chart(labels, reports, _loss_points, Frame("step", "loss")),
@@ -138,7 +140,7 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     lines = {
         "state": [row["state"] for row in runs],
         "best mIoU": [with_count(_percent(row["best_miou"]), row["num_scored"], len(row["iou"])) for row in runs],
-        "mean Dice": [_percent(row["mean_dice"]) for row in runs],
+        **{score.title: [_percent(row["scores"].get(score.name)) for row in runs] for score in OTHER_HEADLINES},
         "at epoch": [f"{row['best_epoch'] or '-'} of {row['epochs']}" for row in runs],
         "loss of the last epoch": [loss_text(row["last_loss"], is_known=row["steps"] > 0) for row in runs],
         "validation loss": [loss_text(row["last_val_loss"], is_known=row["num_evaluations"] > 0) for row in runs],

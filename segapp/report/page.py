@@ -23,7 +23,7 @@ from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
 from segapp.run.words import printable
-from segapp.scores import HEADLINES, SCORES
+from segapp.scores import OTHER_HEADLINES, SCORES
 from segapp.training.telemetry.console import progress_bar
 from segapp.view import wording
 from segapp.view.history import SMOOTHINGS, LossHistory
@@ -101,7 +101,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "terms": [(name, _term_chart(name, report.series(f"terms.{name}"))) for name in report.terms],
         "classes": class_rows(report, evaluation),
         "evaluation": evaluation,
-        "headlines": [score for name, score in HEADLINES.items() if name not in ("miou", "loss")],
+        "headlines": OTHER_HEADLINES,
         "scores": [score for name, score in SCORES.items() if name not in ("miou", "loss")],
         "why_not": why_not,
         "confusion": _confusion(evaluation, names),
@@ -155,12 +155,11 @@ def miou_curves(reports: Sequence[RunReport]) -> list[ChartCurve]:
 
 def _miou_chart(report: RunReport) -> Markup:
     vals = report.view.vals
-    known = [val.score("pixel_accuracy") for val in vals]
-    accuracy = [np.nan if value is None else value for value in known]
-    curves = [*miou_curves([report]), ChartCurve("pixel accuracy", [val.step for val in vals], accuracy, 2, True)]
-    return charts.line_chart(
-        curves if vals else [], Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX)
-    )
+    curves = miou_curves([report])
+    for color, score in enumerate(OTHER_HEADLINES, start=1):
+        values = [np.nan if (value := val.score(score.name)) is None else value for val in vals]
+        curves.append(ChartCurve(score.title, [val.step for val in vals], values, color % charts.NUM_COLORS, True))
+    return charts.line_chart(curves, Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX))
 
 
 def _term_chart(name: str, series: LossHistory) -> Markup:

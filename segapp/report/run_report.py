@@ -10,7 +10,7 @@ from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError, RunError
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
-from segapp.scores import count_scored
+from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
 from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
@@ -103,8 +103,8 @@ class RunRow:
     num_scored: int | None = None
     """Number of classes that `best_miou` is the mean of: those that have an IoU in `iou`."""
     best_epoch: int | None = None
-    mean_dice: float | None = None
-    """Of the best evaluation; None if an older trainer wrote the run."""
+    scores: dict[str, float | None] = field(default_factory=dict)
+    """Of the best evaluation, by name; None for one that an older trainer did not write."""
     last_loss: float | None = None
     """Mean training loss of the last epoch, see `EpochLoss`."""
     last_val_loss: float | None = None
@@ -144,7 +144,7 @@ def run_row(report: RunReport) -> RunRow:
         best_miou=best.miou if best else None,
         num_scored=count_scored(best.iou) if best else None,
         best_epoch=best.epoch if best else None,
-        mean_dice=best.score("mean_dice") if best else None,
+        scores={name: best.score(name) for name in SCORES} if best else {},
         last_loss=view.loss.mean,
         last_val_loss=view.vals[-1].loss if view.vals else None,
         last_miou=view.vals[-1].miou if view.vals else None,

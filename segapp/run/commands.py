@@ -184,7 +184,9 @@ def parse_command(text: str) -> Command:
     """
     word, *arguments = text.split() or [""]
     if word not in COMMAND_NAMES:
-        raise CommandError(f"{_shown(word) or 'nothing'}: no such command: {accepted_words(word, COMMAND_NAMES)}")
+        raise CommandError(
+            f"{_shown(word) or 'nothing'}: no such command: {accepted_words(word, COMMAND_NAMES)}", value=word
+        )
     raw = _parse_set(arguments) if word == "set" else _parse_argument(word, arguments)
     try:
         return _adapter.validate_python({"kind": word, **raw})
@@ -236,7 +238,7 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
     except OSError as error:
         remove_quietly(temporary)
         raise CommandError(
-            f"cannot send to {folder}: {error.strerror or error}: send as the user who runs the training"
+            f"cannot send to {folder}: {error.strerror or error}: send as the user who runs the training", path=folder
         ) from error
     return command_id
 
@@ -302,11 +304,11 @@ def _parse_set(arguments: list[str]) -> dict[str, Any]:
             continue
         name, equals, value = argument.partition("=")
         if name not in SETTINGS:
-            raise CommandError(f"set {_shown(name)}: no such setting: {accepted_words(name, SETTINGS)}")
+            raise CommandError(f"set {_shown(name)}: no such setting: {accepted_words(name, SETTINGS)}", value=name)
         if not equals or not value:
-            raise CommandError(f"set {name}: no value: write set {name}=VALUE")
+            raise CommandError(f"set {name}: no value: write set {name}=VALUE", value=name)
         if name in raw:
-            raise CommandError(f"set {name}: given twice: write it once")
+            raise CommandError(f"set {name}: given twice: write it once", value=name)
         raw[name] = _parse_value(name, value)
     return raw
 
@@ -340,11 +342,11 @@ def _parse_argument(word: str, arguments: list[str]) -> dict[str, Any]:
         return {}
     shown = _shown(" ".join(arguments))
     if word not in _OPTIONAL_ARGUMENTS:
-        raise CommandError(f"{word} {shown}: {word} takes no argument: write {word}")
+        raise CommandError(f"{word} {shown}: {word} takes no argument: write {word}", value=shown)
     name, pattern, usage = _OPTIONAL_ARGUMENTS[word]
     value = arguments[0].removeprefix(f"{name}=")
     if len(arguments) > 1 or not re.fullmatch(pattern, value):
-        raise CommandError(f"{word} {shown}: write {usage}")
+        raise CommandError(f"{word} {shown}: write {usage}", value=shown)
     return {name: value}
 
 

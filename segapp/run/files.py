@@ -266,4 +266,4 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
         advice = "raise the file size limit (ulimit -f)"
     else:
         advice = "look at the disk and the system log"
-    return StorageError(f"cannot {action} {path}: {reason}: {advice}")
+    return StorageError(f"cannot {action} {path}: {reason}: {advice}", path=path)

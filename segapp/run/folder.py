@@ -194,7 +194,7 @@ class RunFolder:
             take_lock(fd)
         except OSError:
             os.close(fd)
-            raise RunBusyError(self._busy_message()) from None
+            raise RunBusyError(self._busy_message(), path=self.path) from None
         self._lock_fd = fd
         _close_in_children(self)
         with contextlib.suppress(OSError):
@@ -361,7 +361,7 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
     runs = run_folders(root, with_sweeps=True)
     if what is None:
         if not runs:
-            raise ConfigError(f"no run in {root}: start one with `segapp train`, or name a folder")
+            raise ConfigError(f"no run in {root}: start one with `segapp train`, or name a folder", path=root)
         return runs[0]
     for path in (Path(root) / what, Path(what), *Path(what).parents[:3]):
         if is_run(path) and path != Path("."):
@@ -373,9 +373,13 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
         if is_sweep(path):
             inside = [name for name in names if name.startswith(f"{path.name}/")]
             example = f", such as {inside[0]}" if inside else ""
-            raise ConfigError(f"{what} is a sweep: name one of its runs{example} (`segapp ls {what}` lists them)")
+            raise ConfigError(
+                f"{what} is a sweep: name one of its runs{example} (`segapp ls {what}` lists them)", path=what
+            )
     there = did_you_mean(str(what), names, most=3) or (f"there are {', '.join(names[:3])}" if names else "")
-    raise ConfigError(f"{what}: no such run: {there or f'there are no runs in {root}'} (`segapp ls` lists all)")
+    raise ConfigError(
+        f"{what}: no such run: {there or f'there are no runs in {root}'} (`segapp ls` lists all)", path=what
+    )
 
 
 def run_of_file(path: Path) -> RunFolder | None:
@@ -409,7 +413,9 @@ def _new_directory(root: Path, name: str) -> Path:
     """Create `root/name`, or `root/name-2` and so on; trainings that start at the same time get different folders."""
     if not re.fullmatch(r"[^/\\\x00-\x1f.-][^/\\\x00-\x1f]*", name) or len(name) > _MAX_NAME_CHARS:
         raise ConfigError(
-            f"name={name!r}: the name must be a valid folder name, without / and at most 100 characters long"
+            f"name={name!r}: the name must be a valid folder name, without / and at most 100 characters long",
+            key="name",
+            value=name,
         )
     make_durable_directory(root)
     for number in range(1, 100_000):
@@ -419,7 +425,9 @@ def _new_directory(root: Path, name: str) -> Path:
             path.mkdir()
             fsync_directory(root)
             return path
-    raise ConfigError(f"{root / name}: all numbered names are in use: choose another name")
+    raise ConfigError(
+        f"{root / name}: all numbered names are in use: choose another name", key="name", value=name, path=root / name
+    )
 
 
 def remove_failed_start(folder: RunFolder) -> bool:

@@ -145,7 +145,8 @@ class SweepFolder:
         except OSError:
             os.close(fd)
             raise RunBusyError(
-                f"{self.path} is carried out by another process: `segapp ls {self.name}` shows how far it is"
+                f"{self.path} is carried out by another process: `segapp ls {self.name}` shows how far it is",
+                path=self.path,
             ) from None
         self._lock_fd = fd
 

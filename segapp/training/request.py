@@ -67,7 +67,9 @@ def _check_teacher(config: RunConfig) -> None:
     try:
         find_run(config.distill.teacher)
     except SegappError as error:
-        raise type(error)(f"distill.teacher: {error}; train the teacher first, or name its checkpoint file") from None
+        raise error.reworded(
+            f"distill.teacher: {error}; train the teacher first, or name its checkpoint file"
+        ) from None
 
 
 def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:

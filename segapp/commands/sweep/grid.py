@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, SegappError
 
 MAX_RUNS = 10_000
 """Upper limit of the runs of a sweep."""
@@ -30,7 +30,7 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
     {'optim.lr': ['0.001', '0.003'], 'seed': ['0', '1', '2']}
     """
     axes: dict[str, list[str]] = {}
-    problems = []
+    problems: list[SegappError] = []
     for word in words:
         key, equals, text = word.partition("=")
         key = ".".join(part.strip() for part in key.split("."))
@@ -43,11 +43,10 @@ def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
                 raise ConfigError(f"{key} is given twice: write all of its values into one word, {key}=A,B")
             axes[key] = parse_values(text, key)
         except ConfigError as error:
-            problems.append(str(error))
-    if len(problems) == 1:
-        raise ConfigError(problems[0])
+            error.key, error.value = key, text
+            problems.append(error)
     if problems:
-        raise ConfigError("\n  ".join([f"{len(problems)} words of the grid cannot be used:", *problems]))
+        raise ConfigError.together(problems, f"{len(problems)} words of the grid cannot be used:")
     return axes
 
 

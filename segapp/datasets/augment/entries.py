@@ -85,10 +85,10 @@ class TransformBuilder:
             for number, entry in enumerate(entries)
         ]
         if len(self.problems) == 1:
-            raise ConfigError(self.problems[0]).see("augment")
+            raise ConfigError(self.problems[0], key="data.augment").see("augment")
         if self.problems:
             lines = [f"{len(self.problems)} problems in data.augment:", *self.problems]
-            raise ConfigError("\n  ".join(lines)).see("augment")
+            raise ConfigError("\n  ".join(lines), key="data.augment").see("augment")
         return tuple(steps)
 
     def build(self, entry: Entry, place: str, resize_px: tuple[int, int] | None = None) -> Any:

@@ -63,7 +63,7 @@ def check_transform(
     if trial.problems:
         problems = list(dict.fromkeys(trial.problems))
         lines = problems if len(problems) == 1 else [f"{len(problems)} problems in data.augment:", *problems]
-        raise ConfigError("\n  ".join(lines)).see("augment")
+        raise ConfigError("\n  ".join(lines), key="data.augment").see("augment")
 
 
 def _wrong_size(state: _State, crop_px: tuple[int, int]) -> str:

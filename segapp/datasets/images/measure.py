@@ -56,7 +56,10 @@ def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:
     if any((stored.bands, stored.dtype) != (wanted.bands, wanted.dtype) for stored in found):
         kinds = sorted(found.items(), key=lambda kind: -len(kind[1]))
         named = "; ".join(f"{len(own)} are {stored}, such as {shown(own[0])}" for stored, own in kinds)
-        raise DataError(f"the images differ in bands or type: {named}: convert them to one kind, or move the others")
+        raise DataError(
+            f"the images differ in bands or type: {named}: convert them to one kind, or move the others",
+            key="data.dtype",
+        )
 
 
 def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, ...]:
@@ -77,7 +80,7 @@ def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, .
         except DataError as error:
             problem = problem or error
     if not samples:
-        raise problem or DataError("there are no images to measure: check data.root and the split")
+        raise problem or DataError("there are no images to measure: check data.root and the split", key="data.root")
     values = np.concatenate(samples)
     return tuple(_range(values[:, band], is_whole=pixels.dtype != "float32") for band in range(pixels.num_bands))
 

@@ -221,7 +221,9 @@ def class_scheme(
     if not -32_767 <= ignored <= 32_767 or 0 <= ignored < len(names):
         raise ConfigError(
             f"ignore_index={ignored} must be outside the class ids 0..{len(names) - 1} and within -32767..32767: "
-            "use 255, or -1 with 256 classes and more"
+            "use 255, or -1 with 256 classes and more",
+            key="data.ignore_index",
+            value=ignored,
         )
     own_classes = classes is not None and len(names) != len(known.names)
     train_id_suffix = known.train_id_suffix if label_map is None else None
@@ -229,7 +231,8 @@ def class_scheme(
         if own_classes:
             raise ConfigError(
                 f"format {format} maps its ids to {len(known.names)} classes, but {len(names)} classes are given: "
-                "give label_map too, or leave classes out"
+                "give label_map too, or leave classes out",
+                key="data.label_map",
             )
         label_map = {file_id: ignored if to is None else to for file_id, to in known.label_map.items()}
     check_label_map(label_map, len(names), ignored)
@@ -271,7 +274,12 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
     if not folder.is_dir():
         what = "is not a folder" if folder.exists() else "does not exist"
-        raise DataError(f"data root {shown(folder)} {what}: {_meant_folder(folder)}{how_to_get}")
+        raise DataError(
+            f"data root {shown(folder)} {what}: {_meant_folder(folder)}{how_to_get}",
+            key="data.root",
+            path=folder,
+            value=location.root,
+        )
     guard = location.build_guard()
     if not known.layouts:
         list_dir = Path(location.list_dir) if location.list_dir is not None else folder

@@ -102,7 +102,9 @@ def _unique_images(
         there = Counter(path.suffix or "(no extension)" for path in files)
         seen = ", ".join(f"{count} *{shown(suffix)}" for suffix, count in there.most_common(3)) or "no file at all"
         wanted = f"*{suffixes[0]}" if len(suffixes) == 1 else "image"
-        raise DataError(f"no {wanted} below {shown(folder)}, which holds {seen}: {how_to_get}")
+        raise DataError(
+            f"no {wanted} below {shown(folder)}, which holds {seen}: {how_to_get}", key="data.root", path=folder
+        )
     return {key: _only_one(paths) for key, paths in found.items()}
 
 

@@ -15,8 +15,8 @@ from segapp.errors import DataError
 class PartialError(DataError):
     """Only a part of a split can be used."""
 
-    def __init__(self, message: str, pairs: Iterable[ImagePair] = ()) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, pairs: Iterable[ImagePair] = (), *, path: Path | None = None) -> None:
+        super().__init__(message, key="data.allow_outside_root", path=path)
         self.pairs = tuple(pairs)
 
 
@@ -55,7 +55,7 @@ class RootGuard:
             OutsideError: It is outside the root.
         """
         if not self.holds(path):
-            raise OutsideError(self._message([path]))
+            raise OutsideError(self._message([path]), path=path)
 
     def check_all(self, pairs: Iterable[ImagePair]) -> None:
         """Check the files of all pairs.
@@ -71,7 +71,7 @@ class RootGuard:
             if not rejected:
                 inside.append(pair)
         if outside:
-            raise OutsideError(self._message(outside), inside)
+            raise OutsideError(self._message(outside), inside, path=outside[0])
 
     def _message(self, paths: Sequence[Path]) -> str:
         real = os.path.realpath(paths[0])

@@ -125,12 +125,18 @@ def _histogram(values: NDArray[np.uint8]) -> NDArray[np.int64]:
 def check_names(format: str, names: tuple[str, ...]) -> None:
     """Raise ConfigError for no names, a name used twice, or more names than a target can hold."""
     if not names:
-        raise ConfigError(f"format {format} needs classes: list the class names in the order of their ids")
+        raise ConfigError(
+            f"format {format} needs classes: list the class names in the order of their ids", key="data.classes"
+        )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
-        raise ConfigError(f"classes: {twice[0]!r} is listed twice: give every class a name of its own")
+        raise ConfigError(
+            f"classes: {twice[0]!r} is listed twice: give every class a name of its own",
+            key="data.classes",
+            value=twice[0],
+        )
     if len(names) > MAX_CLASSES:
-        raise ConfigError(f"classes: {len(names)} names, at most {MAX_CLASSES} are possible")
+        raise ConfigError(f"classes: {len(names)} names, at most {MAX_CLASSES} are possible", key="data.classes")
 
 
 def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignore_index: int) -> None:
@@ -139,10 +145,16 @@ def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignor
         if not 0 <= train_id < num_classes and train_id != ignore_index:
             raise ConfigError(
                 f"label_map: {file_id} -> {train_id} is no class id: map to 0..{num_classes - 1}, "
-                f"or to ignore_index={ignore_index}"
+                f"or to ignore_index={ignore_index}",
+                key="data.label_map",
+                value={file_id: train_id},
             )
         if not 0 <= file_id <= 65_535:
-            raise ConfigError(f"label_map: no mask can hold the id {file_id}: ids in files are 0..65535")
+            raise ConfigError(
+                f"label_map: no mask can hold the id {file_id}: ids in files are 0..65535",
+                key="data.label_map",
+                value={file_id: train_id},
+            )
 
 
 def parse_palette(palette: Sequence[Sequence[int]]) -> tuple[Color, ...]:
@@ -150,16 +162,28 @@ def parse_palette(palette: Sequence[Sequence[int]]) -> tuple[Color, ...]:
     colors = tuple(tuple(int(value) for value in color) for color in palette)
     for position, color in enumerate(colors):
         if len(color) != 3 or not all(0 <= value <= 255 for value in color):
-            raise ConfigError(f"palette[{position}]={list(color)} is no colour: give red, green and blue of 0..255")
+            raise ConfigError(
+                f"palette[{position}]={list(color)} is no colour: give red, green and blue of 0..255",
+                key="data.palette",
+                value=list(color),
+            )
     return tuple((color[0], color[1], color[2]) for color in colors)
 
 
 def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, declared: bool) -> None:
     """Raise ConfigError for a wrong number of colours, or RGB masks whose colours are unknown or ambiguous."""
     if rgb and not declared:
-        raise ConfigError("RGB masks need a palette: list one colour a class, in the order of the classes")
+        raise ConfigError(
+            "RGB masks need a palette: list one colour a class, in the order of the classes", key="data.palette"
+        )
     if len(colors) < num_classes or (len(colors) > num_classes and not rgb):
-        raise ConfigError(f"palette has {len(colors)} colours for {num_classes} classes: give one colour a class")
+        raise ConfigError(
+            f"palette has {len(colors)} colours for {num_classes} classes: give one colour a class", key="data.palette"
+        )
     twice = [color for color, count in Counter(colors).items() if count > 1]
     if rgb and twice:
-        raise ConfigError(f"palette: the colour {list(twice[0])} stands for two classes: RGB masks need distinct ones")
+        raise ConfigError(
+            f"palette: the colour {list(twice[0])} stands for two classes: RGB masks need distinct ones",
+            key="data.palette",
+            value=list(twice[0]),
+        )

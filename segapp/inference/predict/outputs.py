@@ -169,7 +169,7 @@ class _Writer:
             remove_quietly(self._temporary)
 
     def _refused(self, error: OSError) -> StorageError:
-        return StorageError(cannot_be_written(self.path, error, "free space or choose another --out"))
+        return StorageError(cannot_be_written(self.path, error, "free space or choose another --out"), path=self.path)
 
     def begin(self) -> None:
         raise NotImplementedError
@@ -304,7 +304,7 @@ def parse_saved(words: Sequence[str]) -> tuple[Saved, ...]:
     wanted = {word.strip() for each in words for word in each.split(",") if word.strip()}
     unknown = sorted(wanted - set(SAVED))
     if unknown:
-        raise ConfigError(f"--save {unknown[0]} is not known: {accepted_words(unknown[0], SAVED)}")
+        raise ConfigError(f"--save {unknown[0]} is not known: {accepted_words(unknown[0], SAVED)}", value=unknown[0])
     return tuple(kind for kind in SAVED if kind in wanted)
 
 

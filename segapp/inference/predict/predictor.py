@@ -188,7 +188,8 @@ class ExportedPredictor:
         if self.exported.info.output != "logits":
             raise ConfigError(
                 f"{self.exported.path} gives class ids and no probabilities: export without --argmax, or leave out "
-                "--save probabilities"
+                "--save probabilities",
+                path=self.exported.path,
             )
         logits = torch.from_numpy(self.exported(images))
         return logits.softmax(1) if self.threshold is None else logits.sigmoid()

@@ -177,7 +177,9 @@ class _VideoFile:
         try:
             self._base.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"{self._base.parent}: {error.strerror}: choose another --out") from None
+            raise StorageError(
+                f"{self._base.parent}: {error.strerror}: choose another --out", path=self._base.parent
+            ) from None
         for codec, suffix in CODECS:
             self._temporary = self._base.parent / (temporary_name() + suffix)
             with _quiet():
@@ -206,6 +208,6 @@ class _VideoFile:
                     )
                 os.replace(self._temporary, self.path)
         except OSError as error:
-            raise StorageError(cannot_be_written(self.path, error)) from None
+            raise StorageError(cannot_be_written(self.path, error), path=self.path) from None
         finally:
             remove_quietly(self._temporary)

@@ -295,7 +295,10 @@ class CheckpointFolder:
         if free < _with_margin(need_bytes):
             raise StorageError(
                 f"cannot write a checkpoint in {self.path}: it needs {size(_with_margin(need_bytes))}, "
-                f"{size(free)} are free: free some space there, or lower checkpoint.keep"
+                f"{size(free)} are free: free some space there, or lower checkpoint.keep",
+                key="checkpoint.keep",
+                value=keep,
+                path=self.path,
             )
         return manifest
 
@@ -319,7 +322,9 @@ class CheckpointFolder:
         try:
             written = self._write_verified(write, step)
         except DamagedError as error:
-            raise StorageError(f"a checkpoint in {self.path} {error}, twice in a row: {advice}") from error
+            raise StorageError(
+                f"a checkpoint in {self.path} {error}, twice in a row: {advice}", path=self.path
+            ) from error
         return written, [f"a checkpoint {first}, and was written again: {advice}"]
 
     def _write_verified(self, write: Callable[[HashingFile], object], step: int) -> tuple[Path, str, int]:
