@@ -27,10 +27,10 @@ from segapp.build.pairs import (
 from segapp.commands.check_findings import Group, comparison_lines, grouped
 from segapp.config import DataConfig, RunConfig
 from segapp.custom import is_part
-from segapp.datasets.doctor import DataProblem, SplitReport, examine
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
+from segapp.datasets.inspection import DataProblem, SplitReport, examine
 from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from segapp.datasets.doctor import Comparison, DataProblem, SplitReport
+from segapp.datasets.inspection import Comparison, DataProblem, SplitReport
 from segapp.datasets.masks import summary_of_ids
 
 KINDS = {

@@ -11,10 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.commands.check_findings import Group, comparison_lines
-from segapp.datasets.doctor import DataProblem, SplitReport
 from segapp.datasets.files import open_bytes, read_bytes
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
+from segapp.datasets.inspection import DataProblem, SplitReport
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.masks import ID_MODES, read_masks
 from segapp.errors import DataError

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from segapp.datasets.doctor import examine
 from segapp.datasets.files import ImagePair, jpeg_damage, read_bytes
 from segapp.datasets.images.pixel_format import RGB8
+from segapp.datasets.inspection import examine
 from segapp.datasets.layouts.formats import class_scheme
 from tests.conftest import CAMVID
 from tests.support.drawn_folders import draw_mask

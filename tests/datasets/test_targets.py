@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from segapp.datasets import targets as reading
-from segapp.datasets.doctor import examine
 from segapp.datasets.files import ImagePair
+from segapp.datasets.inspection import examine
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.targets import absent_note, ignored_note, read_targets

@@ -13,7 +13,7 @@ TESTS = {
     "memory of each GPU before the training": "tests/memory/test_simulation_against_torch.py",
     "out of memory during a training": "tests/training/recovery/test_out_of_memory.py",
     "resume within an epoch": "tests/training/test_resume.py",
-    "data checked before the training": "tests/datasets/test_doctor.py",
+    "data checked before the training": "tests/datasets/test_inspection.py",
     "screen in the terminal, from any shell": "tests/tui/test_terminal.py",
 }
 

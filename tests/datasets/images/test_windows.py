@@ -12,7 +12,6 @@ import torch
 
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.doctor import SplitReport, examine
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
 from segapp.datasets.images.large import TensorOnDisk
@@ -20,6 +19,7 @@ from segapp.datasets.images.measure import _spread_pixels, measure_ranges
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import image_windows, mask_blocks, mask_windows
+from segapp.datasets.inspection import SplitReport, examine
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.masks import UnknownIdsError, read_mask
 from segapp.errors import DataError
@@ -211,7 +211,7 @@ def test_check_in_blocks_reports_what_the_whole_does(
     monkeypatch.setattr(windows_module, "_BLOCK_PX", 1)
     in_blocks = reports()
     assert any(finding.kind == "leak" for finding in in_blocks[0][1].findings)
-    for place in ("segapp.datasets.doctor", "segapp.datasets.images.measure"):
+    for place in ("segapp.datasets.inspection", "segapp.datasets.images.measure"):
         monkeypatch.setattr(f"{place}.image_windows", lambda *_: None)
     monkeypatch.setattr(windows_module, "mask_windows", lambda *_: None)
     assert reports() == in_blocks

@@ -1,4 +1,4 @@
-"""Examination of a data set: unreadable files, unknown ids, copies, look-alikes, and rare or missing classes.
+"""Inspection of a data set: unreadable files, unknown ids, copies, look-alikes, and rare or missing classes.
 
 `examine` reads every file once, several at a time, and collects all findings.
 """

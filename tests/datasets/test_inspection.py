@@ -1,4 +1,4 @@
-"""The data doctor finds what was planted, names it, and finds nothing in sound data."""
+"""The inspection of a data set finds what was planted, names it, and finds nothing in sound data."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from segapp.datasets.dataset import OwnDataset
-from segapp.datasets.doctor import (
+from segapp.datasets.files import ImagePair
+from segapp.datasets.inspection import (
     _of_targets,
     examine,
 )
-from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
 from segapp.datasets.lookalikes import difference_hash, find_copies
 from segapp.datasets.masks import read_masks, summary_of_ids
