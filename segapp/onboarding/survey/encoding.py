@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from segapp.datasets.files import shown
-from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.layouts.published_classes import Color, PublishedSet
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.survey.class_files import ClassFile, described, is_background, is_void
 from segapp.onboarding.survey.content import MAX_COLORS, MaskContent, Value, dominant_levels, reason_unread
-from segapp.onboarding.survey.published import PublishedPalette, is_certain, recognise, recognise_values
+from segapp.onboarding.survey.published import is_certain, recognise, recognise_values
 from segapp.onboarding.survey.questions import Answer, open_question
 
 IGNORED = 255
@@ -311,14 +311,14 @@ def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: st
     known = _chosen_palettes(recognise(colors), colors, mask, choices)
     if known:
         first, others = known[0], ", ".join(palette.title for palette in known[1:])
-        ignored = list(dict.fromkeys([*first.ignored, *strays]))
-        seen = [color for color in first.ignored if color in content.colors]
+        ignored = list(dict.fromkeys([*first.ignored_colors, *strays]))
+        seen = [color for color in first.ignored_colors if color in content.colors]
         if seen:
             notes = (*notes, f"{listed(seen)} is ignored as in {first.title}: {percent(content, seen)}")
         return Classes(
-            first.names,
+            tuple(first.palette.values()),
             f"the colours are those of {first.title}" + (f" (also possible: {others})" if others else ""),
-            palette=(*first.colors, *ignored),
+            palette=(*first.palette, *ignored),
             palette_reason="as published" + ("; the last are ignored" if ignored else ""),
             notes=notes,
         )
@@ -347,8 +347,8 @@ def classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: st
 
 
 def _chosen_palettes(
-    known: list[PublishedPalette], colors: Sequence[Color], mask: str, choices: MaskChoices
-) -> list[PublishedPalette]:
+    known: list[PublishedSet], colors: Sequence[Color], mask: str, choices: MaskChoices
+) -> list[PublishedSet]:
     """Return the palettes that may be those of the masks, the chosen or most certain one first; none: no known one.
 
     Raises:
@@ -510,14 +510,14 @@ def classes_of_ids(
         return _from_fit(best, content, strays, choices, notes)
     published = recognise_values(masks[0], ids)
     if published is not None:
-        unlabelled = [value for value in published.ignored if value in content.values]
+        unlabelled = [value for value in published.ignored_ids if value in content.values]
         if unlabelled:
             said = f"value {few(unlabelled)} is ignored as in {published.title}: {percent(content, unlabelled)}"
             notes = (*notes, said)
         return _of_values(
-            published.names,
+            published.values,
             f"folders and values are those of {published.title}",
-            [*published.ignored, *strays],
+            [*published.ignored_ids, *strays],
             f"the values of {published.title}",
             (*notes, *published.notes),
         )

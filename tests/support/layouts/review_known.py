@@ -11,7 +11,7 @@ import cv2
 import numpy as np
 from PIL import Image
 
-from segapp.datasets.layouts.published_classes import ADE20K_NAMES
+from segapp.datasets.layouts.published_classes import PUBLISHED
 from tests.support import drawn_annotations
 from tests.support.layouts.canvas import SIZE, Canvas, Codes, coded, patches, planes_of, save, scene, seeded, thumbnail
 from tests.support.layouts.layout import (
@@ -296,7 +296,7 @@ def ade(canvas: Canvas) -> None:
         for name in names:
             path = f"{word}/ADE_{kind}_0000{name}"
             canvas.pair(f"images/{path}.jpg", f"annotations/{path}.png", codes, split=kind[:5].replace("valid", "val"))
-    rows = [f"{number}\t0.1\t100\t10\t{name}" for number, name in enumerate(ADE20K_NAMES, 1)]
+    rows = [f"{number}\t0.1\t100\t10\t{name}" for number, name in enumerate(PUBLISHED["ade20k"].names, 1)]
     canvas.text("objectInfo150.txt", ["Idx\tRatio\tTrain\tVal\tName", *rows])
     canvas.names_said = True
 
