@@ -20,7 +20,7 @@ from enum import IntEnum
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.survey.hypotheses import Pair
+from segapp.onboarding.layout import Pair
 from segapp.onboarding.survey.questions import Answer, open_question
 from segapp.onboarding.survey.words import SPLIT_WORDS
 

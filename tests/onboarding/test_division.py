@@ -9,7 +9,7 @@ import pytest
 
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.division import Grouping, divide, divide_into_folds, split_word_of
-from segapp.onboarding.survey.hypotheses import Pair
+from segapp.onboarding.layout import Pair
 
 
 def pairs_of(*images: str) -> list[Pair]:

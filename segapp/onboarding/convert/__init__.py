@@ -9,20 +9,17 @@ from dataclasses import replace
 from segapp.errors import DataError
 from segapp.onboarding.convert.arrays import find_arrays
 from segapp.onboarding.convert.coco import find_coco
-from segapp.onboarding.convert.conversion import BAD_ENTRY, Conversion, problem_of
+from segapp.onboarding.convert.conversion import BAD_ENTRY, problem_of
 from segapp.onboarding.convert.label_tools import find_cvat, find_label_studio, find_labelme, find_supervisely
 from segapp.onboarding.convert.nnunet import find_nnunet
 from segapp.onboarding.convert.parquet import find_parquet
 from segapp.onboarding.convert.pieces import find_pieces
 from segapp.onboarding.convert.rle import find_rle
 from segapp.onboarding.convert.yolo import find_yolo
-from segapp.onboarding.survey.hypotheses import DataLayout
+from segapp.onboarding.layout import Layout
 from segapp.onboarding.survey.tree import Tree
 
-Candidate = DataLayout | Conversion
-"""What a folder may be."""
-
-CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Candidate] | Sequence[Conversion] | None]] = {
+CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "COCO": find_coco,
     "YOLO": find_yolo,
     "labelme": find_labelme,
@@ -35,10 +32,10 @@ CONVERTERS: dict[str, Callable[[Tree], Conversion | Sequence[Candidate] | Sequen
     "arrays": find_arrays,
     "several masks for each image": find_pieces,
 }
-"""Each returns what it finds in a folder: nothing, a conversion, or a conversion for each way to read it."""
+"""Each returns what it finds in a folder: nothing, a layout, or a layout for each way to read it."""
 
 
-def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Candidate], list[str]]:
+def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list[str]]:
     """Return what the converters find, and why a converter cannot read the annotations of its kind.
 
     Args:
@@ -48,7 +45,7 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Candidate], l
     Raises:
         DataError: a converter needs a package that is not installed, and there are no masks.
     """
-    found: list[Candidate] = []
+    found: list[Layout] = []
     problems, known = [], set(tree.images)
     for title, convert in CONVERTERS.items():
         try:
@@ -61,30 +58,26 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Candidate], l
                 raise
             problems.append(str(error))
             continue
-        for reading in [result] if isinstance(result, Conversion) else result or ():
-            is_drawn = isinstance(reading, Conversion) and not set(reading.sources) & known
-            confidence = (0.85 if has_masks and is_drawn else 1.0) * reading.confidence
+        for reading in [result] if isinstance(result, Layout) else result or ():
+            is_new = reading.is_drawn and not set(reading.sources) & known
+            confidence = (0.85 if has_masks and is_new else 1.0) * reading.confidence
             found.append(replace(reading, confidence=confidence))
     return found, problems
 
 
-def with_layouts(readings: Sequence[Candidate], layouts: Sequence[DataLayout]) -> list[Candidate]:
+def with_layouts(readings: Sequence[Layout], layouts: Sequence[Layout]) -> list[Layout]:
     """Return readings and layouts without repetitions.
 
     A layout is left out if a conversion makes its masks or images from all of the layout's (one of several classes, one
     of several channels) and so reads more; a reading of several masks for each image is left out if a layout has its
     pairs.
     """
-    sources = [set(one.sources) for one in readings if isinstance(one, Conversion)]
-    pairs = {_pairs(layout) for layout in layouts}
-    kept = [one for one in readings if isinstance(one, Conversion) or _pairs(one) not in pairs]
+    sources = [set(one.sources) for one in readings if one.is_drawn]
+    pairs = {layout.files for layout in layouts}
+    kept = [one for one in readings if one.is_drawn or one.files not in pairs]
     return [*kept, *(layout for layout in layouts if not any(_is_part(layout, own) for own in sources))]
 
 
-def _is_part(layout: DataLayout, sources: AbstractSet[str]) -> bool:
+def _is_part(layout: Layout, sources: AbstractSet[str]) -> bool:
     """Return True if all masks or all images of a layout are files that a conversion reads for its own."""
     return {pair.mask for pair in layout.pairs} <= sources or {pair.image for pair in layout.pairs} <= sources
-
-
-def _pairs(layout: DataLayout) -> frozenset[tuple[str, str]]:
-    return frozenset((pair.image, pair.mask) for pair in layout.pairs)

@@ -23,9 +23,6 @@ from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
-    Conversion,
-    Item,
-    WideMask,
     as_ids,
     digest_of,
     encode_png,
@@ -35,6 +32,7 @@ from segapp.onboarding.convert.conversion import (
     missing_extra,
 )
 from segapp.onboarding.convert.pieces import MAX_SETS, combine
+from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
@@ -106,7 +104,7 @@ class _Axes:
     mask: str
 
 
-def find_arrays(tree: Tree) -> list[Conversion]:
+def find_arrays(tree: Tree) -> list[Layout]:
     """Return the conversions of arrays: one for each way in which their axes can be read.
 
     Raises:
@@ -286,29 +284,29 @@ def _image_of(file: Path, side: _Side, axes: str, number: int) -> NDArray[Any]:
 
 def _conversion(
     tree: Tree, pairs: Sequence[tuple[_Side, _Side]], axes: _Axes, num_ways: int, notes: tuple[str, ...]
-) -> Conversion:
+) -> Layout:
     image, mask = pairs[0]
     num_classes = _num_classes(mask, axes)
     is_sets = num_classes > 1 and not _is_one_hot(tree, mask, axes.mask)
     if is_sets and num_classes > MAX_SETS:
         raise ValueError(f"{mask}: masks of sets hold {MAX_SETS} classes, not {num_classes}")
-    items = [item for pair in pairs for item in _items(tree, pair, axes, is_sets, several=len(pairs) > 1)]
+    made = [own for pair in pairs for own in _pairs_of(tree, pair, axes, is_sets, several=len(pairs) > 1)]
     files = tuple({side.path: None for pair in pairs for side in pair if side.dtype is not None})
-    evidence = [f"{len(items)} images in {len(files)} files", _side_words(image, axes.image, "images")]
+    evidence = [f"{len(made)} images in {len(files)} files", _side_words(image, axes.image, "images")]
     evidence.append(_side_words(mask, axes.mask, "masks"))
     if num_classes > 1:
         evidence.append(f"{num_classes} channels are the classes")
-    return Conversion(
+    return Layout(
         "arrays" if num_ways == 1 else f"arrays-{axes.image}-{axes.mask}".lower(),
-        "arrays",
-        tuple(f"class_{number}" for number in range(num_classes)) if is_sets else (),
-        items,
+        made,
         0.95,
         tuple(evidence),
-        "replace with their names",
-        notes,
         files,
-        is_sets,
+        title="arrays",
+        classes=tuple(f"class_{number}" for number in range(num_classes)) if is_sets else (),
+        classes_reason="replace with their names",
+        notes=notes,
+        is_multilabel=is_sets,
     )
 
 
@@ -319,8 +317,8 @@ def _side_words(side: _Side, axes: str, what: str) -> str:
     return f"{what} such as {side}{said}"
 
 
-def _items(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *, several: bool) -> Iterator[Item]:
-    """Yield an item for each image of a pair; those of one array are a scene where there are several arrays."""
+def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *, several: bool) -> Iterator[Pair]:
+    """Yield the images of two arrays with their masks; those of one array are a scene where there are several."""
     image, mask = pair
     files = [tree.root / side.path for side in pair]
     states = [(side.path, side.key, *file_state(file)) for side, file in zip(pair, files, strict=True)]
@@ -332,28 +330,17 @@ def _items(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *,
         name = f"{stem}/{number:05}" if has_many else stem
         origin = str(known) + (f": image {number}" if has_many else "")
         paint = partial(_mask_of, files[1], mask, axes.mask, number, is_sets)
-        item = Item(
-            image.path,
-            mask_target(image.path),
-            origin,
-            (states, number, axes.mask, is_sets),
-            paint,
-            image.split or mask.split,
-            (stem,) if has_many and several else (),
-            mask=mask.path if mask.dtype is None else None,
-        )
-        if image.dtype is None:
-            yield item
-            continue
-        digest = digest_of((states, number, axes.image))
-        is_png = _is_png(image, axes.image)
-        yield replace(
-            item,
-            image=f"images/{name}.{'png' if is_png else 'tif'}",
-            target=f"masks/{name}",
-            image_bytes=partial(_image_bytes, files[0], image, axes.image, number, digest),
-            has_image=partial(is_image_of, digest=digest),
-        )
+        drawing = Drawing(origin, (states, number, axes.mask, is_sets), paint, is_mask_there=mask.dtype is None)
+        image_path, mask_path = image.path, f"{mask_target(image.path)}.png"
+        if image.dtype is not None:
+            digest = digest_of((states, number, axes.image))
+            image_path = f"images/{name}.{'png' if _is_png(image, axes.image) else 'tif'}"
+            mask_path = f"masks/{name}.png"
+            image_bytes = partial(_image_bytes, files[0], image, axes.image, number, digest)
+            drawing = replace(drawing, image_bytes=image_bytes, has_image=partial(is_image_of, digest=digest))
+        scene = (stem,) if has_many and several else ()
+        mask_path = mask.path if drawing.is_mask_there else mask_path
+        yield Pair(image_path, mask_path, image.split or mask.split, scene=scene, drawing=drawing)
 
 
 def _is_png(image: _Side, axes: str) -> bool:

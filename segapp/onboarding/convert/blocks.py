@@ -32,8 +32,6 @@ from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.convert.conversion import (
-    Conversion,
-    Item,
     as_ids,
     digest_of,
     encode_png,
@@ -41,8 +39,8 @@ from segapp.onboarding.convert.conversion import (
     is_image_of,
     mask_target,
 )
+from segapp.onboarding.layout import Drawing, Layout, Pair
 from segapp.onboarding.survey.content import color_codes, stored_pixels
-from segapp.onboarding.survey.hypotheses import DataLayout, Pair
 from segapp.onboarding.survey.questions import Answer, open_question
 from segapp.onboarding.survey.tree import Tree
 
@@ -143,8 +141,8 @@ def choose_strip(counts: NDArray[np.int64], length: int, share: float, margin: i
     return best[1] if best is not None else None
 
 
-def cut_into_blocks(tree: Tree, layout: DataLayout, block_px: int, share: float) -> Conversion:
-    """Return the conversion of a layout's images and masks to blocks.
+def cut_into_blocks(tree: Tree, layout: Layout, block_px: int, share: float) -> Layout:
+    """Return the layout of the blocks of a layout's images and masks.
 
     Args:
         tree: the folder.
@@ -160,7 +158,7 @@ def cut_into_blocks(tree: Tree, layout: DataLayout, block_px: int, share: float)
         raise ConfigError(f"--blocks {block_px}: blocks have at least {MIN_BLOCK_PX} px, such as --blocks 512")
     is_divided = any(pair.split for pair in layout.pairs)
     has_strips = not is_divided and len(layout.pairs) <= _FEW_IMAGES
-    items: list[Item] = []
+    blocks: list[Pair] = []
     notes = []
     for pair in layout.pairs:
         image, mask = _Pixels(tree.root / pair.image), _Pixels(tree.root / pair.mask)
@@ -179,18 +177,17 @@ def cut_into_blocks(tree: Tree, layout: DataLayout, block_px: int, share: float)
                 f"pixels are in the margins of {margin_of(block_px)} px and are not used"
             )
         for windows, split in ((cut.train, "train" if has_strips else pair.split), (cut.val, "val")):
-            items += [_item(pair, image, mask, window, split) for window in windows]
-    counts = Counter(item.split for item in items)
+            blocks += [_block(pair, image, mask, window, split) for window in windows]
+    counts = Counter(block.split for block in blocks)
     said = ", ".join(f"{count} {split}" for split, count in counts.items() if split is not None)
-    return Conversion(
+    return Layout(
         f"{layout.name}-blocks",
-        f"{layout.name}, in blocks",
-        (),
-        items,
+        blocks,
         layout.confidence,
-        (*layout.evidence, f"{len(items)} blocks of about {block_px} px" + (f": {said}" if said else "")),
+        (*layout.evidence, f"{len(blocks)} blocks of about {block_px} px" + (f": {said}" if said else "")),
+        tuple(path for pair in layout.pairs for path in (pair.image, pair.mask)),
+        title=f"{layout.name}, in blocks",
         notes=tuple(notes),
-        sources=tuple(path for pair in layout.pairs for path in (pair.image, pair.mask)),
     )
 
 
@@ -210,7 +207,7 @@ def _strip_of(pair: Pair, image: _Pixels, mask: _Pixels, block_px: int, share: f
     return strip
 
 
-def ask_for_blocks(tree: Tree, layout: DataLayout) -> None:
+def ask_for_blocks(tree: Tree, layout: Layout) -> None:
     """Raise OpenQuestionError for a single large image without a split, which can be divided only in blocks."""
     if len(layout.pairs) != 1 or layout.pairs[0].split is not None:
         return
@@ -296,23 +293,21 @@ def _counts(mask: _Pixels) -> NDArray[np.int64]:
     return np.stack([np.bincount(line, minlength=len(values)) for line in inverse]).astype(np.int64)
 
 
-def _item(pair: Pair, image: _Pixels, mask: _Pixels, window: Window, split: str | None) -> Item:
+def _block(pair: Pair, image: _Pixels, mask: _Pixels, window: Window, split: str | None) -> Pair:
     rows, columns = window
     name = f"{mask_target(pair.image)}/{rows.start:05}-{columns.start:05}"
     place = (rows.start, rows.stop, columns.start, columns.stop)
     states = [(str(one.path), *file_state(one.path)) for one in (image, mask)]
     digest = digest_of((states, place))
-    return Item(
-        f"images/{name}.{'tif' if _is_written_as_tiff(image) else 'png'}",
-        f"masks/{name}",
+    drawing = Drawing(
         f"{shown(pair.image)}: rows {rows.start} to {rows.stop - 1}, columns {columns.start} to {columns.stop - 1}",
         (states, place),
         partial(mask.mask, window),
-        split,
-        (mask_target(pair.image),),
         image_bytes=partial(_image_bytes, image, window, digest),
         has_image=partial(is_image_of, digest=digest),
     )
+    image_path = f"images/{name}.{'tif' if _is_written_as_tiff(image) else 'png'}"
+    return Pair(image_path, f"masks/{name}.png", split, scene=(mask_target(pair.image),), drawing=drawing)
 
 
 def _is_written_as_tiff(image: _Pixels) -> bool:

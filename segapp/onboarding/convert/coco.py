@@ -18,29 +18,26 @@ from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
     IGNORED,
     ON_TOP,
-    Conversion,
     Images,
-    Item,
-    Mask,
     area_of,
     blank_mask,
     check_classes,
     coverage_words,
     decode_runs,
+    drawn_pair,
     fill_polygon,
     first_bytes,
     load_json,
-    mask_target,
     missing_extra,
     painter,
-    split_said,
 )
+from segapp.onboarding.layout import Layout, Mask
 from segapp.onboarding.survey.class_files import is_background
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.tree import Tree
 
 
-def find_coco(tree: Tree) -> Conversion | None:
+def find_coco(tree: Tree) -> Layout | None:
     """Return the conversion of COCO files with segmentations; instance files are preferred to panoptic ones."""
     files: dict[str, Any] = {}
     for path in tree.others_named(".json"):
@@ -59,7 +56,7 @@ def find_coco(tree: Tree) -> Conversion | None:
     return _conversion(tree, things or files, is_panoptic=not things)
 
 
-def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> Conversion | None:
+def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> Layout | None:
     categories = {int(one["id"]): str(one["name"]) for content in files.values() for one in content["categories"]}
     own_background = next((number for number, name in categories.items() if is_background(name)), None)
     others = [number for number in sorted(categories) if number != own_background]
@@ -67,7 +64,7 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> C
     if own_background is not None:
         value_of[own_background] = 0
     names = check_classes(["background", *(categories[number] for number in others)], next(iter(files)))
-    images, items, total = Images(tree), [], 0
+    images, pairs, total = Images(tree), [], 0
     for path, content in files.items():
         by_image: dict[Any, list[Any]] = {}
         for annotation in content["annotations"]:
@@ -83,28 +80,25 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> C
                 paint = _panoptic(tree, path, own, value_of)
             else:
                 paint = painter(images, found, own, partial(_draw, value_of=value_of), "annotation", _area)
-            origin = f"{shown(path)}: image {shown(file_name)}"
-            split = split_said(found) or split_said(path)
-            items.append(Item(found, mask_target(found), origin, own, paint, split))
-    if not items:
+            pairs.append(drawn_pair(found, f"{shown(path)}: image {shown(file_name)}", own, paint, near=path))
+    if not pairs:
         return None
     kind = "panoptic" if is_panoptic else "instance"
     evidence = (
         f"{len(files)} COCO files of {kind} annotations",
-        coverage_words(len(items), total, "entries"),
+        coverage_words(len(pairs), total, "entries"),
         f"{len(categories)} categories",
     )
-    reason = f"the categories of {shown(next(iter(files)))}"
-    return Conversion(
+    return Layout(
         "coco",
-        "COCO",
-        names,
-        items,
-        0.97 * len(items) / total,
+        pairs,
+        0.97 * len(pairs) / total,
         evidence,
-        reason,
+        (*files, *(_pngs_of(tree, files) if is_panoptic else ())),
+        title="COCO",
+        classes=names,
+        classes_reason=f"the categories of {shown(next(iter(files)))}",
         notes=() if is_panoptic else (ON_TOP,),
-        sources=(*files, *(_pngs_of(tree, files) if is_panoptic else ())),
     )
 
 

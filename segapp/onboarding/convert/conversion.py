@@ -16,7 +16,6 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -30,8 +29,9 @@ from PIL import Image, PngImagePlugin
 from segapp.datasets.files import open_regular, read_header, shown
 from segapp.datasets.images.raster import read_description
 from segapp.errors import DataError, storage_errors
+from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
 from segapp.onboarding.survey.class_files import is_background, is_void
-from segapp.onboarding.survey.hypotheses import Pair, parse_file
+from segapp.onboarding.survey.hypotheses import parse_file
 from segapp.onboarding.survey.tree import Tree
 from segapp.run.files import remove_dead_temporaries, remove_quietly, write_atomic
 
@@ -54,9 +54,6 @@ BAD_ENTRY: tuple[type[Exception], ...] = (
 )
 """What reading an entry raises that has other types, numbers or keys than its format says."""
 
-Mask = NDArray[np.uint8]
-WideMask = Mask | NDArray[np.uint16]
-"""Ids, (H, W), of 8 bits, or of 16 bits for sets of more than eight classes."""
 ON_TOP = (
     "each pixel has one class: where objects of two classes overlap, the one drawn last covers the other; if both "
     "should count, write a mask for each class and set data.multilabel: files"
@@ -66,70 +63,18 @@ _MAX_SIDE_PX = 65_536
 _MAX_CORNER = 2**24
 
 
-@dataclass(frozen=True)
-class Item:
-    """One image and the annotation that becomes its mask.
+def drawn_pair(image: str, origin: str, content: Any, paint: Callable[[], WideMask], near: str = "") -> Pair:
+    """Return an image of the data with a mask of its path that is painted; see `Drawing`.
 
-    Attributes:
-        image: relative to the data's root; with `image_bytes`: relative to the folder of the masks.
-        target: mask to write, relative to the folder of the masks, without extension.
-        origin: file and entry of the annotation, for messages.
-        content: what the mask depends on; its digest marks the finished file.
-        paint: returns the mask, (H, W); raises DataError, or one of BAD_ENTRY.
-        split: "train", "val", "test", if the data say it.
-        scene: folders of the image.
-        image_bytes: the image's file, if it is not one on disk already.
-        has_image: returns True for such a file that is there and need not be written.
-        mask: the mask, relative to the data's root, if it is a file there; none is written then.
-        preview: an image of the data that stands for one of `image_bytes` in pictures.
+    Args:
+        image: whose folders or name may say the split.
+        origin: file and entry of the annotation.
+        content: what the mask depends on.
+        paint: returns the mask.
+        near: file whose folders or name say the split if those of the image do not.
     """
-
-    image: str
-    target: str
-    origin: str
-    content: Any
-    paint: Callable[[], WideMask]
-    split: str | None = None
-    scene: tuple[str, ...] = ()
-    image_bytes: Callable[[], bytes] | None = None
-    has_image: Callable[[Path], bool] = Path.is_file
-    mask: str | None = None
-    preview: str | None = None
-
-
-@dataclass(frozen=True)
-class Conversion:
-    """What a converter found.
-
-    Attributes:
-        name: for `--layout`.
-        title: of the format.
-        classes: names by id in the masks that it writes; empty: the masks say them.
-        items: one for each image; may be drawn more than once.
-        confidence: 0 to 1.
-        evidence: sentences.
-        classes_reason: where the names are from.
-        notes: sentences about what is left out.
-        sources: files of the folder that it reads besides the images and masks of its items: annotations, tables,
-            arrays, source masks; relative to the root.
-        is_multilabel: a value in its masks is a set of classes: bit c stands for class c.
-    """
-
-    name: str
-    title: str
-    classes: tuple[str, ...]
-    items: Sequence[Item]
-    confidence: float
-    evidence: tuple[str, ...] = ()
-    classes_reason: str = ""
-    notes: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    is_multilabel: bool = False
-
-    @property
-    def writes(self) -> str:
-        """What is written: masks, with or without images, or images for masks that are there."""
-        return "masks" if self.items[0].mask is None else "images"
+    split = split_said(image) or split_said(near)
+    return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, content, paint))
 
 
 def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
@@ -147,18 +92,18 @@ def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
 
 
 def write_files(
-    conversion: Conversion, folder: Path, progress: Callable[[Iterable[Item], int], Iterable[Item]]
+    layout: Layout, folder: Path, progress: Callable[[Iterable[Pair], int], Iterable[Pair]]
 ) -> tuple[list[Pair], list[str], int]:
-    """Write the masks and images of a conversion that are not there yet.
+    """Write the masks and images of a layout that are drawn and not there yet.
 
     Args:
-        conversion: what to write.
+        layout: what to write.
         folder: where they are written, made if needed.
-        progress: shows how far the items are; gets them and their number.
+        progress: shows how far the pairs are; gets them and their number.
 
     Returns:
-        The pairs, each side relative to the folder where it is written, else to the data's root; a sentence for each
-        bad entry; the number of pairs of which everything was there already.
+        The pairs that were written; a sentence for each bad entry; the number of pairs of which everything was there
+        already.
 
     Raises:
         DataError: every entry is bad.
@@ -169,12 +114,14 @@ def write_files(
         folder.mkdir(parents=True, exist_ok=True)
     made: set[Path] = set()
     masks: set[str] = set()
-    for item in progress(conversion.items, len(conversion.items)):
-        if (item.mask or item.target) in masks:
-            problems.append(f"{item.origin}: its image {shown(item.image)} has been annotated before: entry left out")
+    for pair in progress(layout.pairs, len(layout.pairs)):
+        assert pair.drawing is not None
+        origin = pair.drawing.origin
+        if pair.mask in masks:
+            problems.append(f"{origin}: its image {shown(pair.image)} has been annotated before: entry left out")
             continue
-        masks.add(item.mask or item.target)
-        wanted = _wanted(item, conversion.classes, folder)
+        masks.add(pair.mask)
+        wanted = _wanted(pair, pair.drawing, layout.classes, folder)
         for path in wanted:
             if path.parent not in made:
                 with storage_errors(path.parent):
@@ -188,27 +135,26 @@ def write_files(
         except (DataError,) + BAD_ENTRY as error:  # noqa: RUF005 - mypy does not see through the star
             for path in wanted:
                 remove_quietly(path)
-            problems.append(f"{item.origin}: {_reason(error)}")
+            problems.append(f"{origin}: {_reason(error)}")
             continue
         num_kept += not missing
-        pairs.append(Pair(item.image, item.mask or f"{item.target}.png", item.split, None, item.scene))
+        pairs.append(pair)
     if not pairs:
         named = "; ".join(problems[:_MAX_NAMED])
-        raise DataError(f"no entry of {conversion.title} can be converted: {named}: correct the annotations")
+        raise DataError(f"no entry of {layout.title} can be converted: {named}: correct the annotations")
     return pairs, problems, num_kept
 
 
 def _wanted(
-    item: Item, classes: Sequence[str], folder: Path
+    pair: Pair, drawing: Drawing, classes: Sequence[str], folder: Path
 ) -> dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]]:
-    """Return the files of an item: whether one is there and complete, and its content."""
+    """Return the files of a pair that are written: whether one is there and complete, and its content."""
     wanted: dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]] = {}
-    if item.image_bytes is not None:
-        wanted[folder / item.image] = (item.has_image, item.image_bytes)
-    if item.mask is None:
-        digest = digest_of((classes, item.content))
-        is_finished = partial(is_png_of, digest=digest)
-        wanted[folder / f"{item.target}.png"] = (is_finished, lambda: encode_png(item.paint(), digest))
+    if drawing.image_bytes is not None:
+        wanted[folder / pair.image] = (drawing.has_image, drawing.image_bytes)
+    if not drawing.is_mask_there:
+        digest = digest_of((classes, drawing.content))
+        wanted[folder / pair.mask] = (partial(is_png_of, digest=digest), lambda: encode_png(drawing.paint(), digest))
     return wanted
 
 

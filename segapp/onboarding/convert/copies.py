@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
 from segapp.datasets.layouts.published_classes import Color
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import IGNORED, MAX_CLASSES, Conversion, Item, Mask
+from segapp.onboarding.convert.conversion import IGNORED, MAX_CLASSES, mask_target
+from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
 from segapp.onboarding.survey.class_files import find_class_files
 from segapp.onboarding.survey.content import (
     UNREADABLE,
@@ -27,14 +28,13 @@ from segapp.onboarding.survey.content import (
     stored_pixels,
 )
 from segapp.onboarding.survey.encoding import INSTANCE_STEP, MASK_KINDS, Classes, MaskChoices, read_classes
-from segapp.onboarding.survey.hypotheses import DataLayout
 from segapp.onboarding.survey.tree import Tree
 
 Read = Callable[[str], Mask]
 """Returns the copy of a mask, (H, W), by its path below the root."""
 
 
-def copies_of(tree: Tree, layout: DataLayout, choices: MaskChoices, *, clean: bool) -> Conversion | None:
+def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) -> Layout | None:
     """Return the conversion of a layout's masks to masks of class ids; None if they can be used as they are.
 
     Args:
@@ -60,40 +60,33 @@ def copies_of(tree: Tree, layout: DataLayout, choices: MaskChoices, *, clean: bo
 
 def _copied(
     tree: Tree,
-    layout: DataLayout,
+    layout: Layout,
     kind: str,
     read: Read,
     note: str,
     classes: Classes | None = None,
     more: Any = None,
-) -> Conversion:
+) -> Layout:
     """Return the conversion that writes a copy of each mask; without `classes` the copies say them."""
-    items = [
-        Item(
-            pair.image,
-            os.path.splitext(pair.mask)[0],
-            shown(pair.mask),
-            (kind, pair.mask, more, os.stat(tree.root / pair.mask).st_size),
-            partial(read, pair.mask),
-            pair.split,
-            pair.scene,
-        )
-        for pair in layout.pairs
-    ]
-    return Conversion(
+    pairs = []
+    for pair in layout.pairs:
+        content = (kind, pair.mask, more, os.stat(tree.root / pair.mask).st_size)
+        drawing = Drawing(shown(pair.mask), content, partial(read, pair.mask))
+        pairs.append(Pair(pair.image, f"{mask_target(pair.mask)}.png", pair.split, scene=pair.scene, drawing=drawing))
+    return Layout(
         f"{layout.name}-{kind}",
-        f"{layout.name}, {kind}",
-        () if classes is None else classes.names,
-        items,
+        pairs,
         layout.confidence,
         layout.evidence,
-        "" if classes is None else classes.names_reason,
-        (note, *(() if classes is None else classes.notes)),
         tuple(dict.fromkeys([*layout.sources, *(pair.mask for pair in layout.pairs)])),
+        title=f"{layout.name}, {kind}",
+        classes=() if classes is None else classes.names,
+        classes_reason="" if classes is None else classes.names_reason,
+        notes=(note, *(() if classes is None else classes.notes)),
     )
 
 
-def cleaned(tree: Tree, layout: DataLayout, choices: MaskChoices) -> Conversion:
+def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Layout:
     """Return the conversion of a layout's masks to masks with only the values that are frequent in them.
 
     Raises:
@@ -164,7 +157,7 @@ def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
     return classes.astype(np.uint8)
 
 
-def _are_opacity(tree: Tree, layout: DataLayout) -> bool:
+def _are_opacity(tree: Tree, layout: Layout) -> bool:
     """Return True for masks of one colour, the same in all, whose opacity is 0 and 255.
 
     Raises:

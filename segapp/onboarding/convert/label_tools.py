@@ -25,23 +25,20 @@ from segapp.datasets.files import read_bytes, shown
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
     ON_TOP,
-    Conversion,
     Images,
-    Item,
-    Mask,
     check_objects,
     class_values,
     coverage_words,
     decode_runs,
+    drawn_pair,
     fill_box,
     fill_polygon,
     first_bytes,
     load_json,
-    mask_target,
     painter,
     paste,
-    split_said,
 )
+from segapp.onboarding.layout import Layout, Mask
 from segapp.onboarding.survey.tree import Tree
 
 _CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
@@ -78,7 +75,7 @@ class _Export:
         labels: Iterable[str],
         total: int,
         sources: Sequence[str] = (),
-    ) -> Conversion | None:
+    ) -> Layout | None:
         """Return the conversion to masks; None without images.
 
         Args:
@@ -97,31 +94,24 @@ class _Export:
         check_objects(one.objects for one in found)
         names, values = class_values(labels, found[0].path)
         draw = partial(self.draw, values=values)
-        items = [
-            Item(
-                one.image,
-                mask_target(one.image),
-                one.origin,
-                one.objects,
-                painter(images, one.image, one.objects, draw, self.noun),
-                split_said(one.image),
-            )
+        pairs = [
+            drawn_pair(one.image, one.origin, one.objects, painter(images, one.image, one.objects, draw, self.noun))
             for one in found
         ]
-        return Conversion(
+        return Layout(
             self.name,
-            self.title,
-            names,
-            items,
-            0.97 * len(items) / total,
+            pairs,
+            0.97 * len(pairs) / total,
             (
                 f"{total} {self.entries} of {self.title}",
-                coverage_words(len(items), total, self.entries),
+                coverage_words(len(pairs), total, self.entries),
                 f"{len(names)} classes",
             ),
-            self.classes_reason,
-            (ON_TOP,),
             (*sources, *dict.fromkeys(one.path for one in found)),
+            title=self.title,
+            classes=names,
+            classes_reason=self.classes_reason,
+            notes=(ON_TOP,),
         )
 
 
@@ -142,7 +132,7 @@ class _Annotated:
     objects: Sequence[Any]
 
 
-def find_cvat(tree: Tree) -> Conversion | None:
+def find_cvat(tree: Tree) -> Layout | None:
     """Return the conversion of CVAT's XML files."""
     images = Images(tree)
     found: list[_Annotated] = []
@@ -192,7 +182,7 @@ def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]
         raise ValueError("a line has no area: draw it as a polygon")
 
 
-def find_label_studio(tree: Tree) -> Conversion | None:
+def find_label_studio(tree: Tree) -> Layout | None:
     """Return the conversion of Label Studio's tasks."""
     images = Images(tree)
     found: list[_Annotated] = []
@@ -284,7 +274,7 @@ def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[
     return np.asarray(values.reshape(height_px, width_px, 4)[..., 3] > 0)
 
 
-def find_labelme(tree: Tree) -> Conversion | None:
+def find_labelme(tree: Tree) -> Layout | None:
     """Return the conversion of labelme files."""
     images, total = Images(tree), 0
     labels: set[str] = set()
@@ -342,7 +332,7 @@ def _piece(png: bytes, flags: int) -> NDArray[np.bool_]:
     return np.asarray((pixels[..., -1] if pixels.ndim == 3 else pixels) > 0)
 
 
-def find_supervisely(tree: Tree) -> Conversion | None:
+def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project."""
     images, total = Images(tree), 0
     found: list[_Annotated] = []

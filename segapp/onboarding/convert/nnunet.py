@@ -21,22 +21,20 @@ from segapp.datasets.images.raster import encode_bands
 from segapp.datasets.images.reading import read_image
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
-    Conversion,
-    Item,
-    Mask,
     digest_of,
     file_state,
     is_image_of,
     load_json,
     split_said,
 )
+from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.tree import Tree
 
 _CASE = re.compile(r"(?P<case>.+)_(?P<channel>\d{4})")
 
 
-def find_nnunet(tree: Tree) -> Conversion | None:
+def find_nnunet(tree: Tree) -> Layout | None:
     """Return the conversion of cases with several files."""
     known = set(tree.images)
     cases: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
@@ -52,23 +50,21 @@ def find_nnunet(tree: Tree) -> Conversion | None:
     if len(channels) < 2 or channels != tuple(range(len(channels))):
         return None
     names = _channel_names(tree, len(channels))
-    items, lacking = [], []
+    pairs, lacking = [], []
     for (folder, case), files in sorted(labelled.items()):
         if tuple(sorted(files)) != channels:
             lacking.append(f"{folder}/{case}")
             continue
         paths = [files[channel] for channel in channels]
-        items.append(_item(tree, f"{folder}/{case}.tif", paths, _label_of((folder, case), files), names))
-    evidence = [f"{len(items)} cases of {len(channels)} files each, the bands of one image"]
+        pairs.append(_pair(tree, f"{folder}/{case}.tif", paths, _label_of((folder, case), files), names))
+    evidence = [f"{len(pairs)} cases of {len(channels)} files each, the bands of one image"]
     if lacking:
         evidence.append(f"{len(lacking)} cases have other files and are left out, such as {shown(lacking[0])}")
     notes = (f"the bands are the channels of nnU-Net: {', '.join(f'{i} {n}' for i, n in enumerate(names, start=1))}",)
-    confidence = 0.97 * len(items) / len(labelled)
+    confidence = 0.97 * len(pairs) / len(labelled)
     sources = [path for _, files in sorted(labelled.items()) for path in files.values()]
     sources += [path for path in tree.others_named(".json") if path.rpartition("/")[2] == "dataset.json"]
-    return Conversion(
-        "nnunet-channels", "nnU-Net", (), items, confidence, tuple(evidence), notes=notes, sources=tuple(sources)
-    )
+    return Layout("nnunet-channels", pairs, confidence, tuple(evidence), tuple(sources), title="nnU-Net", notes=notes)
 
 
 def _label_of(key: tuple[str, str], files: Mapping[int, str]) -> str:
@@ -90,22 +86,20 @@ def _channel_names(tree: Tree, count: int) -> list[str]:
     return [f"channel {number}" for number in range(count)]
 
 
-def _item(tree: Tree, image: str, channels: Sequence[str], mask: str, names: Sequence[str]) -> Item:
+def _pair(tree: Tree, image: str, channels: Sequence[str], mask: str, names: Sequence[str]) -> Pair:
     files = [tree.root / path for path in channels]
     states = [(path, *file_state(file)) for path, file in zip(channels, files, strict=True)]
     digest = digest_of((states, list(names)))
-    return Item(
-        image,
-        "",
+    drawing = Drawing(
         shown(channels[0]),
         states,
         partial(_mask_of, tree.root / mask),
-        split_said(image),
+        is_mask_there=True,
         image_bytes=lambda: encode_bands(_stacked(files), names, digest),
         has_image=partial(is_image_of, digest=digest),
-        mask=mask,
         preview=channels[0],
     )
+    return Pair(image, mask, split_said(image), drawing=drawing)
 
 
 def _stacked(files: Sequence[Path]) -> NDArray[np.generic]:

@@ -12,14 +12,15 @@ import numpy as np
 from PIL import Image
 
 from segapp.datasets.files import MAX_PIXELS, open_bytes, shown
-from segapp.onboarding.convert.conversion import Conversion, Item, Mask, as_ids, file_state, missing_extra, split_said
+from segapp.onboarding.convert.conversion import as_ids, file_state, missing_extra, split_said
+from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
 from segapp.onboarding.survey.tree import Tree
 
 _MASKS = ("mask", "label", "labels", "annotation", "segmentation", "semantic_segmentation", "seg", "gt", "masks")
 _IMAGES = ("image", "img", "pixel_values", "images", "jpg")
 
 
-def find_parquet(tree: Tree) -> Conversion | None:
+def find_parquet(tree: Tree) -> Layout | None:
     """Return the conversion of parquet files.
 
     Raises:
@@ -32,7 +33,7 @@ def find_parquet(tree: Tree) -> Conversion | None:
         from pyarrow import parquet
     except ImportError:
         raise missing_extra("pyarrow", "parquet files") from None
-    items: list[Item] = []
+    pairs: list[Pair] = []
     suffix, said = "", ""
     for path in sorted(paths):
         file = parquet.ParquetFile(tree.root / path)
@@ -50,22 +51,18 @@ def find_parquet(tree: Tree) -> Conversion | None:
             for number in range(num_rows):
                 row = first_row + number
                 name = f"{split_said(path) or 'all'}/{Path(path).stem}-{row:06}"
-                items.append(
-                    Item(
-                        f"images/{name}{suffix}",
-                        f"masks/{name}",
-                        f"{shown(path)}: row {row}",
-                        (path, row, *state),
-                        partial(_mask_of, read, number),
-                        split_said(path),
-                        image_bytes=partial(_image_of, read, number),
-                    )
+                drawing = Drawing(
+                    f"{shown(path)}: row {row}",
+                    (path, row, *state),
+                    partial(_mask_of, read, number),
+                    image_bytes=partial(_image_of, read, number),
                 )
+                pairs.append(Pair(f"images/{name}{suffix}", f"masks/{name}.png", split_said(path), drawing=drawing))
             first_row += num_rows
-    if not items:
+    if not pairs:
         return None
-    evidence = (f"{len(paths)} parquet files with {said}", f"{len(items)} rows")
-    return Conversion("parquet", "parquet", (), items, 0.95, evidence, sources=tuple(sorted(paths)))
+    evidence = (f"{len(paths)} parquet files with {said}", f"{len(pairs)} rows")
+    return Layout("parquet", pairs, 0.95, evidence, tuple(sorted(paths)), title="parquet")
 
 
 def _suffix(data: bytes) -> str:

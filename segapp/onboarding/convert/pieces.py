@@ -24,9 +24,10 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import Conversion, Images, Item, WideMask, file_state, mask_target, split_said
+from segapp.onboarding.convert.conversion import Images, drawn_pair, file_state, split_said
+from segapp.onboarding.layout import Layout, Pair, WideMask
 from segapp.onboarding.survey.content import UNREADABLE, stored_pixels
-from segapp.onboarding.survey.hypotheses import DataLayout, Pair, probe
+from segapp.onboarding.survey.hypotheses import probe
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import (
     GLUE_WORDS,
@@ -106,9 +107,7 @@ def overlap_share(images: Iterable[Sequence[Plane]]) -> float:
     return several / labelled if labelled else 0.0
 
 
-def both_readings(
-    share: float, names: Sequence[str], build: Callable[[tuple[str, ...], bool], Conversion]
-) -> list[Conversion]:
+def both_readings(share: float, names: Sequence[str], build: Callable[[tuple[str, ...], bool], Layout]) -> list[Layout]:
     """Return the conversions to classes that exclude each other and to sets of classes, the likelier one first.
 
     Args:
@@ -160,7 +159,7 @@ def _normal(stem: str) -> str:
     return (stem.lstrip("0") or "0") if stem.isdigit() else stem.casefold()
 
 
-def find_pieces(tree: Tree) -> list[Conversion | DataLayout]:
+def find_pieces(tree: Tree) -> list[Layout]:
     """Return the conversions of several masks for each image; a layout for each annotator."""
     masks = [path for path in tree.images if _mask_folder(path) is not None]
     images = [path for path in tree.images if _is_in_folder_of_images(path)]
@@ -366,7 +365,7 @@ def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
             continue
 
 
-def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Conversion | DataLayout]:
+def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Layout]:
     """Return the readings of masks whose folders or names are classes or annotators; none if they are neither."""
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
@@ -409,9 +408,9 @@ def _intersection_over_union(planes: Sequence[Plane]) -> float:
     return mean(shares) if shares else 0.0
 
 
-def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[Conversion | DataLayout]:
+def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[Layout]:
     """Return a layout for each annotator; they are equally likely, so that one must be named."""
-    layouts: list[Conversion | DataLayout] = []
+    layouts: list[Layout] = []
     for name in sorted(named):
         own_masks = {image: own[name] for image, own in sorted(by_image.items()) if name in own}
         pairs = tuple(Pair(image, mask, split_said(image)) for image, mask in own_masks.items())
@@ -421,11 +420,11 @@ def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[
             f"{len(named)} masks of each image: opinions of several annotators, such as {shown(pairs[0].mask)}",
         )
         unpaired = tuple(image for image, own in sorted(by_image.items()) if name not in own)
-        layouts.append(DataLayout(name if name not in folder else folder, pairs, _OPEN, evidence, unpaired))
+        layouts.append(Layout(name if name not in folder else folder, pairs, _OPEN, evidence, unpaired=unpaired))
     return layouts
 
 
-def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> list[Conversion]:
+def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> list[Layout]:
     ordered = sorted(classes, key=lambda name: classes[name].casefold())
     reader = _Reader(tree.root, Images(tree), {name: number for number, name in enumerate(ordered)})
     share = overlap_share(_planes_of(tree, by_image))
@@ -445,42 +444,42 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Se
         f"{len(classes)} classes",
     )
 
-    def build(names: tuple[str, ...], is_multilabel: bool) -> Conversion:
-        return Conversion(
+    def build(names: tuple[str, ...], is_multilabel: bool) -> Layout:
+        return Layout(
             "class-masks-multilabel" if is_multilabel else "class-masks",
-            "masks of single classes",
-            names,
-            reader.items(by_image, is_multilabel=is_multilabel),
+            reader.pairs(by_image, is_multilabel=is_multilabel),
             0.97,
             evidence,
-            "from the names of the masks",
-            tuple(notes),
             tuple(path for own in by_image.values() for path in own.values()),
-            is_multilabel,
+            title="masks of single classes",
+            classes=names,
+            classes_reason="from the names of the masks",
+            notes=tuple(notes),
+            is_multilabel=is_multilabel,
         )
 
     return both_readings(share, [classes[name] for name in ordered], build)
 
 
-def _objects(tree: Tree, by_image: Files) -> Conversion:
+def _objects(tree: Tree, by_image: Files) -> Layout:
     masks = [path for own in by_image.values() for path in own.values()]
     reader = _Reader(tree.root, Images(tree), dict.fromkeys((name for own in by_image.values() for name in own), 0))
-    return Conversion(
+    return Layout(
         "object-masks",
-        "masks of single objects",
-        ("background", "object"),
-        reader.items(by_image, is_multilabel=False),
+        reader.pairs(by_image, is_multilabel=False),
         0.95,
         (f"{len(by_image)} images with {len(masks)} masks of single objects, such as {shown(masks[0])}",),
-        "replace with their names",
-        ("objects that touch are not kept apart: each pixel is background or object",),
         tuple(masks),
+        title="masks of single objects",
+        classes=("background", "object"),
+        classes_reason="replace with their names",
+        notes=("objects that touch are not kept apart: each pixel is background or object",),
     )
 
 
 @dataclass(frozen=True)
 class _Reader:
-    """Items of images with several masks.
+    """Pairs of images with several masks.
 
     Attributes:
         root: of the files.
@@ -492,14 +491,13 @@ class _Reader:
     images: Images
     number_of: Mapping[str, int]
 
-    def items(self, by_image: Files, *, is_multilabel: bool) -> list[Item]:
-        """Return an item for each image."""
+    def pairs(self, by_image: Files, *, is_multilabel: bool) -> list[Pair]:
+        """Return a pair for each image."""
         found = []
         for image, own in sorted(by_image.items()):
             states = [(name, path, *file_state(self.root / path)) for name, path in own.items()]
             paint = partial(self._mask, image, own, is_multilabel)
-            origin = f"masks of {shown(image)}"
-            found.append(Item(image, mask_target(image), origin, (states, is_multilabel), paint, split_said(image)))
+            found.append(drawn_pair(image, f"masks of {shown(image)}", (states, is_multilabel), paint))
         return found
 
     def _mask(self, image: str, own: Mapping[str, str], is_multilabel: bool) -> WideMask:

@@ -22,16 +22,13 @@ from segapp.datasets.files import open_regular, shown
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
     BAD_ENTRY,
-    Conversion,
     Images,
-    Item,
-    WideMask,
     check_classes,
     decode_starts,
-    mask_target,
-    split_said,
+    drawn_pair,
 )
 from segapp.onboarding.convert.pieces import Plane, both_readings, combine, overlap_share
+from segapp.onboarding.layout import Layout, Pair, WideMask
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import role_of
 
@@ -67,7 +64,7 @@ class _Table:
     rows: tuple[tuple[str, str, str], ...]
 
 
-def find_rle(tree: Tree) -> list[Conversion]:
+def find_rle(tree: Tree) -> list[Layout]:
     """Return the conversions of tables of run lengths: one, or one for each way in which they can be read."""
     masks = {path for path in tree.images if _is_in_folder_of_masks(path)}
     images = Images(replace(tree, images=tuple(path for path in tree.images if path not in masks)))
@@ -172,7 +169,7 @@ def _current(tables: Sequence[_Table]) -> list[_Table]:
     return kept[::-1]
 
 
-def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[Conversion]:
+def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[Layout]:
     by_image: dict[str, list[tuple[str, str]]] = defaultdict(list)
     tables_of: dict[str, _Table] = {}
     total = 0
@@ -201,16 +198,15 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[C
     share = overlap_share(list(reading.planes(one, "F").values()) for one in reading.samples()) if names[1:] else 0.0
     found = []
     for order, (confidence, reason) in orders.items():
-        of_order = Conversion(
+        of_order = Layout(
             "rle" if len(orders) == 1 else f"rle-{_ORDERS[order]}",
-            "tables of run lengths",
-            (),
             (),
             confidence * coverage,
             (*evidence, f"pixels are numbered by {_ORDERS[order]} from {first}: {reason}"),
-            "from the table" if is_named else "replace with their names",
-            notes,
             tuple(table.path for table in tables),
+            title="tables of run lengths",
+            classes_reason="from the table" if is_named else "replace with their names",
+            notes=notes,
         )
         found += both_readings(share, names, partial(reading.conversion, of_order, order))
     return found
@@ -246,7 +242,7 @@ def _by_number(name: str) -> tuple[int, str]:
 
 @dataclass(frozen=True)
 class _Reading:
-    """The rows of each image as planes of classes, and as items.
+    """The rows of each image as planes of classes, and as pairs.
 
     Attributes:
         images: of the folder.
@@ -278,19 +274,18 @@ class _Reading:
             number: decode_starts(" ".join(runs), height, width, self.first, order) for number, runs in united.items()
         }
 
-    def conversion(self, found: Conversion, order: str, classes: tuple[str, ...], is_multilabel: bool) -> Conversion:
-        """Return a conversion with its classes and an item for each image."""
-        items = [self._item(image, order, is_multilabel) for image in sorted(self.by_image)]
+    def conversion(self, found: Layout, order: str, classes: tuple[str, ...], is_multilabel: bool) -> Layout:
+        """Return a layout with its classes and a pair for each image."""
+        pairs = [self._pair(image, order, is_multilabel) for image in sorted(self.by_image)]
         name = f"{found.name}-multilabel" if is_multilabel else found.name
-        return replace(found, name=name, classes=classes, items=items, is_multilabel=is_multilabel)
+        return replace(found, name=name, classes=classes, pairs=pairs, is_multilabel=is_multilabel)
 
-    def _item(self, image: str, order: str, is_multilabel: bool) -> Item:
+    def _pair(self, image: str, order: str, is_multilabel: bool) -> Pair:
         table = self.tables_of.get(image)
         origin = f"{shown(table.path)}: image {shown(image)}" if table is not None else f"{shown(image)} without a row"
-        split = split_said(image) or (split_said(table.path) if table is not None else None)
         content = (order, self.first, is_multilabel, self.by_image[image])
         paint = partial(self._mask, image, order, is_multilabel)
-        return Item(image, mask_target(image), origin, content, paint, split)
+        return drawn_pair(image, origin, content, paint, near="" if table is None else table.path)
 
     def _mask(self, image: str, order: str, is_multilabel: bool) -> WideMask:
         shape = self.images.size_of(image)

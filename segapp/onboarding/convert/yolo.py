@@ -12,25 +12,23 @@ from pathlib import PurePosixPath
 from segapp.datasets.files import read_bytes, shown
 from segapp.onboarding.convert.conversion import (
     ON_TOP,
-    Conversion,
     Images,
-    Item,
-    Mask,
     area_of,
     check_classes,
+    drawn_pair,
     fill_polygon,
     first_bytes,
-    mask_target,
     painter,
     split_said,
 )
+from segapp.onboarding.layout import Layout, Mask
 from segapp.onboarding.survey.class_files import find_class_files
 from segapp.onboarding.survey.tree import Tree
 
 _LINE = re.compile(rb"\s*\d+(\s+-?[\d.]+(e-?\d+)?){6,}\s*")
 
 
-def find_yolo(tree: Tree) -> Conversion | None:
+def find_yolo(tree: Tree) -> Layout | None:
     """Return the conversion of YOLO polygons."""
     by_place = {str(PurePosixPath(path).with_suffix("")): path for path in tree.images}
     labels = {}
@@ -53,18 +51,28 @@ def find_yolo(tree: Tree) -> Conversion | None:
     images = Images(tree)
     without = {split_said(image) for image in labels}
     empty = [path for path in tree.images if path not in labels and split_said(path) in without]
-    items = []
+    pairs = []
     for image, path in sorted(labels.items()):
         content = read_bytes(tree.root / path) if (tree.root / path).stat().st_size else b""
         paint = _painter(images, image, content, len(names))
-        items.append(Item(image, mask_target(image), shown(path), content, paint, split_said(image)))
+        pairs.append(drawn_pair(image, shown(path), content, paint))
     evidence = [f"{len(labels)} label files of YOLO with polygons", f"{len(names)} classes"]
     if empty:
         evidence.append(f"{len(empty)} images without a label file are left out")
     confidence = 0.97 * len(labels) / (len(labels) + len(empty))
     classes = check_classes(["background", *names], "the labels")
     sources = (*sorted(labels.values()), *([named.source] if named is not None else []))
-    return Conversion("yolo", "YOLO polygons", classes, items, confidence, tuple(evidence), reason, (ON_TOP,), sources)
+    return Layout(
+        "yolo",
+        pairs,
+        confidence,
+        tuple(evidence),
+        sources,
+        title="YOLO polygons",
+        classes=classes,
+        classes_reason=reason,
+        notes=(ON_TOP,),
+    )
 
 
 def _images_for(place: str) -> str:

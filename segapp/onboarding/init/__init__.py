@@ -24,9 +24,8 @@ from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
-from segapp.onboarding.convert import Candidate
 from segapp.onboarding.convert.blocks import ask_for_blocks, cut_into_blocks
-from segapp.onboarding.convert.conversion import Conversion, Item, some_problems, write_files
+from segapp.onboarding.convert.conversion import some_problems, write_files
 from segapp.onboarding.convert.copies import copies_of
 from segapp.onboarding.init.candidates import (
     Found,
@@ -38,11 +37,12 @@ from segapp.onboarding.init.candidates import (
 )
 from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, check_request, divided, neighbor_lines
 from segapp.onboarding.init.text import Facts, config_text
+from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.survey.accounting import Uses, account_for
 from segapp.onboarding.survey.class_files import find_class_files, nearest_first
 from segapp.onboarding.survey.content import MaskContent, read_contents
 from segapp.onboarding.survey.encoding import IGNORED, Classes, MaskChoices, ignored_shares, read_classes
-from segapp.onboarding.survey.hypotheses import DataLayout, Pair, common_beginning
+from segapp.onboarding.survey.hypotheses import common_beginning
 from segapp.onboarding.survey.questions import OpenQuestionError
 from segapp.onboarding.survey.tree import Tree, survey_tree
 from segapp.run.files import remove_dead_temporaries, write_atomic
@@ -125,7 +125,7 @@ def propose_config(request: InitRequest) -> InitResult:
     if request.html is not None:
         save_candidates(request.html, tree, found)
     chosen = choose(root, found, request.layout)
-    if isinstance(chosen, Conversion):
+    if chosen.is_drawn:
         confirm(root, found, chosen, request.layout)
     lines = [*found_lines(found, chosen)]
     used = _in_blocks(tree, chosen, request)
@@ -164,7 +164,7 @@ def _check_blocks(request: InitRequest) -> None:
         raise ConfigError(f"--blocks and {given[0]}: give one of them; a strip of each image validates")
 
 
-def _in_blocks(tree: Tree, chosen: Candidate, request: InitRequest) -> Candidate:
+def _in_blocks(tree: Tree, chosen: Layout, request: InitRequest) -> Layout:
     """Return a candidate cut into blocks, if they are asked for.
 
     Raises:
@@ -172,7 +172,7 @@ def _in_blocks(tree: Tree, chosen: Candidate, request: InitRequest) -> Candidate
         DataError: an image is too small.
         OpenQuestionError: there is one large image, which can be divided only in blocks.
     """
-    if isinstance(chosen, Conversion):
+    if chosen.is_drawn:
         if request.blocks is not None:
             raise ConfigError(f"--blocks cuts images that have masks, not {chosen.title}: leave --blocks out")
         return chosen
@@ -186,39 +186,38 @@ def _in_blocks(tree: Tree, chosen: Candidate, request: InitRequest) -> Candidate
 class _Materials:
     """The pairs of a candidate and the classes of their masks; masks are written where there are none that fit."""
 
-    def __init__(self, tree: Tree, chosen: Candidate, out: Path, choices: MaskChoices, *, clean: bool) -> None:
+    def __init__(self, tree: Tree, chosen: Layout, out: Path, choices: MaskChoices, *, clean: bool) -> None:
         self._tree, self._chosen, self._out = tree, chosen, out
         self._choices = choices
         self._classes: Classes | None = None
         self.lines: list[str] = []
-        copies = copies_of(tree, chosen, choices, clean=clean) if isinstance(chosen, DataLayout) else None
+        copies = None if chosen.is_drawn else copies_of(tree, chosen, choices, clean=clean)
         if copies is not None:
             self._chosen = copies
             self._choices = replace(choices, masks="ids")
 
     @property
-    def chosen(self) -> Candidate:
+    def chosen(self) -> Layout:
         """The candidate, or the conversion of its masks."""
         return self._chosen
 
     def pairs(self) -> tuple[list[Pair], Path, Path | None]:
         """Return the pairs, the root of the images, and the root of the masks where it is another one."""
-        root = self._tree.root
-        if isinstance(self._chosen, DataLayout):
-            return list(self._chosen.pairs), root, None
-        conversion = self._chosen
-        if len(conversion.classes) == 1:
-            raise DataError(f"{conversion.title}: no annotation holds an object of a class: draw some, or remove them")
-        written = self._out.with_name(f"{self._out.stem}-{conversion.writes}")
-        pairs, problems, num_kept = write_files(conversion, written, _with_progress)
+        root, chosen = self._tree.root, self._chosen
+        if not chosen.is_drawn:
+            return list(chosen.pairs), root, None
+        if len(chosen.classes) == 1:
+            raise DataError(f"{chosen.title}: no annotation holds an object of a class: draw some, or remove them")
+        written = self._out.with_name(f"{self._out.stem}-{chosen.writes}")
+        pairs, problems, num_kept = write_files(chosen, written, _with_progress)
         self.lines += [f"left out: {text}" for text in some_problems(problems)]
         kept = f", {num_kept} of them there already" if num_kept else ""
-        self.lines.append(f"{conversion.writes}: {len(pairs)} in {shown(written)}{kept}")
-        reason = conversion.classes_reason or f"from {conversion.title}"
-        if conversion.classes:
-            self._classes = Classes(conversion.classes, reason, notes=conversion.notes)
-        has_images = conversion.items[0].image_bytes is not None
-        return pairs, written if has_images else root, written if conversion.writes == "masks" else root
+        self.lines.append(f"{chosen.writes}: {len(pairs)} in {shown(written)}{kept}")
+        if chosen.classes:
+            reason = chosen.classes_reason or f"from {chosen.title}"
+            self._classes = Classes(chosen.classes, reason, notes=chosen.notes)
+        has_images = pairs[0].drawing is not None and pairs[0].drawing.image_bytes is not None
+        return pairs, written if has_images else root, written if chosen.writes == "masks" else root
 
     def facts(self, name: str, division: Division, root: Path, mask_root: Path | None) -> Facts:
         """Return what the config is made from."""
@@ -235,31 +234,30 @@ class _Materials:
         format, keys = "list", {"list_dir": str(self._out.with_name(f"{self._out.stem}-lists"))}
         if mask_root is not None and mask_root != root:
             keys["mask_root"] = str(mask_root)
-        if isinstance(self._chosen, Conversion) and self._chosen.is_multilabel:
+        if self._chosen.is_multilabel:
             keys["multilabel"] = "bits"
-        is_layout = isinstance(self._chosen, DataLayout)
+        is_drawn = self._chosen.is_drawn
         classes = self._classes
-        if is_layout and self._chosen.name in DATASETS and self._chosen.name != "list" and not division.is_new:
+        if not is_drawn and self._chosen.name in DATASETS and self._chosen.name != "list" and not division.is_new:
             known = DATASETS[self._chosen.name]
             if set(content.values) <= (known.label_map or dict.fromkeys(range(len(known.names)))).keys() | {255}:
                 format, keys = self._chosen.name, {}
                 label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
                 classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
                 classes = replace(classes, notes=_ignored_notes(content, classes, f"as {format} says"))
-        elif isinstance(self._chosen, DataLayout) and not division.is_new:
+        elif not is_drawn and not division.is_new:
             found = folder_keys(root, self._chosen, division.words)
             if found is not None:
                 format, keys = "folder", found
-        elif classes is not None and isinstance(self._chosen, Conversion) and not self._chosen.is_multilabel:
+        elif classes is not None and is_drawn and not self._chosen.is_multilabel:
             if len(set(content.values) - {IGNORED}) == 1:
                 raise DataError(f"{self._chosen.title}: no annotation draws an object: every pixel has one class")
             classes = replace(classes, notes=(*classes.notes, *_ignored_notes(content, classes, "by the annotations")))
         if classes is None:
             masks = [f"{root.resolve().name}/{pair.mask}" for pair in division.train]
             classes = read_classes(content, nearest_first(find_class_files(self._tree), masks[0]), masks, self._choices)
-            if isinstance(self._chosen, Conversion):
-                classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
-        uses_root = is_layout or (isinstance(self._chosen, Conversion) and self._chosen.writes == "images")
+            classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
+        uses_root = self._chosen.writes != "masks"
         return Facts(
             name,
             root,
@@ -271,19 +269,19 @@ class _Materials:
             measure_pixels(
                 [pair.image for pair in train],
                 others=[pair.image for pair in val],
-                are_bands=uses_root and not is_layout,
+                are_bands=uses_root and is_drawn,
             ),
             leads_outside=self._tree.leads_outside and uses_root,
         )
 
 
-def _with_progress(items: Iterable[Item], total: int) -> Iterator[Item]:
-    yield from tqdm(items, "writing", total, unit="image", disable=None, leave=False)
+def _with_progress(pairs: Iterable[Pair], total: int) -> Iterator[Pair]:
+    yield from tqdm(pairs, "writing", total, unit="image", disable=None, leave=False)
 
 
 def _uses(
     survey: Found,
-    chosen: Candidate,
+    chosen: Layout,
     pairs: Sequence[Pair],
     division: Division,
     classes: Classes,
@@ -295,7 +293,7 @@ def _uses(
         splits = {f"in {division.num_folds} folds": [*division.train, *division.val]}
     images = {split: [pair.image for pair in own] for split, own in splits.items()}
     trained = {image for own in images.values() for image in own}
-    has_masks = isinstance(chosen, DataLayout) or chosen.writes == "images"
+    has_masks = chosen.writes != "masks"
     reasons = dict(survey.unused.get(chosen.name, {}))
     reasons |= dict.fromkeys(class_files, f"the class names are those of another source: {classes.names_reason}")
     for pair in pairs:
@@ -303,7 +301,7 @@ def _uses(
             reason = f"of the {pair.split} split, which the config does not use"
             reasons |= dict.fromkeys((pair.image, pair.mask) if has_masks else (pair.image,), reason)
     for other in survey.candidates:
-        if isinstance(other, DataLayout) and other is not chosen and other.confidence >= _PLAUSIBLE:
+        if not other.is_drawn and other is not chosen and other.confidence >= _PLAUSIBLE:
             reason = f"of another reading: --layout {shlex.quote(other.name)}"
             for pair in other.pairs:
                 reasons.setdefault(pair.image, reason)
@@ -488,7 +486,7 @@ def _replaced_folder(files: Mapping[str, bytes], folder: Path) -> Iterator[None]
         shutil.rmtree(older, ignore_errors=True)
 
 
-def folder_keys(root: Path, layout: DataLayout, words: Mapping[str, str]) -> dict[str, str] | None:
+def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[str, str] | None:
     """Return `image_dir`, `mask_dir` and endings with which format `folder` finds exactly these pairs; None without.
 
     Args:
@@ -503,7 +501,7 @@ def folder_keys(root: Path, layout: DataLayout, words: Mapping[str, str]) -> dic
     return None
 
 
-def _keys_that_may_fit(layout: DataLayout) -> Iterator[dict[str, str]]:
+def _keys_that_may_fit(layout: Layout) -> Iterator[dict[str, str]]:
     image_dir, mask_dir = _common_folder(layout.image_pattern), _common_folder(layout.mask_pattern)
     if image_dir is None or mask_dir is None or "{split}" not in image_dir:
         return
@@ -521,7 +519,7 @@ def _common_folder(pattern: tuple[str, ...]) -> str | None:
     return None if "*" in fixed else "/".join(fixed)
 
 
-def _constant_endings(pairs: tuple[Pair, ...]) -> tuple[str, str] | None:
+def _constant_endings(pairs: Sequence[Pair]) -> tuple[str, str] | None:
     """Return the endings of image and mask names that follow what both have in common, if all pairs have the same."""
     endings = set()
     for pair in pairs:

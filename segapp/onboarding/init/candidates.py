@@ -15,10 +15,11 @@ from segapp.datasets.files import shown
 from segapp.datasets.images.reading import read_picture_of
 from segapp.datasets.layouts.published_classes import bit_palette
 from segapp.errors import ConfigError, DataError, accepted_words
-from segapp.onboarding.convert import Candidate, find_conversions, with_layouts
-from segapp.onboarding.convert.conversion import Conversion
+from segapp.onboarding.convert import find_conversions, with_layouts
+from segapp.onboarding.convert.conversion import BAD_ENTRY
+from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.survey.content import stored_pixels
-from segapp.onboarding.survey.hypotheses import CLOSE, DataLayout, find_layouts
+from segapp.onboarding.survey.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.survey.published import published_layout
 from segapp.onboarding.survey.questions import SURE, Answer, OpenQuestionError, open_question
 from segapp.onboarding.survey.tables import paired_lists, read_tables, with_listed_splits
@@ -39,7 +40,7 @@ class Found:
         unused: tables that name images but are not used -> why, by the name of the candidate.
     """
 
-    candidates: Sequence[Candidate]
+    candidates: Sequence[Layout]
     unused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
@@ -64,29 +65,29 @@ def find_candidates(tree: Tree) -> Found:
         divided.append(said.layout)
         unused[layout.name] = {**listed.unused, **said.unused}
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
-    found: list[Candidate] = with_layouts(conversions, divided)
+    found: list[Layout] = with_layouts(conversions, divided)
     if not found:
         raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
     return Found(sorted(found, key=lambda one: -one.confidence), unused)
 
 
-def _next_to_table(listed: DataLayout, layouts: Sequence[DataLayout]) -> list[DataLayout]:
+def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
     """Return the layout of a table of pairs and the others that it does not contradict or repeat.
 
     A table says which mask belongs to which image; another pairing of the same masks, from their names, is not used. A
     table that names only some of the pairs that names give, and no other, adds nothing.
     """
-    said = {(pair.image, pair.mask) for pair in listed.pairs}
+    said = listed.files
     masks = {mask for _, mask in said}
     for layout in layouts:
-        pairs = {(pair.image, pair.mask) for pair in layout.pairs}
+        pairs = layout.files
         if said < pairs and len(said) < 0.5 * len(pairs) and not any(pair.split for pair in listed.pairs):
             return list(layouts)
     others = [layout for layout in layouts if not masks & {pair.mask for pair in layout.pairs}]
     return [listed, *(replace(one, confidence=0.85 * one.confidence) for one in others if one.confidence > 0.5)]
 
 
-def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidate:
+def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
     """Return the named candidate, or the most likely one.
 
     Raises:
@@ -106,7 +107,7 @@ def choose(root: Path, found: Sequence[Candidate], name: str | None) -> Candidat
     raise _layout_question(question, close)
 
 
-def confirm(root: Path, found: Sequence[Candidate], chosen: Candidate, name: str | None) -> None:
+def confirm(root: Path, found: Sequence[Layout], chosen: Layout, name: str | None) -> None:
     """Check that a reading is likely enough to be used without a question, unless it was named.
 
     Raises:
@@ -117,22 +118,22 @@ def confirm(root: Path, found: Sequence[Candidate], chosen: Candidate, name: str
         raise _layout_question(question, [chosen, *(one for one in found[:_MAX_SHOWN] if one is not chosen)])
 
 
-def _layout_question(question: str, candidates: Sequence[Candidate]) -> OpenQuestionError:
+def _layout_question(question: str, candidates: Sequence[Layout]) -> OpenQuestionError:
     answers = [Answer(one.name, evidence_of(one)) for one in candidates]
     return open_question(question, "--layout", answers, "--html FILE shows pictures")
 
 
-def described(candidate: Candidate) -> str:
+def described(candidate: Layout) -> str:
     """Return name, confidence and evidence as text."""
     return f"{shown(candidate.name)} ({evidence_of(candidate)})"
 
 
-def evidence_of(candidate: Candidate) -> str:
+def evidence_of(candidate: Layout) -> str:
     """Return confidence and evidence as text."""
     return f"{candidate.confidence:.0%} sure: {', '.join(candidate.evidence)}"
 
 
-def found_lines(found: Sequence[Candidate], chosen: Candidate) -> list[str]:
+def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
     """Return what is believed, and what else is possible."""
     lines = [f"layout: {described(chosen)}"]
     return lines + [f"also possible: --layout {described(one)}" for one in found[:_MAX_SHOWN] if one is not chosen]
@@ -150,7 +151,7 @@ def _nothing_known(tree: Tree) -> str:
     )
 
 
-def save_candidates(out: Path, tree: Tree, found: Sequence[Candidate]) -> None:
+def save_candidates(out: Path, tree: Tree, found: Sequence[Layout]) -> None:
     """Write the page.
 
     Raises:
@@ -165,29 +166,28 @@ def save_candidates(out: Path, tree: Tree, found: Sequence[Candidate]) -> None:
     save_page(out, render("init.html.j2", values))
 
 
-def _pictures(tree: Tree, candidate: Candidate) -> Iterator[tuple[str, Markup, Markup]]:
+def _pictures(tree: Tree, candidate: Layout) -> Iterator[tuple[str, Markup, Markup]]:
     """Yield the names and the pictures of some pairs; those that cannot be read are left out."""
-    if isinstance(candidate, Conversion):
-        for item in candidate.items[:: max(1, len(candidate.items) // _MAX_PAIRS)][:_MAX_PAIRS]:
-            try:
-                if item.preview is not None:
-                    image = read_picture_of(tree.root / item.preview)
-                elif item.image_bytes is not None:
-                    decoded = cv2.imdecode(np.frombuffer(item.image_bytes(), np.uint8), cv2.IMREAD_COLOR)
-                    image = np.asarray(decoded)[..., ::-1]
-                else:
-                    image = read_picture_of(tree.root / item.image)
-                yield shown(item.image), _thumbnail(image), _thumbnail(_colored(item.paint().astype(np.int64)))
-            except (DataError, OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, cv2.error):
-                continue
-        return
     for pair in candidate.pairs[:: max(1, len(candidate.pairs) // _MAX_PAIRS)][:_MAX_PAIRS]:
         try:
-            image = read_picture_of(tree.root / pair.image)
-            mask, _ = stored_pixels(tree.root / pair.mask, as_rgb=False)
-        except (DataError, OSError, ValueError, SyntaxError):
+            image = _picture(tree, pair)
+            if pair.drawing is None:
+                name = f"{shown(pair.image)} + {shown(pair.mask)}"
+                mask, _ = stored_pixels(tree.root / pair.mask, as_rgb=False)
+            else:
+                name, mask = shown(pair.image), pair.drawing.paint().astype(np.int64)
+            yield name, _thumbnail(image), _thumbnail(_colored(mask))
+        except (DataError, OSError, SyntaxError) + BAD_ENTRY:  # noqa: RUF005 - mypy does not see through the star
             continue
-        yield f"{shown(pair.image)} + {shown(pair.mask)}", _thumbnail(image), _thumbnail(_colored(mask))
+
+
+def _picture(tree: Tree, pair: Pair) -> NDArray[np.uint8]:
+    if pair.drawing is None or pair.drawing.image_bytes is None:
+        return read_picture_of(tree.root / pair.image)
+    if pair.drawing.preview is not None:
+        return read_picture_of(tree.root / pair.drawing.preview)
+    decoded = cv2.imdecode(np.frombuffer(pair.drawing.image_bytes(), np.uint8), cv2.IMREAD_COLOR)
+    return np.asarray(np.asarray(decoded)[..., ::-1], np.uint8)
 
 
 def _colored(mask: NDArray[np.uint8] | NDArray[np.uint8 | np.int64]) -> NDArray[np.uint8]:

@@ -22,7 +22,7 @@ from segapp.onboarding.division import (
     group_pairs,
     split_word_of,
 )
-from segapp.onboarding.survey.hypotheses import Pair
+from segapp.onboarding.layout import Pair
 
 DEFAULT_SHARE = 0.2
 TEST_VALIDATES = (

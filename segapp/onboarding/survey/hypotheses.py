@@ -11,6 +11,7 @@ import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -23,6 +24,7 @@ from segapp.datasets.files import open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.errors import DataError
+from segapp.onboarding.layout import Layout, Pair, by_image
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import (
     SPLIT_WORDS,
@@ -354,71 +356,13 @@ class _Naming:
     shape: str = ""
 
 
-@dataclass(frozen=True)
-class Pair:
-    """An image and its mask, relative to the root.
-
-    Attributes:
-        image: path of the image.
-        mask: path of the mask.
-        split: "train", "val" or "test", if it is known.
-        split_word: the split as it is written on disk.
-        scene: folders of its scene.
-        group: the patient, video or scene that a table names.
-    """
-
-    image: str
-    mask: str
-    split: str | None = None
-    split_word: str | None = None
-    scene: tuple[str, ...] = ()
-    group: str | None = None
-
-
-@dataclass(frozen=True)
-class DataLayout:
-    """A hypothesis of the layout of a folder.
-
-    Attributes:
-        name: for `--layout`.
-        pairs: sorted by image.
-        confidence: 0 to 1.
-        evidence: sentences.
-        unpaired: images without a mask, which are left out.
-        image_pattern: folders of the images, with `{split}` and `*`.
-        mask_pattern: folders of the masks.
-        sources: lists, tables and other files of the folder that were read for it.
-        name_weight: factor of the confidence for the words in the names of folders and files.
-        image_name: folders and ending of the images, to tell layouts with the same masks apart.
-        naming: shape of the names of the masks, to tell layouts with the same folders apart.
-    """
-
-    name: str
-    pairs: tuple[Pair, ...]
-    confidence: float
-    evidence: tuple[str, ...] = ()
-    unpaired: tuple[str, ...] = ()
-    image_pattern: tuple[str, ...] = ()
-    mask_pattern: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
-    name_weight: float = 1.0
-    image_name: str = ""
-    naming: str = ""
-
-    @property
-    def splits(self) -> Counter[str | None]:
-        """Number of pairs of each split."""
-        return Counter(pair.split for pair in self.pairs)
-
-
-def find_layouts(tree: Tree) -> list[DataLayout]:
+def find_layouts(tree: Tree) -> list[Layout]:
     """Return the hypotheses, the most likely first; none whose pairs another, more likely one has too."""
     families = find_families(tree.images)
     found = [layout for images in families for masks in families for layout in _readings(tree.root, images, masks)]
-    ranked: list[DataLayout] = []
+    ranked: list[Layout] = []
     for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
-        pairs = {(pair.image, pair.mask) for pair in layout.pairs}
-        if not any(_repeats(pairs, better) for better in ranked):
+        if not any(_repeats(layout.files, better) for better in ranked):
             ranked.append(layout)
     ranked = [_weighed_against(layout, ranked) for layout in ranked]
     ranked.sort(key=lambda one: -one.confidence)
@@ -428,7 +372,7 @@ def find_layouts(tree: Tree) -> list[DataLayout]:
     return _named_apart(ranked)
 
 
-def _weighed_against(layout: DataLayout, others: list[DataLayout]) -> DataLayout:
+def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
     """Return a layout that has masks for only a part of the images of another one as less likely."""
     images = {pair.image for pair in layout.pairs}
     for other in others:
@@ -437,9 +381,9 @@ def _weighed_against(layout: DataLayout, others: list[DataLayout]) -> DataLayout
     return layout
 
 
-def _repeats(pairs: set[tuple[str, str]], better: DataLayout) -> bool:
+def _repeats(pairs: AbstractSet[tuple[str, str]], better: Layout) -> bool:
     """Return True if a better hypothesis has most of the pairs, most images as masks, or far more of the masks."""
-    known = {(pair.image, pair.mask) for pair in better.pairs}
+    known = better.files
     masks = {mask for _, mask in known}
     half = 0.5 * len(pairs)
     if len(pairs) < _FEW * len(known) and sum(mask in masks for _, mask in pairs) >= half:
@@ -447,12 +391,12 @@ def _repeats(pairs: set[tuple[str, str]], better: DataLayout) -> bool:
     return len(pairs & known) >= half or sum(image in masks for image, _ in pairs) >= half
 
 
-def _named_apart(ranked: list[DataLayout]) -> list[DataLayout]:
+def _named_apart(ranked: list[Layout]) -> list[Layout]:
     """Return the layouts with different names: of the masks, and if those are equal, of the images too."""
-    by_name: dict[str, list[DataLayout]] = {}
+    by_name: dict[str, list[Layout]] = {}
     for layout in ranked:
         by_name.setdefault(layout.name, []).append(layout)
-    renamed: dict[int, DataLayout] = {}
+    renamed: dict[int, Layout] = {}
     for name, same in by_name.items():
         images, namings = ({getattr(one, key) for one in same} for key in ("image_name", "naming"))
         for one in same:
@@ -465,14 +409,14 @@ def _named_apart(ranked: list[DataLayout]) -> list[DataLayout]:
             else:
                 own = f"{one.image_name} -> {name} {one.naming}".rstrip()
             renamed[id(one)] = replace(one, name=own)
-    apart: dict[str, DataLayout] = {}
+    apart: dict[str, Layout] = {}
     for layout in ranked:
         one = renamed[id(layout)]
         apart.setdefault(one.name, one)  # of layouts that cannot be told apart, the most likely is kept
     return list(apart.values())
 
 
-def _readings(root: Path, images: Family, masks: Family) -> Iterator[DataLayout]:
+def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
     """Yield the readings of two families as images and masks.
 
     There are several if each image has several masks: of annotators or versions in folders of their own
@@ -511,9 +455,9 @@ def _few_folders(family: Family, position: int) -> list[Family]:
     return divided if len(divided) <= _MAX_VERSIONS else []
 
 
-def _by_naming(root: Path, images: Family, masks: Family) -> list[DataLayout]:
+def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
     """Return the best way of naming, and those that find other masks for as many images."""
-    best: list[DataLayout] = []
+    best: list[Layout] = []
     for naming in _namings(images, masks):
         layout = _matched(root, images, masks, naming)
         if layout is None:
@@ -525,7 +469,7 @@ def _by_naming(root: Path, images: Family, masks: Family) -> list[DataLayout]:
     return best
 
 
-def _share_masks(layout: DataLayout, others: list[DataLayout]) -> bool:
+def _share_masks(layout: Layout, others: list[Layout]) -> bool:
     masks = {pair.mask for pair in layout.pairs}
     return any(pair.mask in masks for other in others for pair in other.pairs)
 
@@ -594,7 +538,7 @@ def _varying_words(family: Family) -> Callable[[SurveyedImage], str | None]:
     return lambda file: "_".join(words[file.stem][i] for i in varying) or None
 
 
-def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> DataLayout | None:
+def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:
     """Return the pairs of two families by one way of naming; None if too few images have a mask."""
     has_splits = any(file.split for file in images.files) and any(file.split for file in masks.files)
     has_scenes = len(images.varying) == len(masks.varying)
@@ -652,7 +596,7 @@ def _weighed(
     naming: _Naming,
     *,
     is_sparse: bool,
-) -> DataLayout:
+) -> Layout:
     images, masks = families
     coverage = len(pairs) / (len(pairs) + len(unpaired))
     rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
@@ -685,15 +629,14 @@ def _weighed(
         confidence *= 0.3
         evidence.append("no pair could be read")
     name = masks.label if masks.label != "." else naming.shape or "masks"
-    ordered = tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.image)))
-    return DataLayout(
+    return Layout(
         name,
-        ordered,
+        by_image(pairs),
         min(confidence, 0.99),
         tuple(evidence),
-        tuple(unpaired),
-        images.pattern,
-        masks.pattern,
+        unpaired=tuple(unpaired),
+        image_pattern=images.pattern,
+        mask_pattern=masks.pattern,
         name_weight=name_weight,
         image_name=images.place,
         naming=naming.shape,

@@ -11,7 +11,7 @@ from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.published_classes import PUBLISHED, Color, PublishedSet
 from segapp.errors import DataError
-from segapp.onboarding.survey.hypotheses import DataLayout, Pair
+from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.survey.tree import Tree
 
 PALETTES = tuple(known for known in PUBLISHED.values() if known.colors)
@@ -73,7 +73,7 @@ def recognise_values(mask: str, values: Collection[int]) -> PublishedSet | None:
     return None
 
 
-def published_layout(tree: Tree) -> DataLayout | None:
+def published_layout(tree: Tree) -> Layout | None:
     """Return the layout of a published data set, named after its format; None for other folders."""
     for format, known in PUBLISHED.items():
         splits = {split: _pairs(tree, format, split) for split in ("train", "val")} if known.images else {}
@@ -89,7 +89,7 @@ def published_layout(tree: Tree) -> DataLayout | None:
             if pair.mask is not None
         ]
         evidence = (f"folders and names of {format}: {DATASETS[format].expected}",)
-        return DataLayout(format, tuple(placed), 0.99, evidence)
+        return Layout(format, tuple(placed), 0.99, evidence)
     return None
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from segapp.datasets.files import open_regular
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
-from segapp.onboarding.survey.hypotheses import DataLayout, Pair, common_affixes
+from segapp.onboarding.layout import Layout, Pair, by_image
+from segapp.onboarding.survey.hypotheses import common_affixes
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, tokens
 
@@ -192,7 +193,7 @@ class ListedPairs:
         unused: table -> why it is not used.
     """
 
-    layout: DataLayout | None = None
+    layout: Layout | None = None
     unused: dict[str, str] = field(default_factory=dict)
 
 
@@ -234,11 +235,8 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
             evidence = [f"{', '.join(used)}: {len(pairs)} pairs of image and mask"]
             if left_out := num_rows - len(pairs):
                 evidence.append(f"{left_out} rows name no pair of files, or one named before")
-            ordered = sorted(pairs.values(), key=lambda pair: os.fsencode(pair.image))
-            share = len(pairs) / num_rows
-            listed.layout = DataLayout(
-                "lists", tuple(ordered), 0.99 * min(1.0, share), tuple(evidence), sources=tuple(used)
-            )
+            confidence = 0.99 * min(1.0, len(pairs) / num_rows)
+            listed.layout = Layout("lists", by_image([*pairs.values()]), confidence, tuple(evidence), tuple(used))
     return listed
 
 
@@ -307,11 +305,11 @@ class ListedSplits:
         unused: table -> why it is not used, of tables that name images of the layout.
     """
 
-    layout: DataLayout
+    layout: Layout
     unused: dict[str, str] = field(default_factory=dict)
 
 
-def with_listed_splits(tables: Sequence[Table], layout: DataLayout) -> ListedSplits:
+def with_listed_splits(tables: Sequence[Table], layout: Layout) -> ListedSplits:
     """Return the layout with the splits that tables say, if no folder says them; and the tables that are not used.
 
     Raises:
@@ -384,7 +382,7 @@ def _without_sums(lists: Sequence[_Said]) -> list[_Said]:
     return [one for one in lists if not one.is_sum] if {"train", "val"} <= own else list(lists)
 
 
-def _divided(layout: DataLayout, lists: Sequence[_Said]) -> DataLayout | None:
+def _divided(layout: Layout, lists: Sequence[_Said]) -> Layout | None:
     """Return the layout with the splits of lists; None if they do not divide it."""
     said: dict[str, dict[str, Pair]] = defaultdict(dict)
     used = []

@@ -300,11 +300,11 @@ def test_a_table_that_is_not_used_is_named_with_the_reason() -> None:
     tree = Tree(Path("d"), (*images, *(path.replace("images", "masks") for path in images)), (), leads_outside=False)
     listed = paired_lists(tree, [])
     assert listed.layout is None
-    from segapp.onboarding.survey.hypotheses import DataLayout, Pair
+    from segapp.onboarding.layout import Layout, Pair
 
     pairs = tuple(Pair(path, path.replace("images", "masks"), path.split("/")[1]) for path in images)
     table = Table("images.txt", (), tuple((path,) for path in images))
-    said = with_listed_splits([table], DataLayout("masks", pairs, 0.99))
+    said = with_listed_splits([table], Layout("masks", pairs, 0.99))
     assert said.layout.pairs == pairs
     assert said.unused == {"images.txt": "the folders and names of the images say the splits"}
 
