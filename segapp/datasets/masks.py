@@ -83,7 +83,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         ids = np.array(image.convert("RGB") if scheme.rgb else image, np.uint8 if image.mode == "1" else None)
     except Exception as error:  # as above
         raise damaged(path, error) from error
-    return ids_as_train_ids(ids if scheme.rgb else _unscaled(ids, image, data), path, scheme)
+    return ids_as_train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme)
 
 
 def ids_as_train_ids(values: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
@@ -205,7 +205,7 @@ def _check_holds_ids(image: Image.Image, path: Path) -> None:
     )
 
 
-def _unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]:
+def unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]:
     """Return the ids as stored: Pillow scales grey values of 2 and 4 bits to 0..255."""
     if image.format == "PNG" and image.mode == "L" and data[24] in {2, 4}:  # bit depth in IHDR
         return ids // (85 if data[24] == 2 else 17)
@@ -336,7 +336,7 @@ def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> s
 
 def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -> Ids:
     """Return the train ids (H, W) of colours (H, W, 3), by a table of all 2^24; its unused pages take no memory."""
-    codes = _color_codes(pixels)
+    codes = color_codes(pixels)
     offset = 1 - min(0, scheme.ignore_index)
     found = _code_table(tuple(scheme.color_table.items()), offset)[codes]
     if not found.all():
@@ -344,7 +344,7 @@ def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -
     return np.asarray((found.astype(np.int32) - offset).astype(scheme.dtype))
 
 
-def _color_codes(pixels: NDArray[np.uint8]) -> NDArray[np.int32]:
+def color_codes(pixels: NDArray[Any]) -> NDArray[np.int32]:
     """Return each pixel's colour as the number 0xRRGGBB, (H, W)."""
     wide = pixels.astype(np.int32)
     codes: NDArray[np.int32] = wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2]

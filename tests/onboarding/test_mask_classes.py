@@ -84,7 +84,7 @@ def test_every_pixel_is_its_class_or_ignored_or_asked(
             Image.fromarray(mask).save(path)
             pairs.append(ImagePair(path, path, path.stem))
         try:
-            classes = read_classes(read_contents(pairs), files, ["masks/0.png"], MaskChoices(None, unlabelled))
+            classes = read_classes(read_contents(pairs), files, ["masks/0.png"], MaskChoices(unlabelled=unlabelled))
         except OpenQuestionError:
             assert any(value not in named and value != 255 for value in counts)  # no question if all have a name
             return

@@ -109,6 +109,18 @@ class Georeference:
     transform: tuple[float, ...]
 
 
+def _profile(size: tuple[int, int], dtype: np.dtype[Any], count: int, place: Georeference | None) -> dict[str, Any]:
+    """Return how a TIFF of some bands is written: compressed without loss, in tiles where it is large."""
+    from rasterio.transform import Affine
+
+    profile = {"driver": "GTiff", "height": size[0], "width": size[1], "count": count, "dtype": dtype.name}
+    profile |= {"compress": "deflate", "crs": None, "transform": None}
+    if place is not None:
+        profile |= {"crs": place.crs, "transform": Affine(*place.transform)}
+    options: dict[str, Any] = {"tiled": True, "blockxsize": 256, "blockysize": 256} if min(size) >= 256 else {}
+    return profile | options
+
+
 def encode_bands(
     pixels: Pixels,
     names: Sequence[str],
@@ -132,26 +144,15 @@ def encode_bands(
     require_rasterio(Path(names[0]), "writing an image of several bands")
     import rasterio
     from rasterio.io import MemoryFile
-    from rasterio.transform import Affine
 
     height, width, count = pixels.shape
-    is_large = min(height, width) >= 256
-    options: dict[str, Any] = {"tiled": True, "blockxsize": 256, "blockysize": 256} if is_large else {}
     with warnings.catch_warnings(), rasterio.Env(GDAL_PAM_ENABLED="NO"), MemoryFile() as memory:
         warnings.simplefilter("ignore")  # about files without a georeference
         with memory.open(
-            driver="GTiff",
-            height=height,
-            width=width,
-            count=count,
-            dtype=pixels.dtype.name,
-            compress="deflate",
+            **_profile((height, width), pixels.dtype, count, georeference),
             interleave="pixel",
             photometric="rgb" if is_rgb else "minisblack",
             alpha="no",
-            crs=georeference.crs if georeference is not None else None,
-            transform=Affine(*georeference.transform) if georeference is not None else None,
-            **options,
         ) as file:
             file.update_tags(TIFFTAG_IMAGEDESCRIPTION=description)
             for band, name in enumerate(names[:count], start=1):
@@ -208,25 +209,16 @@ class GeoTiffWriter:
         palette: Sequence[tuple[int, int, int]] | None = None,
     ) -> None:
         import rasterio
-        from rasterio.transform import Affine
 
         self._row, self._width = 0, size[1]
-        options: dict[str, Any] = {"tiled": True, "blockxsize": 256, "blockysize": 256} if min(size) >= 256 else {}
+        color = {"photometric": "rgb"} if channels == 3 else {}
         self._file = self._checked(
             lambda: rasterio.open(
                 path,
                 "w",
-                driver="GTiff",
-                height=size[0],
-                width=size[1],
-                count=channels,
-                dtype=np.dtype(dtype).name,
-                crs=georeference.crs,
-                transform=Affine(*georeference.transform),
-                compress="deflate",
+                **_profile(size, np.dtype(dtype), channels, georeference),
                 BIGTIFF="IF_SAFER",
-                **({"photometric": "rgb"} if channels == 3 else {}),
-                **options,
+                **color,
             )
         )
         if palette is not None:

@@ -214,7 +214,6 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
         ConfigError: The format is unknown.
     """
     known = _format(location.format)
-    split = known.splits.get(split, split)
     folder = Path(location.root)
     how_to_get = f"format {location.format} expects {known.expected} below data.root; get it: {known.source}"
     if not folder.is_dir():
@@ -227,14 +226,14 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
         )
     guard = location.build_guard()
     if not known.layouts:
-        list_dir = Path(location.list_dir) if location.list_dir is not None else folder
+        list_file = _list_file(location, split)
         mask_root = Path(location.mask_root) if location.mask_root is not None else folder
         mask_guard = RootGuard(None if location.allow_outside_root else mask_root)
         if location.list_dir is None:
-            guard.check(list_dir / f"{split}.txt")
+            guard.check(list_file)
         lists = ListedFolders(folder, guard, mask_root, mask_guard)
-        return listed_pairs(list_dir / f"{split}.txt", lists, how_to_get, num_masks=max(1, len(location.mask_classes)))
-    base, layout = _choose_layout(known, folder, split, location.overrides)
+        return listed_pairs(list_file, lists, how_to_get, num_masks=max(1, len(location.mask_classes)))
+    base, layout = _choose_layout(known, location, split)
     images = find_images(base, layout, guard, how_to_get)
     names = location.mask_classes or ("",)
     found = [match_masks(base, _for_class(layout, name), images, guard, how_to_get) for name in names]
@@ -246,13 +245,16 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     return tuple(sorted(pairs, key=lambda pair: os.fsencode(pair.name)))
 
 
+def _list_file(location: DataLocation, split: str) -> Path:
+    return Path(location.root if location.list_dir is None else location.list_dir) / f"{split}.txt"
+
+
 def split_list(location: DataLocation, split: str) -> Path | None:
     """Return the file that lists the images of a split; None if its folder does."""
     known = _format(location.format)
-    split = known.splits.get(split, split)
     if not known.layouts:
-        return Path(location.list_dir if location.list_dir is not None else location.root) / f"{split}.txt"
-    base, layout = _choose_layout(known, Path(location.root), split, location.overrides)
+        return _list_file(location, split)
+    base, layout = _choose_layout(known, location, split)
     return base / layout.split_file if layout.split_file else None
 
 
@@ -274,15 +276,15 @@ def leftovers(location: DataLocation, split: str) -> Leftovers:
     known = _format(location.format)
     if not known.layouts or location.mask_classes:
         return Leftovers()
-    split = known.splits.get(split, split)
-    base, layout = _choose_layout(known, Path(location.root), split, location.overrides)
+    base, layout = _choose_layout(known, location, split)
     return find_leftovers(base, layout, location.build_guard())
 
 
-def _choose_layout(known: DatasetFormat, folder: Path, split: str, given: FolderLayout) -> tuple[Path, FolderLayout]:
+def _choose_layout(known: DatasetFormat, location: DataLocation, split: str) -> tuple[Path, FolderLayout]:
     """Return the first root and layout whose images or split file exist, else the format's first; names filled in."""
+    folder, split = Path(location.root), known.splits.get(split, split)
     candidates = [
-        (folder / below, _fill_in(layout, given, folder / below, split))
+        (folder / below, _fill_in(layout, location.overrides, folder / below, split))
         for below in known.roots
         for layout in known.layouts
     ]

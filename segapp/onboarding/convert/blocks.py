@@ -30,6 +30,7 @@ from segapp.datasets.images.raster import (
 )
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
+from segapp.datasets.masks import color_codes
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.convert.conversion import (
     as_ids,
@@ -40,7 +41,7 @@ from segapp.onboarding.convert.conversion import (
     mask_target,
 )
 from segapp.onboarding.layout import Drawing, Layout, Pair
-from segapp.onboarding.survey.content import color_codes, stored_pixels
+from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.questions import Answer, open_question
 from segapp.onboarding.survey.tree import Tree
 

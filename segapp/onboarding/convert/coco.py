@@ -26,8 +26,7 @@ from segapp.onboarding.convert.conversion import (
     decode_runs,
     drawn_pair,
     fill_polygon,
-    first_bytes,
-    load_json,
+    json_files,
     missing_extra,
     painter,
 )
@@ -40,15 +39,9 @@ from segapp.onboarding.survey.tree import Tree
 def find_coco(tree: Tree) -> Layout | None:
     """Return the conversion of COCO files with segmentations; instance files are preferred to panoptic ones."""
     files: dict[str, Any] = {}
-    for path in tree.others_named(".json"):
-        if b'"' not in first_bytes(tree, path, 512):
-            continue
-        content = load_json(tree, path)
-        if (
-            isinstance(content, dict)
-            and all(isinstance(content.get(key), list) for key in ("images", "annotations", "categories"))
-            and any("segmentation" in one or "segments_info" in one for one in content["annotations"][:50])
-        ):
+    for path, content in json_files(tree, dict):
+        is_coco = all(isinstance(content.get(key), list) for key in ("images", "annotations", "categories"))
+        if is_coco and any("segmentation" in one or "segments_info" in one for one in content["annotations"][:50]):
             files[path] = content
     if not files:
         return None

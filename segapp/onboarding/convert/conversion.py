@@ -264,6 +264,16 @@ def first_bytes(tree: Tree, path: str, count: int = 4096) -> bytes:
         return b""
 
 
+def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield path and content of the JSON files that hold an object (`dict`) or a `list`, in folders that end so."""
+    first = b"{" if kind is dict else b"["
+    for path in tree.others_named(".json"):
+        if path.rpartition("/")[0].endswith(folder) and first in first_bytes(tree, path, 64):
+            content = load_json(tree, path)
+            if isinstance(content, kind):
+                yield path, content
+
+
 class Images:
     """The images of a folder, found by the path, the end of a path, or the name that an annotation says."""
 

@@ -34,6 +34,7 @@ from segapp.onboarding.convert.conversion import (
     fill_box,
     fill_polygon,
     first_bytes,
+    json_files,
     load_json,
     painter,
     paste,
@@ -187,11 +188,8 @@ def find_label_studio(tree: Tree) -> Layout | None:
     images = Images(tree)
     found: list[_Annotated] = []
     total = 0
-    for path in tree.others_named(".json"):
-        if not first_bytes(tree, path, 64).lstrip().startswith(b"["):
-            continue
-        tasks = load_json(tree, path)
-        for number, task in enumerate(tasks if isinstance(tasks, list) else ()):
+    for path, tasks in json_files(tree, list):
+        for number, task in enumerate(tasks):
             if not isinstance(task, dict) or not isinstance(task.get("annotations"), list) or "data" not in task:
                 continue
             total += 1
@@ -279,11 +277,8 @@ def find_labelme(tree: Tree) -> Layout | None:
     images, total = Images(tree), 0
     labels: set[str] = set()
     found: list[_Annotated] = []
-    for path in tree.others_named(".json"):
-        if b"{" not in first_bytes(tree, path, 16):
-            continue
-        content = load_json(tree, path)
-        if not isinstance(content, dict) or not isinstance(content.get("shapes"), list) or "imagePath" not in content:
+    for path, content in json_files(tree, dict):
+        if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
             continue
         total += 1
         stem = path.rpartition("/")[2].rpartition(".")[0]
@@ -336,9 +331,8 @@ def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project."""
     images, total = Images(tree), 0
     found: list[_Annotated] = []
-    for path in tree.others_named(".json"):
-        content = load_json(tree, path) if path.rpartition("/")[0].endswith("ann") else None
-        if not isinstance(content, dict) or not isinstance(content.get("objects"), list):
+    for path, content in json_files(tree, dict, folder="ann"):
+        if not isinstance(content.get("objects"), list):
             continue
         total += 1
         folder, _, name = path.removesuffix(".json").rpartition("/")

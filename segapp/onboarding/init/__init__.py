@@ -35,7 +35,7 @@ from segapp.onboarding.init.candidates import (
     found_lines,
     save_candidates,
 )
-from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, check_request, divided, neighbor_lines
+from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, divided, neighbor_lines
 from segapp.onboarding.init.text import Facts, config_text
 from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.survey.accounting import Uses, account_for
@@ -54,7 +54,7 @@ _PLAUSIBLE = 0.25
 
 
 @dataclass(frozen=True)
-class InitRequest:
+class InitRequest(MaskChoices):
     """What `segapp init` is asked for.
 
     Attributes:
@@ -69,9 +69,6 @@ class InitRequest:
         html: page to write with a picture of each layout that is possible.
         clean_masks: write copies of masks that are JPEGs or smoothed, each pixel the nearest of the frequent values.
         blocks: side in pixels of the blocks into which images and masks are cut; None: they are used whole.
-        masks: what the values of the masks are: a key of `MASK_KINDS`; None: found, or asked.
-        unlabelled: "ignore" or "class": what becomes of pixels without a class name; None: found, or asked.
-        palette: title of the published data set whose colours the masks have, or "none"; None: found, or asked.
     """
 
     root: Path
@@ -85,9 +82,26 @@ class InitRequest:
     html: Path | None = None
     clean_masks: bool = False
     blocks: int | None = None
-    masks: str | None = None
-    unlabelled: str | None = None
-    palette: str | None = None
+
+    def check(self) -> None:
+        """Check the values of the options, and which of them are given together.
+
+        Raises:
+            ConfigError: a value is not possible, or excludes another one.
+        """
+        if self.val_share is not None and not 0 < self.val_share < 1:
+            raise ConfigError(f"--val-share {self.val_share:g}: a share is above 0 and below 1, such as 0.15")
+        if self.val_share is not None and self.folds is not None:
+            raise ConfigError(
+                "--val-share and --folds: give one of them; the share of a fold follows from their number"
+            )
+        if self.folds is not None and self.folds < 2:
+            raise ConfigError(f"--folds {self.folds}: at least 2 folds are possible")
+        others = {"--folds": self.folds, "--group": self.group, "--clean-masks": self.clean_masks or None}
+        given = [option for option, value in others.items() if value is not None]
+        if self.blocks is not None and given:
+            raise ConfigError(f"--blocks and {given[0]}: give one of them; a strip of each image validates")
+        super().check()
 
 
 @dataclass(frozen=True)
@@ -110,10 +124,7 @@ def propose_config(request: InitRequest) -> InitResult:
     root = request.root
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", root.resolve().name).strip("-._") or "mine"
     out = request.out or Path(f"{name}.yaml")
-    check_request(request.val_share, request.folds)
-    _check_blocks(request)
-    choices = MaskChoices(request.masks, request.unlabelled, request.palette)
-    choices.check()
+    request.check()
     tree = survey_tree(root)
     check_place(root, out)
     paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
@@ -129,7 +140,7 @@ def propose_config(request: InitRequest) -> InitResult:
         confirm(root, found, chosen, request.layout)
     lines = [*found_lines(found, chosen)]
     used = _in_blocks(tree, chosen, request)
-    materials = _Materials(tree, used, out, choices, clean=request.clean_masks)
+    materials = _Materials(tree, used, out, request)
     pairs, root_of_images, mask_root = materials.pairs()
     lines += materials.lines
     share = None if request.blocks is not None and any(pair.split for pair in pairs) else request.val_share
@@ -152,18 +163,6 @@ def propose_config(request: InitRequest) -> InitResult:
     return InitResult(tuple(paths), tuple(lines))
 
 
-def _check_blocks(request: InitRequest) -> None:
-    """Check that blocks are not asked for together with options that divide or clean whole images.
-
-    Raises:
-        ConfigError: they are.
-    """
-    others = {"--folds": request.folds, "--group": request.group, "--clean-masks": request.clean_masks or None}
-    given = [option for option, value in others.items() if value is not None]
-    if request.blocks is not None and given:
-        raise ConfigError(f"--blocks and {given[0]}: give one of them; a strip of each image validates")
-
-
 def _in_blocks(tree: Tree, chosen: Layout, request: InitRequest) -> Layout:
     """Return a candidate cut into blocks, if they are asked for.
 
@@ -184,26 +183,26 @@ def _in_blocks(tree: Tree, chosen: Layout, request: InitRequest) -> Layout:
 
 
 class _Materials:
-    """The pairs of a candidate and the classes of their masks; masks are written where there are none that fit."""
+    """The pairs of a layout and the classes of their masks; masks are written where there are none that fit.
 
-    def __init__(self, tree: Tree, chosen: Layout, out: Path, choices: MaskChoices, *, clean: bool) -> None:
-        self._tree, self._chosen, self._out = tree, chosen, out
-        self._choices = choices
+    Attributes:
+        chosen: the layout, or that of copies of its masks.
+        lines: what was written.
+    """
+
+    def __init__(self, tree: Tree, chosen: Layout, out: Path, request: InitRequest) -> None:
+        self._tree, self.chosen, self._out = tree, chosen, out
+        self._choices: MaskChoices = request
         self._classes: Classes | None = None
         self.lines: list[str] = []
-        copies = None if chosen.is_drawn else copies_of(tree, chosen, choices, clean=clean)
+        copies = None if chosen.is_drawn else copies_of(tree, chosen, request, clean=request.clean_masks)
         if copies is not None:
-            self._chosen = copies
-            self._choices = replace(choices, masks="ids")
-
-    @property
-    def chosen(self) -> Layout:
-        """The candidate, or the conversion of its masks."""
-        return self._chosen
+            self.chosen = copies
+            self._choices = replace(request, masks="ids")
 
     def pairs(self) -> tuple[list[Pair], Path, Path | None]:
         """Return the pairs, the root of the images, and the root of the masks where it is another one."""
-        root, chosen = self._tree.root, self._chosen
+        root, chosen = self._tree.root, self.chosen
         if not chosen.is_drawn:
             return list(chosen.pairs), root, None
         if len(chosen.classes) == 1:
@@ -234,30 +233,30 @@ class _Materials:
         format, keys = "list", {"list_dir": str(self._out.with_name(f"{self._out.stem}-lists"))}
         if mask_root is not None and mask_root != root:
             keys["mask_root"] = str(mask_root)
-        if self._chosen.is_multilabel:
+        if self.chosen.is_multilabel:
             keys["multilabel"] = "bits"
-        is_drawn = self._chosen.is_drawn
+        is_drawn = self.chosen.is_drawn
         classes = self._classes
-        if not is_drawn and self._chosen.name in DATASETS and self._chosen.name != "list" and not division.is_new:
-            known = DATASETS[self._chosen.name]
+        if not is_drawn and self.chosen.name in DATASETS and self.chosen.name != "list" and not division.is_new:
+            known = DATASETS[self.chosen.name]
             if set(content.values) <= (known.label_map or dict.fromkeys(range(len(known.names)))).keys() | {255}:
-                format, keys = self._chosen.name, {}
+                format, keys = self.chosen.name, {}
                 label_map = {value: IGNORED if own is None else own for value, own in (known.label_map or {}).items()}
                 classes = Classes(known.names, f"the {len(known.names)} of {format}", label_map)
                 classes = replace(classes, notes=_ignored_notes(content, classes, f"as {format} says"))
         elif not is_drawn and not division.is_new:
-            found = folder_keys(root, self._chosen, division.words)
+            found = folder_keys(root, self.chosen, division.words)
             if found is not None:
                 format, keys = "folder", found
-        elif classes is not None and is_drawn and not self._chosen.is_multilabel:
+        elif classes is not None and is_drawn and not self.chosen.is_multilabel:
             if len(set(content.values) - {IGNORED}) == 1:
-                raise DataError(f"{self._chosen.title}: no annotation draws an object: every pixel has one class")
+                raise DataError(f"{self.chosen.title}: no annotation draws an object: every pixel has one class")
             classes = replace(classes, notes=(*classes.notes, *_ignored_notes(content, classes, "by the annotations")))
         if classes is None:
             masks = [f"{root.resolve().name}/{pair.mask}" for pair in division.train]
             classes = read_classes(content, nearest_first(find_class_files(self._tree), masks[0]), masks, self._choices)
-            classes = replace(classes, notes=(*self._chosen.notes, *classes.notes))
-        uses_root = self._chosen.writes != "masks"
+            classes = replace(classes, notes=(*self.chosen.notes, *classes.notes))
+        uses_root = self.chosen.writes != "masks"
         return Facts(
             name,
             root,

@@ -55,15 +55,15 @@ def find_candidates(tree: Tree) -> Found:
         return Found([published])
     tables = read_tables(tree)
     layouts = [layout for layout in find_layouts(tree) if layout.confidence >= MIN_CONFIDENCE]
-    listed = paired_lists(tree, tables)
-    if listed.layout is not None:
-        layouts = _next_to_table(listed.layout, layouts)
+    listed, unused_lists = paired_lists(tree, tables)
+    if listed is not None:
+        layouts = _next_to_table(listed, layouts)
     unused: dict[str, Mapping[str, str]] = {}
     divided = []
     for layout in layouts:
-        said = with_listed_splits(tables, layout)
-        divided.append(said.layout)
-        unused[layout.name] = {**listed.unused, **said.unused}
+        with_splits, unused_tables = with_listed_splits(tables, layout)
+        divided.append(with_splits)
+        unused[layout.name] = unused_lists | unused_tables
     conversions, problems = find_conversions(tree, has_masks=bool(layouts) and layouts[0].confidence >= 0.8)
     found: list[Layout] = with_layouts(conversions, divided)
     if not found:

@@ -59,20 +59,6 @@ class Division:
     kind: str = ""
 
 
-def check_request(val_share: float | None, folds: int | None) -> None:
-    """Check the options of a division.
-
-    Raises:
-        ConfigError: the share is not between 0 and 1, or there are both a share and folds.
-    """
-    if val_share is not None and not 0 < val_share < 1:
-        raise ConfigError(f"--val-share {val_share:g}: a share is above 0 and below 1, such as 0.15")
-    if val_share is not None and folds is not None:
-        raise ConfigError("--val-share and --folds: give one of them; the share of a fold follows from their number")
-    if folds is not None and folds < 2:
-        raise ConfigError(f"--folds {folds}: at least 2 folds are possible")
-
-
 def divided(
     pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, *, is_published: bool
 ) -> Division:

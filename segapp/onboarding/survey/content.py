@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header, shown
 from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.masks import color_codes, unscaled
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 
@@ -204,16 +205,8 @@ def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.in
     if image.mode in ("LA", "PA"):
         image = image.convert("RGB")
         return np.asarray(image), str(image.format)
-    pixels = np.asarray(image)
-    if image.format == "PNG" and image.mode == "L" and data[24] in {2, 4}:  # Pillow scales 2 and 4 bits to 0..255
-        pixels = pixels // (85 if data[24] == 2 else 17)
+    pixels = unscaled(np.asarray(image), image, data)
     return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), str(image.format)
-
-
-def color_codes(pixels: NDArray[np.uint8 | np.int64]) -> NDArray[np.int32]:
-    """Return each colour (H, W, 3) as the number 0xRRGGBB, (H, W)."""
-    wide = pixels.astype(np.int32)
-    return np.asarray(wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2])
 
 
 def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dict[int, int]:

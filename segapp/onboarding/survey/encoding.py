@@ -47,7 +47,7 @@ _BINARY_SMOOTH_SHARE = 0.1
 _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class MaskChoices:
     """What the user says about masks; None: found, or asked.
 

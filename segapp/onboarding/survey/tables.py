@@ -10,7 +10,7 @@ import json
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
@@ -184,21 +184,8 @@ def _cell(value: Any) -> str:
     return str(value) if isinstance(value, str | int | float) and not isinstance(value, bool) else ""
 
 
-@dataclass
-class ListedPairs:
-    """The pairs that tables name.
-
-    Attributes:
-        layout: of the pairs; None without such tables.
-        unused: table -> why it is not used.
-    """
-
-    layout: Layout | None = None
-    unused: dict[str, str] = field(default_factory=dict)
-
-
-def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
-    """Return the layout of tables that name an image and its mask in each row.
+def paired_lists(tree: Tree, tables: Sequence[Table]) -> tuple[Layout | None, dict[str, str]]:
+    """Return the layout of tables that name an image and its mask in each row; and why other such tables are not used.
 
     Raises:
         DataError: an image is in two splits, or has two masks.
@@ -207,7 +194,8 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
     by_folder: dict[str, list[Table]] = defaultdict(list)
     for table in tables:
         by_folder[table.folder].append(table)
-    listed = ListedPairs()
+    layout: Layout | None = None
+    unused: dict[str, str] = {}
     for same_folder in by_folder.values():
         pairs: dict[str, Pair] = {}
         num_rows, used = 0, []
@@ -215,8 +203,8 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
             columns = _pair_columns(table, finder)
             if columns is None:
                 continue
-            if listed.layout is not None:
-                listed.unused[table.path] = f"the pairs are taken from {', '.join(listed.layout.sources)}"
+            if layout is not None:
+                unused[table.path] = f"the pairs are taken from {', '.join(layout.sources)}"
                 continue
             used.append(table.path)
             num_rows += len(table.rows)
@@ -236,8 +224,8 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> ListedPairs:
             if left_out := num_rows - len(pairs):
                 evidence.append(f"{left_out} rows name no pair of files, or one named before")
             confidence = 0.99 * min(1.0, len(pairs) / num_rows)
-            listed.layout = Layout("lists", by_image([*pairs.values()]), confidence, tuple(evidence), tuple(used))
-    return listed
+            layout = Layout("lists", by_image([*pairs.values()]), confidence, tuple(evidence), tuple(used))
+    return layout, unused
 
 
 def _pair_columns(table: Table, finder: _Files) -> tuple[int, int] | None:
@@ -296,21 +284,8 @@ def _row_groups(table: Table) -> list[str] | None:
     return None
 
 
-@dataclass
-class ListedSplits:
-    """A layout with the splits that tables say.
-
-    Attributes:
-        layout: with the splits, or as it was.
-        unused: table -> why it is not used, of tables that name images of the layout.
-    """
-
-    layout: Layout
-    unused: dict[str, str] = field(default_factory=dict)
-
-
-def with_listed_splits(tables: Sequence[Table], layout: Layout) -> ListedSplits:
-    """Return the layout with the splits that tables say, if no folder says them; and the tables that are not used.
+def with_listed_splits(tables: Sequence[Table], layout: Layout) -> tuple[Layout, dict[str, str]]:
+    """Return the layout with the splits that tables say, if no folder says them; and why others are not used.
 
     Raises:
         DataError: an image is in the list of two splits.
@@ -320,32 +295,32 @@ def with_listed_splits(tables: Sequence[Table], layout: Layout) -> ListedSplits:
     for table in tables:
         if (said := _said_by(table, names)) is not None:
             by_folder[table.folder].append(said)
-    result = ListedSplits(layout)
+    result, unused = layout, dict[str, str]()
     is_divided = {"train", "val"} <= layout.splits.keys() or {"train", "test"} <= layout.splits.keys()
     for lists in by_folder.values():
-        if is_divided or result.layout is not layout:
+        if is_divided or result is not layout:
             reason = "the folders and names of the images say the splits"
-            if result.layout is not layout:
-                reason = f"the splits are those of {', '.join(result.layout.sources)}"
+            if result is not layout:
+                reason = f"the splits are those of {', '.join(result.sources)}"
             elif layout.name == "lists":
                 reason = f"the splits are those of {', '.join(layout.sources)}"
-            result.unused |= {one.path: reason for one in lists if one.path not in layout.sources}
+            unused |= {one.path: reason for one in lists if one.path not in layout.sources}
             continue
         divided = _divided(layout, _without_sums(lists))
         if divided is None:
             reason = "it names images, but no list of the folder says which train and which validate"
-            result.unused |= {one.path: reason for one in lists if one.path not in layout.sources}
+            unused |= {one.path: reason for one in lists if one.path not in layout.sources}
             continue
-        result.layout = divided
-        result.unused |= {
+        result = divided
+        unused |= {
             one.path: f"the splits are those of {', '.join(divided.sources)}"
             for one in lists
             if one.path not in divided.sources
         }
     for one in (one for lists in by_folder.values() for one in lists):
-        if one.path in result.layout.sources:
-            result.unused.pop(one.path, None)
-    return result
+        if one.path in result.sources:
+            unused.pop(one.path, None)
+    return result, unused
 
 
 @dataclass(frozen=True)
