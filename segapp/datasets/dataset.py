@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import cv2
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.custom.loading import shown_error
@@ -21,7 +20,7 @@ from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.distances import with_distances
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown
 from segapp.datasets.images.large import LargeBatch, TensorOnDisk
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import LARGE_PX, ImageWindows, MaskWindows, image_windows, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -31,8 +30,6 @@ from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_mask
 from segapp.errors import DataError
-
-Pixels = NDArray[Any]
 
 
 @dataclass(frozen=True)

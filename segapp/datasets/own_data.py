@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segapp.custom.contracts import DataSource
 from segapp.custom.loading import shown_error
 from segapp.datasets.files import ImagePair
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import train_ids
 from segapp.errors import ConfigError, DataError
-
-Pixels = NDArray[Any]
-
 
 _RENAME = "rename __getitem__, and return the image and the class ids as NumPy arrays, not augmented"
 

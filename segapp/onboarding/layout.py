@@ -7,11 +7,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+Item = TypeVar("Item")
 Mask = NDArray[np.uint8]
 WideMask = Mask | NDArray[np.uint16]
 """Ids, (H, W), of 8 bits, or of 16 bits for sets of more than eight classes."""
@@ -123,6 +124,11 @@ class Layout:
     def files(self) -> frozenset[tuple[str, str]]:
         """Images and masks."""
         return frozenset((pair.image, pair.mask) for pair in self.pairs)
+
+
+def evenly(items: Sequence[Item], most: int) -> Sequence[Item]:
+    """Return up to `most` items, evenly spread."""
+    return items[:: max(1, len(items) // most)][:most]
 
 
 def by_image(pairs: Sequence[Pair]) -> tuple[Pair, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, Field
 
-Pixels = NDArray[Any]
+from segapp.datasets.images.pixel_format import Pixels
 
 _MAX_BRIGHTNESS = 32.0
 _MAX_FACTOR = 0.5

@@ -9,10 +9,9 @@ from typing import Annotated, Any
 import albumentations as A
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 from pydantic import BaseModel, Field, field_validator
 
-Pixels = NDArray[Any]
+from segapp.datasets.images.pixel_format import Pixels
 
 MEAN_COLOR = (124, 116, 104)
 """ImageNet's mean colour: padding of this colour is about zero after normalisation."""

@@ -8,7 +8,6 @@ from typing import Any, get_args
 
 import albumentations as A
 import cv2
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from segapp.custom import build_part, is_part
@@ -16,8 +15,6 @@ from segapp.custom.contracts import Transform
 from segapp.datasets.augment.color import PhotometricChange
 from segapp.datasets.augment.crop import ScaledCrop
 from segapp.errors import ConfigError, did_you_mean
-
-Pixels = NDArray[Any]
 
 Entry = Mapping[str, Mapping[str, Any]]
 """One transform of a list: {name: {argument: value}}."""

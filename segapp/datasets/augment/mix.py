@@ -5,13 +5,12 @@ Shapes: H, W height and width in pixels, B bands; all samples of a data set have
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
-Pixels = NDArray[Any]
+from segapp.datasets.images.pixel_format import Pixels
+
 Pair = tuple[Pixels, Pixels]
 """An image (H, W, B) and its mask (H, W)."""
 

@@ -10,13 +10,11 @@ from typing import Any
 import albumentations as A
 import cv2
 import numpy as np
-from numpy.typing import NDArray
 
 from segapp.datasets.augment.crop import ScaledCrop, resize
 from segapp.datasets.augment.entries import STANDARD, BandValues, Entry, TransformBuilder
+from segapp.datasets.images.pixel_format import Pixels
 from segapp.datasets.sampling import mix_seed
-
-Pixels = NDArray[Any]
 
 
 class TrainTransform:

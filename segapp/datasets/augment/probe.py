@@ -6,12 +6,10 @@ from typing import Any
 
 import albumentations as A
 import numpy as np
-from numpy.typing import NDArray
 
 from segapp.datasets.augment.pipeline import EvalTransform, TrainTransform, set_seed
+from segapp.datasets.images.pixel_format import Pixels
 from segapp.errors import ConfigError
-
-Pixels = NDArray[Any]
 
 _IDS = (3, 7)
 _NUM_SEEDS = 3

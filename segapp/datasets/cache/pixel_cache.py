@@ -22,9 +22,7 @@ from numpy.typing import NDArray
 from segapp.datasets.cache.pixel_file import ENTRY, PixelFile, RecordFormat, has_sums, is_whole
 from segapp.datasets.cache.places import CacheFiles
 from segapp.datasets.files import ImagePair
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat
-
-Pixels = NDArray[Any]
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 
 RESERVE_BYTES = 2**30
 """Room that a cache leaves free, for checkpoints on a disk and for the training in memory."""

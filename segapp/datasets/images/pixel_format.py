@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 if TYPE_CHECKING:
     import torch
 
+Pixels = NDArray[Any]
 Range = tuple[float, float]
 
 DTYPES = ("uint8", "uint16", "int16", "float32")

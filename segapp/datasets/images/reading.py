@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import cv2
 import numpy as np
@@ -29,12 +28,10 @@ from segapp.datasets.files import (
     shown,
     tiff_tags,
 )
-from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels, StoredPixels
 from segapp.datasets.images.raster import read_bands, require_rasterio
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, TiffTags, is_tiff
 from segapp.errors import DataError
-
-Pixels = NDArray[Any]
 
 # OpenCV's messages about damaged files would mix with our output; such files raise DataError.
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)

@@ -12,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from segapp.datasets.files import check_pixels, tiff_tags
-from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.images.pixel_format import PixelFormat, Pixels
 from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.reading import bands_of
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import Ids, UnknownIdsError, ids_as_train_ids, read_masks, unknown_ids_error
 
-Pixels = NDArray[Any]
 Key = slice | tuple[slice, slice]
 
 LARGE_PX = 2**22

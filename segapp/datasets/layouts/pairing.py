@@ -246,23 +246,29 @@ class _Keys:
 
 
 def _walk(folder: Path, guard: RootGuard, *, is_hidden: bool = False) -> Iterator[Path]:
-    """Yield all files below a folder in a fixed order; links to folders are followed once, hidden folders skipped.
-
-    With `is_hidden` it yields the hidden files instead of the others.
+    """Yield all files of `walk_once` that are not hidden; with `is_hidden` those that are.
 
     Raises:
         OutsideError: A folder is outside the root.
     """
+    for place, names in walk_once(folder):
+        guard.check(Path(place))
+        yield from (Path(place, name) for name in names if name.startswith(".") == is_hidden)
+
+
+def walk_once(folder: Path) -> Iterator[tuple[str, list[str]]]:
+    """Yield each folder below one with the names of its files, in a fixed order.
+
+    Links to folders are followed once, hidden folders skipped.
+    """
     seen: set[str] = set()
     for place, folders, names in os.walk(folder, followlinks=True):
-        guard.check(Path(place))
         real = os.path.realpath(place)
-        if real in seen:
-            folders.clear()
-            continue
+        is_known = real in seen
         seen.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield from (Path(place, name) for name in sorted(names) if name.startswith(".") == is_hidden)
+        folders[:] = [] if is_known else sorted(name for name in folders if name[0] != ".")
+        if not is_known:
+            yield place, sorted(names)
 
 
 def _lines(path: Path, how_to_get: str) -> list[str]:

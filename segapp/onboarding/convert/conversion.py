@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import json
 import os
 import zlib
 from collections import Counter
@@ -26,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
 
-from segapp.datasets.files import open_regular, read_header, shown
+from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import read_description
 from segapp.errors import DataError, storage_errors
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
@@ -246,30 +245,12 @@ def _write(path: Path, data: bytes) -> None:
         write_atomic(path, data)
 
 
-def load_json(tree: Tree, path: str) -> Any:
-    """Return the content of a JSON file; None if it cannot be read or is none."""
-    try:
-        with open_regular(tree.root / path) as file:
-            return json.load(file)
-    except (OSError, DataError, ValueError, RecursionError):
-        return None
-
-
-def first_bytes(tree: Tree, path: str, count: int = 4096) -> bytes:
-    """Return the beginning of a file; empty if it cannot be read."""
-    try:
-        with open_regular(tree.root / path) as file:
-            return file.read(count)
-    except (OSError, DataError):
-        return b""
-
-
 def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and content of the JSON files that hold an object (`dict`) or a `list`, in folders that end so."""
     first = b"{" if kind is dict else b"["
     for path in tree.others_named(".json"):
-        if path.rpartition("/")[0].endswith(folder) and first in first_bytes(tree, path, 64):
-            content = load_json(tree, path)
+        if path.rpartition("/")[0].endswith(folder) and first in tree.read(path, 64):
+            content = tree.read_json(path)
             if isinstance(content, kind):
                 yield path, content
 

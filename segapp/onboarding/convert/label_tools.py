@@ -33,9 +33,7 @@ from segapp.onboarding.convert.conversion import (
     drawn_pair,
     fill_box,
     fill_polygon,
-    first_bytes,
     json_files,
-    load_json,
     painter,
     paste,
 )
@@ -140,7 +138,7 @@ def find_cvat(tree: Tree) -> Layout | None:
     labels: dict[str, None] = {}
     total = 0
     for path in tree.others_named(".xml"):
-        if b"<annotations" not in first_bytes(tree, path):
+        if b"<annotations" not in tree.read(path, 4096):
             continue
         try:
             data = read_bytes(tree.root / path)
@@ -340,7 +338,7 @@ def find_supervisely(tree: Tree) -> Layout | None:
         if image is not None:
             found.append(_Annotated(path, shown(path), image, content["objects"]))
     metas = [path for path in tree.others_named(".json") if path.endswith("meta.json")][:1]
-    meta = load_json(tree, metas[0]) if metas and found else None
+    meta = tree.read_json(metas[0]) if metas and found else None
     classes = meta.get("classes") if isinstance(meta, dict) else None
     known = [one for one in classes if isinstance(one, dict)] if isinstance(classes, list) else []
     labels = dict.fromkeys(str(one["title"]) for one in known if "title" in one)

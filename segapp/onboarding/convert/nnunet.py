@@ -24,7 +24,6 @@ from segapp.onboarding.convert.conversion import (
     digest_of,
     file_state,
     is_image_of,
-    load_json,
     split_said,
 )
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
@@ -79,7 +78,7 @@ def _label_of(key: tuple[str, str], files: Mapping[int, str]) -> str:
 def _channel_names(tree: Tree, count: int) -> list[str]:
     """Return the names of dataset.json (`channel_names`, before version 2 `modality`); without them, numbers."""
     for path in tree.others_named(".json"):
-        content = load_json(tree, path) if path.rpartition("/")[2] == "dataset.json" else None
+        content = tree.read_json(path) if path.rpartition("/")[2] == "dataset.json" else None
         named = (content.get("channel_names") or content.get("modality")) if isinstance(content, dict) else None
         if isinstance(named, dict):
             return [str(named.get(str(number), f"channel {number}")) for number in range(count)]

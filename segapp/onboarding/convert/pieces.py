@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import shown
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import Images, drawn_pair, file_state, split_said
-from segapp.onboarding.layout import Layout, Pair, WideMask
+from segapp.onboarding.layout import Layout, Pair, WideMask, evenly
 from segapp.onboarding.survey.content import UNREADABLE, stored_pixels
 from segapp.onboarding.survey.hypotheses import probe
 from segapp.onboarding.survey.tree import Tree
@@ -38,6 +38,7 @@ from segapp.onboarding.survey.words import (
     role_of,
     split_in,
     tokens,
+    without_zeros,
 )
 
 Plane = NDArray[np.bool_]
@@ -156,7 +157,7 @@ class _ImageNames:
 
 
 def _normal(stem: str) -> str:
-    return (stem.lstrip("0") or "0") if stem.isdigit() else stem.casefold()
+    return without_zeros(stem) or stem.casefold()
 
 
 def find_pieces(tree: Tree) -> list[Layout]:
@@ -345,10 +346,10 @@ def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
     return np.asarray(plane)
 
 
-def _spread(by_image: Files) -> list[dict[str, str]]:
+def _spread(by_image: Files) -> Sequence[dict[str, str]]:
     """Return the masks of some images that have several, evenly spread."""
     found = [own for own in by_image.values() if len(own) > 1]
-    return found[:: max(1, len(found) // _NUM_LOOKED)][:_NUM_LOOKED]
+    return evenly(found, _NUM_LOOKED)
 
 
 def _are_binary(tree: Tree, by_image: Files) -> bool:

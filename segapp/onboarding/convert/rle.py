@@ -28,7 +28,7 @@ from segapp.onboarding.convert.conversion import (
     drawn_pair,
 )
 from segapp.onboarding.convert.pieces import Plane, both_readings, combine, overlap_share
-from segapp.onboarding.layout import Layout, Pair, WideMask
+from segapp.onboarding.layout import Layout, Pair, WideMask, evenly
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import role_of
 
@@ -258,10 +258,10 @@ class _Reading:
     number_of: dict[str, int]
     first: int
 
-    def samples(self) -> list[str]:
+    def samples(self) -> Sequence[str]:
         """Return some images of which several classes have pixels, evenly spread."""
         found = [image for image, rows in self.by_image.items() if len({name for name, runs in rows if runs}) > 1]
-        return found[:: max(1, len(found) // _NUM_DECODED)][:_NUM_DECODED]
+        return evenly(found, _NUM_DECODED)
 
     def planes(self, image: str, order: str) -> dict[int, Plane]:
         """Return the pixels of each class of an image."""
@@ -300,7 +300,7 @@ def _orders(
     longest = sorted(
         ((image, runs) for image, rows in by_image.items() for _, runs in rows if runs), key=lambda one: -len(one[1])
     )
-    for image, runs in longest[:: max(1, len(longest) // _NUM_DECODED)][:_NUM_DECODED]:
+    for image, runs in evenly(longest, _NUM_DECODED):
         try:
             height, width = images.size_of(image)
             if height == width:

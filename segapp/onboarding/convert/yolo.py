@@ -17,7 +17,6 @@ from segapp.onboarding.convert.conversion import (
     check_classes,
     drawn_pair,
     fill_polygon,
-    first_bytes,
     painter,
     split_said,
 )
@@ -82,7 +81,7 @@ def _images_for(place: str) -> str:
 
 
 def _has_polygon(tree: Tree, path: str) -> bool:
-    lines = first_bytes(tree, path).splitlines()
+    lines = tree.read(path, 4096).splitlines()
     return bool(lines) and _LINE.fullmatch(lines[0]) is not None
 
 
@@ -93,7 +92,7 @@ def _classes_in(tree: Tree, path: str) -> int:
 
 
 def _lines(tree: Tree, path: str) -> list[str]:
-    data = first_bytes(tree, path, 2**26)
+    data = tree.read(path, 2**26)
     return [line for line in data.decode("utf-8", "replace").splitlines() if line.strip()]
 
 

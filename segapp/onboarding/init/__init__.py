@@ -22,7 +22,7 @@ from segapp.build.pairs import build_pairs, build_scheme, split_names
 from segapp.config import load_config
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.measure import measure_pixels
-from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
+from segapp.datasets.layouts.formats import DATASETS
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
 from segapp.onboarding.convert.blocks import ask_for_blocks, cut_into_blocks
 from segapp.onboarding.convert.conversion import some_problems, write_files
@@ -43,6 +43,7 @@ from segapp.onboarding.survey.class_files import find_class_files, nearest_first
 from segapp.onboarding.survey.content import MaskContent, read_contents
 from segapp.onboarding.survey.encoding import IGNORED, Classes, MaskChoices, ignored_shares, read_classes
 from segapp.onboarding.survey.hypotheses import common_beginning
+from segapp.onboarding.survey.published import pairs_of_format
 from segapp.onboarding.survey.questions import OpenQuestionError
 from segapp.onboarding.survey.tree import Tree, survey_tree
 from segapp.run.files import remove_dead_temporaries, write_atomic
@@ -495,7 +496,8 @@ def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[st
     """
     wanted = {split: {(pair.image, pair.mask) for pair in layout.pairs if pair.split == split} for split in words}
     for keys in _keys_that_may_fit(layout):
-        if all(_pairs_by(root, keys, words[split]) == pairs for split, pairs in wanted.items()):
+        found = {split: pairs_of_format(root, "folder", word, **keys) for split, word in words.items()}
+        if all({(pair.image, pair.mask) for pair in found[split]} == pairs for split, pairs in wanted.items()):
             return {key: value for key, value in keys.items() if (key, value) not in _DEFAULT_FOLDERS}
     return None
 
@@ -526,14 +528,3 @@ def _constant_endings(pairs: Sequence[Pair]) -> tuple[str, str] | None:
         common = common_beginning(image, mask).rstrip(".")
         endings.add((image[len(common) :], mask[len(common) :]))
     return endings.pop() if len(endings) == 1 else None
-
-
-def _pairs_by(root: Path, keys: Mapping[str, Any], split: str) -> set[tuple[str, str]] | None:
-    location = DataLocation("folder", root, **keys, allow_outside_root=True)
-    try:
-        pairs = find_pairs(location, split)
-    except DataError:
-        return None
-    return {
-        (os.path.relpath(pair.image, root), os.path.relpath(pair.mask, root)) for pair in pairs if pair.mask is not None
-    }

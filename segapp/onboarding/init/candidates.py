@@ -17,7 +17,7 @@ from segapp.datasets.layouts.published_classes import bit_palette
 from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.onboarding.convert import find_conversions, with_layouts
 from segapp.onboarding.convert.conversion import BAD_ENTRY
-from segapp.onboarding.layout import Layout, Pair
+from segapp.onboarding.layout import Layout, Pair, evenly
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.hypotheses import CLOSE, find_layouts
 from segapp.onboarding.survey.published import published_layout
@@ -168,7 +168,7 @@ def save_candidates(out: Path, tree: Tree, found: Sequence[Layout]) -> None:
 
 def _pictures(tree: Tree, candidate: Layout) -> Iterator[tuple[str, Markup, Markup]]:
     """Yield the names and the pictures of some pairs; those that cannot be read are left out."""
-    for pair in candidate.pairs[:: max(1, len(candidate.pairs) // _MAX_PAIRS)][:_MAX_PAIRS]:
+    for pair in evenly(candidate.pairs, _MAX_PAIRS):
         try:
             image = _picture(tree, pair)
             if pair.drawing is None:

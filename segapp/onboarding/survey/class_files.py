@@ -16,9 +16,8 @@ from typing import Any
 
 import yaml
 
-from segapp.datasets.files import open_regular, shown
+from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color
-from segapp.errors import DataError
 from segapp.onboarding.survey.tree import Tree
 
 _MAX_FILE_BYTES = 64 * 2**20
@@ -102,12 +101,8 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
         reader = _reader_of(name)
         if reader is None or path.count("/") > _MAX_DEPTH:
             continue
-        try:
-            with open_regular(tree.root / path) as file:
-                data = file.read(_MAX_FILE_BYTES + 1)
-        except (OSError, DataError):
-            continue
-        if len(data) > _MAX_FILE_BYTES:
+        data = tree.read(path, _MAX_FILE_BYTES + 1)
+        if not data or len(data) > _MAX_FILE_BYTES:
             continue
         try:
             read = reader(data.decode("utf-8-sig"), path)

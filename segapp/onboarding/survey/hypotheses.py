@@ -24,7 +24,7 @@ from segapp.datasets.files import open_bytes, read_bytes, read_header
 from segapp.datasets.images.raster import read_bands
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES
 from segapp.errors import DataError
-from segapp.onboarding.layout import Layout, Pair, by_image
+from segapp.onboarding.layout import Layout, Pair, by_image, evenly
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import (
     SPLIT_WORDS,
@@ -650,7 +650,7 @@ def _have_other_masks(pairs: list[Pair], masks: Family) -> bool:
     rest = [file.stem for file in masks.files if file.path not in used]
     known = sum(
         any(stem[:length] in stems or stem[-length:] in stems for length in range(len(stem) - 1, 0, -1))
-        for stem in rest[:: max(1, len(rest) // 50)][:50]
+        for stem in evenly(rest, 50)
     )
     return known >= 0.5 * min(50, len(rest)) > 0
 
@@ -676,7 +676,7 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
 
 
 def _probes(root: Path, pairs: list[Pair]) -> Iterator[tuple[Probe, Probe]]:
-    for pair in pairs[:: max(1, len(pairs) // _NUM_PROBED)][:_NUM_PROBED]:
+    for pair in evenly(pairs, _NUM_PROBED):
         image, mask = probe(root / pair.image), probe(root / pair.mask)
         if image is not None and mask is not None:
             yield image, mask

@@ -6,8 +6,8 @@ import os
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
-from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import DATASETS, DataLocation, find_pairs
 from segapp.datasets.layouts.published_classes import PUBLISHED, Color, PublishedSet
 from segapp.errors import DataError
@@ -76,29 +76,29 @@ def recognise_values(mask: str, values: Collection[int]) -> PublishedSet | None:
 def published_layout(tree: Tree) -> Layout | None:
     """Return the layout of a published data set, named after its format; None for other folders."""
     for format, known in PUBLISHED.items():
-        splits = {split: _pairs(tree, format, split) for split in ("train", "val")} if known.images else {}
-        if not splits or not all(splits.values()):
+        splits = [pairs_of_format(tree.root, format, split) for split in ("train", "val")] if known.images else [[]]
+        if not all(splits):
             continue
-        pairs = [pair for found in splits.values() for pair in found]
-        if sum(re.fullmatch(known.images, pair.image.stem) is not None for pair in pairs) < 0.9 * len(pairs):
+        pairs = [pair for found in splits for pair in found]
+        if sum(re.fullmatch(known.images, Path(pair.image).stem) is not None for pair in pairs) < 0.9 * len(pairs):
             continue
-        placed = [
-            Pair(_relative(pair.image, tree.root), _relative(pair.mask, tree.root), split)
-            for split, found in splits.items()
-            for pair in found
-            if pair.mask is not None
-        ]
         evidence = (f"folders and names of {format}: {DATASETS[format].expected}",)
-        return Layout(format, tuple(placed), 0.99, evidence)
+        return Layout(format, tuple(pairs), 0.99, evidence)
     return None
 
 
-def _pairs(tree: Tree, format: str, split: str) -> tuple[ImagePair, ...]:
+def pairs_of_format(root: Path, format: str, split: str, **keys: Any) -> list[Pair]:
+    """Return the pairs that a format finds, with paths relative to the root; none if it finds no complete split.
+
+    Args:
+        root: of the data set.
+        format: a key of `DATASETS`.
+        split: name of the split.
+        **keys: further attributes of `DataLocation`.
+    """
     try:
-        return find_pairs(DataLocation(format, tree.root, allow_outside_root=True), split)
+        found = find_pairs(DataLocation(format, root, **keys, allow_outside_root=True), split)
     except DataError:
-        return ()
-
-
-def _relative(path: Path, root: Path) -> str:
-    return os.path.relpath(path, root)
+        return []
+    masked = ((pair.image, pair.mask) for pair in found if pair.mask is not None)
+    return [Pair(os.path.relpath(image, root), os.path.relpath(mask, root), split) for image, mask in masked]

@@ -15,13 +15,12 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
-from segapp.datasets.files import open_regular
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair, by_image
 from segapp.onboarding.survey.hypotheses import common_affixes
 from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, tokens
+from segapp.onboarding.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, tokens, without_zeros
 
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_SIDECARS = 20
@@ -99,12 +98,8 @@ def read_tables(tree: Tree) -> list[Table]:
 
 def read_table(tree: Tree, path: str) -> Table | None:
     """Return a table; None if the file cannot be read or holds no rows."""
-    try:
-        with open_regular(tree.root / path, None) as file:
-            data = file.read(_MAX_TABLE_BYTES + 1)
-    except (OSError, DataError):
-        return None
-    if len(data) > _MAX_TABLE_BYTES or b"\0" in data[:4096]:
+    data = tree.read(path, _MAX_TABLE_BYTES + 1)
+    if not data or len(data) > _MAX_TABLE_BYTES or b"\0" in data[:4096]:
         return None
     text = os.fsdecode(data.removeprefix(b"\xef\xbb\xbf"))
     suffix = PurePosixPath(path).suffix.lower()
@@ -436,7 +431,7 @@ class _NamedPairs:
             for key in {pair.image, str(path.with_suffix("")), path.name, stem}:
                 self._by_name[key] = () if key in self._by_name else (pair,)
             for key in {stem[len(prefix) : len(stem) - len(ending)], affixes(stem)[1], PurePosixPath(pair.mask).stem}:
-                for own in {key, _number(key)} - {""}:
+                for own in {key, without_zeros(key)} - {""}:
                     self._loose[own] = () if own in self._loose else (pair,)
             for key in {"/".join(pair.scene), *pair.scene[-1:]} - {""}:
                 self._scenes[key] = (*self._scenes.get(key, ()), pair)
@@ -452,16 +447,11 @@ class _NamedPairs:
             (self._by_name, _stem(line)),
             (self._scenes, line.rstrip("/")),
             (self._loose, _stem(line)),
-            (self._loose, _number(_stem(line))),
+            (self._loose, without_zeros(_stem(line))),
         ):
             if found := table.get(key):
                 return found
         return ()
-
-
-def _number(text: str) -> str:
-    """Return a number without zeros in front; empty for other texts."""
-    return str(int(text)) if text.isascii() and text.isdigit() else ""
 
 
 def _stem(line: str) -> str:

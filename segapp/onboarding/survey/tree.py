@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
-from segapp.datasets.files import shown
-from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
+from segapp.datasets.files import MAX_FILE_BYTES, open_regular, shown
+from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES, walk_once
 from segapp.datasets.layouts.root_guard import RootGuard
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, DataError
 
 _OWN_READER = "data.format: module:Class reads them with own code (segapp docs own-parts)"
 _ARRAYS = (
@@ -68,6 +70,21 @@ class Tree:
         found = [path for path in (*self.others, *self.rest) if PurePosixPath(path).suffix.lower() in suffixes]
         return sorted(found, key=lambda path: (path.count("/"), path))
 
+    def read(self, path: str, most: int = MAX_FILE_BYTES) -> bytes:
+        """Return the first bytes of a file; empty if it cannot be read."""
+        try:
+            with open_regular(self.root / path) as file:
+                return file.read(most)
+        except (OSError, DataError):
+            return b""
+
+    def read_json(self, path: str) -> Any:
+        """Return the content of a JSON file; None if it cannot be read or is none."""
+        try:
+            return json.loads(self.read(path))
+        except (ValueError, RecursionError):
+            return None
+
 
 def survey_tree(root: Path) -> Tree:
     """Return the files below a folder; hidden ones are left out, links to folders are followed once.
@@ -84,17 +101,12 @@ def survey_tree(root: Path) -> Tree:
     others: list[str] = []
     rest: list[str] = []
     leads_outside = False
-    seen: set[str] = set()
-    for place, folders, names in os.walk(root, followlinks=True):
-        real = os.path.realpath(place)
-        if real in seen:
-            folders.clear()
-            continue
-        seen.add(real)
-        leads_outside |= not guard.holds(place)
-        folders[:] = sorted(name for name in folders if name[0] != "." and name != "__MACOSX")
+    for place, names in walk_once(root):
         below = os.path.relpath(place, root)
-        for name in sorted(names):
+        if "__MACOSX" in below.split("/"):
+            continue
+        leads_outside |= not guard.holds(place)
+        for name in names:
             suffix = os.path.splitext(name)[1].lower()
             if name[0] == ".":
                 continue

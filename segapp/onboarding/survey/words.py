@@ -111,6 +111,11 @@ def inner_role_word(stem: str) -> str:
     return next((token.word for token in found[1:-1] if token.word in roles and len(token.word) > 1), "")
 
 
+def without_zeros(text: str) -> str:
+    """Return a number without zeros in front; empty for other texts."""
+    return str(int(text)) if text.isascii() and text.isdigit() else ""
+
+
 @lru_cache(maxsize=4096)
 def split_in(name: str) -> tuple[str, str] | None:
     """Return the split that a folder's name says, and the name with `{split}` in its place; None without one.
