@@ -44,11 +44,11 @@ from segapp.run.folder import RunFolder, find_run, is_sweep
 from segapp.run.words import dots, learning_rate, printable
 from segapp.tui import keys, layout, themes
 from segapp.tui.dialogs import EventScreen, HelpScreen, SettingScreen, StopChoice, StopScreen, TrainerLogScreen
+from segapp.tui.glyphs import ASCII, UNICODE
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import AUTO, X_AXES, ChartOptions, LossChart, Other, Viewport
 from segapp.tui.panes.classes import SORTS, classes_title
 from segapp.tui.panes.devices import Draft, begin_draft, edit_draft, gpu0_content, gpu_content
-from segapp.tui.panes.glyphs import ASCII, UNICODE
 from segapp.tui.panes.pictures import PictureView
 from segapp.tui.runs_screen import RunsScreen
 from segapp.tui.settings import UiSettings, load_seen, load_settings, save_seen, save_settings, seen_path, settings_path

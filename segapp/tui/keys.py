@@ -8,7 +8,7 @@ from typing import NamedTuple
 from textual.binding import Binding
 from textual.content import Content
 
-from segapp.tui.panes.glyphs import Glyphs
+from segapp.tui.glyphs import Glyphs
 
 _SHOWN = {
     "question_mark": "?",

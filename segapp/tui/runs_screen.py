@@ -19,7 +19,7 @@ from segapp.run.words import age, number, plural, printable
 from segapp.scores import with_count
 from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
-from segapp.tui.panes.glyphs import Glyphs, spark
+from segapp.tui.glyphs import Glyphs, spark
 from segapp.tui.panes.header import STATE_STYLES, LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, drawable
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs

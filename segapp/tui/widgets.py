@@ -16,8 +16,8 @@ from textual.widget import Widget
 from textual.widgets import Input, OptionList
 
 from segapp.run.events import RunStart, Val
+from segapp.tui.glyphs import Glyphs, ascii_text
 from segapp.tui.panes.classes import TableOptions, class_rows, classes_content
-from segapp.tui.panes.glyphs import Glyphs, ascii_text
 from segapp.view.evaluations import PastVal
 from segapp.view.view import View
 from segapp.view.wording import LogLine

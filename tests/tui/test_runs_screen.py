@@ -16,8 +16,8 @@ from segapp.run.folder import RunFolder
 from segapp.run.starting import announce, last_announced
 from segapp.run.state import run_state
 from segapp.tui.app import MonitorApp
+from segapp.tui.glyphs import UNICODE
 from segapp.tui.panes.chart import LossChart
-from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.runs_screen import RunColumns, run_header, run_row
 from segapp.view.runs import RunList, sorted_runs
 from segapp.view.source import LiveSource

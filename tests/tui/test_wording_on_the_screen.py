@@ -13,9 +13,9 @@ from textual.widgets._toast import Toast
 from segapp.run.events import DeviceMemory, EpochStart, EventReader, Heartbeat, Memory, Step
 from segapp.tui import keys
 from segapp.tui.app import MonitorApp
+from segapp.tui.glyphs import UNICODE
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import LossChart, Viewport
-from segapp.tui.panes.glyphs import UNICODE
 from segapp.tui.widgets import EventsPane
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View, fold_events

@@ -11,7 +11,7 @@ from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
 
-from segapp.tui.panes.glyphs import Glyphs
+from segapp.tui.glyphs import Glyphs
 from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 
 

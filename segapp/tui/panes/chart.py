@@ -17,8 +17,8 @@ from textual.strip import Strip
 from textual.widget import Widget
 
 from segapp.run.words import duration, number
+from segapp.tui.glyphs import UNICODE, Glyphs
 from segapp.tui.panes.canvas import Canvas
-from segapp.tui.panes.glyphs import UNICODE, Glyphs
 from segapp.view.history import SMOOTHINGS, LossHistory
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_title
 from segapp.view.plot import (

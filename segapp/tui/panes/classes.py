@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from textual.content import Content
 from textual.geometry import Size
 
-from segapp.tui.panes.glyphs import Glyphs, progress, spark, thinned
+from segapp.tui.glyphs import Glyphs, progress, spark, thinned
 from segapp.tui.panes.header import LinePart, fit_parts
 from segapp.view.evaluations import Floats
 from segapp.view.metrics import class_iou

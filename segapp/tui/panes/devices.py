@@ -15,7 +15,7 @@ from segapp.memory.judge import FULL_FRAC, TIGHT_FRAC, SplitJudge, SplitVerdict
 from segapp.memory.peaks import Peak
 from segapp.run.events import DeviceMemory
 from segapp.run.words import dots, duration, gib, memory_text, percent, printable, share_text
-from segapp.tui.panes.glyphs import Glyphs, progress
+from segapp.tui.glyphs import Glyphs, progress
 from segapp.tui.panes.header import LinePart, device_label, etas_s, fit_parts
 from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 from segapp.view.source import Status

@@ -13,7 +13,7 @@ from textual.content import Content
 
 from segapp.run.starting import last_announced
 from segapp.run.words import age, dots, duration, learning_rate, memory_text, number, percent, printable, share_text
-from segapp.tui.panes.glyphs import Glyphs, progress, spark
+from segapp.tui.glyphs import Glyphs, progress, spark
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
 from segapp.view.wording import best_miou, clip, miou

@@ -6,6 +6,7 @@ import pytest
 from textual.geometry import Size
 
 from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, RunStart, Step
+from segapp.tui.glyphs import ASCII
 from segapp.tui.panes.devices import (
     Draft,
     begin_draft,
@@ -15,7 +16,6 @@ from segapp.tui.panes.devices import (
     headroom_level,
     memory_graph,
 )
-from segapp.tui.panes.glyphs import ASCII
 from segapp.view.source import Status
 from segapp.view.view import View
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from segapp.run.events import Alert, Device, DeviceMemory, Gpu0Bsz, RunEnd, RunStart, Step, Val
+from segapp.tui.glyphs import ASCII
 from segapp.tui.panes import header
-from segapp.tui.panes.glyphs import ASCII
 from segapp.tui.panes.header import LinePlace
 from segapp.view.evaluations import Evaluations
 from segapp.view.source import Status
