@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from textual.theme import Theme
+from textual.theme import BUILTIN_THEMES, Theme
 
 from segapp.errors import ConfigError, accepted_words
 
@@ -60,8 +60,12 @@ HIGH_CONTRAST = Theme(
 )
 OWN = (DARK, LIGHT, HIGH_CONTRAST)
 
-NAMES = ("segapp-dark", "segapp-light", "ansi-dark", "ansi-light", "high-contrast")
-"""In the order of the theme key."""
+NAMES = tuple(
+    name
+    for name in (DARK.name, LIGHT.name, "ansi-dark", "ansi-light", HIGH_CONTRAST.name)
+    if name in BUILTIN_THEMES or not name.startswith("ansi-")
+)
+"""In the order of the theme key; Textual has the themes of the terminal's own colours from 8.2.5 on."""
 
 _SHORT = {"dark": "segapp-dark", "light": "segapp-light"}
 
