@@ -104,7 +104,7 @@ def train(
         if detach:
             sys.exit(wait_for_start(trainer))
         with _no_collection():
-            import segapp.tui.app  # noqa: F401
+            import segapp.tui.start  # noqa: F401
         sys.exit(show_training(trainer))
     from segapp.run.starting import announce, outlast_readers
 
@@ -163,7 +163,7 @@ def attach(
     """Show a run on the screen, past and live; leaving does not stop it."""
     with _no_collection():
         from segapp.commands.control import run_to_attach
-        from segapp.tui.app import run_ui
+        from segapp.tui.start import run_ui
 
     folder = run_to_attach(run)
     sys.exit(run_ui(folder.path, readonly=readonly, theme=theme, ascii_only=ascii_only))

@@ -240,7 +240,7 @@ def show_training(trainer: TrainerProcess) -> int:
     Raises:
         SegappError: The screen failed; the message says where the trainer goes on.
     """
-    from segapp.tui.app import run_ui
+    from segapp.tui.start import run_ui
 
     try:
         run_ui(trainer.folder, has_trainer_ended=lambda: trainer.exit_code is not None)

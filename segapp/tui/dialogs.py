@@ -13,6 +13,7 @@ from textual.content import Content
 from textual.screen import ModalScreen
 from textual.widgets import Input, Log, Static
 
+from segapp.run.commands import SetCommand
 from segapp.run.words import printable
 from segapp.tui.widgets import drawable
 from segapp.view.source import LogTail
@@ -21,14 +22,26 @@ from segapp.view.wording import Detail, details_text
 StopChoice = Literal["epoch", "now"]
 
 
-class HelpScreen(ModalScreen[None]):
-    """The help page."""
+class ScrolledDialog(ModalScreen[None]):
+    """A dialog whose text scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,question_mark,h,q,enter,space", "dismiss", "close"),
+        ("escape,q,enter,space", "dismiss", "close"),
         ("down,j", "scroll(1)", "down"),
         ("up,k", "scroll(-1)", "up"),
+        ("pagedown", "scroll(10)", "page down"),
+        ("pageup", "scroll(-10)", "page up"),
     ]
+
+    def action_scroll(self, by: int) -> None:
+        """Scroll the text."""
+        self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
+
+
+class HelpScreen(ScrolledDialog):
+    """The help page."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [("question_mark,h", "dismiss", "close")]
 
     def __init__(self, content: Content) -> None:
         super().__init__()
@@ -40,14 +53,6 @@ class HelpScreen(ModalScreen[None]):
             box.border_title = Content("Keys")
             box.border_subtitle = Content("esc closes")
             yield Static(self._content, classes="lines", markup=False)
-
-    def action_scroll(self, by: int) -> None:
-        """Scroll the page."""
-        self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
-
-    async def action_dismiss(self, result: None = None) -> None:
-        """Close the page."""
-        self.dismiss(None)
 
 
 class StopScreen(ModalScreen[StopChoice | None]):
@@ -83,17 +88,10 @@ class StopScreen(ModalScreen[StopChoice | None]):
         self.dismiss("epoch" if choice == "epoch" else "now" if choice == "now" else None)
 
 
-class EventScreen(ModalScreen[None]):
+class EventScreen(ScrolledDialog):
     """A whole event: every field in full, and the command that acts on it."""
 
-    BINDINGS: ClassVar[list[BindingType]] = [
-        ("escape,enter,q,d,space", "dismiss", "close"),
-        ("Y", "copy", "copy"),
-        ("down,j", "scroll(1)", "down"),
-        ("up,k", "scroll(-1)", "up"),
-        ("pagedown", "scroll(10)", "page down"),
-        ("pageup", "scroll(-10)", "page up"),
-    ]
+    BINDINGS: ClassVar[list[BindingType]] = [("d", "dismiss", "close"), ("Y", "copy", "copy")]
 
     def __init__(self, details: Sequence[Detail], title: str = "Event") -> None:
         super().__init__()
@@ -112,18 +110,10 @@ class EventScreen(ModalScreen[None]):
             ]
             yield Static(drawable(self, Content("\n").join(lines)), classes="wrapped", markup=False)
 
-    def action_scroll(self, by: int) -> None:
-        """Scroll the fields."""
-        self.query_one(VerticalScroll).scroll_relative(y=by, animate=False)
-
     def action_copy(self) -> None:
         """Copy the event to the clipboard (OSC 52: the terminal must allow it)."""
         self.app.copy_to_clipboard(details_text(self._details))
         self.app.notify("copied", markup=False, timeout=3)
-
-    async def action_dismiss(self, result: None = None) -> None:
-        """Close the event."""
-        self.dismiss(None)
 
 
 class TrainerLogScreen(ModalScreen[None]):
@@ -158,24 +148,20 @@ class TrainerLogScreen(ModalScreen[None]):
         self.app.copy_to_clipboard("\n".join(self.query_one(Log).lines))
         self.app.notify("copied", markup=False, timeout=3)
 
-    async def action_dismiss(self, result: None = None) -> None:
-        """Close the log."""
-        self.dismiss(None)
 
-
-class SettingScreen(ModalScreen[str | None]):
-    """Asks for the value of a setting, and checks it at every key; closes with the value, or None.
+class SettingScreen(ModalScreen[SetCommand | None]):
+    """Asks for the value of a setting, and checks it at every key; closes with the command, or None.
 
     Args:
         title: What is set, with its present value.
         hint: What can be typed.
-        check: Returns what is wrong with a text, or what it means; the first is True if it can be sent.
+        check: Returns the command of a text, None if it cannot be sent; and what it means, or what is wrong with it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "cancel", "cancel")]
     AUTO_FOCUS = "Input"
 
-    def __init__(self, title: str, hint: str, check: Callable[[str], tuple[bool, str]]) -> None:
+    def __init__(self, title: str, hint: str, check: Callable[[str], tuple[SetCommand | None, str]]) -> None:
         super().__init__()
         self._title, self._hint, self._check = title, hint, check
 
@@ -190,15 +176,16 @@ class SettingScreen(ModalScreen[str | None]):
     def on_input_changed(self, event: Input.Changed) -> None:
         """Show what is wrong with the text, or what it means."""
         event.stop()
-        is_good, text = self._check(event.value) if event.value else (True, self._hint)
-        style = "$text-success" if is_good and event.value else "$text-error" if not is_good else "$text-muted"
+        command, text = self._check(event.value) if event.value else (None, self._hint)
+        style = "$text-muted" if not event.value else "$text-error" if command is None else "$text-success"
         self.query_one("#verdict", Static).update(drawable(self, Content.styled(text, style)))
 
     def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Close with the value, if it is good."""
+        """Close with the command, if there is one."""
         event.stop()
-        if event.value and self._check(event.value)[0]:
-            self.dismiss(event.value)
+        command = self._check(event.value)[0] if event.value else None
+        if command is not None:
+            self.dismiss(command)
 
     def action_cancel(self) -> None:
         """Close without a value."""

@@ -30,8 +30,6 @@ class Glyphs:
     """Levels of a sparkline, lowest first."""
     diamond: str
     star: str
-    former: str
-    """Mark of an earlier best checkpoint."""
     bad: str
     v_mark: str
     v_cursor: str
@@ -39,7 +37,6 @@ class Glyphs:
     h_axis: str
     corner: str
     clipped: str
-    ellipsis: str
     degree: str
     dots_per_cell: tuple[int, int]
     """Rows and columns of dots per cell of the chart."""
@@ -63,7 +60,6 @@ UNICODE = Glyphs(
     spark="▁▂▃▄▅▆▇█",
     diamond="◆",
     star="★",
-    former="•",
     bad="×",
     v_mark="┊",
     v_cursor="│",
@@ -71,7 +67,6 @@ UNICODE = Glyphs(
     h_axis="─",
     corner="└",
     clipped="▲",
-    ellipsis="…",
     degree="°",
     dots_per_cell=(4, 2),
     dot_weights=_BRAILLE,
@@ -91,7 +86,6 @@ ASCII = Glyphs(
     spark="_.-=*#",
     diamond="V",
     star="B",
-    former="b",
     bad="x",
     v_mark=":",
     v_cursor="|",
@@ -99,7 +93,6 @@ ASCII = Glyphs(
     h_axis="-",
     corner="+",
     clipped="^",
-    ellipsis="~",
     degree="C",
     dots_per_cell=(2, 1),
     dot_weights=np.array([[1], [2]], dtype=np.uint16),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from textual.binding import Binding
 from textual.content import Content
 
 from segapp.tui.glyphs import Glyphs
+from segapp.tui.themes import NAMES as THEMES
+from segapp.view.metrics import CLASS, metric_names, metric_title
+from segapp.view.view import View
 
 _SHOWN = {
     "question_mark": "?",
@@ -167,6 +170,21 @@ def key_bar(keys: Sequence[Key], keymap: Mapping[str, str], labels: Mapping[str,
     """Return the key bar: as many keys as fit, in their order, and always the last one, which is help in the table."""
     shown = [key for key in keys if key.label]
     return bar([(shown_key(key, keymap), labels.get(key.action, key.label)) for key in shown], width)
+
+
+def palette(
+    keys: Sequence[Key], keymap: Mapping[str, str], view: View, *, is_ascii: bool
+) -> Iterator[tuple[str, str, str]]:
+    """Yield title, hint and action of the command palette's entries: keys, metrics and classes of the run, themes."""
+    for key in keys:
+        if key.is_bound:
+            name = shown_key(key, keymap, is_ascii=is_ascii)
+            title = f"{key.help} ({key.words})" if key.words else key.help
+            yield title, f"key {name}" + (f", ctl {key.ctl}" if key.ctl else ""), key.action
+    for metric in (*metric_names(view), *(CLASS + name for name in view.classes)):
+        yield f"chart: {metric_title(metric)}", "metric", f"show_metric({metric!r})"
+    for theme in THEMES:
+        yield f"theme {theme}", "colours", f"set_theme({theme!r})"
 
 
 def here(keys: Sequence[Key], pane: str) -> list[Key]:

@@ -1,4 +1,4 @@
-"""Selects the visible panes: a pure function of the screen size and the user's choices."""
+"""The panes: which are visible, a pure function of the screen size and the user's choices; their widgets and pages."""
 
 from __future__ import annotations
 
@@ -9,6 +9,22 @@ from segapp.tui.panes.header import MIN_HEIGHT, MIN_WIDTH
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
 """In the order of their keys 1 to 5."""
+
+PANE_OF = {"loss": "loss", "pictures": "pictures", "gpu": "gpu", "gpu0": "gpu", "classes": "classes",
+           "class-lines": "classes", "filter": "classes", "events": "events", "event-lines": "events",
+           "search": "events"}  # fmt: skip
+"""Id of a widget that can have the focus -> pane."""
+FOCUS_OF = {"classes": "class-lines", "events": "event-lines"}
+"""Pane -> id of the part of it that takes the focus, if it is not the pane itself."""
+TOPIC_OF = {
+    "loss": "screen#the-chart",
+    "pictures": "screen#the-sample-pictures",
+    "gpu": "screen#the-devices",
+    "classes": "screen#the-classes",
+    "events": "screen#the-events",
+    "runs": "screen#the-list-of-runs",
+}
+"""Pane, or the list of runs -> page of the documentation, with the heading about it."""
 
 _LEFT = frozenset({"loss", "pictures", "events"})
 

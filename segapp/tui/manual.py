@@ -132,10 +132,6 @@ class DocsScreen(ModalScreen[None]):
         viewer = self.query_one(PageViewer)
         viewer.scroll_relative(y=by * (viewer.size.height - 2), animate=False)
 
-    async def action_dismiss(self, result: None = None) -> None:
-        """Close the page."""
-        self.dismiss(None)
-
 
 class DocsApp(App[None]):
     """A screen with one page."""

@@ -21,7 +21,8 @@ from segapp.tui import keys
 from segapp.tui.dialogs import EventScreen
 from segapp.tui.glyphs import Glyphs, spark
 from segapp.tui.panes.header import STATE_STYLES, LinePart, fit_parts
-from segapp.tui.widgets import LiteralText, drawable
+from segapp.tui.settings import next_choice
+from segapp.tui.widgets import LiteralText, SearchLine, drawable
 from segapp.view.runs import SORTS, FollowedRun, RunList, sorted_runs
 from segapp.view.wording import Detail, clip, fit_cells
 
@@ -50,12 +51,12 @@ class RunsScreen(Screen[RunFolder | None]):
         """Paths of the runs whose curves are drawn; changed in place."""
         self._glyphs = glyphs
         self._shown: list[FollowedRun] = []
-        self._sort, self._wanted = SORTS[0], ""
+        self._sort = SORTS[0]
 
     def compose(self) -> ComposeResult:
         """Yield the title, the search line, the list, and the keys."""
         yield LiteralText(id="runs-title", classes="lines")
-        yield Input(placeholder="part of a run's or sweep's name", id="run-filter", compact=True, select_on_focus=False)
+        yield SearchLine("part of a run's or sweep's name", id="run-filter", lines="run-lines")
         yield LiteralText(id="runs-header", classes="lines")
         yield OptionList(id="run-lines", compact=True)
         yield LiteralText(id="runs-keys", classes="lines")
@@ -75,7 +76,8 @@ class RunsScreen(Screen[RunFolder | None]):
         self._show()
 
     def _show(self) -> None:
-        shown = sorted_runs(self.runs.runs, self._sort, self._wanted)
+        wanted = self.query_one(SearchLine).text
+        shown = sorted_runs(self.runs.runs, self._sort, wanted)
         listed = self.query_one("#run-lines", OptionList)
         width = max(20, self.size.width - 3)
         columns = RunColumns.of(self.runs.runs)
@@ -99,7 +101,7 @@ class RunsScreen(Screen[RunFolder | None]):
         of_sweeps = f", {plural(sweeps, 'sweep')}" if sweeps else ""
         where = printable(_shown_path(self.runs.root))
         count = f"{plural(len(self.runs.runs), 'run')} in {where}{of_sweeps}, {live} training"
-        found = f"  /{self._wanted}: {len(shown)}" if self._wanted else ""
+        found = f"  /{wanted}: {len(shown)}" if wanted else ""
         title = Content.assemble(
             ("segapp  ", "$text-muted"), (count, "bold"), (f"{found}  by {self._sort}", "$text-muted")
         )
@@ -122,12 +124,7 @@ class RunsScreen(Screen[RunFolder | None]):
 
     def action_back(self) -> None:
         """Close the search, else go back to the run that was shown."""
-        field = self.query_one("#run-filter", Input)
-        if field.has_class("-open") or self._wanted:
-            field.value = ""
-            field.remove_class("-open")
-            self.query_one("#run-lines", OptionList).focus()
-        else:
+        if not self.query_one(SearchLine).close():
             self.dismiss(None)
 
     def action_mark(self) -> None:
@@ -138,26 +135,17 @@ class RunsScreen(Screen[RunFolder | None]):
 
     def action_sort(self) -> None:
         """Select the next order."""
-        self._sort = SORTS[(SORTS.index(self._sort) + 1) % len(SORTS)]
+        self._sort = next_choice(SORTS, self._sort)
         self._show()
 
     def action_find(self) -> None:
         """Open the search line."""
-        field = self.query_one("#run-filter", Input)
-        field.add_class("-open")
-        field.focus()
+        self.query_one(SearchLine).open()
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Apply the text on each keystroke."""
         event.stop()
-        self._wanted = printable(event.value)
         self._show()
-
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Keep the text and focus the list."""
-        event.stop()
-        event.input.remove_class("-open")
-        self.query_one("#run-lines", OptionList).focus()
 
     def action_differences(self) -> None:
         """Show the config keys in which the two marked runs differ."""

@@ -8,22 +8,31 @@ import os
 import tomllib
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from segapp.run.files import write_atomic
 from segapp.tui.panes.chart import AUTO, X_AXES
 from segapp.tui.panes.classes import SORTS
 from segapp.view.history import SMOOTHINGS
 
+Choice = TypeVar("Choice")
+
 NOTIFICATIONS = ("off", "bell", "osc9", "osc777")
 
+SMOOTHING_CYCLE = (AUTO, *reversed(SMOOTHINGS), 0.0)
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "smoothing": (AUTO, 0.0, *SMOOTHINGS),
+    "smoothing": SMOOTHING_CYCLE,
     "is_log": (False, True),
     "notify": NOTIFICATIONS,
     "x_axis": X_AXES,
     "sort": SORTS,
 }
+
+
+def next_choice(choices: tuple[Choice, ...], current: Choice) -> Choice:
+    """Return the choice after the current one; the first after the last."""
+    index = choices.index(current) if current in choices else -1
+    return choices[(index + 1) % len(choices)]
 
 
 @dataclass

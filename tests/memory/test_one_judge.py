@@ -26,8 +26,8 @@ from segapp.run.folder import RunFolder
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController, TrainingPosition
 from segapp.training.control.inbox import Inbox
-from segapp.tui.panes.devices import Draft, edit_draft, gpu0_content
 from segapp.tui.glyphs import ASCII
+from segapp.tui.panes.gpu0 import Draft, edit_draft, gpu0_content
 from segapp.view.source import Status
 from segapp.view.view import View, fold_events
 

@@ -35,7 +35,7 @@ def toasts(app: MonitorApp) -> list[str]:
 
 async def settle(app: MonitorApp, pilot: Pilot[None]) -> None:
     """Read all events, and draw them."""
-    while app.source.poll():
+    while app.shown.source.poll():
         pass
     app.tick()
     await pilot.pause()

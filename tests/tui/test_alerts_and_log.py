@@ -14,7 +14,6 @@ from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu
 from segapp.tui.app import MonitorApp, UserFiles
 from segapp.tui.settings import load_seen, save_seen
 from segapp.tui.terminal import Announcer, terminal_title
-from segapp.tui.widgets import EventsPane
 from segapp.view.source import LiveSource, LogTail
 from segapp.view.view import NUM_WHOLE_EVENTS, View, fold_events
 from tests.support.recorded_runs import RecordedRun
@@ -170,12 +169,12 @@ def test_log_is_searched_and_filtered_by_kind(fresh: RecordedRun) -> None:
     fresh.alert("hang", "no progress")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        pane = app.query_one(EventsPane)
+        lines = app.query_one("#event-lines", OptionList)
         await press(app, pilot, "4", "slash", *"MIOU", "enter")
-        assert pane.num_shown == 1
+        assert lines.option_count == 1
         assert "/MIOU 1 of" in screen_text(app)
         await press(app, pilot, "escape", "k")
-        assert pane.num_shown == 1
+        assert lines.option_count == 1
         assert "no progress" in screen_text(app).split("4 Events")[1]
         await press(app, pilot, "enter")
         assert "line " in screen_text(app)

@@ -124,7 +124,7 @@ def test_cursor_reads_the_event_nearest_by(run: RecordedRun) -> None:
 def test_palette_offers_every_metric_and_class(run: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         commands = {command.title: command.callback for command in app.get_system_commands(app.screen)}
-        commands["chart: IoU pole"]()
+        await commands["chart: IoU pole"]()
         assert app.query_one(LossChart).options.metric == "IoU pole"
         assert {"chart: mIoU", "chart: learning rate", "chart: pixel accuracy"} <= commands.keys()
 

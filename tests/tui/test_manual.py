@@ -9,14 +9,15 @@ import pytest
 from textual.widgets import Markdown
 
 from segapp.docs.pages import find_page, pages
-from segapp.tui.app import _RUNS_TOPIC, _TOPIC_OF, MonitorApp
+from segapp.tui.app import MonitorApp
+from segapp.tui.layout import TOPIC_OF
 from segapp.tui.manual import DocsApp, DocsScreen, PageViewer
 from tests.support.recorded_runs import RecordedRun
 from tests.support.screens import settle, source_of
 
 
 def test_topics_of_all_panes_exist() -> None:
-    for topic in [*_TOPIC_OF.values(), _RUNS_TOPIC]:
+    for topic in TOPIC_OF.values():
         page, anchor = find_page(topic)
         assert page.topic == "screen"
         assert anchor

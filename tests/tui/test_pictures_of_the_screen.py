@@ -288,6 +288,5 @@ def test_screen_equals_its_stored_snapshot(case: Case, tmp_path: Path, monkeypat
 def test_first_second_equals_its_stored_snapshot(tmp_path: Path) -> None:
     folder = RunFolder.create(path=tmp_path / "runs" / "camvid-042")
     folder.log.write_text("starting: importing torch\nstarting: reading 2,975 files\n")
-    app = MonitorApp(LiveSource(folder))
-    app.has_trainer_ended = lambda: False
+    app = MonitorApp(LiveSource(folder), has_trainer_ended=lambda: False)
     stored("first_second-120x36", shoot(app, (120, 36), (), Clock(1_760_000_000.0)))

@@ -141,15 +141,15 @@ def test_list_opens_runs_and_goes_back(runs: list[RecordedRun]) -> None:
         for wanted in ("gamma", "5/8", "alpha", "finished", "beta", "failed"):
             assert wanted in text, wanted
         await press(app, pilot, "down", "down", "enter")
-        assert app.run_name == "alpha"
+        assert app.shown.name == "alpha"
         assert "FINISHED" in screen_text(app)
         assert "alpha" in screen_text(app).splitlines()[0]
         await press(app, pilot, "R", "slash", *"bet", "enter")
         assert "gamma" not in screen_text(app)
         await press(app, pilot, "enter")
-        assert app.run_name == "beta"
+        assert app.shown.name == "beta"
         await press(app, pilot, "R", "escape")
-        assert app.run_name == "beta"
+        assert app.shown.name == "beta"
         assert len(app.screen_stack) == 1
 
     run_screen(LiveSource(runs[2].folder), act)
@@ -187,8 +187,6 @@ def test_start_is_shown_before_the_run_has_any_file(tmp_path: Path, capsys: pyte
     assert last_announced([line.strip(), "another line"]) == "building the model"
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        app.has_trainer_ended = lambda: False
-        await settle(app, pilot)
         text = screen_text(app)
         assert "starting: the trainer's process" in text
         assert "CRASHED" not in text
@@ -198,19 +196,20 @@ def test_start_is_shown_before_the_run_has_any_file(tmp_path: Path, capsys: pyte
         assert "starting: building the model" in text
         assert "weights: 182 of 182 tensors" in text
 
-    run_screen(LiveSource(folder), act)
+    run_screen(LiveSource(folder), act, has_trainer_ended=lambda: False)
 
 
 def test_screen_closes_if_the_trainer_ends_before_it_trains(tmp_path: Path) -> None:
-    folder = RunFolder.create(path=tmp_path / "run")
+    folder, codes = RunFolder.create(path=tmp_path / "run"), list[int]()
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        app.has_trainer_ended = lambda: True
+        assert not app._exit
+        codes.append(1)
         app.tick()
         await pilot.pause()
         assert app._exit
 
-    run_screen(LiveSource(folder), act)
+    run_screen(LiveSource(folder), act, has_trainer_ended=lambda: bool(codes))
 
 
 def test_panes_replace_the_start_at_the_first_step(tmp_path: Path) -> None:

@@ -282,8 +282,8 @@ def test_crash_is_shown_with_the_next_move(tmp_path: Path) -> None:
 def test_removed_folder_is_reported_and_the_view_kept(fresh: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         shutil.rmtree(fresh.folder.path)
-        assert isinstance(app.source, LiveSource)
-        app.source._found = None
+        assert isinstance(app.shown.source, LiveSource)
+        app.shown.source._found = None
         await settle(app, pilot)
         text = screen_text(app)
         assert "GONE" in text

@@ -16,7 +16,7 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.glyphs import UNICODE
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import LossChart, Viewport
-from segapp.tui.widgets import EventsPane
+from segapp.tui.panes.events import EventsPane
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View, fold_events
 from tests.support.recorded_runs import RecordedRun
@@ -205,7 +205,7 @@ def test_list_of_runs_shows_and_finds_sweeps(tmp_path: Path) -> None:
         assert "alone" not in screen_text(app).split("RUN")[1]
         assert "lr=0.2" in screen_text(app)
         await press(app, pilot, "enter")
-        assert app.run_name.startswith("lr-sweep/lr=0.")
+        assert app.shown.name.startswith("lr-sweep/lr=0.")
         await press(app, pilot, "R")  # from a run of the sweep the list is that of all runs
         assert "alone" in screen_text(app)
 

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from rich.cells import cell_len
+from textual.app import ComposeResult
+from textual.binding import BindingType
+from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
+from textual.message import Message
 
+from segapp.run.events import RunStart, Val
 from segapp.tui.glyphs import Glyphs, progress, spark, thinned
 from segapp.tui.panes.header import LinePart, fit_parts
-from segapp.view.evaluations import Floats
+from segapp.tui.widgets import LiteralText, SearchLine
+from segapp.view.evaluations import Floats, PastVal
 from segapp.view.metrics import class_iou
 from segapp.view.view import View
 from segapp.view.wording import best_miou, fit_cells, miou
@@ -184,3 +190,93 @@ def classes_title(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs
         )
     )
     return fit_parts(parts, width)
+
+
+class _Rows(VerticalScroll, can_focus=True, inherit_bindings=False):
+    """Scrolls with the cursor of its pane, which handles the keys."""
+
+
+class _Shown(NamedTuple):
+    """What a table of classes was made of."""
+
+    view: View | None
+    start: RunStart | None
+    val: Val | PastVal | None
+
+
+class ClassesPane(Vertical):
+    """The class table with a cursor, and a search line."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("down,j", "move(1)", "down"),
+        ("up", "move(-1)", "up"),
+        ("pagedown", "move(10)", "page down"),
+        ("pageup", "move(-10)", "page up"),
+        ("enter", "choose", "chart of the class"),
+    ]
+
+    class Moved(Message):
+        """The cursor has moved."""
+
+    class Chosen(Message):
+        """A class was chosen.
+
+        Attributes:
+            name: Of the class.
+        """
+
+        def __init__(self, name: str) -> None:
+            super().__init__()
+            self.name = name
+
+    def __init__(self) -> None:
+        super().__init__(id="classes", classes="pane")
+        self.names: list[str] = []
+        """Of the rows, in order."""
+        self.cursor: int | None = None
+        """Index of the selected row; None before the first key."""
+        self.search = SearchLine("part of a class name", id="filter", lines="class-lines")
+        self._shown = _Shown(None, None, None)
+        self._options: tuple[TableOptions, Size] | None = None
+        self._lines = LiteralText(classes="lines")
+        self._box = _Rows(self._lines, id="class-lines")
+
+    def compose(self) -> ComposeResult:
+        """Yield the search line and the table."""
+        yield self.search
+        yield self._box
+
+    def show(self, view: View, sort: str, glyphs: Glyphs) -> None:
+        """Show the table of a view, made anew if its evaluations, the options or the size have changed.
+
+        Args:
+            view: The run.
+            sort: One of `SORTS`.
+            glyphs: Characters to draw with.
+        """
+        wanted = self.search.text
+        size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
+        shown = _Shown(view, view.start, view.vals[-1] if view.vals else None)
+        options = TableOptions(sort, wanted, self.cursor)
+        if self._options == (options, size) and all(a is b for a, b in zip(self._shown, shown, strict=True)):
+            return
+        self._shown, self._options = shown, (options, size)
+        self._lines.show(classes_content(view, options, size, glyphs))
+        self.names = [row.name for row in class_rows(view, sort, wanted)]
+
+    def action_move(self, by: int) -> None:
+        """Move the cursor by rows, and keep it in view."""
+        if not self.names:
+            return
+        self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
+        self.post_message(self.Moved())
+        height = max(1, self._box.size.height)
+        if self._lines.size.height > height:  # one column
+            top = self._box.scroll_y
+            at = self.cursor + 1
+            self._box.scroll_to(y=min(max(top, at - height + 1), at), animate=False)
+
+    def action_choose(self) -> None:
+        """Choose the class under the cursor."""
+        if self.cursor is not None and self.cursor < len(self.names):
+            self.post_message(self.Chosen(self.names[self.cursor]))

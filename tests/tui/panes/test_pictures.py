@@ -54,7 +54,7 @@ def test_pictures_are_labelled_with_their_classes(run: RecordedRun, size: tuple[
         text = screen_text(app)
         pane = text[text.index("5 Pictures") :]
         assert all(label in pane for label in ("image", "target", "prediction"))
-        legend = {name for name in app.source.view.classes if f"██ {name}" in pane}
+        legend = {name for name in app.shown.source.view.classes if f"██ {name}" in pane}
         assert legend == {"sky", "building", "road", "tree", "car", "pavement"}
         assert text.count("▀") >= 0.3 * size[0] * size[1], "the pictures use the pane"
 

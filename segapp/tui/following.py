@@ -1,0 +1,126 @@
+"""The run on the screen: its events, the alerts that the user has seen, its log and plan; the runs drawn beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+
+from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
+from segapp.run.events import Alert, Event, Oom
+from segapp.run.folder import RunFolder
+from segapp.run.words import printable
+from segapp.tui.panes.chart import Other
+from segapp.tui.panes.header import unseen_alerts
+from segapp.tui.settings import load_seen, save_seen
+from segapp.view.history import LossHistory
+from segapp.view.metrics import step_field
+from segapp.view.source import LiveSource, LogTail, Status
+from segapp.view.view import Raised, View
+
+
+class ShownRun:
+    """The run on the screen.
+
+    Args:
+        source: Of its events.
+        seen_file: File of the alerts that were seen; None: they are not kept.
+        has_trainer_ended: For a trainer that is starting; see `run_ui`.
+    """
+
+    def __init__(
+        self, source: LiveSource, seen_file: Path | None = None, has_trainer_ended: Callable[[], bool] | None = None
+    ) -> None:
+        self.source = source
+        self.name = printable(source.folder.name)
+        info = source.folder.read_info()
+        self._id = info.id if info is not None else str(source.folder.path)
+        self._seen_file = seen_file
+        self._seen_s = load_seen(seen_file, self._id)
+        self._trainer_ended = has_trainer_ended
+        self._log_tail, self._log_lines = LogTail(source.folder.log), list[str]()
+
+    @property
+    def view(self) -> View:
+        """The folded events."""
+        return self.source.view
+
+    @property
+    def is_starting(self) -> bool:
+        """True for a trainer started with this screen, until it trains."""
+        return self._trainer_ended is not None and self.view.start is None
+
+    def has_trainer_ended(self) -> bool:
+        """Return True if the trainer started with this screen has ended before it has trained."""
+        return self.is_starting and self._trainer_ended is not None and self._trainer_ended()
+
+    def status(self) -> Status:
+        """Return the status; a trainer that has just been started is not taken for a crashed one."""
+        status = self.source.status()
+        return replace(status, state="busy") if self.is_starting and status.state == "crashed" else status
+
+    def log_lines(self) -> list[str]:
+        """Return the last lines of the log."""
+        self._log_lines = [*self._log_lines, *self._log_tail.read()][-200:]
+        return self._log_lines
+
+    @cached_property
+    def _plan(self) -> SavedMemoryPlan | None:
+        return read_saved_plan(self.source.folder.saved_plan)
+
+    def predicted_mib(self) -> tuple[float | None, ...]:
+        """Return the peaks that the run's plan predicted for the present split; empty without a plan."""
+        return self._plan.predicted_mib(self.view.split) if self._plan is not None else ()
+
+    def unseen(self) -> list[Raised]:
+        """Return the alerts that the user has not seen, the newest last."""
+        return unseen_alerts(self.view, self._seen_s)
+
+    def acknowledge(self) -> bool:
+        """Count the newest unseen alert as seen; return False if there is none."""
+        unseen = self.unseen()
+        if unseen:
+            last = unseen[-1].last
+            self._seen_s[last.kind] = last.t
+            save_seen(self._seen_file, self._id, self._seen_s)
+        return bool(unseen)
+
+    def notable_event(self) -> Event | None:
+        """Return the alert of the banner, else the end of the run, else the newest event of the log."""
+        unseen = self.unseen()
+        logged = [line.event for line in self.view.log if line.event is not None]
+        if unseen:
+            return _richest(unseen[-1].last, logged)
+        return self.view.end or (logged[-1] if logged else None)
+
+
+def _richest(alert: Alert, logged: Sequence[Event]) -> Event:
+    """Return the report of an out-of-memory error in place of its alert: it has the advice."""
+    reports = [event for event in logged if isinstance(event, Oom) and abs(event.t - alert.t) < 60]
+    return reports[-1] if alert.kind == "oom" and reports else alert
+
+
+class MarkedRuns:
+    """The runs that the user has marked: the chart draws their curves beside the run on the screen."""
+
+    def __init__(self) -> None:
+        self.paths: set[Path] = set()
+        self._sources: dict[Path, LiveSource] = {}
+
+    def curves(self, metric: str, shown: LiveSource) -> list[Other]:
+        """Return the marked runs other than the one on the screen; each call reads a slice of their events."""
+        paths = sorted(self.paths - {shown.folder.path})
+        self._sources = {path: self._sources.get(path) or LiveSource(RunFolder(path)) for path in paths}
+        for source in self._sources.values():
+            source.poll()
+        return [
+            Other(printable(path.name), source.view, series_of_metric(source, metric))
+            for path, source in self._sources.items()
+        ]
+
+
+def series_of_metric(source: LiveSource, metric: str) -> LossHistory | None:
+    """Return the values of a metric of the steps; None for the loss, which the view holds, and for evaluations."""
+    field = step_field(metric)
+    return None if field is None else source.series(field)

@@ -1,0 +1,124 @@
+"""The events pane: the log of the run, filtered by kind and text."""
+
+from __future__ import annotations
+
+import time
+
+from textual import events
+from textual.app import ComposeResult
+from textual.containers import Vertical
+from textual.content import Content
+from textual.widgets import OptionList
+
+from segapp.tui.widgets import SearchLine, drawable
+from segapp.view.view import View
+from segapp.view.wording import LogLine
+
+KIND_STYLES = {
+    "val": "$text-success",
+    "best": "$text-success bold",
+    "saved": "$text-primary",
+    "ctl": "$text-accent",
+    "gpu0": "$text-accent bold",
+    "alert": "$text-error bold",
+    "oom": "$text-error bold",
+    "end": "$text-warning bold",
+    "start": "$text-warning",
+}
+GROUPS: dict[str, frozenset[str]] = {
+    "all": frozenset(),
+    "alerts": frozenset({"alert", "oom", "end"}),
+    "commands": frozenset({"ctl", "gpu0"}),
+    "evaluations": frozenset({"val", "best"}),
+    "checkpoints": frozenset({"saved", "best"}),
+    "starts": frozenset({"start", "load", "end"}),
+}
+"""Name of a filter -> kinds of lines that it shows; empty: every kind."""
+
+
+class EventsPane(Vertical):
+    """The log of events, latest last, with an input line for a search."""
+
+    def __init__(self) -> None:
+        super().__init__(id="events", classes="pane")
+        self.group = "all"
+        """One of `GROUPS`."""
+        self.search = SearchLine("text in an event", id="search", lines="event-lines")
+        self._list = _EventList(id="event-lines", compact=True)
+        self._lines: list[LogLine] = []
+        self._filter: tuple[object, ...] = ()
+
+    def compose(self) -> ComposeResult:
+        """Yield the search line and the list."""
+        yield self.search
+        yield self._list
+
+    def show(self, view: View) -> Content:
+        """Show the lines of a view that belong to the group and contain the text of the search; return the title."""
+        kinds, wanted = GROUPS[self.group], self.search.text
+        text = wanted.casefold()
+        lines = [line for line in view.log if (not kinds or line.kind in kinds) and text in line.text.casefold()]
+        chosen, num_before = (self.group, wanted), len(self._lines)
+        is_longer = len(lines) >= num_before and all(
+            lines[i][:3] == self._lines[i][:3] for i in (0, num_before - 1) if num_before
+        )
+        if self._filter == chosen and is_longer:
+            new, kept = lines[num_before:], None
+        else:
+            new, kept = lines, self.selected
+            self._list.clear_options()
+            self._list.is_following |= self._filter != chosen
+        self._filter, self._lines = chosen, lines
+        if new:
+            self._list.add_options([drawable(self, log_content(line)) for line in new])
+            self._list.show_newest_or(next((i for i, line in enumerate(lines) if kept and line[:3] == kept[:3]), None))
+        shown = self.group if self.group != "all" else ""
+        if wanted:
+            shown += f" /{wanted} {len(lines)} of {len(view.log)}"
+        return Content.assemble(("4 Events ", "bold"), (shown, "$text-warning"))
+
+    @property
+    def selected(self) -> LogLine | None:
+        """The line under the cursor; None if there is no line."""
+        at = self._list.highlighted
+        return self._lines[at] if at is not None and at < len(self._lines) else None
+
+
+class _EventList(OptionList):
+    """Keeps the newest line in view unless the cursor or the wheel has left it."""
+
+    is_following = True
+
+    def show_newest_or(self, at: int | None) -> None:
+        """Move to the newest line if the list is followed, else to the line given, if any."""
+        if self.is_following:
+            self.highlighted = self.option_count - 1
+        elif at is not None:
+            self.highlighted = at
+
+    def watch_highlighted(self, highlighted: int | None) -> None:
+        """Follow from now on if the user has moved the cursor to the newest line."""
+        super().watch_highlighted(highlighted)
+        if highlighted is not None:
+            self.is_following = highlighted == self.option_count - 1
+
+    def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
+        """Stop following: the user reads older lines."""
+        self.is_following = False
+
+    def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:
+        """Follow again at the end."""
+        self.is_following = self.max_scroll_y - self.scroll_y <= 3
+
+
+def log_content(line: LogLine, now_s: float | None = None) -> Content:
+    """Return a line of the log; with its date if older than a day."""
+    now_s = time.time() if now_s is None else now_s
+    form = "%H:%M:%S" if abs(now_s - line.t) < 86_400 else "%d %b %H:%M"
+    try:
+        clock = time.strftime(form, time.localtime(line.t))
+    except (OverflowError, ValueError, OSError):
+        clock = "--:--:--"
+    return Content.assemble(
+        (f"{clock} ", "$text-muted"), (f"{line.kind:<6}", KIND_STYLES.get(line.kind, "")), line.text
+    )
