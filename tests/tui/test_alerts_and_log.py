@@ -173,6 +173,8 @@ def test_log_is_searched_and_filtered_by_kind(fresh: RecordedRun) -> None:
         await press(app, pilot, "4", "slash", *"MIOU", "enter")
         assert lines.option_count == 1
         assert "/MIOU 1 of" in screen_text(app)
+        await press(app, pilot, "escape", "slash", *"val", "enter")  # the word in front of the line of an evaluation
+        assert "/val 1 of" in screen_text(app)
         await press(app, pilot, "escape", "k")
         assert lines.option_count == 1
         assert "no progress" in screen_text(app).split("4 Events")[1]

@@ -57,7 +57,11 @@ class EventsPane(Vertical):
         """Show the lines of a view that belong to the group and contain the text of the search; return the title."""
         kinds, wanted = GROUPS[self.group], self.search.text
         text = wanted.casefold()
-        lines = [line for line in view.log if (not kinds or line.kind in kinds) and text in line.text.casefold()]
+        lines = [
+            line
+            for line in view.log
+            if (not kinds or line.kind in kinds) and text in f"{line.kind} {line.text}".casefold()
+        ]
         chosen, num_before = (self.group, wanted), len(self._lines)
         is_longer = len(lines) >= num_before and all(
             lines[i][:3] == self._lines[i][:3] for i in (0, num_before - 1) if num_before
