@@ -26,7 +26,6 @@ from segapp.run.sweep import SweepFolder
 from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
 from segapp.training.telemetry.trackers import flat_settings
-from segapp.view.history import SMOOTHINGS
 from segapp.view.plot import Floats
 
 _NUM_POINTS = 1000
@@ -225,7 +224,4 @@ def _miou_points(report: RunReport) -> tuple[Floats, Floats]:
 
 def _loss_points(report: RunReport) -> tuple[Floats, Floats]:
     history = report.view.history
-    if not history.size:
-        return np.empty(0), np.empty(0)
-    factor = SMOOTHINGS[0] if history.num_steps < 200 else SMOOTHINGS[1]
-    return np.asarray(history.step, float), np.asarray(history.average(factor), float)
+    return history.step, history.average(history.usual_smoothing)

@@ -26,7 +26,8 @@ from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, SCORES
 from segapp.training.telemetry.console import progress_bar
 from segapp.view import wording
-from segapp.view.history import SMOOTHINGS, LossHistory
+from segapp.view.history import LossHistory
+from segapp.view.metrics import class_iou
 
 MAX_PICTURED_CLASSES = 60
 
@@ -98,7 +99,10 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "miou": _miou_chart(report),
         "lr": _small_chart("learning rate", report.series("lr"), "learning rate"),
         "rate": _small_chart("images/s", report.series("images_per_s"), "images a second"),
-        "terms": [(name, _term_chart(name, report.series(f"terms.{name}"))) for name in report.terms],
+        "terms": [
+            (name, _small_chart(name, report.series(f"terms.{name}"), name.replace("_", " "), bottom=None))
+            for name in report.terms
+        ],
         "classes": class_rows(report, evaluation),
         "evaluation": evaluation,
         "headlines": OTHER_HEADLINES,
@@ -117,9 +121,9 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
     curves, marks = [], []
     is_alone = len(reports) == 1
     for color, report in enumerate(reports):
-        history, vals = report.view.history, [val for val in report.view.vals if val.loss is not None]
+        history, vals = report.view.history, report.view.vals
         if history.size:
-            factor = SMOOTHINGS[0] if history.num_steps < 200 else SMOOTHINGS[1]
+            factor = history.usual_smoothing
             band = (np.array(history.low), np.array(history.high)) if is_alone else None
             smoothed = f"training loss (smoothed over about {round(1 / (1 - factor))} logged steps)"
             mean = f"mean of epoch {report.view.loss.epoch}: {wording.loss(report.view.loss.mean, 4)}"
@@ -128,7 +132,7 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
                 ChartCurve(label, history.step, history.average(factor), color % charts.NUM_COLORS, band=band)
             )
         if is_alone and vals:
-            curves.append(ChartCurve("validation loss", [v.step for v in vals], [v.loss or 0.0 for v in vals], 1, True))
+            curves.append(ChartCurve("validation loss", vals.values("step"), vals.values("loss"), 1, True))
         if is_alone:
             marks = [(mark.step, mark.text) for mark in report.view.marks if mark.kind != "best"]
             marks += [(mark.step, mark.text) for mark in report.view.marks if mark.kind == "best"][-1:]
@@ -143,8 +147,8 @@ def miou_curves(reports: Sequence[RunReport]) -> list[ChartCurve]:
     return [
         ChartCurve(
             report.name if len(reports) > 1 else "mIoU",
-            [val.step for val in report.view.vals],
-            [np.nan if val.miou is None else val.miou for val in report.view.vals],
+            report.view.vals.values("step"),
+            report.view.vals.values("miou"),
             color % charts.NUM_COLORS,
             True,
         )
@@ -157,22 +161,14 @@ def _miou_chart(report: RunReport) -> Markup:
     vals = report.view.vals
     curves = miou_curves([report])
     for color, score in enumerate(OTHER_HEADLINES, start=1):
-        values = [np.nan if (value := val.score(score.name)) is None else value for val in vals]
-        curves.append(ChartCurve(score.title, [val.step for val in vals], values, color % charts.NUM_COLORS, True))
+        values = vals.values(score.name)
+        curves.append(ChartCurve(score.title, vals.values("step"), values, color % charts.NUM_COLORS, True))
     return charts.line_chart(curves, Frame("step", "share", bottom=0.0, top=1.0, width_px=charts.HALF_PX))
 
 
-def _term_chart(name: str, series: LossHistory) -> Markup:
-    return charts.line_chart(
-        [ChartCurve(name, series.step, series.high, 3)], Frame("step", name.replace("_", " "), width_px=charts.HALF_PX)
-    )
-
-
-def _small_chart(label: str, series: LossHistory, y_label: str) -> Markup:
-    curve = ChartCurve(label, series.step, series.high, 3)
-    return charts.line_chart(
-        [curve] if series.size else [], Frame("step", y_label, bottom=0.0, width_px=charts.HALF_PX)
-    )
+def _small_chart(label: str, series: LossHistory, y_label: str, bottom: float | None = 0.0) -> Markup:
+    frame = Frame("step", y_label, bottom=bottom, width_px=charts.HALF_PX)
+    return charts.line_chart([ChartCurve(label, series.step, series.high, 3)], frame)
 
 
 def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[ReportedClass]:
@@ -180,22 +176,16 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
     view = report.view
     names = list(view.start.classes) if view.start else []
     newest = view.vals[-1] if view.vals else None
-    last = list(newest.iou) if newest else []
-    before = list(view.vals[-2].iou) if len(view.vals) > 1 else []
     rows = []
     for i, name in enumerate(names):
-        iou = last[i] if i < len(last) else None
-        earlier = before[i] if i < len(before) else None
+        iou = class_iou(newest, i)
+        earlier = class_iou(view.vals[-2], i) if len(view.vals) > 1 else None
         change = None if iou is None or earlier is None else iou - earlier
         recall, precision, frequency = _of_class(newest, "recall", i), _of_class(newest, "precision", i), None
         if evaluation is not None:
             scores = evaluation.scores
-            iou, recall, precision, frequency = (
-                scores.iou[i],
-                scores.recall[i],
-                scores.precision[i],
-                scores.frequency[i],
-            )
+            iou, recall, precision = scores.iou[i], scores.recall[i], scores.precision[i]
+            frequency = scores.frequency[i]
         dice = None if iou is None else 2 * iou / (1 + iou)
         rows.append(ReportedClass(name, iou, change, dice, recall, precision, frequency))
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
@@ -232,7 +222,7 @@ def _memory_rows(report: RunReport) -> list[dict[str, Any]]:
     start = report.view.start
     assert start is not None
     rows = []
-    for split, peaks in sorted(report.peaks_mib.items()):
+    for split, peaks in sorted(report.view.peaks_mib.items()):
         for i, peak in enumerate(peaks):
             device = start.devices[i] if i < len(start.devices) else None
             total = device.total_mib if device else None

@@ -12,6 +12,7 @@ from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
 from segapp.scores import SCORES, count_scored
 from segapp.view.history import LossHistory
+from segapp.view.metrics import class_iou
 from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
 
@@ -62,11 +63,6 @@ class RunReport:
         if self.view.first_start_s is None or self.view.last_s is None:
             return None
         return self.view.last_s - self.view.first_start_s
-
-    @property
-    def peaks_mib(self) -> dict[tuple[int, ...], list[float | None]]:
-        """Peak of each device by split."""
-        return self.view.peaks_mib
 
 
 def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
@@ -136,7 +132,7 @@ def run_row(report: RunReport) -> RunRow:
     view = report.view
     assert view.start is not None
     best = view.best
-    peaks = [peak for split in report.peaks_mib.values() for peak in split if peak is not None]
+    peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
     names = list(view.start.classes)
     return RunRow(
         name=report.name,
@@ -156,10 +152,5 @@ def run_row(report: RunReport) -> RunRow:
         duration_s=report.duration_s,
         num_params=view.start.num_params,
         peak_mib=max(peaks, default=None),
-        iou=dict(zip(names, map(_known, best.iou), strict=False)) if best else dict.fromkeys(names),
+        iou={name: class_iou(best, i) for i, name in enumerate(names)},
     )
-
-
-def _known(iou: float | None) -> float | None:
-    """Return an IoU, None for the nan of an old evaluation."""
-    return None if iou is None or iou != iou else iou

@@ -38,6 +38,11 @@ class LossHistory:
         self._columns = _lazy_zeros(6 + len(SMOOTHINGS), capacity)
 
     @property
+    def usual_smoothing(self) -> float:
+        """The one of `SMOOTHINGS` that suits the number of steps."""
+        return SMOOTHINGS[0] if self.num_steps < 200 else SMOOTHINGS[1] if self.num_steps < 4000 else SMOOTHINGS[2]
+
+    @property
     def step(self) -> Floats:
         """Step of each point; of merged ones the last."""
         return self._column(0)

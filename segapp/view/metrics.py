@@ -85,7 +85,7 @@ def _points(view: View, values: Floats) -> Floats:
     return np.stack([view.vals.values("step"), values], axis=1)[~np.isnan(values)]
 
 
-def class_iou(val: Val | PastVal, index: int) -> float | None:
-    """Return the IoU of a class at an evaluation; None if it was absent."""
-    value = val.iou[index] if 0 <= index < len(val.iou) else None
+def class_iou(val: Val | PastVal | None, index: int) -> float | None:
+    """Return the IoU of a class at an evaluation; None if it was absent, or there was no evaluation."""
+    value = val.iou[index] if val is not None and 0 <= index < len(val.iou) else None
     return None if value is None or value != value else value

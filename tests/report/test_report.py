@@ -212,7 +212,7 @@ def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> N
     assert "<title>" not in chart
     curves = miou_curves(reports)
     assert [(curve.label, curve.color, len(curve.y)) for curve in curves] == [("run", 0, 3), ("other", 1, 1)]
-    assert [curve.y for curve in curves] == [[val.miou for val in report.view.vals] for report in reports]
+    assert [list(curve.y) for curve in curves] == [[val.miou for val in report.view.vals] for report in reports]
     assert miou_curves(reports[:1])[0].label == "mIoU"
 
 

@@ -166,8 +166,7 @@ class LossChart(Widget, can_focus=True):
         if self.options.smoothing != AUTO:
             return self.options.smoothing
         history = self._curve.history
-        num_steps = history.num_steps if history is not None else 0
-        return SMOOTHINGS[0] if num_steps < 200 else SMOOTHINGS[1] if num_steps < 4000 else SMOOTHINGS[2]
+        return SMOOTHINGS[0] if history is None else history.usual_smoothing
 
     def show(self, view: View, series: LossHistory | None = None, others: Sequence[Other] = ()) -> None:
         """Show a view; redraws only if it has changed.

@@ -70,7 +70,7 @@ def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassR
     rows = []
     for i, name in enumerate(view.classes):
         iou = class_iou(view.vals[-1], i)
-        old = class_iou(before, i) if before is not None else None
+        old = class_iou(before, i)
         rows.append(ClassRow(i, name, iou, iou - old if iou is not None and old is not None else None))
     rows = [row for row in rows if wanted.casefold() in row.name.casefold()]
     return sorted(rows, key=lambda row: _sort_key(row, sort))
