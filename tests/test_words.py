@@ -12,7 +12,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from segapp.cli import app
-from segapp.commands.check_part import KINDS, check_part
+from segapp.commands.check_part import CHECKS, check_part
 from segapp.commands.export import _format
 from segapp.completion import SCRIPTS, completion_script
 from segapp.config import RunConfig
@@ -115,7 +115,7 @@ COMMAND_LINE: dict[str, tuple[Callable[[str], object], list[str]]] = {
     "export --format": (lambda word: _format(Path("x"), word), [*get_args(Format), "safetensors"]),
     "export --out": (lambda word: _format(Path(f"x.{word}"), None), [*get_args(Format), "safetensors"]),
     "predict --save": (lambda word: parse_saved([word]), list(SAVED)),
-    "check-part --as": (lambda word: check_part("a:b", word, None), list(KINDS)),
+    "check-part --as": (lambda word: check_part("a:b", word, None), list(CHECKS)),
     "completion SHELL": (completion_script, list(SCRIPTS)),
     "attach --theme": (find_theme, ["dark", "light", *NAMES]),
     "ctl COMMAND": (parse_command, list(COMMAND_NAMES)),

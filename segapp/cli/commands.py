@@ -279,41 +279,28 @@ def export(
 
 Root = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks or annotations.")]
 Out = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="FILE", help="The config; by default FOLDER's name with .yaml, in the current folder."
-    ),
+    Path | None, option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")
 ]
 Layout = Annotated[
-    str | None,
-    typer.Option("--layout", metavar="NAME", help="The layout to take, where several are possible: name or number."),
+    str | None, option("--layout", "The layout to take, where several are possible: name or number.", "NAME")
 ]
 ValShare = Annotated[
     float | None,
-    typer.Option(
-        "--val-share", metavar="SHARE", help="Share of the validation images, for data without splits; by default 0.2."
-    ),
+    option("--val-share", "Share of the validation images, for data without splits; by default 0.2.", "SHARE"),
 ]
 Group = Annotated[
     str | None,
-    typer.Option(
-        "--group", metavar="REGEX", help="Images with the same match in their path stay together; by default a scene."
-    ),
+    option("--group", "Images with the same match in their path stay together; by default a scene.", "REGEX"),
 ]
 Folds = Annotated[
-    int | None,
-    typer.Option("--folds", metavar="NUMBER", help="Write this many folds for cross-validation, each a config."),
+    int | None, option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")
 ]
 Blocks = Annotated[
     int | None,
-    typer.Option(
-        "--blocks", metavar="PX", help="Cut large images and masks into blocks of this side; a strip of each validates."
-    ),
+    option("--blocks", "Cut large images and masks into blocks of this side; a strip of each validates.", "PX"),
 ]
-Seed = Annotated[int, typer.Option("--seed", metavar="NUMBER", help="Of the division into splits or folds.")]
-Page = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write a page with pictures of each possible layout.")
-]
+Seed = Annotated[int, option("--seed", "Of the division into splits or folds.", "NUMBER")]
+Page = Annotated[Path | None, option("--html", "Write a page with pictures of each possible layout.")]
 CleanMasks = Annotated[
     bool,
     typer.Option(
@@ -322,23 +309,18 @@ CleanMasks = Annotated[
 ]
 Masks = Annotated[
     str | None,
-    typer.Option(
+    option(
         "--masks",
-        metavar="KIND",
-        help="What the values of the masks are: ids, instances (value // 1000 is the class), panoptic or object.",
+        "What the values of the masks are: ids, instances (value // 1000 is the class), panoptic or object.",
+        "KIND",
     ),
 ]
 Unlabelled = Annotated[
-    str | None,
-    typer.Option("--unlabelled", metavar="HOW", help="Pixels without a class name: ignore them, or make them a class."),
+    str | None, option("--unlabelled", "Pixels without a class name: ignore them, or make them a class.", "HOW")
 ]
 Palette = Annotated[
     str | None,
-    typer.Option(
-        "--palette",
-        metavar="NAME",
-        help="Published data set whose colours the masks have; none: no known one.",
-    ),
+    option("--palette", "Published data set whose colours the masks have; none: no known one.", "NAME"),
 ]
 Force = Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")]
 

@@ -6,11 +6,11 @@ import copy
 import io
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
 from segapp.build.pairs import build_pixels, build_scheme, own_data, split_names
 from segapp.commands.other_device import NotTriedError, follows
-from segapp.config import DataConfig, LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
+from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
 from segapp.config.parts import part_sections
 from segapp.custom import is_part
-from segapp.custom.contracts import DataSource, Schedule
+from segapp.custom.contracts import DataSource
 from segapp.custom.loading import shown_error
 from segapp.custom.trust import remember_parts
 from segapp.datasets.masks import train_ids
@@ -32,9 +32,6 @@ from segapp.losses import AdditiveCriterion, PlainCriterion, surrogate
 from segapp.models import SegmentationModel, build_model
 from segapp.models.inspection import probabilities_problem
 from segapp.run.words import printable
-
-if TYPE_CHECKING:
-    from segapp.datasets.augment import TrainTransform
 
 NUM_CLASSES, IGNORED = 3, 255
 """What parts are tried with where no config says it."""
@@ -72,8 +69,22 @@ def tried(what: str, check: Callable[[], str | None]) -> Check:
         return Check(what, f"fails with {shown_error(error)}: correct it")
 
 
-def checks_of_loss(criterion: AdditiveCriterion) -> Iterator[Check]:
-    """Yield the checks of the criterion that a loss has become."""
+T = TypeVar("T")
+
+
+def _made(make: Callable[[], T]) -> Generator[Check, None, T | None]:
+    """Yield the check that a part is made as a training makes it; return the part, or None."""
+    found: list[T] = []
+    yield tried("it is imported and made", lambda: found.append(make()))
+    return found[0] if found else None
+
+
+def checks_of_loss(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
+    """Yield the checks of the criterion that a loss becomes."""
+    term = LossTerm(name=name, options=dict(options))
+    criterion = yield from _made(lambda: own_criterion(term, NUM_CLASSES, IGNORED, None))
+    if criterion is None:
+        return
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(4, NUM_CLASSES, 8, 12, generator=generator, dtype=torch.float64)
     logits = wide.float()
@@ -187,34 +198,26 @@ def _gap_problem(criterion: AdditiveCriterion, gap: float, tolerance: float) -> 
     return f"off by {gap:.2g} of its size: return sums in statistics, and divide in finalize alone"
 
 
-def checks_of_model(
-    model: SegmentationModel, make: Callable[[], SegmentationModel], crop_px: tuple[int, int] | None
-) -> Iterator[Check]:
-    """Yield the checks of a network.
+def checks_of_model(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
+    """Yield the checks of a network."""
+    bands = config.data.bands if config is not None else None
 
-    Args:
-        model: the network.
-        make: makes it again, with other weights.
-        crop_px: height and width of the training crops, if they are known.
-    """
+    def make() -> SegmentationModel:
+        in_channels = 3 if bands is None else len(bands)
+        return build_model("python", name, NUM_CLASSES, in_channels=in_channels, options=options)
+
+    model = yield from _made(make)
+    if model is None:
+        return
     height, width = size_px = model.suitable_size(64, 96)
-    generator = torch.Generator().manual_seed(0)
-    images = torch.randn(4, model.in_channels, height, width, generator=generator)
-    yield tried(
-        "it takes images of other sizes", lambda: _size_problem(model, [size_px, *([crop_px] if crop_px else [])])
-    )
+    sizes_px = [size_px, *([config.data.crop_px] if config is not None and config.data.crop_px else [])]
+    images = torch.randn(4, model.in_channels, height, width, generator=torch.Generator().manual_seed(0))
+    yield tried("it takes images of other sizes", lambda: _size_problem(model, sizes_px))
 
     @torch.no_grad()
     def logits(network: nn.Module = model, of: Tensor = images) -> Tensor:
         found: Tensor = network.eval()(of)[0]
         return found
-
-    def gradients() -> str | None:
-        model.train().zero_grad()
-        total = torch.stack([head.square().mean() for head in model(images)]).sum()
-        total.backward()  # type: ignore[no-untyped-call]
-        wrong = [n for n, p in model.named_parameters() if p.grad is not None and not p.grad.isfinite().all()]
-        return f"that of {wrong[0]} is not finite: check its layer" if wrong else None
 
     def alone() -> str | None:
         apart = torch.cat([logits(of=images[i : i + 1]) for i in range(len(images))])
@@ -242,7 +245,6 @@ def checks_of_model(
     yield tried("it returns logits, not probabilities", unbounded)
     same = "draws numbers in evaluation: use torch's dropout, which train() and eval() switch"
     yield tried("evaluation repeats its result", lambda: None if torch.equal(logits(), logits()) else same)
-    yield tried("gradients are finite", gradients)
     yield tried("images do not depend on each other", alone)
     yield tried("its state can be saved and loaded", round_trip)
     yield tried("it can be copied and moved to another device", moved)
@@ -265,39 +267,30 @@ def _size_problem(model: SegmentationModel, sizes_px: list[tuple[int, int]]) -> 
     return None
 
 
-def data_section(name: str, options: Mapping[str, Any], config: RunConfig | None) -> DataConfig:
-    """Return the section of a config, with the part as its format.
-
-    Raises:
-        ConfigError: there is no config.
-    """
-    if config is None:
-        raise ConfigError("data needs the root and the classes of a config: add --config FILE")
-    return config.data.model_copy(update={"format": name, "options": dict(options)})
-
-
-def _sample(source: DataSource, index: int) -> tuple[Any, Any]:
-    image, mask = source.image_and_mask(index)
-    return image, mask
-
-
 def _same(one: Any, two: Any) -> bool:
     return all(np.array_equal(np.asarray(a), np.asarray(b)) for a, b in zip(one, two, strict=True))
 
 
-def checks_of_data(data: OwnData, section: DataConfig) -> Iterator[Check]:
-    """Yield the checks of the training split of a data set.
+def checks_of_data(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
+    """Yield the checks of the training split of a data set."""
 
-    Args:
-        data: the split.
-        section: names the part, the classes and the types.
-    """
+    def make() -> OwnData:
+        if config is None:
+            raise ConfigError("data needs the root and the classes of a config: add --config FILE")
+        return own_data(config.data.model_copy(update={"format": name, "options": dict(options)}), train)
+
+    train, val = split_names(config.data) if config is not None else ("", "")
+    data = yield from _made(make)
+    if data is None or config is None:
+        return
+    section = config.data.model_copy(update={"format": name, "options": dict(options)})
+    sample = data.source.image_and_mask
     indices = sorted({0, len(data) // 2, max(len(data) - 1, 0)})
     pixels, scheme = build_pixels(section), build_scheme(section)
 
     def typed() -> str | None:
         for index in indices:
-            image, mask = _sample(data.source, index)
+            image, mask = sample(index)
             problem = _type_problem(image, mask, np.dtype(pixels.numpy_dtype), pixels.num_bands)
             if problem:
                 return f"image_and_mask({index}) gives {problem}"
@@ -305,12 +298,12 @@ def checks_of_data(data: OwnData, section: DataConfig) -> Iterator[Check]:
 
     def known_ids() -> str | None:
         for index in indices:
-            train_ids(np.asarray(_sample(data.source, index)[1]), Path(f"image_and_mask({index})"), scheme)
+            train_ids(np.asarray(sample(index)[1]), Path(f"image_and_mask({index})"), scheme)
         return None
 
     def repeats(source: DataSource) -> str | None:
         for index in indices:
-            if not _same(_sample(data.source, index), _sample(source, index)):
+            if not _same(sample(index), source.image_and_mask(index)):
                 return (
                     f"image {index} differs from the first call: draw no random numbers here, because evaluations and "
                     "resumed runs would not repeat; data.augment does"
@@ -318,11 +311,9 @@ def checks_of_data(data: OwnData, section: DataConfig) -> Iterator[Check]:
         return None
 
     def another_split() -> str | None:
-        train, val = split_names(section)
         other = own_data(section, val)
-        ends = sorted({0, len(data) - 1})
         is_equal = len(other) == len(data) and all(
-            _same(_sample(data.source, i), _sample(other.source, i)) for i in ends
+            _same(sample(i), other.source.image_and_mask(i)) for i in {0, len(data) - 1}
         )
         if train == val or section.allow_overlap or not is_equal:
             return None
@@ -368,38 +359,38 @@ def _type_problem(image: Any, mask: Any, dtype: np.dtype[Any], num_bands: int) -
 _STEPS = 100
 
 
-def make_optimizer(name: str, options: Mapping[str, Any]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
-    """Return two parameters, and the optimizer over them."""
-    weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).reshape(2, 3)), nn.Parameter(torch.ones(3))]
-    groups = [{"params": [w], "lr_factor": 1.0, "weight_decay": 0.0} for w in weights]
-    return weights, own_optimizer(OptimConfig(name=name, lr=0.01, options=dict(options)), groups)
+def checks_of_optimizer(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
+    """Yield the checks of an optimizer over two parameters."""
 
+    def make() -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        weights = [nn.Parameter(torch.linspace(0.5, 1.5, 6).reshape(2, 3)), nn.Parameter(torch.ones(3))]
+        groups = [{"params": [w], "lr_factor": 1.0, "weight_decay": 0.0} for w in weights]
+        return weights, own_optimizer(OptimConfig(name=name, lr=0.01, options=dict(options)), groups)
 
-def checks_of_optimizer(
-    made: tuple[list[nn.Parameter], torch.optim.Optimizer], make: Callable[[], Any]
-) -> Iterator[Check]:
-    """Yield the checks of an optimizer, which `make` makes again."""
+    made = yield from _made(make)
+    if made is None:
+        return
 
-    def step(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> None:
+    def is_moved(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[bool]:
+        """Make a step, and return for each weight if it has changed to finite values."""
+        before = [weight.detach().clone() for weight in weights]
         for weight in weights:
             weight.grad = weight.detach().clone()
         optimizer.step()
+        return [not torch.equal(a, b) and bool(b.isfinite().all()) for a, b in zip(before, weights, strict=True)]
 
     def moves() -> str | None:
-        weights, optimizer = made
-        before = [weight.detach().clone() for weight in weights]
-        step(weights, optimizer)
-        changed = all(not torch.equal(a, b) and b.isfinite().all() for a, b in zip(before, weights, strict=True))
-        return None if changed else "a step leaves weights as they are: update the parameters of every group"
+        return (
+            None if all(is_moved(*made)) else "a step leaves weights as they are: update the parameters of every group"
+        )
 
     def rate() -> str | None:
         weights, optimizer = make()
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        before = [weight.detach().clone() for weight in weights]
-        step(weights, optimizer)
-        still = all(torch.equal(a, b) for a, b in zip(before, weights, strict=True))
-        return None if still else "weights move at lr = 0: read group['lr'] in step(), where the schedule sets it"
+        if not any(is_moved(weights, optimizer)):
+            return None
+        return "weights move at lr = 0: read group['lr'] in step(), where the schedule sets it"
 
     def resumes() -> str | None:
         weights, optimizer = made
@@ -410,8 +401,8 @@ def checks_of_optimizer(
         torch.save(optimizer.state_dict(), file)
         file.seek(0)
         resumed.load_state_dict(torch.load(file, weights_only=True))
-        step(weights, optimizer)
-        step(other, resumed)
+        is_moved(weights, optimizer)
+        is_moved(other, resumed)
         same = all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
         return None if same else "another step after loading its state: keep all of it in `state` and `param_groups`"
 
@@ -422,14 +413,12 @@ def checks_of_optimizer(
         yield Check("speed", "it waits for the device once a step; fused=True, if it has that, does not", "note")
 
 
-def make_schedule(name: str, options: Mapping[str, Any]) -> Schedule:
-    """Return the schedule of a short run."""
+def checks_of_schedule(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
+    """Yield the checks of a schedule, in a short run."""
     section = ScheduleConfig(name=name, options=dict(options))
-    return own_schedule(section, total_steps=_STEPS, steps_per_epoch=10)
-
-
-def checks_of_schedule(factor: Schedule) -> Iterator[Check]:
-    """Yield the checks of a schedule."""
+    factor = yield from _made(lambda: own_schedule(section, total_steps=_STEPS, steps_per_epoch=10))
+    if factor is None:
+        return
     steps = range(1, _STEPS + 1)
 
     def pure() -> str | None:
@@ -448,29 +437,21 @@ def checks_of_schedule(factor: Schedule) -> Iterator[Check]:
     yield tried("it is a function of the step alone", pure)
 
 
-def make_transform(name: str, config: RunConfig | None) -> TrainTransform:
-    """Return the list of a crop and the transform, with the options that a config gives it.
-
-    Raises:
-        UserWarning: a factory gives a transform an argument that it does not have, of which albumentations only warns.
-    """
+def checks_of_transform(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
+    """Yield the checks of a list of a crop and the transform, with the options that a config gives it."""
     from segapp.datasets.augment import TrainTransform
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
-        return TrainTransform((64, 64), _entries(name, config), ignore_index=IGNORED)
-
-
-def _entries(name: str, config: RunConfig | None) -> list[dict[str, dict[str, Any]]]:
-    entries = config.data.augment if config is not None else None
-    own = [entry for entry in entries or () if name in entry]
-    return [{"ScaledCrop": {}}, *(own[:1] or [{name: {}}])]
-
-
-def checks_of_transform(transform: TrainTransform) -> Iterator[Check]:
-    """Yield the checks of such a list."""
     from segapp.datasets.augment.probe import check_transform
 
+    own = [entry for entry in (config.data.augment if config is not None else None) or () if name in entry]
+
+    def make() -> TrainTransform:
+        with warnings.catch_warnings():  # albumentations only warns of an argument that a transform does not have
+            warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
+            return TrainTransform((64, 64), [{"ScaledCrop": {}}, *(own[:1] or [{name: {}}])], ignore_index=IGNORED)
+
+    transform = yield from _made(make)
+    if transform is None:
+        return
     sizes = list(itertools.product((80, 200), (96, 160)))
     what = "types, class ids, size, and one result for each seed"
     yield tried(what, lambda: check_transform(transform, sizes, (3, np.uint8), np.dtype(np.uint8)))
@@ -483,7 +464,17 @@ def checks_of_transform(transform: TrainTransform) -> Iterator[Check]:
 
 
 Kind = Literal["model", "loss", "data", "optim", "schedule", "transform"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
+
+CHECKS: Mapping[Kind, Callable[[str, Mapping[str, Any], RunConfig | None], Iterator[Check]]] = {
+    "model": checks_of_model,
+    "loss": checks_of_loss,
+    "data": checks_of_data,
+    "optim": checks_of_optimizer,
+    "schedule": checks_of_schedule,
+    "transform": checks_of_transform,
+}
+"""Kind of a part -> its checks, given its name, its options, and the config if there is one."""
+
 EXIT_FAILED = 2
 
 
@@ -501,13 +492,13 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
     Raises:
         ConfigError: nothing is named, or it is not known what the part is.
     """
-    if kind is not None and kind not in KINDS:
-        raise ConfigError(f"--as {kind} is not known: {accepted_words(kind, KINDS)}")
+    if kind is not None and kind not in CHECKS:
+        raise ConfigError(f"--as {kind} is not known: {accepted_words(kind, CHECKS)}")
     is_failed = False
     for part, part_kind, options in _chosen(name, kind, config):
         remember_parts([part])
         print(f"{printable(part)} as {part_kind}", flush=True)
-        for check in _checks(part, part_kind, options, config):
+        for check in CHECKS[part_kind](part, options, config):
             is_failed = is_failed or check.mark == "FAILED"
             problem = f": {printable(check.problem)}" if check.problem else ""
             print(f"  {check.mark:6} {check.what}{problem}", flush=True)
@@ -541,72 +532,5 @@ def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> lis
     if not is_part(name):
         raise ConfigError(f"{name!r} names no own part: write package.module:factory or file.py:factory")
     if kind is None:
-        raise ConfigError(f"{name}: say what it is with --as {'|'.join(KINDS)}, or give the --config that names it")
+        raise ConfigError(f"{name}: say what it is with --as {'|'.join(CHECKS)}, or give the --config that names it")
     return [(name, kind, {})]  # type: ignore[list-item]
-
-
-def _checks(name: str, kind: Kind, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
-    """Make the part as a training does, and yield the checks of its kind."""
-    make, checks = _OF_KIND[kind](name, options, config)
-    made: list[Any] = []
-    yield tried("it is imported and made", lambda: made.append(make()))
-    if made:
-        yield from checks(made[0])
-
-
-Steps = tuple[Callable[[], Any], Callable[[Any], Iterator[Check]]]
-"""What makes a part, and what yields its checks."""
-
-
-def _of_model(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
-
-    bands = config.data.bands if config is not None else None
-    in_channels = 3 if bands is None else len(bands)
-
-    def make() -> Any:
-        return build_model("python", name, NUM_CLASSES, in_channels=in_channels, options=options)
-
-    return make, lambda model: checks_of_model(model, make, config.data.crop_px if config is not None else None)
-
-
-def _of_loss(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
-
-    term = LossTerm(name=name, options=dict(options))
-    return lambda: own_criterion(term, NUM_CLASSES, IGNORED, None), checks_of_loss
-
-
-def _of_data(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
-
-    def make() -> Any:
-        section = data_section(name, options, config)
-        return own_data(section, split_names(section)[0])
-
-    return make, lambda data: checks_of_data(data, data_section(name, options, config))
-
-
-def _of_optimizer(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
-
-    def make() -> Any:
-        return make_optimizer(name, options)
-
-    return make, lambda made: checks_of_optimizer(made, make)
-
-
-def _of_schedule(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
-
-    return lambda: make_schedule(name, options), checks_of_schedule
-
-
-def _of_transform(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Steps:
-
-    return lambda: make_transform(name, config), checks_of_transform
-
-
-_OF_KIND: Mapping[Kind, Callable[[str, Mapping[str, Any], RunConfig | None], Steps]] = {
-    "model": _of_model,
-    "loss": _of_loss,
-    "data": _of_data,
-    "optim": _of_optimizer,
-    "schedule": _of_schedule,
-    "transform": _of_transform,
-}
