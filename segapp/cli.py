@@ -1,4 +1,8 @@
-"""The commands, in the order in which the help lists them; heavy imports are inside the functions."""
+"""The command line: one function a command, one parameter an option; the commands in the order of the help.
+
+Functions here take as many parameters as their command has options; what they call gets a dataclass or few arguments.
+Heavy imports are inside the functions, so that `segapp --help` answers at once.
+"""
 
 from __future__ import annotations
 
@@ -8,25 +12,66 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from segapp.cli.options import (
-    ConfigOption,
-    JsonFlag,
-    Overrides,
-    RunArgument,
-    RunOption,
-    SlideFlag,
-    SplitOption,
-    Target,
-    TtaFlag,
-    WeightsConfig,
-    app,
-    option,
-)
 from segapp.errors import ConfigError, cannot_be_written
+
+app = typer.Typer(
+    name="segapp",
+    help="Train, evaluate and use semantic-segmentation networks.\n\nWith any command: --debug prints the traceback of "
+    "an error; --trust-parts imports the own code that a run or a checkpoint names.",
+    invoke_without_command=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def option(flag: str, help: str, metavar: str = "FILE") -> Any:
+    """Return an option with a value, by default the name of a file."""
+    return typer.Option(flag, metavar=metavar, help=help)
+
+
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted config keys.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
+Target = Annotated[
+    str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, a checkpoint, or weights.")
+]
+ConfigOption = Annotated[str | None, option("--config", "A path, or the name of a config.")]
+WeightsConfig = Annotated[str | None, option("--config", "For bare weights: the config of their network.")]
+RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the run.")]
+JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+SplitOption = Annotated[
+    str | None, option("--split", "Split to evaluate; by default the run's own for validation.", "NAME")
+]
+SlideFlag = Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")]
+TtaFlag = Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")]
+
+
+def _version(value: bool) -> None:
+    if value:
+        from segapp import __version__
+
+        print(f"segapp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    if context.invoked_subcommand is None:
+        from segapp.commands.control import show_runs
+
+        if not show_runs():
+            print(context.get_help())
+
 
 _COMMANDS = "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | pause | resume | checkpoint | stop | cancel [ID]"
 
@@ -278,9 +323,7 @@ def export(
 
 
 Root = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks or annotations.")]
-Out = Annotated[
-    Path | None, option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")
-]
+Out = Annotated[Path | None, option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")]
 Layout = Annotated[
     str | None, option("--layout", "The layout to take, where several are possible: name or number.", "NAME")
 ]
@@ -292,9 +335,7 @@ Group = Annotated[
     str | None,
     option("--group", "Images with the same match in their path stay together; by default a scene.", "REGEX"),
 ]
-Folds = Annotated[
-    int | None, option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")
-]
+Folds = Annotated[int | None, option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")]
 Blocks = Annotated[
     int | None,
     option("--blocks", "Cut large images and masks into blocks of this side; a strip of each validates.", "PX"),
