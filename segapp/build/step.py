@@ -36,7 +36,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion
-from segapp.memory.simulated.jobs import LossStyle
+from segapp.memory.peaks import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.eomt import EomtModel
 from segapp.models.inspection import refusal
@@ -122,7 +122,7 @@ class DeviceBackend(Protocol):
         """Return a copy of the module on a device."""
 
     def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Note what tensors are for (a kind of `segapp.memory.simulated.jobs.KINDS`)."""
+        """Note what tensors are for (a kind of `segapp.memory.peaks.KINDS`)."""
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
         """Return the device of each part of the model, in mode model.

@@ -12,7 +12,7 @@ from segapp.build.pairs import build_scheme
 from segapp.commands.model_names import ModelName
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError, SegappError
-from segapp.memory.simulated.jobs import SimulationJob
+from segapp.memory.peaks import SimulationJob
 from segapp.models import SegmentationModel, build_model
 from segapp.models.by_name import weights_in_cache
 from segapp.run.words import first_line

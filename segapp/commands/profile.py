@@ -35,8 +35,8 @@ from segapp.datasets.resources import cores_of_rank
 from segapp.datasets.workers import sample_seconds, wait_advice
 from segapp.errors import ConfigError, DataError
 from segapp.memory.ledger import StorageLedger
+from segapp.memory.peaks import PHASES, PhasePeak
 from segapp.memory.report import aligned
-from segapp.memory.simulated.jobs import PHASES, PhasePeak
 from segapp.parallel.distributed import Ranks
 from segapp.training.planning.auto import with_train
 from segapp.training.planning.simulate import phase_peaks, watch_modules

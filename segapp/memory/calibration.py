@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from segapp.errors import ConfigError
-from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import PlannedPeaks, Split, measured_scale
 from segapp.memory.plan import OverheadEstimate
 from segapp.run.events import EventReader

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.chunks import check_split
-from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.gpus import GpuSpec
 from segapp.memory.judge import FULL_FRAC, Level, SplitJudge
 from segapp.memory.peaks import PeakModel, PlannedPeaks
 from segapp.run.files import write_atomic

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from segapp.memory.calibration import PeakError
+from segapp.memory.peaks import KINDS
 from segapp.memory.plan import Advice, MemoryPlan, PlanRow
-from segapp.memory.simulated.jobs import KINDS
 
 BAR_CELLS = 48
 MAX_ROWS = 40

@@ -140,7 +140,7 @@ def _planned_mib(config: RunConfig) -> float:
     """Return the planned peak of the tensors, from `segapp.training.planning.simulate` in a process of its own."""
     code = (
         "import sys, json; from segapp.config import validate_config; "
-        "from segapp.memory.simulated.jobs import SimulationJob; "
+        "from segapp.memory.peaks import SimulationJob; "
         "from segapp.training.planning.simulate import build_simulator; "
         "config = validate_config(json.load(sys.stdin)); "
         "job = SimulationJob('single', (config.train.batch_size,)); "

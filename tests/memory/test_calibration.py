@@ -6,7 +6,7 @@ import pytest
 
 from segapp.errors import ConfigError
 from segapp.memory.calibration import calibrated, collect, read_measurement
-from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import Line, PeakModel, PlannedPeaks
 from segapp.memory.plan import OverheadEstimate
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart

@@ -1,7 +1,7 @@
 import pytest
 
 from segapp.errors import ConfigError
-from segapp.memory.gpu_specs import parse_gpus
+from segapp.memory.gpus import parse_gpus
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from segapp.memory.ledger import StorageLedger
-from segapp.memory.simulated.devices import Buckets, _WeightCache
+from segapp.memory.simulated_devices import Buckets, _WeightCache
 
 
 def test_peaks_by_hand():

@@ -14,7 +14,7 @@ from torch import nn
 from segapp.commands.control import split_problem
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.gpus import GpuSpec
 from segapp.memory.judge import SplitVerdict
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import OverheadEstimate, Planner

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.peaks import Line, PlannedPeaks, fit_model, splits_to_simulate
+from segapp.memory.gpus import GpuSpec
+from segapp.memory.peaks import Line, PhasePeak, PlannedPeaks, SimulationResult, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     Advice,
     MemoryPlan,
@@ -23,7 +23,6 @@ from segapp.memory.plan import (
     variants,
 )
 from segapp.memory.report import plan_lines
-from segapp.memory.simulated.jobs import PhasePeak, SimulationResult
 
 GPUS = tuple(GpuSpec(10_000.0, f"GPU {i}") for i in range(3))
 

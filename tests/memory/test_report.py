@@ -5,7 +5,7 @@ import json
 import pytest
 
 from segapp.memory.calibration import PeakError
-from segapp.memory.gpu_specs import GpuSpec
+from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import Advice, MemoryPlan, OverheadEstimate, Planner, PlanRow, SavedMemoryPlan, read_saved_plan
 from segapp.memory.report import advice_lines, error_lines, gpu_bars, plan_lines, split_table

@@ -18,7 +18,7 @@ from torch import nn
 
 from segapp.config import validate_config
 from segapp.memory.ledger import StorageLedger
-from segapp.memory.simulated.jobs import SimulationJob
+from segapp.memory.peaks import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 from segapp.training.step.engine import StepEngine
 

@@ -4,7 +4,7 @@ import json
 import warnings
 
 from segapp.config import validate_config
-from segapp.memory.simulated.jobs import SimulationJob
+from segapp.memory.peaks import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 
 FAMILIES = [

@@ -16,7 +16,7 @@ from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.config import validate_config
 from segapp.memory.ledger import StorageLedger
-from segapp.memory.simulated.jobs import SimulationJob
+from segapp.memory.peaks import SimulationJob
 from segapp.parallel import data_parallel
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
 

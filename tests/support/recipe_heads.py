@@ -11,7 +11,7 @@ import warnings
 
 from segapp.config import load_config
 from segapp.losses import cross_entropy
-from segapp.memory.simulated.jobs import SimulationJob
+from segapp.memory.peaks import SimulationJob
 from segapp.training.planning.simulate import build_simulator
 from tests.support import ROOT
 

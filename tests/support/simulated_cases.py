@@ -5,8 +5,7 @@ import sys
 import warnings
 
 from segapp.config import validate_config
-from segapp.memory.peaks import fit_model, splits_to_simulate
-from segapp.memory.simulated.jobs import SimulationJob
+from segapp.memory.peaks import SimulationJob, fit_model, splits_to_simulate
 from segapp.training.planning.simulate import build_simulator
 
 LRASPP = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"}

@@ -12,8 +12,8 @@ from segapp.config import RunConfig
 from segapp.config.modes import Mode, auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
-from segapp.memory.gpu_specs import GpuSpec
-from segapp.memory.peaks import PlannedPeaks, fit_model, splits_to_simulate
+from segapp.memory.gpus import GpuSpec
+from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     LARGEST_BATCH,
     Advice,
@@ -29,7 +29,6 @@ from segapp.memory.plan import (
     variant_advice,
     variants,
 )
-from segapp.memory.simulated.jobs import SimulationJob
 from segapp.training.planning.pool import NUM_PROCESSES, SimulationPool
 
 

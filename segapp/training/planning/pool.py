@@ -15,7 +15,7 @@ from typing import Any
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError, RunError
-from segapp.memory.simulated.jobs import SimulationJob, SimulationResult
+from segapp.memory.peaks import SimulationJob, SimulationResult
 from segapp.training.telemetry.console import progress_bar
 
 NUM_PROCESSES = 2

@@ -35,8 +35,8 @@ from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, SegappError
 from segapp.inference.normalize import NormalizedInput
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
-from segapp.memory.simulated.devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
-from segapp.memory.simulated.jobs import EVAL, PHASES, Mode, PhasePeak, SimulationJob, SimulationResult
+from segapp.memory.peaks import EVAL, PHASES, Mode, PhasePeak, SimulationJob, SimulationResult
+from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
 from segapp.training.planning.trial import blank_batch, evaluate_blank, evaluation_size

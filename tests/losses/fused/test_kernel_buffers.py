@@ -13,7 +13,7 @@ from segapp.losses.fused import checks
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.kernel_shapes import buffers_of
 from segapp.memory.ledger import StorageLedger
-from segapp.memory.simulated.devices import simulated_ledger
+from segapp.memory.simulated_devices import simulated_ledger
 from tests.support import ROOT
 
 pytest.importorskip("triton", reason="Triton comes with CUDA builds of torch on Linux")

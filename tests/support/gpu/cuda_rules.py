@@ -23,8 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from segapp.build import step as assemble
 from segapp.config import validate_config
-from segapp.memory.simulated.devices import simulated_ledger
-from segapp.memory.simulated.jobs import SimulationJob
+from segapp.memory.peaks import SimulationJob
+from segapp.memory.simulated_devices import simulated_ledger
 from segapp.precision import Precision
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
 from segapp.training.planning.trial import evaluate_blank

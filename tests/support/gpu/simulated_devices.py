@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from segapp.losses import CriterionCE
 from segapp.memory.ledger import StorageLedger
-from segapp.memory.simulated.devices import place, simulation, skeleton
+from segapp.memory.simulated_devices import place, simulation, skeleton
 
 
 def facts(tensor: Tensor) -> list[object]:

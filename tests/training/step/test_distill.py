@@ -18,7 +18,7 @@ from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CheckpointError, ConfigError
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
-from segapp.memory.simulated.jobs import SimulationJob, SimulationResult
+from segapp.memory.peaks import SimulationJob, SimulationResult
 from segapp.models import Critic, critic_size
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder

@@ -1,1 +1,0 @@
-"""One training step on simulated devices: its jobs, the devices, and DDP buckets."""
