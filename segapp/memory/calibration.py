@@ -13,7 +13,7 @@ from typing import Any
 
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuSpec
-from segapp.memory.peaks import PlannedPeaks, Split, measured_scale
+from segapp.memory.peaks import PeakModel, PlannedPeaks, Split, measured_scale
 from segapp.memory.plan import OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
@@ -90,7 +90,7 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
     devices: tuple[str, ...] = ()
     split: tuple[int, ...] | None = None
     total: list[float | None] = []
-    peaks: dict[tuple[int, ...], list[float | None]] = {}
+    peaks = PeakModel()
     beside: list[list[float]] = []
     may_thaw = has_thawed = False
     for event in events:
@@ -100,7 +100,7 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
             devices = tuple(d if isinstance(d, str) else str(d.get("device")) for d in event.get("devices") or ())
         if kind == "epoch_start" and event.get("num_thawed") is not None:
             has_thawed = True
-            peaks.clear()
+            peaks = PeakModel()
         if kind in ("run_start", "epoch_start") or (kind == "gpu0_bsz" and event.get("status") == "applied"):
             split = _split(event) or split
         elif kind == "step" and split is None:
@@ -111,13 +111,12 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
                 continue
             total = [_number(row.get("total_mib")) for row in rows]
             beside = beside or [[] for _ in rows]
-            known = peaks.setdefault(split, [None] * len(split))
+            peaks = peaks.with_measured(split, [_number(row.get("peak_mib")) for row in rows])
             for i, row in enumerate(rows):
-                known[i] = _larger(known[i], _number(row.get("peak_mib")))
                 used, reserved = _number(row.get("used_mib")), _number(row.get("reserved_mib"))
                 if used is not None and reserved is not None:
                     beside[i].append(max(0.0, used - reserved))
-    measured = {split: tuple(known) for split, known in peaks.items() if any(known)}
+    measured = {split: known for split, known in peaks.measured.items() if any(known)}
     medians = tuple(median(mib) if mib else None for mib in beside)
     return Measurement(devices, tuple(total), measured, medians, may_thaw and not has_thawed)
 
@@ -148,7 +147,3 @@ def _split(event: dict[str, Any]) -> tuple[int, ...] | None:
 
 def _number(value: Any) -> float | None:
     return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
-
-
-def _larger(a: float | None, b: float | None) -> float | None:
-    return b if a is None else a if b is None else max(a, b)

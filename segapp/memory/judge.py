@@ -132,21 +132,28 @@ class SplitJudge:
             return SplitVerdict(None, "refused", self.why_no_split)
         if gpu0_bsz == "auto":
             return self._auto_verdict()
+        split, note = self._split_of(gpu0_bsz, shares)
+        if split is None:
+            return SplitVerdict(None, "refused", note)
+        predicted = self.peaks.peak_mib(split)
+        if self.current == split:
+            return SplitVerdict(split, "no change", "this split is in force already", predicted)
+        level, reason = self.fit_of(split)
+        if level == "ok" and note:
+            reason = f"{reason}; {note}"
+        return SplitVerdict(split, level, reason, predicted)
+
+    def _split_of(self, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> tuple[Split | None, str]:
+        """Return a split and a note on it, empty if there is none; or None and why no split honors the request."""
         check = check_split(
             self.batch_size, self.num_devices, gpu0_bsz, shares=shares, smallest_chunk=self.smallest_chunk
         )
         if check.split is None:
-            return SplitVerdict(None, "refused", check.reasons[0])
+            return None, check.reasons[0]
         if self.needs_samples is not None and 0 in check.split:
             reason = f"split {format_split(check.split)} leaves a rank without samples, and {self.needs_samples}"
-            return SplitVerdict(None, "refused", f"{reason}: give every rank one")
-        predicted = self.peaks.peak_mib(check.split)
-        if self.current == check.split:
-            return SplitVerdict(check.split, "no change", "this split is in force already", predicted)
-        level, reason = self.fit_of(check.split)
-        if level == "ok" and check.notes:
-            reason = f"{reason}; {check.notes[0]}"
-        return SplitVerdict(check.split, level, reason, predicted)
+            return None, f"{reason}: give every rank one"
+        return check.split, next(iter(check.notes), "")
 
     def fit_of(self, split: Sequence[int]) -> tuple[Level, str]:
         """Return the level of the device with the highest share of its memory under a split, and the reason.
@@ -200,7 +207,7 @@ class SplitJudge:
         measured = None if current is None else self.peaks.measured.get(current)
         if current is None or measured is None or None in measured or len(totals) < len(current):
             return None
-        candidates = self._candidates(current)
+        candidates = self._candidates()
         for peaks, source in self._rated_by():
 
             def rate(split: Split, peaks: PeakModel = peaks) -> list[float]:
@@ -233,14 +240,12 @@ class SplitJudge:
         source = "no other split was measured yet"
         return [(replace(self.peaks, slope_mib=frac * largest), source) for frac in ASSUMED_FRACS]
 
-    def _candidates(self, current: Split) -> dict[Split, int]:
+    def _candidates(self) -> dict[Split, int]:
         """Return the splits that may be tried, with the smallest `gpu0_bsz` that gives each."""
         splits: dict[Split, int] = {}
         for gpu0_bsz in range(self.batch_size + 1):
-            split = check_split(self.batch_size, len(current), gpu0_bsz, smallest_chunk=self.smallest_chunk).split
-            if split is None or split == current or split in self.failed:
-                continue
-            if self.needs_samples is not None and 0 in split:
+            split, _ = self._split_of(gpu0_bsz)
+            if split is None or split == self.current or split in self.failed:
                 continue
             if self.ceiling is None or split[0] < self.ceiling:
                 splits.setdefault(split, gpu0_bsz)

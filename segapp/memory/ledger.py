@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -166,10 +166,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         peak_events = self._peak_events(first_mark)
         wanted = {at for by_phase in peak_events.values() for at, _ in by_phase.values()}
-        moments: dict[int, set[int]] = {}
         alive: set[int] = set()
-        if -1 in wanted:
-            moments[-1] = set()
+        moments: dict[int, set[int]] = {-1: set()}
         for at, event in enumerate(self._events):
             if event >= 0:
                 alive.add(event)
@@ -187,39 +185,27 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Number of marks so far."""
         return len(self._marks)
 
-    def _phases(self, first_mark: int) -> Iterator[tuple[str, int, int]]:
-        """Yield (phase, first event, last event + 1) in order."""
-        ends = [*(at for at, _ in self._marks[1:]), len(self._events)]
-        for (start, phase), end in list(zip(self._marks, ends, strict=True))[first_mark:]:
-            yield phase, start, end
-
     def _peak_events(self, first_mark: int) -> dict[str, dict[str, tuple[int, int]]]:
         """Return device -> phase -> (event after which the most bytes were alive, those bytes)."""
         live: Counter[str] = Counter()
         peak_events: dict[str, dict[str, tuple[int, int]]] = {a.device: {} for a in self.allocations}
-        done = 0
 
-        def note(phase: str, device: str, at: int) -> None:
+        def note(device: str, at: int) -> None:
             if phase not in peak_events[device] or live[device] > peak_events[device][phase][1]:
                 peak_events[device][phase] = at, live[device]
 
-        for phase, start, end in self._phases(first_mark):
-            done = self._advance(live, done, start)
-            for device in peak_events:
-                note(phase, device, start - 1)
+        ends = [*(at for at, _ in self._marks[1:]), len(self._events)]
+        for number, ((start, phase), end) in enumerate(zip(self._marks, ends, strict=True)):
+            if number >= first_mark:
+                for device in peak_events:
+                    note(device, start - 1)
             for at in range(start, end):
-                self._advance(live, at, at + 1)
-                number = self._events[at]
-                if number >= 0:
-                    note(phase, self.allocations[number].device, at)
-            done = end
+                event = self._events[at]
+                allocation = self.allocations[event if event >= 0 else ~event]
+                live[allocation.device] += allocation.num_bytes if event >= 0 else -allocation.num_bytes
+                if number >= first_mark:
+                    note(allocation.device, at)
         return peak_events
-
-    def _advance(self, live: Counter[str], start: int, end: int) -> int:
-        for event in self._events[start:end]:
-            allocation = self.allocations[event if event >= 0 else ~event]
-            live[allocation.device] += allocation.num_bytes if event >= 0 else -allocation.num_bytes
-        return end
 
     def _moment(self, device: str, alive: set[int]) -> PeakMoment:
         own = [a for a in (self.allocations[number] for number in alive) if a.device == device]

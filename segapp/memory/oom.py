@@ -8,7 +8,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
@@ -16,8 +15,10 @@ import torch
 from segapp.failpoints import failpoint
 from segapp.memory.counters import IDLE, PHASES, DeviceMemoryTracker
 from segapp.memory.gpus import processes_on
+from segapp.memory.judge import format_split
 from segapp.parallel import ReplicaError, current_replica
 from segapp.run import events
+from segapp.run.words import first_line
 
 MIB = 2**20
 _LARGEST = 8
@@ -104,82 +105,40 @@ def oom_failpoint(point: str) -> None:
             raise torch.OutOfMemoryError(f"failpoint {name}")
 
 
-# --- state of a device ---------------------------------------------------------------------------------------------
+# --- report of a device --------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OomSnapshot:
-    """Memory of one device at the time of the error; None where unknown.
+def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -> events.Oom:
+    """Return the report of an error with the state of its device; to be called before the error's frames are cleared.
 
-    Attributes:
-        device: index among the training's devices.
-        name: name in torch.
-        phase: forward, loss, backward, step or eval.
-        requested_mib: size of the failed allocation.
-        allocated_mib: memory of live tensors.
-        reserved_mib: memory the allocator held: live tensors, cache and fragments.
-        total_mib: memory of the device, or its budget.
-        largest: the largest live tensors, largest first.
-        others: other processes on the GPU.
-        others_mib: memory of the other processes and the driver.
+    The caller adds where the training was and how it reacts.
+
+    Args:
+        error: the out-of-memory error.
+        memory: of the training.
+        first: index of this process's first device among those of the training.
     """
-
-    device: int
-    name: str
-    phase: str
-    requested_mib: float | None = None
-    allocated_mib: float | None = None
-    reserved_mib: float | None = None
-    total_mib: float | None = None
-    largest: tuple[events.LiveTensor, ...] = ()
-    others: tuple[events.OtherProcess, ...] = ()
-    others_mib: float | None = None
-
-    @property
-    def fragmentation(self) -> float | None:
-        """Share of the allocator's memory that no tensor used, 0 to 1; None where unknown."""
-        if not self.reserved_mib or self.allocated_mib is None:
-            return None
-        return max(0.0, 1 - self.allocated_mib / self.reserved_mib)
-
-
-def oom_snapshot_of(error: BaseException | None) -> OomSnapshot | None:
-    """Return the attribute `snapshot` of an exception or of one of its causes; None if there is none."""
-    while error is not None:
-        snapshot = getattr(error, "snapshot", None)
-        if isinstance(snapshot, OomSnapshot):
-            return snapshot
-        error = error.__cause__
-    return None
-
-
-def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -> OomSnapshot:
-    """Return what the device looked like; to be called before the error's frames are cleared."""
-    phase = memory.phase if memory.phase in (*PHASES, IDLE) else "start"
-    snapshot = oom_snapshot_of(error)
-    if snapshot is not None:
-        return replace(snapshot, device=snapshot.device + first)
-    index = error.replica if isinstance(error, ReplicaError) else 0
-    devices = memory.devices
-    name = devices[first].device if devices else "cpu"
-    if isinstance(error, ReplicaError):
-        name = str(error.device)
+    replica = error if isinstance(error, ReplicaError) else None
+    name = memory.devices[first].device if memory.devices else "cpu"
     asked = _ASKED.search(str(error))
-    requested_mib = float(asked[1]) * _UNITS[asked[2]] if asked else None
-    return _with_counters(OomSnapshot(first + index, name, phase, requested_mib=requested_mib), memory)
-
-
-def _with_counters(snapshot: OomSnapshot, memory: DeviceMemoryTracker) -> OomSnapshot:
-    """Return the snapshot with the device's own counters."""
-    if not snapshot.name.startswith("cuda"):
-        info = memory.devices[snapshot.device] if snapshot.device < len(memory.devices) else None
-        return replace(snapshot, total_mib=None if info is None else info.total_mib)
-    device = torch.device(snapshot.name)
+    report = events.Oom(
+        device=name if replica is None else str(replica.device),
+        index=first if replica is None else first + replica.replica,
+        phase=memory.phase if memory.phase in (*PHASES, IDLE) else "start",
+        step=0,
+        action="",
+        problem=first_line(error),
+        requested_mib=float(asked[1]) * _UNITS[asked[2]] if asked else None,
+    )
+    if not report.device.startswith("cuda"):
+        total_mib = memory.devices[report.index].total_mib if report.index < len(memory.devices) else None
+        return report.model_copy(update={"total_mib": total_mib})
+    device = torch.device(report.device)
     counters = _read("its memory", lambda: _counters_of(device)) or {}
-    largest = _read("its largest tensors", lambda: _largest_on(device)) or ()
+    largest = _read("its largest tensors", lambda: _largest_on(device)) or []
     own_mib = counters.get("reserved_mib") or 0.0
-    others = _read("its processes", lambda: tuple(processes_on(_uuid_of(device), own_mib=own_mib))) or ()
-    return replace(snapshot, **counters, largest=largest, others=others)
+    others = _read("its processes", lambda: processes_on(_uuid_of(device), own_mib=own_mib)) or []
+    return report.model_copy(update={**counters, "largest": largest, "others": others})
 
 
 def _read(what: str, read: Callable[[], T]) -> T | None:
@@ -192,10 +151,11 @@ def _read(what: str, read: Callable[[], T]) -> T | None:
 
 
 def _counters_of(device: torch.device) -> dict[str, Any]:
-    """Return the amounts of a GPU's memory in MiB, as fields of `OomSnapshot`."""
+    """Return the amounts of a GPU's memory, as fields of an `oom` event."""
     free, total = torch.cuda.mem_get_info(device)
     reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
     return {
+        "fragmentation": max(0.0, 1 - allocated / reserved) if reserved else None,
         "allocated_mib": allocated / MIB,
         "reserved_mib": reserved / MIB,
         "total_mib": total / MIB,
@@ -207,7 +167,7 @@ def _uuid_of(device: torch.device) -> str:
     return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
 
 
-def _largest_on(device: torch.device) -> tuple[events.LiveTensor, ...]:
+def _largest_on(device: torch.device) -> list[events.LiveTensor]:
     """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see.
 
     Raises:
@@ -227,7 +187,7 @@ def _largest_on(device: torch.device) -> tuple[events.LiveTensor, ...]:
                     blocks.append((block["size"] / MIB, shapes.get(address, "saved for backward, or within a kernel")))
                 address += block["size"]
     blocks.sort(key=lambda block: -block[0])
-    return tuple(events.LiveTensor(mib=mib, what=what) for mib, what in blocks[:_LARGEST])
+    return [events.LiveTensor(mib=round(mib, 2), what=what) for mib, what in blocks[:_LARGEST]]
 
 
 def release(error: BaseException, device: torch.device) -> None:
@@ -241,117 +201,60 @@ def release(error: BaseException, device: torch.device) -> None:
         _read("how to empty its cache", torch.cuda.empty_cache)
 
 
-# --- report --------------------------------------------------------------------------------------------------------
+# --- its text ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class OomReport:
-    """An out-of-memory error as the user reads it.
-
-    Attributes:
-        snapshot: memory of the device.
-        epoch: the current epoch.
-        step: optimizer updates before the error.
-        problem: first line of the error.
-        action: the training's reaction.
-        split: samples on each device.
-        predicted_mib: predicted peak of each device.
-        advice: changes that reduce memory, best first.
-        judge: what decides about a split after it, as JSON.
-    """
-
-    snapshot: OomSnapshot
-    epoch: int
-    step: int
-    problem: str
-    action: str
-    split: tuple[int, ...] = ()
-    predicted_mib: tuple[float | None, ...] = ()
-    advice: tuple[str, ...] = ()
-    judge: dict[str, Any] | None = None
-
-    @property
-    def headline(self) -> str:
-        """One line with the device, the phase and the action."""
-        where = f"{self.snapshot.name} (device {self.snapshot.device}) in {self.snapshot.phase}"
-        return f"out of memory on {where}: {self.action}"
+def headline(report: events.Oom) -> str:
+    """Return one line with the device, the phase and the action."""
+    return f"out of memory on {report.device} (device {report.index}) in {report.phase}: {report.action}"
 
 
-def report_lines(report: OomReport) -> list[str]:
+def report_lines(report: events.Oom) -> list[str]:
     """Return the report as lines of text."""
-    snapshot = report.snapshot
     lines = [
-        report.headline,
+        headline(report),
         f"  when       epoch {report.epoch}, after step {report.step}",
         f"  error      {report.problem}",
-        f"  memory     {_amounts(snapshot)}",
+        f"  memory     {_amounts(report)}",
     ]
     if report.split:
-        lines.append(f"  split      {'·'.join(map(str, report.split))}")
-    known = [mib for mib in report.predicted_mib if mib is not None]
-    if known:
-        shown = ", ".join("-" if mib is None else f"{mib:.0f}" for mib in report.predicted_mib)
+        lines.append(f"  split      {format_split(report.split)}")
+    predicted_mib = report.predicted_mib or []
+    if any(mib is not None for mib in predicted_mib):
+        shown = ", ".join("-" if mib is None else f"{mib:.0f}" for mib in predicted_mib)
         lines.append(f"  predicted  {shown} MiB per device")
     else:
         lines.append("  predicted  unknown: there is no plan and no measured step yet")
-    lines.append(f"  others     {_others(snapshot)}")
-    lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in snapshot.largest])
+    lines.append(f"  others     {_others(report)}")
+    lines += _block("largest", [f"{tensor.mib:9.1f} MiB  {tensor.what}" for tensor in report.largest])
     lines += _block("next move", [f"{i}. {text}" for i, text in enumerate(report.advice, start=1)])
     return lines
 
 
-def report_event(report: OomReport, fallbacks: dict[str, Any] | None = None, path: str | None = None) -> events.Oom:
-    """Return the report as an `oom` event."""
-    snapshot = report.snapshot
-    return events.Oom(
-        device=snapshot.name,
-        index=snapshot.device,
-        phase=snapshot.phase,
-        epoch=report.epoch,
-        step=report.step,
-        problem=report.problem,
-        action=report.action,
-        split=list(report.split) or None,
-        requested_mib=snapshot.requested_mib,
-        allocated_mib=snapshot.allocated_mib,
-        reserved_mib=snapshot.reserved_mib,
-        total_mib=snapshot.total_mib,
-        fragmentation=snapshot.fragmentation,
-        largest=[events.LiveTensor(mib=round(tensor.mib, 2), what=tensor.what) for tensor in snapshot.largest],
-        others=list(snapshot.others),
-        others_mib=snapshot.others_mib,
-        predicted_mib=list(report.predicted_mib) or None,
-        advice=list(report.advice),
-        fallbacks=fallbacks,
-        path=path,
-        judge=report.judge,
-    )
-
-
-def _amounts(snapshot: OomSnapshot) -> str:
+def _amounts(report: events.Oom) -> str:
     words = [
         f"{label} {mib:.1f} MiB"
         for label, mib in (
-            ("requested", snapshot.requested_mib),
-            ("tensors", snapshot.allocated_mib),
-            ("allocator", snapshot.reserved_mib),
-            ("of", snapshot.total_mib),
+            ("requested", report.requested_mib),
+            ("tensors", report.allocated_mib),
+            ("allocator", report.reserved_mib),
+            ("of", report.total_mib),
         )
         if mib is not None
     ]
-    if snapshot.fragmentation is not None:
-        words.append(f"{100 * snapshot.fragmentation:.0f} % of the allocator's is cache or fragments")
+    if report.fragmentation is not None:
+        words.append(f"{100 * report.fragmentation:.0f} % of the allocator's is cache or fragments")
     return ", ".join(words) or "unknown"
 
 
-def _others(snapshot: OomSnapshot) -> str:
-    if snapshot.others:
+def _others(report: events.Oom) -> str:
+    if report.others:
         return "; ".join(
             f"{other.name} (process {other.pid})" + (f" {other.used_mib:.0f} MiB" if other.used_mib else "")
-            for other in snapshot.others
+            for other in report.others
         )
-    if snapshot.others_mib:
-        return f"{snapshot.others_mib:.0f} MiB of the GPU are held by the driver and other processes"
+    if report.others_mib:
+        return f"{report.others_mib:.0f} MiB of the GPU are held by the driver and other processes"
     return "none known"
 
 

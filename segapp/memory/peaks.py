@@ -7,12 +7,10 @@ The peak of a device is close to a line, `peak_i = fixed_i + slope * samples_i`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 from typing import Any, Literal, NamedTuple
-
-from pydantic import TypeAdapter
 
 from segapp.config.modes import Mode
 
@@ -53,15 +51,6 @@ class SimulationJob:
     eval_px: tuple[int, int] | None = None
     changes: dict[str, Any] = field(default_factory=dict)
 
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> SimulationJob:
-        """Return the object for the values of `to_json`."""
-        return TypeAdapter(cls).validate_python(values)
-
 
 @dataclass(frozen=True)
 class PhasePeak:
@@ -88,15 +77,6 @@ class SimulationResult:
     def peak_mib(self) -> tuple[float, ...]:
         """Return each device's highest peak over all phases, MiB."""
         return tuple(max((peak.mib for peak in phases.values()), default=0.0) for phases in self.devices)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain values."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> SimulationResult:
-        """Return the object for the values of `to_json`."""
-        return TypeAdapter(cls).validate_python(values)
 
 
 Split = tuple[int, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,21 +18,12 @@ from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.sliding import Inference
 from segapp.memory.judge import format_split
-from segapp.memory.oom import (
-    OomReport,
-    OomSnapshot,
-    examine,
-    is_out_of_memory,
-    release,
-    report_event,
-    report_lines,
-)
+from segapp.memory.oom import examine, headline, is_out_of_memory, release, report_lines
 from segapp.older import EVENT_KEYS, renamed
 from segapp.parallel.distributed import PeerOutOfMemoryError
-from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, read_answers
+from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, Oom, read_answers
 from segapp.run.files import write_atomic
 from segapp.run.folder import RunFolder
-from segapp.run.words import first_line
 from segapp.training.context import RunContext
 from segapp.training.control.commands import CommandController
 from segapp.training.step.engine import StepEngine
@@ -134,15 +125,20 @@ def fallbacks_after(folder: RunFolder, step: int) -> list[tuple[int, MemoryFallb
     """Return the fallbacks that any rank adopted after `step` updates, for a training that resumes there."""
     events = EventReader(folder.events).read_skimmed()
     adopted = [raw for raw in events if isinstance(raw, dict) and raw["type"] == "oom"]
-    for path in sorted(folder.reports.glob("rank_*.json")):
-        with contextlib.suppress(OSError, ValueError):
-            adopted.append(renamed(json.loads(path.read_text()), EVENT_KEYS["oom"]))
+    adopted += [raw for raw, _ in _rank_reports(folder)]
     found = [
         (int(raw.get("step") or 0), MemoryFallbacks.from_json(raw["fallbacks"]))
         for raw in adopted
         if raw.get("fallbacks")
     ]
     return sorted((each for each in found if each[0] >= step), key=lambda item: item[0])
+
+
+def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
+    """Yield the reports of ranks other than the main one, and the time of each, Unix seconds."""
+    for path in sorted(folder.reports.glob("rank_*.json")):
+        with contextlib.suppress(OSError, ValueError):
+            yield renamed(json.loads(path.read_text()), EVENT_KEYS["oom"]), path.stat().st_mtime
 
 
 # --- reports ----------------------------------------------------------------------------------------------------------
@@ -160,9 +156,7 @@ class OomHandler:
         self._event_log, self.memory = context.event_log, context.device_memory
         self._folder, self._rank, self._advise = context.folder.reports, context.ranks.rank, advise
 
-    def report(
-        self, report: OomReport, fallbacks: MemoryFallbacks | None = None, *, is_final: bool = False
-    ) -> OomReport:
+    def report(self, report: Oom, fallbacks: MemoryFallbacks | None = None, *, is_final: bool = False) -> Oom:
         """Write a report; return it with its advice.
 
         Args:
@@ -172,25 +166,24 @@ class OomHandler:
         """
         if self._rank:
             return report
-        advice = report.advice
         if is_final:
             try:
-                advice = (*self._advise(), *advice)
+                report = report.model_copy(update={"advice": [*self._advise(), *report.advice]})
             except Exception:  # a report without advice is better than none
                 logger.exception("advice on an out-of-memory")
-        report = replace(report, advice=advice)
         path = self._write(report)
-        self._event_log.emit(report_event(report, fallbacks.to_json() if fallbacks else None, path))
-        message = f"{report.headline}; {report.problem}" + (f"; see {path}" if path else "")
+        adopted = fallbacks.to_json() if fallbacks else None
+        self._event_log.emit(report.model_copy(update={"fallbacks": adopted, "path": path}))
+        message = f"{headline(report)}; {report.problem}" + (f"; see {path}" if path else "")
         self._event_log.emit(Alert(kind="oom", message=message, step=report.step))
         return report
 
-    def report_alone(self, report: OomReport, fallbacks: MemoryFallbacks | None) -> None:
+    def report_alone(self, report: Oom, fallbacks: MemoryFallbacks | None) -> None:
         """Report what only this rank knows, where no collective is possible; a resume adopts the fallbacks."""
         if not self._rank:
             self.report(report, fallbacks)
         else:
-            event = report_event(report, fallbacks.to_json() if fallbacks else None)
+            event = report.model_copy(update={"fallbacks": fallbacks.to_json() if fallbacks else None})
             text = event.model_dump_json(exclude={"v", "seq", "t", "type", "path"})
             try:
                 self._folder.mkdir(exist_ok=True)
@@ -202,7 +195,7 @@ class OomHandler:
                 logger.exception("report of an out-of-memory")
             self._write(report)
 
-    def _write(self, report: OomReport) -> str | None:
+    def _write(self, report: Oom) -> str | None:
         try:
             self._folder.mkdir(exist_ok=True)
             path = self._folder / f"oom_{1 + len(list(self._folder.glob('oom_*.txt'))):04}.txt"
@@ -213,11 +206,11 @@ class OomHandler:
         return f"{self._folder.name}/{path.name}"
 
 
-def final_error(report: OomReport) -> OutOfMemoryError:
+def final_error(report: Oom) -> OutOfMemoryError:
     """Return the error that ends a training, with the whole report."""
     move = report.advice[0] if report.advice else "lower train.batch_size or data.crop_px"
-    headline = f"out of memory on {report.snapshot.name} in {report.snapshot.phase}: {report.problem}: {move}"
-    return OutOfMemoryError("\n".join([headline, *report_lines(report)[1:]]))
+    first = f"out of memory on {report.device} in {report.phase}: {report.problem}: {move}"
+    return OutOfMemoryError("\n".join([first, *report_lines(report)[1:]]))
 
 
 def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
@@ -258,12 +251,10 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
 
 def _problem_under(folder: RunFolder, split: tuple[int, ...], after_s: float) -> str | None:
     """Return the error of a rank that reported this split as failed after a time (Unix seconds); None: none did."""
-    for path in folder.reports.glob("rank_*.json"):
-        with contextlib.suppress(OSError, ValueError):
-            raw: dict[str, Any] = renamed(json.loads(path.read_text()), EVENT_KEYS["oom"])
-            failed = MemoryFallbacks.from_json(raw.get("fallbacks") or {}).failed_splits
-            if split in failed and path.stat().st_mtime >= after_s:
-                return str(raw.get("problem") or raw.get("message") or "a rank ran out of memory")
+    for raw, written_s in _rank_reports(folder):
+        failed = MemoryFallbacks.from_json(raw.get("fallbacks") or {}).failed_splits
+        if split in failed and written_s >= after_s:
+            return str(raw.get("problem") or raw.get("message") or "a rank ran out of memory")
     return None
 
 
@@ -359,9 +350,9 @@ class OomPolicy:
         if self._ranks.world_size > 1:
             raise self._fail_rank(error, position)
         report = self._examined(error, position)
-        reverted = self._controller.revert_split(report.problem, position.step)
+        reverted = self._controller.revert_split(report.problem or "", position.step)
         if reverted is not None:
-            self._handler.report(replace(report, action=f"{reverted}; the step was made again"))
+            self._handler.report(report.model_copy(update={"action": f"{reverted}; the step was made again"}))
             return
         smaller = self._smaller_pieces()
         if not self._engine.is_whole:
@@ -376,15 +367,16 @@ class OomPolicy:
             f"the step is made again, and all later ones, with micro-batches in {smaller.num_pieces} pieces: the same "
             "mean over the step, but BatchNorm takes its statistics from smaller pieces"
         )
-        self._handler.report(replace(report, action=action, judge=self._controller.judge().to_json()), smaller)
+        update = {"action": action, "judge": self._controller.judge().to_json()}
+        self._handler.report(report.model_copy(update=update), smaller)
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
         """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""
         self._has_left_step = True
-        snapshot, problem = examine(error, self._handler.memory, self._ranks.rank), first_line(error)
+        report = self._placed(examine(error, self._handler.memory, self._ranks.rank), position)
         failed = self._controller.batch_split.current
-        reverted = self._controller.revert_split(problem, position.step)
-        action, advice = "all ranks stop: the others wait in a collective of this step", self._simple_advice(snapshot)
+        reverted = self._controller.revert_split(report.problem or "", position.step)
+        action, advice = "all ranks stop: the others wait in a collective of this step", self._simple_advice(report)
         smaller: MemoryFallbacks | None
         way = None
         if reverted is not None and failed is not None:
@@ -393,8 +385,8 @@ class OomPolicy:
         elif (smaller := self._smaller_pieces()) is not None:
             way = f"with micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
         if way is not None:
-            advice = (f"segapp train --resume goes on from the last checkpoint {way}", *advice)
-        report = OomReport(snapshot, position.epoch, position.step, problem, action, advice=advice)
+            advice.insert(0, f"segapp train --resume goes on from the last checkpoint {way}")
+        report = report.model_copy(update={"action": action, "advice": advice})
         self._handler.report_alone(report, smaller)
         return final_error(report)
 
@@ -452,39 +444,35 @@ class OomPolicy:
         if found is None:
             raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
         self.fallbacks, action = found
-        self._handler.report(replace(report, action=action), self.fallbacks)
+        self._handler.report(report.model_copy(update={"action": action}), self.fallbacks)
 
     # --- both ------------------------------------------------------------------------------------------------------
 
-    def _examined(self, error: BaseException, position: Position) -> OomReport:
+    def _examined(self, error: BaseException, position: Position) -> Oom:
         """Return what is known of an out-of-memory error, on every rank; what the failed attempt held is freed."""
-        own = None
-        if not isinstance(error, PeerOutOfMemoryError):
-            own = examine(error, self._handler.memory, self._ranks.rank), first_line(error)
+        is_own = not isinstance(error, PeerOutOfMemoryError)
+        own = examine(error, self._handler.memory, self._ranks.rank) if is_own else None
         release(error, self._engine.device)
-        snapshot, problem = self._ranks.first_of(own)
         batch_split = self._controller.batch_split
-        return OomReport(
-            snapshot,
-            position.epoch,
-            position.step,
-            problem,
-            "",
-            split=batch_split.current or (),
-            predicted_mib=batch_split.predicted_mib(),
-        )
+        split, predicted_mib = list(batch_split.current or ()), list(batch_split.predicted_mib())
+        update = {"split": split or None, "predicted_mib": predicted_mib or None}
+        return self._placed(self._ranks.first_of(own), position).model_copy(update=update)
 
-    def _give_up(self, report: OomReport, action: str) -> OutOfMemoryError:
-        report = replace(report, action=action, advice=self._simple_advice(report.snapshot))
-        return final_error(self._handler.report(report, is_final=True))
+    @staticmethod
+    def _placed(report: Oom, position: Position) -> Oom:
+        return report.model_copy(update={"epoch": position.epoch, "step": position.step})
 
-    def _simple_advice(self, snapshot: OomSnapshot) -> tuple[str, ...]:
+    def _give_up(self, report: Oom, action: str) -> OutOfMemoryError:
+        update = {"action": action, "advice": self._simple_advice(report)}
+        return final_error(self._handler.report(report.model_copy(update=update), is_final=True))
+
+    def _simple_advice(self, report: Oom) -> list[str]:
         """Return what helps, without a memory plan."""
         sizes, crop = self._sizes, self._sizes.crop_px
-        if snapshot.phase == "eval":
-            return (f"eval.slide=true eval.slide_px=[{crop[0] // 2},{crop[1] // 2}]", "eval.batch_size=1")
+        if report.phase == "eval":
+            return [f"eval.slide=true eval.slide_px=[{crop[0] // 2},{crop[1] // 2}]", "eval.batch_size=1"]
         smaller = [f"lower data.crop_px = [{crop[0]}, {crop[1]}]"]
         if sizes.batch_size > 1:
             accumulate = f"train.accumulate={2 * sizes.accumulate}"
             smaller.insert(0, f"lower train.batch_size: train.batch_size={sizes.batch_size // 2} {accumulate}")
-        return tuple(smaller)
+        return smaller

@@ -24,10 +24,11 @@ from torch.utils._pytree import tree_iter
 from segapp.build.step import StepAssembler
 from segapp.memory import counters
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.oom import OomSnapshot
+from segapp.memory.oom import examine
 from segapp.parallel import DataParallelModel, current_replica
-from segapp.run.events import LiveTensor
-from segapp.training import session
+from segapp.run.events import LiveTensor, Oom
+from segapp.run.words import first_line
+from segapp.training import recovery, session
 from segapp.training.planning import trial
 from segapp.training.step.engine import StepEngine
 from segapp.training.validation import Validation
@@ -177,16 +178,19 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             f"{self.names[device]} (device {device}) tried to allocate {requested:.1f} MiB with {live - requested:.1f} "
             f"of {limit:.1f} MiB of its budget in use"
         )
-        snapshot = OomSnapshot(
-            device=device,
-            name=self.names[device],
+        largest = [LiveTensor(mib=round(entry[1] / MIB, 2), what=entry[2]) for entry in own[:_LARGEST]]
+        error.report = Oom(  # type: ignore[attr-defined]
+            device=self.names[device],
+            index=device,
             phase=self.phase(),
+            step=0,
+            action="",
+            problem=first_line(error),
             requested_mib=requested,
             allocated_mib=live - requested,
             total_mib=limit,
-            largest=tuple(LiveTensor(mib=entry[1] / MIB, what=entry[2]) for entry in own[:_LARGEST]),
+            largest=largest,
         )
-        error.snapshot = snapshot  # type: ignore[attr-defined]
         return error
 
 
@@ -281,7 +285,17 @@ def enforce_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
         with within(engine):
             evaluate_blank(engine, *args)
 
+    def examined(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -> Oom:
+        cause: BaseException | None = error
+        while cause is not None:
+            if hasattr(cause, "report"):
+                update = {"index": cause.report.index + first, "problem": first_line(error)}
+                return cause.report.model_copy(update=update)
+            cause = cause.__cause__
+        return examine(error, memory, first)
+
     monkeypatch.setattr(session, "_device_infos", logical_devices)
+    monkeypatch.setattr(recovery, "examine", examined)
     monkeypatch.setattr(counters, "counters_of", logical_counters)
     monkeypatch.setattr(StepAssembler, "assemble", assemble_within)
     monkeypatch.setattr(StepEngine, "step", step_within)

@@ -64,14 +64,12 @@ def resolve_auto(
     saved_plan, problem = ranks.from_main(found) if wants_plan else found
     if problem is not None:
         raise problem
-    batch_size = config.train.batch_size or (saved_plan.batch_size if saved_plan is not None else 0)
-    total = config.train.effective_batch_size
     if not config.train.batch_size and saved_plan is not None:
-        accumulate = saved_plan.accumulate
+        batch_size, accumulate = saved_plan.batch_size, saved_plan.accumulate
     else:
-        accumulate = config.train.accumulate if total is None else total // batch_size
-    resolved = with_train(config, batch_size=batch_size, accumulate=accumulate)
-    return resolved, saved_plan
+        batch_size = config.train.batch_size
+        accumulate = accumulation(config, batch_size)
+    return with_train(config, batch_size=batch_size, accumulate=accumulate), saved_plan
 
 
 def _precision(folder: RunFolder, devices: DevicePlan, ranks: Ranks) -> str:

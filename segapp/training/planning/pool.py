@@ -10,8 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from segapp.config import RunConfig
 from segapp.errors import ConfigError, RunError
@@ -96,8 +99,8 @@ class SimulationPool:
 
     def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:
         """Run jobs and return the results in the same order."""
-        answers = self.ask([{"ask": "job", "job": job.to_json()} for job in jobs])
-        return [SimulationResult.from_json(answer) for answer in answers]
+        answers = self.ask([{"ask": "job", "job": asdict(job)} for job in jobs])
+        return TypeAdapter(list[SimulationResult]).validate_python(answers)
 
     def _exchange(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> Any:
         self._send(process, json.dumps(request))

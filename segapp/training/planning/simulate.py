@@ -15,10 +15,12 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from inspect import signature
 from typing import Any, TextIO
 
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -308,8 +310,8 @@ def _answer(answers: TextIO) -> None:
             if request["ask"] == "facts":
                 answer: Any = _facts(config, simulators, request["mode"])
             else:
-                job = SimulationJob.from_json(request["job"])
-                answer = _simulator(config, job.changes, simulators).run(job).to_json()
+                job = TypeAdapter(SimulationJob).validate_python(request["job"])
+                answer = asdict(_simulator(config, job.changes, simulators).run(job))
             reply = {"ok": answer}
         except SegappError as error:
             reply = {"error": str(error), "code": error.exit_code}

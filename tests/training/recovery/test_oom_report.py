@@ -12,10 +12,10 @@ import torch
 
 from segapp.memory import oom
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.oom import OomReport, OomSnapshot, examine, release, report_event
+from segapp.memory.oom import examine, release
 from segapp.parallel import ReplicaError
 from segapp.parallel.distributed import Ranks
-from segapp.run.events import EventLog, EventReader, EventWriter, LiveTensor
+from segapp.run.events import EventLog, EventReader, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.training.context import RunContext
 from segapp.training.recovery import OomHandler
@@ -41,9 +41,9 @@ def context(tmp_path: Path) -> RunContext:
 
 def reported(context: RunContext, error: Exception) -> dict[str, Any]:
     handler = OomHandler(context, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    snapshot = examine(error, context.device_memory)
+    report = examine(error, context.device_memory)
     release(error, torch.device("cuda"))
-    handler.report(OomReport(snapshot, 1, 2, str(error), "nothing"), is_final=True)
+    handler.report(report.model_copy(update={"epoch": 1, "step": 2, "action": "nothing"}), is_final=True)
     found = [raw for raw in EventReader(context.folder.events).read_raw() if raw["type"] == "oom"]
     assert len(found) == 1
     return found[0]
@@ -85,12 +85,30 @@ def test_report_keeps_counters_without_a_snapshot(
     assert "cudaMallocAsync does not yet support snapshot" in caplog.text
 
 
-def test_event_has_the_largest_tensors_in_hundredths_of_a_mib() -> None:
-    snapshot = OomSnapshot(
-        0, "cuda:0", "forward", largest=(LiveTensor(mib=1.23456, what="a"), LiveTensor(mib=0.5, what="b"))
+def on_cuda(monkeypatch: pytest.MonkeyPatch, **amounts: Any) -> None:
+    """Let CUDA answer with these amounts, and one segment of two live blocks."""
+    blocks = [{"size": size, "state": "active_allocated"} for size in (524288, 1294547)]
+    fake = types.SimpleNamespace(
+        mem_get_info=lambda _: (1 << 30, 24 << 30),
+        memory_reserved=lambda _: amounts["reserved"],
+        memory_allocated=lambda _: amounts["allocated"],
+        get_device_properties=lambda _: types.SimpleNamespace(uuid="1234"),
+        memory_snapshot=lambda: [{"device": 0, "address": 1 << 60, "blocks": blocks}],
     )
-    event = report_event(OomReport(snapshot, 1, 2, "", ""))
-    assert [(tensor.mib, tensor.what) for tensor in event.largest] == [(1.23, "a"), (0.5, "b")]
+    monkeypatch.setattr(torch, "cuda", fake)
+    monkeypatch.setattr(oom, "processes_on", lambda *_, **__: [])
+
+
+@pytest.mark.parametrize(
+    ("allocated", "reserved", "expected"), [(750, 1000, 0.25), (1001, 1000, 0.0), (0, 10, 1.0), (1, 0, None)]
+)
+def test_report_has_the_unused_share_and_hundredths_of_a_mib(
+    context: RunContext, monkeypatch: pytest.MonkeyPatch, allocated: int, reserved: int, expected: float | None
+) -> None:
+    on_cuda(monkeypatch, allocated=allocated, reserved=reserved)
+    report = examine(ReplicaError(0, torch.device("cuda:0"), "CUDA error: out of memory"), context.device_memory)
+    assert report.fragmentation == expected
+    assert [tensor.mib for tensor in report.largest] == [1.23, 0.5]
 
 
 @pytest.mark.parametrize("has_cause", [True, False])

@@ -7,12 +7,14 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import TypeAdapter
 
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, dump_config
@@ -268,11 +270,11 @@ def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
 
 def simulated(config: RunConfig, job: SimulationJob) -> SimulationResult:
     """In a process of its own, which a simulation needs."""
-    asked = [config.model_dump(mode="json"), {"ask": "run", "job": job.to_json()}]
+    asked = [config.model_dump(mode="json"), {"ask": "run", "job": asdict(job)}]
     words = [sys.executable, "-m", "segapp.training.planning.simulate"]
     text = "".join(json.dumps(line) + "\n" for line in asked)
     done = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
-    return SimulationResult.from_json(json.loads(done.stdout)["ok"])
+    return TypeAdapter(SimulationResult).validate_python(json.loads(done.stdout)["ok"])
 
 
 @pytest.mark.slow
