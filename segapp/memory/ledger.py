@@ -190,7 +190,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         live: Counter[str] = Counter()
         peak_events: dict[str, dict[str, tuple[int, int]]] = {a.device: {} for a in self.allocations}
 
-        def note(device: str, at: int) -> None:
+        def note(phase: str, device: str, at: int) -> None:
             if phase not in peak_events[device] or live[device] > peak_events[device][phase][1]:
                 peak_events[device][phase] = at, live[device]
 
@@ -198,13 +198,13 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for number, ((start, phase), end) in enumerate(zip(self._marks, ends, strict=True)):
             if number >= first_mark:
                 for device in peak_events:
-                    note(device, start - 1)
+                    note(phase, device, start - 1)
             for at in range(start, end):
                 event = self._events[at]
                 allocation = self.allocations[event if event >= 0 else ~event]
                 live[allocation.device] += allocation.num_bytes if event >= 0 else -allocation.num_bytes
                 if number >= first_mark:
-                    note(allocation.device, at)
+                    note(phase, allocation.device, at)
         return peak_events
 
     def _moment(self, device: str, alive: set[int]) -> PeakMoment:
