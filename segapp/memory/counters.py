@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import psutil
 import torch
@@ -24,13 +24,11 @@ import torch
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.memory.judge import usable_mib
+from segapp.memory.peaks import PHASES
 from segapp.run.events import Alert, DeviceMemory, Event, Heartbeat, Memory
 
 IDLE = "data"
 """The phase between two steps."""
-
-PHASES = ("forward", "loss", "backward", "step", "eval")
-"""The phases whose peaks are kept apart."""
 
 MEMORY_S = 2.0
 """Seconds between two `memory` events."""
@@ -66,32 +64,18 @@ class DeviceInfo:
     usable_mib: float | None = None
 
 
-class MemoryCounters:
-    """Memory counters of one device, in MiB; None where a counter does not exist."""
+class MemoryCounters(Protocol):
+    """Memory counters of one device, in MiB."""
 
-    def used_mib(self) -> float | None:
-        """Return the memory the process holds; None on a GPU, where the driver is asked (`driver_used_mib`)."""
-        return None
-
-    def allocated_mib(self) -> float | None:
-        """Return the memory of live tensors; None on a CPU, because the C library's allocator has no such counter."""
-        return None
-
-    def reserved_mib(self) -> float | None:
-        """Return the memory the allocator holds: live tensors and cache; None on a CPU."""
-        return None
+    def read(self) -> dict[str, float | None]:
+        """Return the fields of a `memory` event that these counters have; None where a value is unknown."""
 
     def pop_peak_mib(self) -> float | None:
-        """Return the highest allocation since the last call, and reset it."""
-        return None
-
-    def utilization(self) -> float | None:
-        """Return the share of all processors in use since the last call, 0 to 1; None on a GPU."""
-        return None
+        """Return the highest allocation since the last call, and reset it; None if it is unknown."""
 
 
-class CudaCounters(MemoryCounters):
-    """Counters of torch's CUDA allocator on one GPU."""
+class CudaCounters:
+    """Counters of torch's CUDA allocator on one GPU; only the driver counts the other processes (`driver_used_mib`)."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -107,13 +91,10 @@ class CudaCounters(MemoryCounters):
             return None
         return (total - free) / 2**20
 
-    def allocated_mib(self) -> float | None:
-        """Return the memory of live tensors."""
-        return torch.cuda.memory_allocated(self._device) / 2**20
-
-    def reserved_mib(self) -> float | None:
-        """Return the memory of live tensors and cache."""
-        return torch.cuda.memory_reserved(self._device) / 2**20
+    def read(self) -> dict[str, float | None]:
+        """Return the memory of live tensors, and of live tensors and cache."""
+        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        return {"allocated_mib": allocated / 2**20, "reserved_mib": reserved / 2**20}
 
     def pop_peak_mib(self) -> float | None:
         """Return the allocator's peak, and reset it."""
@@ -122,8 +103,8 @@ class CudaCounters(MemoryCounters):
         return peak
 
 
-class ProcessCounters(MemoryCounters):
-    """Resident memory and processor time of a process that trains on the CPU.
+class ProcessCounters:
+    """Resident memory and processor time of a process that trains on the CPU; C's allocator does not count tensors.
 
     Args:
         pid: the process; None: this one. The peak can be reset for this process only.
@@ -132,18 +113,24 @@ class ProcessCounters(MemoryCounters):
     def __init__(self, pid: int | None = None) -> None:
         self._pid = os.getpid() if pid is None else pid
         self._can_reset = self._pid == os.getpid()
-        self._is_first_utilization = True
+        self._is_first_read = True
         self._process: psutil.Process | None = None
         with suppress(psutil.Error):
             self._process = psutil.Process(self._pid)
             self._process.cpu_percent()  # the next call reports the processor time since this one
 
-    def used_mib(self) -> float | None:
-        """Return the resident memory; None if the process is gone."""
+    def read(self) -> dict[str, float | None]:
+        """Return the resident memory, and the share of all processors' time since the last call, 0 to 1.
+
+        None if the process is gone; for the share, also at first.
+        """
+        is_first, self._is_first_read = self._is_first_read, False
         with suppress(psutil.Error):
             if self._process is not None:
-                return self._process.memory_info().rss / 2**20
-        return None
+                share = min(1.0, self._process.cpu_percent() / 100 / (os.cpu_count() or 1))
+                used_mib = self._process.memory_info().rss / 2**20
+                return {"used_mib": used_mib, "utilization": None if is_first else share}
+        return {"used_mib": None, "utilization": None}
 
     def pop_peak_mib(self) -> float | None:
         """Return the highest resident memory (VmHWM in proc(5)), and reset it where the system allows that."""
@@ -158,15 +145,6 @@ class ProcessCounters(MemoryCounters):
             except OSError:
                 self._can_reset = False
         return peak
-
-    def utilization(self) -> float | None:
-        """Return the processor time since the last call over the time of all processors, 0 to 1; None at first."""
-        is_first, self._is_first_utilization = self._is_first_utilization, False
-        with suppress(psutil.Error):
-            if self._process is not None:
-                share = self._process.cpu_percent() / 100 / (os.cpu_count() or 1)
-                return None if is_first else min(1.0, share)
-        return None
 
 
 def host_memory_mib() -> float:
@@ -275,7 +253,7 @@ class DeviceMemoryTracker:
     def _usable_mib(info: DeviceInfo, counters: MemoryCounters | None) -> float | None:
         if not isinstance(counters, CudaCounters):
             return info.total_mib if info.usable_mib is None else info.usable_mib
-        return usable_mib(info.total_mib, counters.driver_used_mib(), counters.reserved_mib())
+        return usable_mib(info.total_mib, counters.driver_used_mib(), counters.read()["reserved_mib"])
 
     def driver_used_mib(self) -> dict[str, float]:
         """Return uuid -> memory in use by all processes, for the GPUs of this process; it may wait for the driver."""
@@ -351,10 +329,7 @@ class DeviceMemoryTracker:
     def _sample(self, index: int) -> dict[str, Any]:
         counters, peaks = self._counters[index], self._peaks[index]
         facts = {
-            "used_mib": counters.used_mib(),
-            "utilization": counters.utilization(),
-            "allocated_mib": counters.allocated_mib(),
-            "reserved_mib": counters.reserved_mib(),
+            **counters.read(),
             "peak_mib": peaks.interval,
             "phase": peaks.interval_phase or self.phase,
             "phase_peak_mib": dict(peaks.phases),

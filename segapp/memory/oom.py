@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 import torch
 
 from segapp.failpoints import failpoint
-from segapp.memory.counters import IDLE, PHASES, DeviceMemoryTracker
+from segapp.memory.counters import IDLE, DeviceMemoryTracker
 from segapp.memory.gpus import processes_on
 from segapp.memory.judge import format_split
+from segapp.memory.peaks import PHASES
 from segapp.parallel import ReplicaError, current_replica
 from segapp.run import events
 from segapp.run.words import first_line

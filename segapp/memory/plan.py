@@ -147,10 +147,11 @@ class MemoryPlan:
         return min(self.rows, key=lambda row: (round(row.fullest(self.gpus), 4), -(row.gpu0_bsz or 0)))
 
 
+@dataclass(frozen=True)
 class Planner:
     """Predicts the memory of every split of a batch on given GPUs.
 
-    Args:
+    Attributes:
         model: predicts the peaks of the tensors.
         gpus: one for each device.
         overhead: memory on top of the tensors.
@@ -158,16 +159,11 @@ class Planner:
         needs_samples: why no rank of ddp can be left without samples; None if one can.
     """
 
-    def __init__(
-        self,
-        model: PlannedPeaks,
-        gpus: Sequence[GpuSpec],
-        overhead: OverheadEstimate,
-        smallest_chunk: int = 1,
-        needs_samples: str | None = None,
-    ) -> None:
-        self.model, self.gpus, self.overhead = model, tuple(gpus), overhead
-        self.smallest_chunk, self.needs_samples = smallest_chunk, needs_samples
+    model: PlannedPeaks
+    gpus: tuple[GpuSpec, ...]
+    overhead: OverheadEstimate
+    smallest_chunk: int = 1
+    needs_samples: str | None = None
 
     @property
     def has_split(self) -> bool:
@@ -179,12 +175,13 @@ class Planner:
 
         Modes without a split have one row; if the batch is too small for BatchNorm, `batch_size` is refused instead.
         """
+        judge = self.judge(batch_size)
         if not self.has_split:
-            found = self._evaluate(batch_size, None)
+            found = self._evaluate(judge, None)
             return ((), ((batch_size, found),)) if isinstance(found, str) else ((found,), ())
         rows, refused = [], []
         for gpu0_bsz in range(batch_size + 1):
-            found = self._evaluate(batch_size, gpu0_bsz)
+            found = self._evaluate(judge, gpu0_bsz)
             if isinstance(found, str):
                 refused.append((gpu0_bsz, found))
             else:
@@ -202,7 +199,7 @@ class Planner:
         Raises:
             ValueError: the split is not possible.
         """
-        found = self._evaluate(batch_size, gpu0_bsz, shares)
+        found = self._evaluate(self.judge(batch_size), gpu0_bsz, shares)
         if isinstance(found, str):
             raise ValueError(found)
         return found
@@ -255,18 +252,17 @@ class Planner:
             peaks=PeakModel(planned=self.model, scale=self.overhead.scale),
         )
 
-    def _evaluate(self, batch_size: int, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
+    def _evaluate(self, judge: SplitJudge, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
         """Return the row of a split, or why it is refused; a mode without a split has the whole batch first."""
-        judge = self.judge(batch_size)
         if self.has_split or gpu0_bsz is not None or shares is not None:
             verdict = judge.verdict(gpu0_bsz, shares)
             if verdict.split is None:
                 return verdict.reason
             return self._row(gpu0_bsz, verdict.split, verdict.level, verdict.reason)
-        check = check_split(batch_size, 1, smallest_chunk=self.smallest_chunk)
+        check = check_split(judge.batch_size, 1, smallest_chunk=self.smallest_chunk)
         if check.split is None:
             return check.reasons[0]
-        split = (batch_size, *[0] * (len(self.gpus) - 1))
+        split = (judge.batch_size, *[0] * (len(self.gpus) - 1))
         return self._row(None, split, *judge.fit_of(split))
 
     def _row(self, gpu0_bsz: int | None, split: Sequence[int], level: Level, reason: str) -> PlanRow:
@@ -294,14 +290,12 @@ class Variant:
     """A change of the config that a simulation can evaluate.
 
     Attributes:
-        key: short name.
         change: what the user writes into the config.
         note: its other effects.
         changes: config keys and values for the simulation.
         in_use: the plan has it already; the simulation is of the config without it.
     """
 
-    key: str
     change: str
     note: str
     changes: Mapping[str, object]
@@ -318,33 +312,15 @@ def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[in
     """
     found = []
     if precision == "fp32":
-        found.append(
-            Variant(
-                "amp-bf16",
-                "train.precision=amp-bf16",
-                "half-precision activations; needs a GPU with bfloat16 (Ampere or later), else amp-fp16",
-                {"train.precision": "amp-bf16"},
-            )
-        )
+        note = "half-precision activations; needs a GPU with bfloat16 (Ampere or later), else amp-fp16"
+        found.append(Variant("train.precision=amp-bf16", note, {"train.precision": "amp-bf16"}))
     if precision != "fp16":
-        found.append(
-            Variant(
-                "fp16",
-                "train.precision=fp16",
-                "half-precision weights with float32 master weights and loss scaling",
-                {"train.precision": "fp16"},
-            )
-        )
+        note = "half-precision weights with float32 master weights and loss scaling"
+        found.append(Variant("train.precision=fp16", note, {"train.precision": "fp16"}))
     if smaller_crop_px is not None and smaller_crop_px != crop_px:
         height, width = smaller_crop_px
-        found.append(
-            Variant(
-                "crop",
-                f"data.crop_px=[{height},{width}]",
-                "less image context per sample",
-                {"data.crop_px": [height, width]},
-            )
-        )
+        change = f"data.crop_px=[{height},{width}]"
+        found.append(Variant(change, "less image context per sample", {"data.crop_px": [height, width]}))
     return found
 
 
@@ -407,22 +383,18 @@ def ranked(advice: Sequence[Advice]) -> tuple[Advice, ...]:
 
 def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
-
-    def row(found: PlanRow | None) -> dict[str, Any] | None:
-        return None if found is None else asdict(found)
-
     return {
         "name": plan.name,
         "mode": plan.mode,
         "batch_size": plan.batch_size,
         "gpus_mib": [gpu.total_mib for gpu in plan.gpus],
         "overhead": asdict(plan.overhead),
-        "rows": [row(found) for found in plan.rows],
+        "rows": [asdict(row) for row in plan.rows],
         "refused": [{"gpu0_bsz": value, "reason": reason} for value, reason in plan.refused],
-        "current": row(plan.current),
-        "best": row(plan.best),
+        "current": None if plan.current is None else asdict(plan.current),
+        "best": asdict(plan.best),
         "max_batch": plan.max_batch,
-        "max_batch_row": row(plan.max_row),
+        "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
         "max_batch_shares": plan.shares,
         "advice": [asdict(advice) for advice in plan.advice],
         "notes": list(plan.notes),

@@ -45,21 +45,12 @@ class Counters:
         self.now = mib
         self.peak = max(self.peak, mib)
 
-    def used_mib(self) -> float | None:
-        return None
-
-    def allocated_mib(self) -> float | None:
-        return self.now
-
-    def reserved_mib(self) -> float | None:
-        return self.now + 1
+    def read(self) -> dict[str, float | None]:
+        return {"allocated_mib": self.now, "reserved_mib": self.now + 1}
 
     def pop_peak_mib(self) -> float | None:
         peak, self.peak = self.peak, self.now
         return peak
-
-    def utilization(self) -> float | None:
-        return None
 
 
 def gpu_infos() -> list[DeviceInfo]:
@@ -129,23 +120,24 @@ def test_process_memory_equals_that_of_the_system() -> None:
 
     counters = ProcessCounters()
     counters.pop_peak_mib()
-    before = counters.used_mib()
+    first = counters.read()
+    before = first["used_mib"]
     mapped = mmap.mmap(-1, 64 * 2**20)  # not from the heap, which may hold freed memory
     block = np.frombuffer(mapped, np.uint8)
     block[:] = 1
-    after, peak = counters.used_mib(), counters.pop_peak_mib()
+    after, peak = counters.read()["used_mib"], counters.pop_peak_mib()
     assert before is not None
     assert after is not None
     assert peak is not None
     assert after - before == pytest.approx(64, abs=8)
     assert after - 1 <= peak <= resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 + 1
     assert host_memory_mib() > peak  # type: ignore[operator]
-    assert ProcessCounters(2**22 + 1).used_mib() is None  # no such process
-    assert counters.utilization() is None
+    assert set(ProcessCounters(2**22 + 1).read().values()) == {None}  # no such process
+    assert first["utilization"] is None
     began = time.perf_counter()
     while time.perf_counter() - began < 0.3:
         block.sum()
-    busy = counters.utilization()
+    busy = counters.read()["utilization"]
     assert busy is not None
     assert 0 < busy <= 1
 

@@ -129,7 +129,7 @@ class TrainedRun:
         gpus = [GpuSpec(info.total_mib or 1e9, info.device) for info in self.devices]
         judge = self.split.judge
         context = OverheadEstimate((0.0,) * len(gpus))
-        return Planner(model, gpus, context, judge.smallest_chunk, judge.needs_samples)
+        return Planner(model, tuple(gpus), context, judge.smallest_chunk, judge.needs_samples)
 
 
 REFUSED: list[tuple[dict[str, Any], int | None, str]] = [

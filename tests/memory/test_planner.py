@@ -305,11 +305,11 @@ def test_advice_to_accumulate_needs_room_on_the_first_gpu():
 def test_advice_of_a_variant_is_that_of_the_fullest_gpu():
     own = planner(scale=(1.0, 1.5, 1.0))
     row = own.row(6, 2)  # tensors 3000, 1.5 * 2500, 2500
-    variant = Variant("a", "a=b", "a note", {"a": "b"})
+    variant = Variant("a=b", "a note", {"a": "b"})
     advice = variant_advice(variant, 1000.0, 500.0, row, own)
     assert (advice.peak_mib, advice.gain_mib, advice.fits) == (2473.7, 1973.7, True)  # 500 + half of 3750 / 0.95
     assert not variant_advice(variant, 1000.0, 3000.0, row, own).fits
-    used = variant_advice(Variant("a", "a", "", {}, in_use=True), 810.0, 1000.0, row, own)
+    used = variant_advice(Variant("a", "", {}, in_use=True), 810.0, 1000.0, row, own)
     assert (used.peak_mib, used.gain_mib, used.in_use) == (4447.4, 300.0, True)  # 1.5 * 190 / 0.95
 
 

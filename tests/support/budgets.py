@@ -200,15 +200,10 @@ class LimitCounters:
     def __init__(self, limits: dict[str, MemoryLimit], device: int) -> None:
         self._limits, self._device = limits, device
 
-    def used_mib(self) -> float | None:
-        return self.allocated_mib()
-
-    def allocated_mib(self) -> float | None:
+    def read(self) -> dict[str, float | None]:
         limit = self._limits.get("training")
-        return None if limit is None else limit.live[self._device] / MIB
-
-    def reserved_mib(self) -> float | None:
-        return self.allocated_mib()
+        live_mib = None if limit is None else limit.live[self._device] / MIB
+        return {"used_mib": live_mib, "allocated_mib": live_mib, "reserved_mib": live_mib}
 
     def pop_peak_mib(self) -> float | None:
         limit = self._limits.get("training")
@@ -217,9 +212,6 @@ class LimitCounters:
         peak = limit.peaks[self._device]
         limit.peaks[self._device] = limit.live[self._device]
         return peak / MIB
-
-    def utilization(self) -> float | None:
-        return None
 
 
 def limit_of(engine: StepEngine, limits_mib: Sequence[float], phase: Callable[[], str]) -> MemoryLimit:

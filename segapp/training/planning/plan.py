@@ -183,7 +183,7 @@ class _Simulated:
 
 def _planner(found: _Simulated, gpus: Sequence[GpuSpec], overhead: OverheadEstimate) -> Planner:
     facts = found.facts
-    return Planner(found.model, gpus, overhead, facts["smallest_chunk"], facts["needs_samples"])
+    return Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
 
 
 def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
@@ -197,7 +197,8 @@ def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_a
             accumulate=config.train.accumulate,
             eval_px=tuple(facts["eval_px"]),
         )
-        changes = variants(config.train.precision, config.data.crop_px, _smaller(facts["smaller_crop_px"]))
+        smaller_px = facts["smaller_crop_px"]
+        changes = variants(config.train.precision, config.data.crop_px, smaller_px and tuple(smaller_px))
         splits = splits_to_simulate(mode, len(gpus))
         jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes) if with_advice else []
         asked = [replace(job, split=split) for split in splits]
@@ -208,10 +209,6 @@ def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_a
     model = fit_model(mode, [next(results) for _ in asked])
     frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
     return _Simulated(model, facts, frozen_model, changes, [result.peak_mib()[0] for result in results])
-
-
-def _smaller(size: Sequence[int] | None) -> tuple[int, int] | None:
-    return None if size is None else (size[0], size[1])
 
 
 def _advice_jobs(config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant]) -> list[SimulationJob]:
@@ -295,7 +292,7 @@ def _advice(
     reference, *varied = peaks_mib
     found = split_advice(row, plan.best, planner)
     if _has_pixel_loss(config):
-        small_loss = Variant("loss", "the loss from low-resolution logits", "the same loss", {}, in_use=True)
+        small_loss = Variant("the loss from low-resolution logits", "the same loss", {}, in_use=True)
         found.append(variant_advice(small_loss, reference, varied.pop(0), plan.best, planner))
     for variant, peak in zip(changes, varied, strict=False):
         found.append(variant_advice(variant, reference, peak, plan.best, planner))

@@ -32,12 +32,13 @@ from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.build.trained import read_trained
 from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
+from segapp.config.modes import Mode
 from segapp.custom import is_part
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, SegappError
 from segapp.inference.normalize import NormalizedInput
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
-from segapp.memory.peaks import EVAL, PHASES, Mode, PhasePeak, SimulationJob, SimulationResult
+from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
