@@ -9,8 +9,9 @@ from segapp.config import RunConfig, load_config, named_config, part_names
 from segapp.custom.trust import check_trusted
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
-from segapp.memory.gpus import GpuSpec, parse_gpus
 from segapp.memory.plan import (
+    GpuSpec,
+    parse_gpus,
     plan_as_json,
 )
 from segapp.memory.report import error_lines, plan_lines

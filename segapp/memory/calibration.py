@@ -12,9 +12,8 @@ from statistics import median
 from typing import Any
 
 from segapp.errors import ConfigError
-from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import PeakModel, PlannedPeaks, Split, measured_scale
-from segapp.memory.plan import OverheadEstimate
+from segapp.memory.plan import GpuSpec, OverheadEstimate
 from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 

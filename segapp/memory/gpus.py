@@ -1,8 +1,8 @@
-"""GPUs: their status from nvidia-smi through GPUtil, with timeouts, and their sizes as `--gpus` gives them.
+"""GPU status from nvidia-smi through GPUtil, with timeouts; the only module that imports GPUtil.
 
-The only module that imports GPUtil, which starts `nvidia-smi` on every call and waits without limit, raises ValueError
-on "No devices were found", and numbers physical devices. Here a call has a timeout, any failure gives an empty list,
-and devices are matched to torch's by uuid.
+GPUtil starts `nvidia-smi` on every call and waits without limit, raises ValueError on "No devices were found", and
+numbers physical devices. Here a call has a timeout, any failure gives an empty list, and devices are matched to torch's
+by uuid.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 import queue
-import re
 import subprocess
 import threading
 import time
@@ -18,17 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from segapp.errors import ConfigError
 from segapp.run.events import OtherProcess
 from segapp.run.words import printable
 
 MAX_LOAD = 0.5
 MAX_MEMORY = 0.5
-
-_GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
-_MIB_OF = {"mib": 1.0, "gib": 1024.0, "mb": 1e6 / 2**20, "gb": 1e9 / 2**20}
-_EXAMPLE = "write 3x24220MiB, or 24220MiB,24220MiB,11019MiB, or here for the GPUs of this machine"
-MAX_GPUS = 64
 
 T = TypeVar("T")
 
@@ -272,38 +265,3 @@ def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) ->
     return chosen, f"most free memory first: {facts}" + (
         f"; in use by other processes: {', '.join(left_out)}" if left_out else ""
     )
-
-
-@dataclass(frozen=True)
-class GpuSpec:
-    """Memory of one GPU, as nvidia-smi reports it, and its name in reports."""
-
-    total_mib: float
-    name: str = ""
-
-
-def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
-    """Parse GPU sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with an optional count in front.
-
-    Raises:
-        ConfigError: the text has another form.
-
-    Example:
-        >>> [gpu.total_mib for gpu in parse_gpus("2x24GiB,11019MiB")]
-        [24576.0, 24576.0, 11019.0]
-    """
-    gpus: list[GpuSpec] = []
-    for word in text.split(","):
-        found = _GPUS.fullmatch(word.strip())
-        if found is None:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} is not a count and a size: {_EXAMPLE}")
-        unit = found["unit"].lower()
-        if unit not in _MIB_OF:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} has no known unit: use MiB or GiB; {_EXAMPLE}")
-        count, size_mib = int(found["count"] or 1), float(found["size"]) * _MIB_OF[unit]
-        if not count or not size_mib:
-            raise ConfigError(f"--gpus {text}: {word.strip()!r} has a count or size of 0: {_EXAMPLE}")
-        if len(gpus) + count > MAX_GPUS:
-            raise ConfigError(f"--gpus {text}: more than {MAX_GPUS} GPUs: plan for one machine")
-        gpus += [GpuSpec(size_mib)] * count
-    return tuple(GpuSpec(gpu.total_mib, gpu.name or f"GPU {i}") for i, gpu in enumerate(gpus))

@@ -6,9 +6,8 @@ import pytest
 
 from segapp.errors import ConfigError
 from segapp.memory.calibration import calibrated, collect, read_measurement
-from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import Line, PeakModel, PlannedPeaks
-from segapp.memory.plan import OverheadEstimate
+from segapp.memory.plan import GpuSpec, OverheadEstimate
 from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart
 from segapp.run.folder import RunFolder
 

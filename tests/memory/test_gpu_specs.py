@@ -1,7 +1,7 @@
 import pytest
 
 from segapp.errors import ConfigError
-from segapp.memory.gpus import parse_gpus
+from segapp.memory.plan import parse_gpus
 
 
 @pytest.mark.parametrize(

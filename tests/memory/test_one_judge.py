@@ -14,10 +14,9 @@ from torch import nn
 from segapp.commands.control import split_problem
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.gpus import GpuSpec
 from segapp.memory.judge import SplitVerdict
 from segapp.memory.peaks import Line, PlannedPeaks
-from segapp.memory.plan import OverheadEstimate, Planner
+from segapp.memory.plan import GpuSpec, OverheadEstimate, Planner
 from segapp.parallel import DataParallelModel, RankSplit
 from segapp.run.commands import SetCommand, parse_command, send_command
 from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step

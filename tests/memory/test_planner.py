@@ -5,10 +5,10 @@ import json
 
 import pytest
 
-from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import Line, PhasePeak, PlannedPeaks, SimulationResult, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     Advice,
+    GpuSpec,
     MemoryPlan,
     OverheadEstimate,
     Planner,

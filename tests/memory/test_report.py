@@ -5,9 +5,17 @@ import json
 import pytest
 
 from segapp.memory.calibration import PeakError
-from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import Line, PlannedPeaks
-from segapp.memory.plan import Advice, MemoryPlan, OverheadEstimate, Planner, PlanRow, SavedMemoryPlan, read_saved_plan
+from segapp.memory.plan import (
+    Advice,
+    GpuSpec,
+    MemoryPlan,
+    OverheadEstimate,
+    Planner,
+    PlanRow,
+    SavedMemoryPlan,
+    read_saved_plan,
+)
 from segapp.memory.report import advice_lines, error_lines, gpu_bars, plan_lines, split_table
 
 ADVICE = (

@@ -22,10 +22,9 @@ from segapp.datasets.files import check_pairs
 from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError, OutOfMemoryError, SegappError
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
-from segapp.memory.gpus import GpuSpec
 from segapp.memory.oom import is_out_of_memory
 from segapp.memory.peaks import SimulationJob
-from segapp.memory.plan import OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
+from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.plan import plan_largest, plan_memory

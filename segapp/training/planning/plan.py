@@ -12,11 +12,11 @@ from segapp.config import RunConfig
 from segapp.config.modes import Mode, auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
-from segapp.memory.gpus import GpuSpec
 from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate
 from segapp.memory.plan import (
     LARGEST_BATCH,
     Advice,
+    GpuSpec,
     MemoryPlan,
     OverheadEstimate,
     Planner,
