@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,19 +22,34 @@ MOST_SCREEN_MODULES = 650
 """596 at the time of writing, in 0.4 s of processor time: `tests/benchmarks/test_ui_terminal.py`."""
 
 
-def loaded_by(statement: str, after: str = "") -> set[str]:
-    """The modules that a statement loads in a new process, those that `after` has loaded before it left out."""
-    code = (
-        f"import sys\n{after}\nbefore = set(sys.modules)\n{statement}\nprint(*sys.modules.keys() - before, sep='\\n')"
-    )
+def loaded_by(*statements: str, after: str = "") -> list[set[str]]:
+    """The modules that each statement loads in a new process, those that `after` has loaded before it left out."""
+    code = f"""if True:
+        import json, os, sys
+        {after}
+        before = set(sys.modules)
+        for statement in {statements!r}:
+            if os.fork() == 0:
+                exec(statement)
+                print(json.dumps(sorted(sys.modules.keys() - before)), flush=True)
+                os._exit(0)
+            assert os.wait()[1] == 0, statement"""
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    return set(done.stdout.split())
+    return [set(json.loads(line)) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture(scope="module")
+def beyond_torch() -> dict[str, set[str]]:
+    """The modules that packages which import torch load beyond it."""
+    packages = ("segapp.parallel", "segapp.losses", "segapp.training.session")
+    loaded = loaded_by(*(f"import {package}" for package in packages), after="import torch")
+    return dict(zip(packages, loaded, strict=True))
 
 
 @pytest.mark.parametrize("package", ["segapp.parallel", "segapp.losses"])
-def test_libraries_load_nothing_beyond_torch(package: str) -> None:
-    beyond = loaded_by(f"import {package}", after="import torch")
+def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[str, set[str]]) -> None:
+    beyond = beyond_torch[package]
     assert {name for name in beyond if not name.startswith((package, "torch", "segapp"))} <= set(
         sys.stdlib_module_names
     )
@@ -44,9 +60,8 @@ def test_libraries_load_nothing_beyond_torch(package: str) -> None:
     }
 
 
-@pytest.mark.parametrize(
-    "package",
-    [
+def test_viewer_packages_load_no_torch() -> None:
+    packages = (
         "segapp.run",
         "segapp.config",
         "segapp.training.request",
@@ -58,10 +73,9 @@ def test_libraries_load_nothing_beyond_torch(package: str) -> None:
         "segapp.memory.judge",
         "segapp.memory.plan",
         "segapp.cli",
-    ],
-)
-def test_viewer_packages_load_no_torch(package: str) -> None:
-    assert not {"torch", "torchvision", "albumentations", "textual"} & loaded_by(f"import {package}")
+    )
+    (loaded,) = loaded_by("import " + ", ".join(packages))
+    assert not {"torch", "torchvision", "albumentations", "textual"} & loaded
 
 
 COMMANDS_ON_FILES = """
@@ -89,7 +103,7 @@ def test_init_and_check_of_png_folders_load_no_torch(tiny_root: Path) -> None:
 
 
 def test_screen_loads_no_torch() -> None:
-    loaded = loaded_by("import segapp.tui.start")
+    (loaded,) = loaded_by("import segapp.tui.start")
     assert "textual" in loaded
     packages = {name.partition(".")[0] for name in loaded if not name.startswith("_")}
     assert packages - sys.stdlib_module_names <= SCREEN_PACKAGES
@@ -97,8 +111,8 @@ def test_screen_loads_no_torch() -> None:
     assert len(loaded) <= MOST_SCREEN_MODULES, "the screen is to be seen within a second: import it where it is used"
 
 
-def test_trainer_loads_no_textual() -> None:
-    assert "textual" not in loaded_by("import segapp.training.session")
+def test_trainer_loads_no_textual(beyond_torch: dict[str, set[str]]) -> None:
+    assert "textual" not in beyond_torch["segapp.training.session"]
 
 
 def test_imports_have_no_circle() -> None:

@@ -289,16 +289,16 @@ def test_check_part_takes_overrides_as_other_commands_do(
         assert message in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("kind", "name"), [("loss", "ce"), ("model", "Net"), ("schedule", "falling")])
-def test_check_imports_neither_compiler_nor_albumentations(kind: str, name: str) -> None:
-    code = (
-        "import sys; from segapp.commands.check_part import check_part; "
-        f"check_part('part_for_imports.py:{name}', '{kind}', None); "
-        "print([each for each in ('torch._dynamo', 'albumentations', 'torchvision') if each in sys.modules])"
-    )
+def test_check_imports_neither_compiler_nor_albumentations() -> None:
+    code = """if True:
+        import sys
+        from segapp.commands.check_part import check_part
+        for name, kind in (("ce", "loss"), ("Net", "model"), ("falling", "schedule")):
+            assert check_part(f"part_for_imports.py:{name}", kind, None) == 0
+            print([each for each in ("torch._dynamo", "albumentations", "torchvision") if each in sys.modules])"""
     Path("part_for_imports.py").write_text(SMALL_PARTS)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    assert [line for line in done.stdout.splitlines() if line.startswith("[")] == ["[]"] * 3
 
 
 SMALL_PARTS = """

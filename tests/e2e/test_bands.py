@@ -45,7 +45,7 @@ def config_of(own: dict[str, Any], **sections: Any) -> RunConfig:
         "name": "bands",
         "seed": 3,
         "data": own,
-        "model": {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_small"},
+        "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
         "optim": {"name": "adamw", "lr": 0.01},
         "train": {"epochs": 2, "batch_size": 2},
         "eval": {"every_epochs": 2},
@@ -78,7 +78,7 @@ def test_resumed_run_of_bands_equals_the_uninterrupted_one(
     assert 0 < state(folder)["position"]["step"] < state(run)["position"]["step"]
     assert run_session(TrainRequest(config_of(data), RunFolder(folder))) == 0
     assert differing(state(folder), state(run)) == []
-    assert next(w for name, w in state(run)["model"].items() if name.endswith("0.0.weight")).shape[1] == 4
+    assert next(w for name, w in state(run)["model"].items() if name.endswith("conv1.0.weight")).shape[1] == 4
 
 
 def test_evaluation_prediction_and_export_agree(

@@ -1,4 +1,4 @@
-"""Ranks are started, ended and outlived as promised. The ranks here load no torch; the agent does."""
+"""Ranks are started, ended and outlived as promised. Launcher and ranks load no torch here; the agent does."""
 
 import os
 import signal
@@ -14,10 +14,16 @@ import pytest
 from segapp.parallel import launch, launch_local
 from tests.support import ROOT
 
+LAUNCH = f"""
+import importlib.util
+spec = importlib.util.spec_from_file_location("launch", {launch.__file__!r})  # the package would load torch
+launch = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(launch)
+"""
 RANK = """
     import os, signal, sys, time
     from pathlib import Path
-    from segapp.parallel.launch import die_with_parent
+    die_with_parent = launch.die_with_parent
     folder, what, rank, agent = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"], os.getppid()
     is_late = what == "stubborn" and rank == "1"
     if not is_late:
@@ -40,12 +46,11 @@ RANK = """
             die_with_parent(poll_s=0.2, grace_s=1)
             break
     if what == "deaf":
-        from segapp.parallel.launch import end_with_peers
         pids, other = [], folder / f"rank{1 - int(rank)}"
         while not pids:
             time.sleep(0.05)
             pids = [int(other.read_text())] if other.exists() and other.read_text() else []
-        end_with_peers(pids, 8, lambda: (folder / f"told{rank}").write_text(""), grace_s=0.5)
+        launch.end_with_peers(pids, 8, lambda: (folder / f"told{rank}").write_text(""), grace_s=0.5)
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # as a thread that waits for a GPU
         (folder / f"deaf{rank}").write_text("")
     if what == "exit" and rank == "1":
@@ -59,7 +64,7 @@ RANK = """
 @pytest.fixture
 def script(tmp_path):
     path = tmp_path / "rank.py"
-    path.write_text(textwrap.dedent(RANK))
+    path.write_text(LAUNCH + textwrap.dedent(RANK))
     return path
 
 
@@ -127,10 +132,9 @@ def test_launch_without_ranks_is_refused():
 def start(script, tmp_path, what):
     """A launcher in a process of its own; returns it with the pids of its agent and ranks."""
     command = [str(script), str(tmp_path), what]
-    code = f"""if True:
+    code = f"""{LAUNCH}if True:
         import sys, time
-        from segapp.parallel import launch_local
-        status = launch_local({command!r}, 2, shutdown_s=5)
+        status = launch.launch_local({command!r}, 2, shutdown_s=5)
         time.sleep({60 if what == "stubborn" else 0})  # a program that goes on without its ranks
         sys.exit(status)"""
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)

@@ -29,7 +29,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def warm(place: Path) -> Iterator[WarmProcess]:
-    warm = WarmProcess(["counted"], {"PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"})
+    modules = ["counted", "torchvision.models.segmentation"]
+    warm = WarmProcess(modules, {"PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"})
     yield warm
     warm.close()
 
@@ -90,12 +91,18 @@ def test_modules_are_imported_once_and_variables_are_per_trainer(begin: Callable
     assert (place / "imports").read_text() == "imported "
 
 
-def test_end_of_the_process_is_noticed_and_trainers_save(place: Path, tiny: dict[str, Any]) -> None:
-    warm = WarmProcess([], {"OMP_NUM_THREADS": "1"})
-    Path("tiny.yaml").write_text(dump_config(small(tiny)))
-    words = ["train", "--plain", "--config", str(Path("tiny.yaml").absolute()), "--run", str(Path("run").absolute())]
-    environ = {**os.environ, "SEGAPP_FAILPOINTS": "train.step=sleep:0.1"}
-    trainer = warm.start([*words, "train.epochs=500"], environ, str(Path("log").absolute()))
+def test_late_imports_follow_from_the_configs(tiny: dict[str, Any]) -> None:
+    plain = merged(tiny)
+    logged = merged(tiny, log={"tensorboard": True}, model={"library": "smp", "name": "Unet", "encoder": "resnet18"})
+    assert modules_of([plain, plain]) == ["torchvision.models.segmentation"]
+    assert modules_of([logged, plain]) == [
+        "segmentation_models_pytorch", "torch.utils.tensorboard", "torchvision.models.segmentation"
+    ]  # fmt: skip
+
+
+def test_end_of_the_process_is_noticed_and_trainers_save(warm: WarmProcess, begin: Callable[..., Any]) -> None:
+    """The last test of this file: it ends the process that the others share."""
+    trainer = begin("run", "train.epochs=500", SEGAPP_FAILPOINTS="train.step=sleep:0.1")
     with pytest.raises(subprocess.TimeoutExpired):
         trainer.wait(0.1)
     wait_for(lambda: len(seen(Path("run"), "step")) >= 2)
@@ -105,14 +112,5 @@ def test_end_of_the_process_is_noticed_and_trainers_save(place: Path, tiny: dict
     assert events(Path("run"), "run_end")[-1]["status"] == "stopped"
     began_s = time.monotonic()
     with pytest.raises(WarmError, match="has ended"):
-        warm.start(words, environ, "log")
+        warm.start(["train"], dict(os.environ), "log")
     assert time.monotonic() - began_s < 5
-
-
-def test_late_imports_follow_from_the_configs(tiny: dict[str, Any]) -> None:
-    plain = merged(tiny)
-    logged = merged(tiny, log={"tensorboard": True}, model={"library": "smp", "name": "Unet", "encoder": "resnet18"})
-    assert modules_of([plain, plain]) == ["torchvision.models.segmentation"]
-    assert modules_of([logged, plain]) == [
-        "segmentation_models_pytorch", "torch.utils.tensorboard", "torchvision.models.segmentation"
-    ]  # fmt: skip
