@@ -42,6 +42,29 @@ def test_missing_config_is_one_clear_line(folder):
     assert "--config FILE is missing" in done.stderr
 
 
+NETWORK = """
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self, num_classes):
+        super().__init__(nn.Conv2d(3, 8, 3, 2, 1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, num_classes, 1))
+"""
+
+
+def test_plan_of_a_small_network_is_made(folder):
+    """Only one: a plan takes seconds, in processes of its own."""
+    (folder / "net.py").write_text(NETWORK)
+    network = ["model.library=python", "model.name=net.py:Net", "model.encoder=null", "model.aux=false"]
+    done = segapp("plan", "--config", "tiny.yaml", *network, "--gpus", "1GiB", "--json", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    (row,) = found["rows"]
+    assert (row["split"], row["fits"]) == ([2], True)
+    images_mib = 2 * 3 * 32 * 32 * 4 / 2**20
+    assert images_mib < row["tensors_mib"][0] < row["peak_mib"][0] < 1024
+    assert 2 < found["max_batch"] < 100_000
+
+
 @pytest.mark.slow
 def test_plan_json_has_the_documented_fields(folder):
     changes = ["train.batch_size=4", "parallel.mode=dp"]

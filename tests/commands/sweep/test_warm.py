@@ -29,7 +29,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def warm(place: Path) -> Iterator[WarmProcess]:
-    modules = ["counted", "torchvision.models.segmentation"]
+    modules = ["counted", "segmentation_models_pytorch"]  # what `small` needs
     warm = WarmProcess(modules, {"PYTHONPATH": str(place), "OMP_NUM_THREADS": "1"})
     yield warm
     warm.close()
