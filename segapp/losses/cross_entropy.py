@@ -107,7 +107,7 @@ def upsample_cross_entropy(
     is_automatic = implementation == "auto"
     if is_automatic:
         implementation = choose_implementation(logits, target)
-    if implementation == "reference":
+    if implementation == "reference" or not len(logits):  # a rank without samples; kernels refuse empty batches
         return _reference(logits, target, weight, options)
     if implementation == "sums":
         return _sums(logits, target, weight, options)
@@ -150,6 +150,8 @@ def plain_reason(logits: Tensor, target: Tensor) -> str | None:
     full_bytes = 4 * N * C * H * W
     if target.is_floating_point():
         return "the target holds probabilities"
+    if N == 0:
+        return "the batch is empty"
     if needs_plain_operators():
         return "a functional transform or a trace is active"
     if h > H or w > W:

@@ -28,7 +28,8 @@ _UNITS = {"KiB": 1 / 1024, "MiB": 1.0, "GiB": 1024.0}
 
 _OUT_OF_MEMORY = re.compile(
     r"(cuda|hip|nccl|triton)[^\n]*out of memory"  # allocator, driver, Triton, AcceleratorError, NCCL's "Cuda failure 2"
-    r"|_ALLOC_FAILED"  # CUBLAS_STATUS_, CUDNN_STATUS_, CUSOLVER_STATUS_
+    r"|_ALLOC(ATION)?_FAILED"  # CUBLAS_STATUS_, CUSOLVER_STATUS_; CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ in cuDNN 9
+    r"|Failed to (CUDA )?(host )?[mc]?alloc"  # NCCL's last line, behind "unhandled cuda error"
     r"|CUDNN_STATUS_NOT_SUPPORTED[^\n]*(memory|workspace|alloc)"
     r"|DefaultCPUAllocator",
     re.IGNORECASE,
@@ -37,12 +38,14 @@ _OUT_OF_MEMORY = re.compile(
 _PERHAPS_OUT_OF_MEMORY = re.compile(
     r"unable to find an engine to execute this computation"
     r"|Unable to find a valid cuDNN algorithm"
+    r"|CUDNN_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED_CUDART)"
     r"|STATUS_NOT_INITIALIZED[^\n]*Create\("
 )
 """cuDNN and cuBLAS say the same where memory is short and where they do not support an operation."""
 
 _STICKY = re.compile(
     r"illegal memory access|illegal instruction|device-side assert|misaligned address|launch failure|ECC error"
+    r"|launch timed out|hardware stack error|invalid program counter|invalid address space|NVLink"
 )
 """After these errors every call of the process fails on its GPU: a smaller batch does not help."""
 

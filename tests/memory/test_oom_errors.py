@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
 import types
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -41,6 +43,7 @@ def chained(error: Exception, cause: Exception) -> Exception:
         dist.DistBackendError(
             f"{NCCL}version 2.21.5\nLast error:\nFailed to CUDA calloc async 4194304 bytes, NCCL out of memory"
         ),
+        dist.DistBackendError(f"{NCCL}version 2.28.9\nLast error:\nFailed to CUDA calloc async 608 bytes"),
         RuntimeError("HIP out of memory. Tried to allocate 20.00 MiB"),
         RuntimeError("[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory"),
         chained(ReplicaError(1, CUDA_0, "cuDNN"), RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED")),
@@ -50,6 +53,29 @@ def chained(error: Exception, cause: Exception) -> Exception:
 )
 def test_forms_of_out_of_memory_are_recognised(error: Exception) -> None:
     assert is_out_of_memory(error)
+
+
+def texts_in(library: str, pattern: str) -> set[str]:
+    """Texts of an installed library of NVIDIA's wheels, which come with CUDA builds of torch."""
+    nvidia = Path(torch.__file__).parents[1] / "nvidia"
+    found = next(nvidia.glob(library), None)
+    if found is None:
+        pytest.skip(f"no {library}: this build of torch is without CUDA")
+    done = subprocess.run(["grep", "-aoE", pattern, found], capture_output=True, timeout=120, check=True)
+    return set(done.stdout.decode().splitlines())
+
+
+def test_words_of_the_installed_cudnn_are_recognised() -> None:
+    texts = texts_in("cudnn/lib/libcudnn_graph.so*", "CUDNN_STATUS_[A-Z_]*ALLOC[A-Z_]*")
+    assert len(texts) >= 2
+    assert {text for text in texts if not is_out_of_memory(RuntimeError(f"cuDNN error: {text}"))} == set()
+
+
+def test_words_of_the_installed_nccl_are_recognised() -> None:
+    texts = texts_in("nccl/lib/libnccl.so*", "Failed to (CUDA )?(host )?[mc]?alloc ")
+    assert len(texts) >= 2
+    errors = [dist.DistBackendError(f"{NCCL}version 2\nLast error:\n{text}608 bytes") for text in texts]
+    assert all(is_out_of_memory(error) for error in errors)
 
 
 @pytest.mark.parametrize(
@@ -88,8 +114,13 @@ def _dead(_index: int) -> tuple[int, int]:
 )
 @pytest.mark.parametrize(
     "text",
-    [ENGINE, "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`"],
-    ids=["engine", "handle"],
+    [
+        ENGINE,
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_NOT_INITIALIZED",
+        "cuDNN error: CUDNN_STATUS_EXECUTION_FAILED_CUDART",
+    ],
+    ids=["engine", "cublas", "cudnn", "cudart"],
 )
 def test_unclear_words_mean_memory_on_a_full_gpu_only(
     text: str, mem_get_info: Callable[[int], tuple[int, int]], expected: bool, monkeypatch: pytest.MonkeyPatch

@@ -123,6 +123,21 @@ def test_failed_launch_after_the_trial_falls_back(where, monkeypatch):
     assert triton_trial._results == {CPU: "OSError: [Errno 28] No space left on device"}
 
 
+@pytest.mark.usefixtures("_trial_succeeds")
+@pytest.mark.parametrize("implementation", ["auto", "triton"])
+def test_empty_batch_leaves_the_kernels_on(implementation):
+    logits, target = draw(2)
+    assert choose_implementation(logits, target) == "triton"
+    x = logits[:0].clone().requires_grad_()
+    with all_warnings() as shown:
+        loss_sum, weight_sum = upsample_cross_entropy(x, target[:0], implementation=implementation)
+        loss_sum.backward()
+    assert (float(loss_sum.detach()), float(weight_sum), x.grad.shape) == (0, 0, x.shape)
+    assert shown == []
+    assert triton_trial._results == {CPU: None}
+    assert choose_implementation(logits, target) == "triton"
+
+
 def test_trial_runs_once_however_many_threads_ask(monkeypatch):
     tried = []
 
