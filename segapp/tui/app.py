@@ -150,7 +150,7 @@ class MonitorApp(App[None]):
         self._write_control(SAVE_TITLE)
         self.call_after_refresh(self.tick)
         if self.starts_with_list:
-            self.show_runs()
+            self.action_runs()
         self.set_interval(TICK_S, self.tick)
 
     def on_unmount(self) -> None:
@@ -205,7 +205,7 @@ class MonitorApp(App[None]):
         if self._driver is not None and not self.is_headless:
             self._driver.write(codes)
 
-    def show_runs(self) -> None:
+    def action_runs(self) -> None:
         """Show the list of the runs beside the one on the screen; open the one that the user chooses."""
         beside = self.shown.source.folder.path.parent
         runs = RunList(beside.parent if is_sweep(beside) else beside)
@@ -495,10 +495,6 @@ class MonitorApp(App[None]):
         self.show_view()
 
     # --- other screens and looks ---------------------------------------------------------------------------------
-
-    def action_runs(self) -> None:
-        """Show the list of runs."""
-        self.show_runs()
 
     def action_theme(self) -> None:
         """Select the next theme."""
