@@ -426,9 +426,9 @@ def init(
             html_file,
             clean_masks,
             blocks,
-            masks,
-            unlabelled,
-            palette,
+            masks=masks,
+            unlabelled=unlabelled,
+            palette=palette,
         )
     )
 

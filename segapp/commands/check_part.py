@@ -25,8 +25,9 @@ from segapp.custom import is_part
 from segapp.custom.contracts import DataSource
 from segapp.custom.loading import shown_error
 from segapp.custom.trust import remember_parts
+from segapp.datasets.images.pixel_format import Pixels
 from segapp.datasets.masks import train_ids
-from segapp.datasets.own_data import OwnData, Pixels
+from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.losses import AdditiveCriterion, PlainCriterion, surrogate
 from segapp.models import SegmentationModel, build_model
