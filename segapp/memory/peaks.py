@@ -6,7 +6,7 @@ The peak of a device is close to a line, `peak_i = fixed_i + slope * samples_i`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
@@ -172,8 +172,6 @@ class PlannedPeaks:
     first: Regimes
     others: tuple[Regimes, ...] = ()
     idle: Regimes = ()
-    _recent: dict[tuple[int, int, int], Numbers] = field(default_factory=dict, init=False, repr=False, compare=False)
-    """The last results by device, samples and batch: one split is asked for several times."""
 
     def numbers(self, split: Sequence[int]) -> tuple[Numbers, ...]:
         """Return phase -> MiB and phase/kind -> MiB for every device.
@@ -181,32 +179,41 @@ class PlannedPeaks:
         Args:
             split: Samples per device; in model mode the whole batch is the first entry.
         """
-        batch = sum(split)
-        found = []
-        for key in ((i, samples, batch) for i, samples in enumerate(split)):
-            if key not in self._recent:
-                if len(self._recent) >= 64:
-                    self._recent.clear()
-                self._recent[key] = self._numbers_of(*key)
-            found.append(self._recent[key])
-        return tuple(found)
+        return tuple(_highest(self._regimes[key], samples) for key, samples in self._places(split))
 
     def phases(self, split: Sequence[int]) -> tuple[Numbers, ...]:
         """Return phase -> MiB for every device."""
-        return tuple({p: mib for p, mib in found.items() if p in PHASES} for found in self.numbers(split))
+        return tuple(
+            {phase: max(line.at(samples) for line in lines) for phase, lines in self._by_phase[key].items()}
+            for key, samples in self._places(split)
+        )
 
     def peak_mib(self, split: Sequence[int]) -> tuple[float, ...]:
         """Return the highest peak of each device over all phases, MiB."""
         return tuple(max(found.values(), default=0.0) for found in self.phases(split))
 
-    def _numbers_of(self, device: int, samples: int, batch: int) -> Numbers:
-        if self.mode == "model":
-            return _highest((self.first, *self.others)[device], batch)
-        if self.mode == "ddp":  # a rank without samples has weights, gradients and optimizer too
-            return _highest(self.first, samples)
-        if device == 0:
-            return _highest(self.first if samples else self.idle, samples)
-        return _highest(self.others[0] if samples else _evaluation(self.others[0]), samples)
+    def _places(self, split: Sequence[int]) -> Iterator[tuple[int | str, int]]:
+        """Return the key of each device's lines in `_regimes`, and its samples."""
+        for i, samples in enumerate(split):
+            if self.mode == "model":
+                yield i, sum(split)
+            elif self.mode == "ddp":  # a rank without samples has weights, gradients and optimizer too
+                yield 0, samples
+            else:
+                yield (min(i, 1) if samples else "evaluation" if i else "idle"), samples
+
+    @cached_property
+    def _regimes(self) -> dict[int | str, Regimes]:
+        found: dict[int | str, Regimes] = dict(enumerate((self.first, *self.others)))
+        return {**found, "idle": self.idle, "evaluation": _evaluation(self.others[0]) if self.others else ()}
+
+    @cached_property
+    def _by_phase(self) -> dict[int | str, dict[str, list[Line]]]:
+        """The lines of whole phases alone: a plan asks for the peaks of thousands of splits."""
+        return {
+            key: {phase: lines for phase in PHASES if (lines := [found[phase] for found in regimes if phase in found])}
+            for key, regimes in self._regimes.items()
+        }
 
 
 def _evaluation(regimes: Regimes) -> Regimes:
