@@ -94,9 +94,9 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
     if html_file is not None:
         from segapp.commands.check_html import check_page  # imports torch
 
-        _write(
-            html_file, check_page(config.name, reports, groups, scheme, weights, samples, measured or RGB8), "--html"
-        )
+        page = check_page(config.name, reports, groups, scheme, weights, samples, measured or RGB8)
+        with storage_errors(html_file, "choose another --html"):
+            html_file.write_text(page, encoding="utf-8", errors="surrogateescape")
     return EXIT_DATA if any(group.severity == "error" for group in groups) else 0
 
 
@@ -365,8 +365,3 @@ def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: d
             cells.append(f"{share} / {report.frequencies.images[index]}")
         table.add_row(Text(printable(name)), *cells, *(f"{column[index]:.3g}" for column in weights.values()))
     return table
-
-
-def _write(path: Path, text: str, option: str) -> None:
-    with storage_errors(path, f"choose another {option}"):
-        path.write_text(text, encoding="utf-8", errors="surrogateescape")

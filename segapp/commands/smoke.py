@@ -23,7 +23,7 @@ import torch
 from segapp.build.devices import plan_devices
 from segapp.build.pairs import count_images, split_names
 from segapp.build.trainer import build_timetable
-from segapp.config import RunConfig, validate_config
+from segapp.config import RunConfig, load_config, validate_config
 from segapp.datasets.sampling import num_batches
 from segapp.errors import CheckpointError, ConfigError, DataError, StorageError
 from segapp.run.events import EventReader
@@ -113,14 +113,14 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
             code = _train_twice(request.config.model_copy(update={"parallel": parallel}), folder)
             if code != 0:
                 return code
-            batch_size = validate_config(_read_config(folder)).train.batch_size
+            batch_size = load_config(folder / "run" / "config.yaml").train.batch_size
             measured = measure(folder, devices.devices)
             free_bytes = shutil.disk_usage(home).free
             for note in schedule_notes(request.config, num_batches(num_train, batch_size, drop_last=True)):
                 print(f"alert: {note}", file=sys.stderr)
             full = estimate_full_run(request.config, batch_size, measured, num_train, num_val, free_bytes)
     except DataError as error:
-        raise DataError(f"{error}\nlook closer: segapp check --config {config_name}") from None
+        raise error.reworded(f"{error}\nlook closer: segapp check --config {config_name}") from None
     report = {"measured": asdict(measured), "full_run": asdict(full)}
     print(json.dumps(report, indent=2) if as_json else "\n".join(report_lines(request.config, measured, full)))
     return 0
@@ -137,7 +137,7 @@ def _folder_in(home: Path) -> Iterator[Path]:
     try:
         folder = Path(tempfile.mkdtemp(prefix=".segapp-smoke-", dir=home))
     except OSError as error:
-        raise StorageError(f"{home}: {error.strerror}: free space or choose another folder") from None
+        raise StorageError(f"{home}: {error.strerror}: free space or choose another folder", path=home) from None
     try:
         yield folder
     finally:
@@ -177,14 +177,6 @@ def _shortened(config: RunConfig, epochs: int) -> RunConfig:
     raw["checkpoint"] |= {"every_epochs": None, "every_steps": None, "every_minutes": None, "keep": 1}
     raw["log"] |= {"every_steps": 1, "wandb": None, "mlflow": None}
     return validate_config(raw)
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    from segapp.config.yaml_reader import parse_yaml
-
-    raw, _ = parse_yaml((folder / "run" / "config.yaml").read_text(), "config.yaml")
-    found: dict[str, Any] = raw
-    return found
 
 
 def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
