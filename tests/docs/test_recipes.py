@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ PAGE = ROOT / "segapp" / "docs" / "developing.md"
 RECIPE = re.compile(
     r"^- \*\*(?P<name>[^*]+)\*\* \(`(?P<example>[^`]+)`\): (?P<text>(?:.+?)(?:\n  .+?)*)$", re.MULTILINE
 )
-PLACE = re.compile(r"`([\w/]+\.py):([\w.]+)`")
+PLACE = re.compile(r"`([\w/]+\.(?:py|toml)):([\w.]+)`")
 
 
 def recipes() -> dict[str, re.Match[str]]:
@@ -36,6 +38,11 @@ def test_every_place_of_a_recipe_names_its_example(name: str) -> None:
     places = PLACE.findall(recipe["text"])
     assert 2 <= len(places) <= 5
     for file, where in places:
+        if file.endswith(".toml"):
+            table = tomllib.loads((ROOT / "segapp" / file).read_text())
+            assert reduce(lambda found, key: found[key], where.split("."), table), f"segapp/{file} has no {where}"
+            assert recipe["example"] in where.split(".")
+            continue
         node = definition(Stop(file, where))
         assert node is not None, f"segapp/{file} defines no {where}"
         source = ast.get_source_segment((ROOT / "segapp" / Path(file)).read_text(), node)
