@@ -9,6 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["single", "dp", "ddp", "model"]
+"""How the devices of a training work together: `parallel.mode` without auto."""
 
 
 @dataclass(frozen=True)

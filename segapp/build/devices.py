@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from segapp.chunks import Mode
 from segapp.config import RunConfig
-from segapp.config.modes import Mode, auto_mode, check_mode
+from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError, did_you_mean
 from segapp.memory.gpus import cuda_uuids, order_by_free_memory, query_gpus
 from segapp.parallel import is_launched, resolve_devices

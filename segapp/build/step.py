@@ -30,8 +30,9 @@ from segapp.build.numerics import uses_channels_last
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedState
+from segapp.chunks import Mode
 from segapp.config import RunConfig
-from segapp.config.modes import Mode, check_mode
+from segapp.config.modes import check_mode
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
+from segapp.chunks import Mode
 from segapp.config.sections import RunConfig
 from segapp.errors import ConfigError
-
-Mode = Literal["single", "dp", "ddp", "model"]
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-if TYPE_CHECKING:
-    from segapp.config.modes import Mode
+from segapp.chunks import Mode
 
 LossStyle = Literal["small", "upsampled"]
 """small: segapp's loss from low-resolution logits, band by band. upsampled: the model upsamples, as torchvision's

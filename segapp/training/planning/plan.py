@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from segapp.chunks import Mode
 from segapp.config import RunConfig
-from segapp.config.modes import Mode, auto_mode, check_mode, has_step
+from segapp.config.modes import auto_mode, check_mode, has_step
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, PeakError, calibrated
 from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_to_simulate

@@ -30,9 +30,9 @@ from segapp.build.own_parts import plain_loss_note
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.build.trained import read_trained
+from segapp.chunks import Mode
 from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
-from segapp.config.modes import Mode
 from segapp.custom import is_part
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError, SegappError
