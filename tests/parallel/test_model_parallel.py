@@ -30,7 +30,7 @@ def test_inputs_are_moved_at_every_stage_border():
     placement = place_stages(net, {"0": "cpu"})
     placement.stages["2.1"] = torch.device("meta")
     net[2][1].to("meta")
-    placement._hooks.append(net[2][1].register_forward_pre_hook(lambda part, args: (args[0].to("meta"),)))
+    placement.hooks.append(net[2][1].register_forward_pre_hook(lambda part, args: (args[0].to("meta"),)))
     assert net(torch.randn(2, 3, 2, 2)).device.type == "meta"
     assert placement.device_of("2.1.weight").type == "meta"
     assert placement.device_of("2.0").type == "cpu"

@@ -41,7 +41,7 @@ def ten_steps(tiny: dict[str, Any], **parallel: Any) -> RunConfig:
 
 def assert_same_course(ours: Path, theirs: Path) -> None:
     """All ten losses and all evaluations, in float32."""
-    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-6)
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)  # of float32
     assert val_losses(ours) == pytest.approx(val_losses(theirs), rel=1e-5)
 
 
