@@ -48,7 +48,13 @@ def test_recipe_header_cites_published_result_and_source(path: Path) -> None:
     assert re.search(r"\d\d\.\d+ % mIoU|^\s+nothing, ", published), published
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+SLOW = ("ade20k-segformer-b2", "cityscapes-fast", "folder", "topdown")
+"""Recipes that differ from the others by data and network alone, both of which have tests of their own."""
+
+
+@pytest.mark.parametrize(
+    "path", [pytest.param(path, marks=[pytest.mark.slow] * (path.stem in SLOW), id=path.stem) for path in CONFIGS]
+)
 def test_recipe_keeps_its_golden_curve(path: Path, tmp_path: Path) -> None:
     run = train_recipe(path, tmp_path)
     found = differences(path.stem, curve_of(run), stored_curve(path.stem))

@@ -149,6 +149,7 @@ def test_tests_of_a_line_are_chosen_by_package_and_time(tmp_path: Path, monkeypa
             cached.cache_clear()
 
 
+@pytest.mark.slow  # a whole pytest with coverage
 def test_record_has_the_lines_and_the_time_of_each_test(tmp_path: Path) -> None:
     test = "tests/run/test_decode.py::test_torn_last_line_is_kept_back"
     assert selection.record(["-n", "1", "-q", test], tmp_path) == 0

@@ -59,10 +59,10 @@ class Layers(nn.Module):
         return x
 
 
-def threads_settle(before: int, within_s: float = 5.0) -> bool:
-    gc.collect()
+def threads_settle(before: int, within_s: float = 20.0) -> bool:
     deadline = time.monotonic() + within_s
     while threading.active_count() > before and time.monotonic() < deadline:
+        gc.collect()  # an error's frames may hold the model until they are collected
         time.sleep(0.01)
     return threading.active_count() <= before
 

@@ -105,6 +105,8 @@ def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = Fals
         "err": str(streams[1]),
         "is_stopped": is_stopped,
     }
+    if _fork_server().has_ended:  # a test may end every child of its process
+        _fork_server.cache_clear()
     return _fork_server().start(command, words, *streams)
 
 
@@ -136,6 +138,11 @@ class _ForkServer:
         self._news = threading.Condition()
         self._begun: list[Program] = []
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the process is gone."""
+        return self._process.poll() is not None
 
     def start(self, command: dict[str, Any], words: list[str], out: Path, err: Path) -> Program:
         assert self._process.stdin is not None

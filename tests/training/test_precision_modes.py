@@ -130,7 +130,7 @@ def test_loss_scale_below_minimum_stops_run_and_names_layer(
     assert (end["status"], end["exit_code"]) == ("failed", 5)
 
 
-@pytest.mark.parametrize("mode", ["dp", "model", pytest.param("ddp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mode", ["model", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dp", "ddp"))])
 def test_fp16_over_devices_and_ranks_follows_one_device(tiny: dict[str, Any], tmp_path: Path, mode: str) -> None:
     alone = config_of(tiny, "fp16")
     assert train(alone, tmp_path / "alone") == 0

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.support.drawn_folders import draw
 from tests.support.programs import start
 from tests.support.runs import events
 
 
+@pytest.mark.slow
 def test_sweep_that_init_names_trains_every_fold(tmp_path: Path) -> None:
     draw(tmp_path / "photos", [f"{number:03}" for number in range(4)], "images/{}.jpg", "masks/{}_mask.png")
     made = start("init", "photos", "--folds", "2", cwd=tmp_path, logs=tmp_path, SEGAPP_TEST_FORK="1").finish()
