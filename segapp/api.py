@@ -280,7 +280,9 @@ def train(
     folder = None if run is None else Path(run)
     if resume is not None:
         if not isinstance(config, str | Path | None):
-            raise ConfigError(f"resume = {resume!r} goes on with the run's config: leave config out, or name its file")
+            raise ConfigError(
+                f"resume = {resume!r} continues with the run's config: leave config out, or name its file"
+            )
         request = plan_request(None if config is None else str(config), overrides, folder, resume)
     else:
         if config is None:

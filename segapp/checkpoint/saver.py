@@ -267,7 +267,7 @@ class CheckpointSaver:
     def _write(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
         at = captured.position
         try:
-            self._event_log.sync()  # a resume goes on from this checkpoint: the events before it must be there
+            self._event_log.sync()  # a resume continues from this checkpoint: the events before it must be there
             saved = save_checkpoint(
                 self._folder,
                 captured.state,
@@ -290,7 +290,7 @@ class CheckpointSaver:
             again = ""
             if isinstance(error, StorageError):
                 self._retry_at_s = time.monotonic() + self._retry_s
-                again = f"; training goes on, the older checkpoints stay, tried again in {self._retry_s:g} s"
+                again = f"; training continues, the older checkpoints stay, tried again in {self._retry_s:g} s"
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             elif not isinstance(error, NonFiniteError):
                 again = f" (unexpected {type(error).__name__})"

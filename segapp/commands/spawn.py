@@ -238,7 +238,7 @@ def show_training(trainer: TrainerProcess) -> int:
     A trainer that ends before it has begun to train closes the screen, and its error is printed.
 
     Raises:
-        SegappError: The screen failed; the message says where the trainer goes on.
+        SegappError: The screen failed; the message says where the trainer continues.
     """
     from segapp.tui.start import run_ui
 

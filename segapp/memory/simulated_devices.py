@@ -102,7 +102,7 @@ _casts = _WeightCache()
 
 
 def _clear_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None:
-    """Clear the cache of torch's autocast and that of the simulated devices."""
+    """Clear the autocast caches of torch and of the simulated devices."""
     _casts.clear()
     clear()
 

@@ -51,7 +51,7 @@ def last_announced(lines: list[str]) -> str | None:
 
 
 class _LastingStream:
-    """A stream that goes on without its reader: after a broken pipe, what is written goes to /dev/null."""
+    """A stream that continues without its reader: after a broken pipe, what is written goes to /dev/null."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream

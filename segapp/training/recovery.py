@@ -106,18 +106,18 @@ def next_eval_fallback(
         is_fixed: whether the network takes windows of one size only.
     """
     if batch_size > 1 and not fallbacks.is_eval_single:
-        return replace(fallbacks, is_eval_single=True), "evaluation goes on image by image, with the same result"
+        return replace(fallbacks, is_eval_single=True), "evaluation continues image by image, with the same result"
     if is_fixed:
         return None
     if inference.window_px is None:
         window = crop_px
-        text = f"evaluation goes on in sliding windows of {window[0]}x{window[1]} instead of whole images"
+        text = f"evaluation continues in sliding windows of {window[0]}x{window[1]} instead of whole images"
     else:
         height, width = (max(SMALLEST_WINDOW_PX, side // 2) for side in inference.window_px)
         window = (min(height, inference.window_px[0]), min(width, inference.window_px[1]))
         if window == inference.window_px:
             return None
-        text = f"evaluation goes on in smaller windows, {window[0]}x{window[1]}"
+        text = f"evaluation continues in smaller windows, {window[0]}x{window[1]}"
     return replace(fallbacks, window_px=window), f"{text}: its scores differ slightly from those before"
 
 
@@ -385,7 +385,7 @@ class OomPolicy:
         elif (smaller := self._smaller_pieces()) is not None:
             way = f"with micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
         if way is not None:
-            advice.insert(0, f"segapp train --resume goes on from the last checkpoint {way}")
+            advice.insert(0, f"segapp train --resume continues from the last checkpoint {way}")
         report = report.model_copy(update={"action": action, "advice": advice})
         self._handler.report_alone(report, smaller)
         return final_error(report)

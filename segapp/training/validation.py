@@ -52,7 +52,7 @@ class SamplePictures:
         adapted: Callable[[Inference], Inference] = lambda plain: plain,
         host: HostLimit | None = None,
     ) -> None:
-        """Predict and write the pictures; errors are logged, and the training goes on."""
+        """Predict and write the pictures; errors are logged, and the training continues."""
         was_training = model.training
         model.eval()
         inference = adapted(self.inference)

@@ -546,7 +546,7 @@ class MonitorApp(App[None]):
             self.say(*self.outbox.send(command, self.status()))
 
     def action_detach(self) -> None:
-        """Exit; the training goes on."""
+        """Exit; the training continues."""
         self.exit()
 
     async def action_quit(self) -> None:
@@ -556,7 +556,7 @@ class MonitorApp(App[None]):
     def action_help_quit(self) -> None:
         """Explain on ctrl+c how to leave and how to stop."""
         over = self.status().is_over
-        self.say("q leaves" if over else "q leaves, the training goes on; S stops it")
+        self.say("q leaves" if over else "q leaves, the training continues; S stops it")
 
     def action_toggle_pause(self) -> None:
         """Pause, or resume."""

@@ -50,7 +50,7 @@ class Key(NamedTuple):
 
 
 KEYS = (
-    Key("detach", "q,ctrl+q", "Leave", "leave; the training goes on", words="quit, exit, detach"),
+    Key("detach", "q,ctrl+q", "Leave", "leave; the training continues", words="quit, exit, detach"),
     Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume", True),
     Key(
         "edit_gpu0",

@@ -66,11 +66,12 @@ def run_ui(
     if app.return_code:
         what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"
         raise RunError(
-            f"the screen failed ({printable(what)[:200]}); the training goes on: `segapp status` and `segapp ctl` work"
+            f"the screen failed ({printable(what)[:200]}); "
+            "the training continues: `segapp status` and `segapp ctl` work"
         ) from app.failure
     if not is_hung_up():
         status = app.status()
-        how = state_label(status) if status.is_over else "the training goes on"
+        how = state_label(status) if status.is_over else "the training continues"
         with contextlib.suppress(OSError):
             again = f"segapp attach {printable(app.shown.source.folder.argument)}"
             print(f"left {app.shown.name} ({how}); to see it again: {again}")

@@ -87,7 +87,7 @@ def test_failed_saves_are_retried_ever_later(tmp_path: Path, monkeypatch: pytest
         saver.begin()
         assert not saver.wait()
         assert (
-            f"the disk is full; training goes on, the older checkpoints stay, tried again in {wait_s:g} s"
+            f"the disk is full; training continues, the older checkpoints stay, tried again in {wait_s:g} s"
             in (training.alerts()[-1])
         )
         training.now_s += wait_s - 0.5

@@ -613,7 +613,7 @@ def test_ctrl_c_does_not_end_the_screen(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "ctrl+c")
         assert app.is_running
-        assert "q leaves, the training goes on" in toasts(app)[-1]
+        assert "q leaves, the training continues" in toasts(app)[-1]
 
     run_screen(live, act)
 

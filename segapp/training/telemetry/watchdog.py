@@ -170,7 +170,7 @@ class Watchdog:
         error = self._reason(place, silent_s)
         problem = self._save_problem(place, is_still)
         saved = f"saved at step {self._step()}" if problem is None else f"not saved ({problem})"
-        message = f"{error}; {saved}; --resume goes on from the newest checkpoint"
+        message = f"{error}; {saved}; --resume continues from the newest checkpoint"
         _within(_EMIT_S, lambda: self._emit(message, error.exit_code))
         with contextlib.suppress(OSError):
             os.write(2, f"error: {message}\n".encode())
@@ -248,7 +248,7 @@ def _within(timeout_s: float, act: Callable[[], object]) -> None:
 
 
 class StackLog:
-    """Context manager: while it is entered, SIGUSR2 writes the stacks of this process, and the training goes on.
+    """Context manager: while it is entered, SIGUSR2 writes the stacks of this process, and the training continues.
 
     A signal handler can only write the stack of the thread that it interrupts: the other threads run on meanwhile, and
     the process crashes if one of them starts or ends while its stack is read. The handler does that, which shows
