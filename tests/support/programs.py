@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,8 @@ def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = Fals
         "err": str(streams[1]),
         "is_stopped": is_stopped,
     }
-    if _fork_server().has_ended:  # a test may end every child of its process
+    if (status := _fork_server().status) is not None:
+        warnings.warn(f"the fork server had ended with {status}; another one is started", stacklevel=2)
         _fork_server.cache_clear()
     return _fork_server().start(command, words, *streams)
 
@@ -140,9 +142,9 @@ class _ForkServer:
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
     @property
-    def has_ended(self) -> bool:
-        """True if the process is gone."""
-        return self._process.poll() is not None
+    def status(self) -> int | None:
+        """The exit code, or minus the number of the signal; None while it runs."""
+        return self._process.poll()
 
     def start(self, command: dict[str, Any], words: list[str], out: Path, err: Path) -> Program:
         assert self._process.stdin is not None
