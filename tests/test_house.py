@@ -68,18 +68,6 @@ def test_helpers_are_imported_by_their_full_name() -> None:
     assert bare == []
 
 
-def test_tests_marked_faults_are_in_tests_faults() -> None:
-    """The gate collects this folder alone for `-m faults`."""
-    marked = {path for path, tree in trees().items() for node in ast.walk(tree) if is_faults_mark(node)}
-    outside = {str(path) for path in marked if path.parent != Path("tests/faults")}
-    assert outside == {"tests/support/fault_runs.py"}, "`some`, which marks the parameters of cases"
-
-
-def is_faults_mark(node: ast.AST) -> bool:
-    """True for the expression `pytest.mark.faults`."""
-    return isinstance(node, ast.Attribute) and node.attr == "faults" and ast.unparse(node) == "pytest.mark.faults"
-
-
 def test_page_of_the_stand_ins_for_a_gpu_names_each_module() -> None:
     folder = ROOT / "tests" / "support" / "gpu"
     rows = [line.split("|") for line in (folder / "README.md").read_text().splitlines() if line.startswith("| `")]

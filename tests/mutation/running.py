@@ -81,7 +81,7 @@ def run_tests(tests: Sequence[str], timeout_s: float, mutant: Mutant | None = No
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        env = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+        env = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": ""}
         if mutant is not None:
             (folder / "source.py").write_bytes(mutant.applied_to((root / "segapp" / mutant.path).read_bytes()))
             (folder / "module").write_text(module_of(mutant.path))

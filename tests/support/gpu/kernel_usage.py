@@ -49,12 +49,12 @@ class Case:
 
 
 def default_cases() -> list[Case]:
-    """Return a case of every number of classes on every card, with the other choices in turn."""
+    """Return a case of every number of classes and of every card, with the other choices in turn."""
     cases = []
     choices = itertools.cycle(
         itertools.product(("divisible by 16", "one block", "odd"), (("contiguous", False), ("channels last", True)))
     )
-    for num_classes, capability in itertools.product(CLASSES, CAPABILITIES):
+    for num_classes, capability in zip(CLASSES, itertools.cycle(CAPABILITIES), strict=False):
         size, (layout, has_options) = next(choices)
         cases.append(Case(num_classes, capability, size, layout, has_options))
     return [*cases, Case(19, 90, "ones"), Case(19, 75, "scale 1.5"), Case(3, 80, "odd", dtype="fp64")]
