@@ -58,7 +58,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_xdist_auto_num_workers() -> int:
     """More workers than cores: a third of the tests' time is spent waiting, for processes and timeouts."""
-    return len(os.sched_getaffinity(0)) + 2
+    return len(os.sched_getaffinity(0)) + 4
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

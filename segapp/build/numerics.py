@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from segapp.config import TrainConfig
+from segapp.errors import ConfigError
 
 BF16_CAPABILITY = (8, 0)
 """Compute capability from which GPUs have bfloat16 and TF32 in hardware (Ampere)."""
@@ -86,13 +87,24 @@ _WORKSPACE = ":4096:8"
 def numerics(*, deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
     """Run the body of the `with` statement under these switches, and restore the present ones at its end.
 
-    CUDA reads the environment when it starts: nothing may have run on a GPU before.
+    cuBLAS reads its variable at the first matrix product of the process and keeps it. So `deterministic` needs a
+    process that has not used CUDA, or one that was started with the variable. Once CUDA has run, it stays set.
 
     Args:
         deterministic: use algorithms that repeat their results bit for bit; an operation that has none raises.
         tf32: float32 convolutions and matrix products on GPUs round their inputs to TF32 (10 bits of mantissa).
         cudnn_benchmark: cuDNN times its algorithms for each new shape; not where `deterministic`.
+
+    Raises:
+        ConfigError: `deterministic`, but CUDA has started in this process without cuBLAS's variable.
     """
+    if deterministic and _has_used_cuda() and CUBLAS_VARIABLE not in os.environ:
+        raise ConfigError(
+            f"train.deterministic = true, but this process has used CUDA without {CUBLAS_VARIABLE}={_WORKSPACE}, which "
+            "cuBLAS reads once: set it before the program starts, or train in a new process (segapp train)",
+            key="train.deterministic",
+            value=True,
+        )
     with contextlib.ExitStack() as stack:
         stack.enter_context(_environment(os.environ, deterministic=deterministic))
         stack.enter_context(_algorithms_restored())
@@ -105,6 +117,10 @@ def numerics(*, deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> Itera
             stack.callback(set_tf32, *_tf32())
             set_tf32(tf32, tf32)
         yield
+
+
+def _has_used_cuda() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def set_tf32(matmul: bool, convolution: bool) -> None:
@@ -155,4 +171,5 @@ def _environment(environ: MutableMapping[str, str], *, deterministic: bool) -> I
         yield
     finally:
         for name in added:
-            environ.pop(name, None)
+            if name != CUBLAS_VARIABLE or not _has_used_cuda():
+                environ.pop(name, None)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.build.criterion import build_criterion
+from segapp.build.criterion import build_criterion, needs_distances
 from segapp.build.devices import DevicePlan
 from segapp.build.distill import (
     build_critic,
@@ -33,6 +33,7 @@ from segapp.build.trained import TrainedState
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
+from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.normalize import NormalizedInput, Normalizer
@@ -336,7 +337,14 @@ class StepAssembler:
         network = self._wrapped(inner, bare, layout, backend, rank_split)
         self._compile(inner, layout, backend)
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
-        smallest, needs_samples = self._least_samples(network, inner, bare, backend, rank_split)
+        criterion = distilled_criterion(config, parts.criterion, inner).to(device)
+        smallest = 1
+        is_split = rank_split is not None or isinstance(network, DataParallelModel)
+        if backend.has_values and is_split and not config.parallel.sync_bn:
+            smallest = smallest_chunk(bare, self._example())
+        needs_samples = None
+        if backend.has_values and rank_split is not None:
+            needs_samples = self._needs_samples(inner, criterion, precision, rank_split)
 
         def thawed(names: Sequence[str]) -> tuple[nn.Module, list[Mapping[str, Any]]]:
             again = self._wrapped(inner, bare, layout, backend, rank_split) if layout.mode == "ddp" else network
@@ -345,7 +353,7 @@ class StepAssembler:
         engine = StepEngine(
             model,
             network,
-            distilled_criterion(config, parts.criterion, inner).to(device),
+            criterion,
             optimizer,
             precision,
             average=self._average(model),
@@ -389,34 +397,33 @@ class StepAssembler:
             found.append(UpdateCount(model.masking))
         return found
 
-    def _least_samples(
-        self,
-        network: nn.Module,
-        inner: NormalizedInput,
-        bare: NormalizedInput,
-        backend: DeviceBackend,
-        rank_split: RankSplit | None,
-    ) -> tuple[int, str | None]:
-        """Return the samples that every busy device needs, and why no rank can be without samples (None: it can).
+    def _needs_samples(
+        self, inner: NormalizedInput, criterion: AdditiveCriterion, precision: Precision, rank_split: RankSplit
+    ) -> str | None:
+        """Return why no rank can be without samples in a training step; None if it can.
 
         Raises:
             ConfigError: the split leaves a rank without samples that needs some.
         """
-        smallest, needs_samples = 1, None
-        is_split = rank_split is not None or isinstance(network, DataParallelModel)
-        if backend.has_values and is_split and not self.config.parallel.sync_bn:
-            smallest = smallest_chunk(bare, self._example())
-        if backend.has_values and rank_split is not None:
-            shares = rank_split.plan(self.config.train.batch_size)
-            needs_samples = no_samples_problem(inner, self._example().to(next(inner.parameters()).device))
-            if needs_samples is not None and 0 in shares:
-                raise ConfigError(
-                    f"parallel: split {list(shares)} leaves a rank without samples, and {needs_samples}: give every "
-                    "rank one, or use parallel.mode=dp",
-                    key="parallel.mode",
-                    value="ddp",
-                )
-        return smallest, needs_samples
+        has_distances = needs_distances(self.config.loss)
+        shape, dtype = target_layout(self.scheme, self.config.data.crop_px, has_distances=has_distances)
+        target = torch.zeros(0, *shape, dtype=getattr(torch, dtype.name), device=precision.device)
+
+        def loss(outputs: Any) -> Tensor:
+            first, *others = (part.sum() for part in criterion.statistics(outputs, target))
+            return sum(others, first)
+
+        example = self._example().to(next(inner.parameters()).device)
+        problem = no_samples_problem(inner, example, autocast=precision.autocast, loss=loss)
+        shares = rank_split.plan(self.config.train.batch_size)
+        if problem is not None and 0 in shares:
+            raise ConfigError(
+                f"parallel: split {list(shares)} leaves a rank without samples, and {problem}: give every "
+                "rank one, or use parallel.mode=dp",
+                key="parallel.mode",
+                value="ddp",
+            )
+        return problem
 
     def _check_deterministic(self, model: nn.Module) -> None:
         """Refuse parts of the step that CUDA cannot repeat bit for bit."""

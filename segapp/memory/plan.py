@@ -24,7 +24,11 @@ CONTEXT_MIB = 500.0
 """Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, by driver, GPU and libraries."""
 
 NCCL_MIB = 200.0
-"""Memory of NCCL's buffers on each of several GPUs, assumed: 4 MiB for each channel and direction, 25 channels."""
+"""Memory of NCCL's buffers on the GPU of each rank, assumed: 4 MiB for each channel and direction, 25 channels."""
+
+HANDLES_MIB = 64.0
+"""Memory of the cuBLAS workspaces of dp's threads on each GPU, assumed: 32 MiB (on Hopper; less before) for the replica's
+worker and for autograd's thread. dp exchanges by copies and has no NCCL."""
 
 LARGEST_BATCH = 4096
 
@@ -77,12 +81,12 @@ def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) ->
     """Return the assumed memory of driver and libraries on each GPU.
 
     Args:
-        mode: dp and ddp send weights and gradients between GPUs through NCCL.
+        mode: in ddp ranks exchange through NCCL; in dp each replica has threads of its own.
         num_gpus: number of GPUs.
         driver_mib: of the driver and torch's own libraries; 0 where the GPUs' memory is already net of them.
     """
-    nccl_mib = NCCL_MIB if mode in ("dp", "ddp") and num_gpus > 1 else 0.0
-    return (driver_mib + nccl_mib,) * num_gpus
+    shared_mib = {"ddp": NCCL_MIB, "dp": HANDLES_MIB}.get(mode, 0.0) if num_gpus > 1 else 0.0
+    return (driver_mib + shared_mib,) * num_gpus
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     a = plan.overhead
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
     lines.append(
-        f"overhead ({a.source}): {contexts} MiB per GPU for driver, context and NCCL, "
+        f"overhead ({a.source}): {contexts} MiB per GPU for driver, context and libraries, "
         f"{100 * (1 - a.room):.0f} % for the allocator" + _scale_text(a.scale)
     )
     return lines

@@ -6,7 +6,8 @@ ASPP) has no variance. Synchronised over the batch it has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -66,14 +67,34 @@ def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> No
         raise ValueError(problem)
 
 
-def no_samples_problem(module: nn.Module, *inputs: Any) -> str | None:
+def _sum_of_outputs(outputs: Any) -> Tensor:
+    sums: list[Tensor] = []
+
+    def add(tensor: Tensor) -> Tensor:
+        sums.append(tensor.float().sum())
+        return tensor
+
+    map_tensors(add, outputs)
+    return sum(sums[1:], sums[0])
+
+
+def no_samples_problem(
+    module: nn.Module,
+    *inputs: Any,
+    autocast: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    loss: Callable[[Any], Tensor] = _sum_of_outputs,
+) -> str | None:
     """Return why a rank cannot train this module without samples; None if it can.
 
     Without samples a rank still runs its forward and backward pass, because it takes part in the ranks' exchanges.
+    The check runs both, as the training does; synchronised BatchNorm uses its running statistics, because no other
+    rank takes part. Gradients, buffers and torch's random states are left as they are.
 
     Args:
         module: the model on its device, in the mode it will be trained in.
         *inputs: example inputs on that device; only their shapes and dtypes are used.
+        autocast: returns the context of the training's forward pass.
+        loss: returns a 0-dim tensor of the module's outputs, for the backward pass.
 
     Example:
         >>> no_samples_problem(nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8))
@@ -83,15 +104,26 @@ def no_samples_problem(module: nn.Module, *inputs: Any) -> str | None:
     for name, layer in module.named_modules():
         if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm) and layer.training:
             return f"BatchNorm layer {name!r} is not synchronised (sync_bn: true), and its statistics need samples"
-    modes = [(each, each.training) for each in module.modules()]
+    synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm) and layer.training]
+    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    gpus = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     try:
-        with torch.no_grad():
-            module.eval()(*(map_tensors(lambda tensor: tensor[:0], item) for item in inputs))
+        for layer in synced:
+            layer.eval()
+        with torch.random.fork_rng(gpus):
+            with autocast():
+                found = loss(module(*(map_tensors(lambda tensor: tensor[:0], item) for item in inputs)))
+            if found.requires_grad:
+                torch.autograd.grad(found, trained, allow_unused=True)
     except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-        return f"the network cannot run without samples ({str(error).partition(chr(10))[0]})"
+        return f"the network cannot train without samples ({str(error).partition(chr(10))[0]})"
     finally:
-        for each, is_training in modes:
-            each.training = is_training
+        for layer in synced:
+            layer.train()
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
     return None
 
 

@@ -93,7 +93,7 @@ def init_from_env(
 
     Args:
         device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU where there is none.
-        backend: "nccl" or "gloo"; by default nccl on CUDA.
+        backend: "nccl" or "gloo"; by default nccl on CUDA, which refuses two ranks on one GPU.
         start_timeout_s: seconds to wait for the other ranks, and for any exchange until `tighten_timeout`.
         parent_poll_s: seconds between checks of the launcher.
 

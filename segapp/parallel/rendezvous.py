@@ -35,7 +35,7 @@ DEFAULT_TIMEOUT_S = 300.0
 """Seconds to wait for a missing replica; longer than the tuning of kernels in a first step."""
 
 _GRACE_S = 1.0
-"""Seconds to wait for the other threads after a failure; they are daemons."""
+"""Seconds to wait for replicas that may hang, after a timeout or Ctrl-C; their threads are daemons."""
 
 _SAME_LAYERS = "every replica must run the same synchronised layers, whatever its samples are"
 
@@ -144,6 +144,8 @@ class ReplicaGroup(Generic[T]):
         self._next_numbers: dict[int, int] = {}
         self._first_end_s = 0.0
         self._failure: tuple[int | None, BaseException] | None = None
+        self._late_s = timeout_s
+        """Seconds to wait for late replicas after a failure."""
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run the calls and return their results in replica order.
@@ -227,7 +229,7 @@ class ReplicaGroup(Generic[T]):
                 self._ending.notify()
 
     def _join(self) -> None:
-        """Wait for all replicas; after a failure for `_GRACE_S` only."""
+        """Wait for all replicas; after a failure too, because a late one may still update the model's own buffers."""
         try:
             with self._ending:
                 while len(self._ended) < len(self.devices) and self._failure is None:
@@ -235,13 +237,13 @@ class ReplicaGroup(Generic[T]):
                     if self._ended:
                         left = self._first_end_s + self.timeout_s - time.monotonic()
                         if left <= 0:
-                            self._fail(None, ReplicaDesyncError(self._describe_missing("the end", self._ended)))
+                            self._time_out(self._describe_missing("the end", self._ended))
                             break
                     # Short waits, because a signal handled by another thread does not interrupt a wait.
                     self._ending.wait(min(left, _GRACE_S))
-                deadline = time.monotonic() + _GRACE_S
+                deadline = time.monotonic() + self._late_s
                 while len(self._ended) < len(self.devices) and time.monotonic() < deadline:
-                    self._ending.wait(max(0.0, deadline - time.monotonic()))
+                    self._ending.wait(min(_GRACE_S, max(0.0, deadline - time.monotonic())))
         except BaseException as error:  # Ctrl-C in the caller's thread stops the replicas too
             with self._ending:
                 self._fail(None, error)
@@ -271,7 +273,7 @@ class ReplicaGroup(Generic[T]):
             self._raise_if_failed()
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                self._fail(None, ReplicaDesyncError(self._describe_missing(repr(key), self._arrived)))
+                self._time_out(self._describe_missing(repr(key), self._arrived))
                 continue
             self._changed[index].wait(left)
         self._raise_if_failed()
@@ -308,6 +310,10 @@ class ReplicaGroup(Generic[T]):
             self._failure = (index, error)
         for condition in (self._ending, *self._changed):
             condition.notify_all()
+
+    def _time_out(self, message: str) -> None:
+        self._late_s = _GRACE_S  # a replica hangs, and has been waited for
+        self._fail(None, ReplicaDesyncError(message))
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:

@@ -352,6 +352,9 @@ class SyncBatchNorm(BatchNorm):
     _batchnorm_class: type[nn.Module] = nn.BatchNorm2d
     """The class that `revert_sync_batchnorm` restores."""
 
+    _has_found_values = False
+    """True once this rank, without values of its own, has found two or more in the whole batch."""
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the normalised input (N, C, ...), of the same shape and dtype; see `nn.BatchNorm2d`."""
         self._check_input_dim(input)
@@ -419,7 +422,10 @@ class SyncBatchNorm(BatchNorm):
     def _check_count(self, parts: list[_BatchPart], rows_PK: Tensor, over_ranks: bool) -> None:
         count = sum(part.num_values for part in parts)
         if over_ranks and count < 2:
-            count = round(rows_PK[:, -1].sum().item())  # only a rank with fewer than two values waits for the device
+            if count == 0 and self._has_found_values:
+                return  # a rank that stays without samples waits for the device once; the others check every batch
+            count = round(rows_PK[:, -1].sum().item())
+            self._has_found_values = count > 1
         if count < 2:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got {count} in the whole batch at"
@@ -540,4 +546,5 @@ def revert_sync_batchnorm(module: nn.Module) -> nn.Module:
     for layer in list(module.modules()):
         if isinstance(layer, SyncBatchNorm):
             layer.__class__ = layer.__dict__.pop("_batchnorm_class", nn.BatchNorm2d)
+            layer.__dict__.pop("_has_found_values", None)
     return module

@@ -167,8 +167,10 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     is_chosen = config.parallel.devices != "auto" or _DEVICES in os.environ
     own = devices.devices[local_rank % len(devices.devices)] if is_chosen else None
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or len(devices.devices))
+    is_shared = is_chosen and ranks_here > len(set(devices.devices))
     try:
-        info = init_from_env(device=own)
+        info = init_from_env(device=own, backend="gloo" if is_shared else None)  # NCCL refuses a GPU with two ranks
     except DistributedSetupError as error:
         raise DistributedError(str(error)) from None
     try:

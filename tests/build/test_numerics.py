@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ import torch
 
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_network
-from segapp.build.numerics import auto_precision, uses_channels_last
+from segapp.build.numerics import CUBLAS_VARIABLE, auto_precision, numerics, uses_channels_last
 from segapp.config import ModelConfig, TrainConfig, dump_config, validate_config
+from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
 from segapp.training.planning.auto import resolve_auto
@@ -55,6 +57,33 @@ def test_channels_last_where_tensor_cores_convolve(train: dict[str, Any], device
 def test_channels_last_is_not_for_transformers() -> None:
     model = build_network(ModelConfig(**SEGFORMER), 3, with_weights=False)
     assert not uses_channels_last(TrainConfig(precision="amp-bf16"), model, A100)
+
+
+SWITCHES = {"deterministic": True, "tf32": False, "cudnn_benchmark": False}
+
+
+def test_deterministic_is_refused_where_cublas_has_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS reads its variable at its first product: set later, every product of the run would raise."""
+    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(ConfigError, match=f"{CUBLAS_VARIABLE}=:4096:8") as raised, numerics(**SWITCHES):
+        pass
+    assert raised.value.key == "train.deterministic"
+    assert not torch.are_deterministic_algorithms_enabled()
+    monkeypatch.setenv(CUBLAS_VARIABLE, ":16:8")  # as a program that knows of it starts
+    with numerics(**SWITCHES):
+        assert torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.parametrize("has_used_cuda", [False, True])
+def test_second_deterministic_run_of_a_process_works(monkeypatch: pytest.MonkeyPatch, has_used_cuda: bool) -> None:
+    monkeypatch.delenv(CUBLAS_VARIABLE, raising=False)
+    for _ in range(2):
+        with numerics(**SWITCHES):
+            assert os.environ[CUBLAS_VARIABLE] == ":4096:8"
+            monkeypatch.setattr(torch.cuda, "is_initialized", lambda: has_used_cuda)
+        assert (CUBLAS_VARIABLE in os.environ) == has_used_cuda
+    monkeypatch.setenv(CUBLAS_VARIABLE, "")  # so that it ends with this test
 
 
 @pytest.mark.parametrize("began_with", [None, "amp-fp16"])

@@ -20,6 +20,7 @@ import torch
 from segapp.build.numerics import numerics
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepLayout
+from segapp.config import dump_config
 from segapp.memory.oom import is_out_of_memory
 from segapp.training.planning.trial import blank_batch, build_trial_engine
 from tests.gpu.figures_training import figures_config, plan_figures
@@ -86,15 +87,16 @@ def test_two_epochs_end_with_finite_losses(
 @everywhere
 def test_killed_run_resumes_bit_for_bit(device: str, plain: dict[str, Any], tmp_path: Path) -> None:
     config = on(plain, device, train={"deterministic": True, "precision": "fp32"})
-    assert train(config, tmp_path / "whole") == 0
     path = tmp_path / "config.yaml"
-    path.write_text((tmp_path / "whole" / "config.yaml").read_text())
-    command = [sys.executable, "-m", "segapp", "train", "--plain", "--run", str(tmp_path / "killed")]
-    process = subprocess.Popen([*command, "--config", str(path)], cwd=ROOT)
+    path.write_text(dump_config(config))
+    command = [sys.executable, "-m", "segapp", "train", "--plain", "--run"]
+    whole, killed = [*command, str(tmp_path / "whole")], [*command, str(tmp_path / "killed")]
+    assert subprocess.run([*whole, "--config", str(path)], cwd=ROOT).returncode == 0
+    process = subprocess.Popen([*killed, "--config", str(path)], cwd=ROOT)
     _wait_for_checkpoint(tmp_path / "killed", process)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    assert subprocess.run([*command, "--resume"], cwd=ROOT).returncode == 0
+    assert subprocess.run([*killed, "--resume"], cwd=ROOT).returncode == 0
     states = [
         torch.load(tmp_path / name / "checkpoints" / "last.pt", weights_only=True) for name in ("whole", "killed")
     ]

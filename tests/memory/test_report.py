@@ -59,7 +59,7 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
     assert "best for batch 2: gpu0_bsz 1, split 1+1, fullest GPU 26 % (ok: " in "\n".join(lines)
     assert "largest batch that fits: none, not even 1" in lines
     assert (
-        "overhead (measured): 500/700 MiB per GPU for driver, context and NCCL, 5 % for the allocator; "
+        "overhead (measured): 500/700 MiB per GPU for driver, context and libraries, 5 % for the allocator; "
         "measured over predicted: 1.000, 1.200"
     ) in lines
     assert lines[-1].split() == ["no=1", "9", "99", "no", "slow"]

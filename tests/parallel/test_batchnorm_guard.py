@@ -87,7 +87,51 @@ def test_network_without_samples_runs_or_says_why_not():
     assert net.training
     assert all(module.training for module in net.modules())
     assert "is not synchronised" in no_samples_problem(Pooled(), x)
-    assert "cannot run without samples (cannot reshape" in no_samples_problem(Flat(), x)
+    assert "cannot train without samples (cannot reshape" in no_samples_problem(Flat(), x)
+
+
+class Fails(nn.Module):
+    """A convolution and dropout; fails without samples in one part of a training step only."""
+
+    def __init__(self, where):
+        super().__init__()
+        self.where = where
+        self.net = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4), nn.Dropout(0.5))
+        self.register_buffer("num_calls", torch.zeros(()))
+
+    def forward(self, x):
+        self.num_calls += self.training
+        out = self.net(x)
+        if (
+            (self.where == "training" and self.training)
+            or (self.where == "autocast" and out.dtype == torch.bfloat16)
+            or (self.where == "gradient" and torch.is_grad_enabled())
+        ):
+            out.amax()
+        if self.where == "backward":
+            out.register_hook(lambda grad: grad.amax())
+        return out
+
+
+@pytest.mark.parametrize("where", ["training", "autocast", "gradient", "backward", "loss", None])
+def test_check_without_samples_runs_the_training_step(where):
+    net = convert_sync_batchnorm(Fails(where))
+    net.net[0].weight.grad = torch.ones_like(net.net[0].weight)
+    modes = [module.training for module in net.modules()]
+    before = {key: value.clone() for key, value in net.state_dict().items()}
+    x, rng = torch.randn(2, 3, 9, 9), torch.get_rng_state()
+    problem = no_samples_problem(
+        net,
+        x,
+        autocast=lambda: torch.autocast("cpu", torch.bfloat16),
+        loss=lambda outputs: outputs.amax() if where == "loss" else outputs.sum(),
+    )
+    assert (problem is None) == (where is None), problem
+    assert problem is None or "cannot train without samples (amax" in problem
+    assert [module.training for module in net.modules()] == modes
+    assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), rng)
+    assert [p.grad is None for p in net.parameters()] == [False, True, True, True]
 
 
 @pytest.mark.parametrize("build", [Pooled, lambda: convert_sync_batchnorm(Pooled())], ids=["plain", "synchronised"])

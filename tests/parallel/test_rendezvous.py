@@ -129,6 +129,27 @@ def test_replica_that_never_ends_is_named_without_exchange():
     release.set()
 
 
+def test_step_is_left_after_its_late_replica():
+    """Replica 0 updates the model's own running statistics: after the caller's rollback it would spoil them."""
+
+    class Late(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("num_calls", torch.zeros(()))
+
+        def forward(self, x):
+            if current_replica().index == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 MiB")
+            time.sleep(1.5)
+            self.num_calls += 1
+            return x
+
+    module = Late()
+    with pytest.raises(ReplicaOutOfMemoryError):
+        DataParallelModel(module, ["cpu"] * 2)(torch.randn(4, 3))
+    assert module.num_calls.item() == 1, "nothing changes it from here on"
+
+
 def test_100_failures_leak_no_thread():
     module = Layers()
     DataParallelModel(module, ["cpu"] * 3)(torch.randn(6, 3, 2, 2))

@@ -6,6 +6,7 @@ import types
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from segapp.parallel import (
@@ -16,6 +17,7 @@ from segapp.parallel import (
     convert_sync_batchnorm,
     revert_sync_batchnorm,
     scatter,
+    sync_batchnorm,
 )
 from segapp.parallel.rendezvous import ReplicaGroup
 from segapp.parallel.sync_batchnorm import join_moments
@@ -269,3 +271,31 @@ def test_values_of_other_ranks_count():
     layer._check_count(own, rows_PK, over_ranks=True)
     with pytest.raises(ValueError, match="got 1 in the whole batch"):
         layer._check_count(own, rows_PK[:1], over_ranks=True)
+
+
+class Reads(TorchDispatchMode):
+    """Counts the values that the host reads from tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_reads = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.num_reads += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_rank_without_samples_waits_for_its_device_once(monkeypatch):
+    """The other ranks check every batch: one value in all is refused there."""
+    monkeypatch.setattr(sync_batchnorm, "has_other_ranks", lambda: True)
+    other = sync_batchnorm.moments_row(torch.randn(3, 2, 4, 4))
+    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: torch.stack([row, other]))
+    layer, x, reads = SyncBatchNorm(2), torch.randn(0, 2, 4, 4), []
+    for _ in range(3):
+        with Reads() as mode:
+            layer(x)
+        reads.append(mode.num_reads)
+    assert reads == [1, 0, 0]
+    assert layer.num_batches_tracked == 3
+    revert_sync_batchnorm(layer)
+    assert "_has_found_values" not in vars(layer)

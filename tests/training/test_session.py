@@ -117,7 +117,7 @@ def test_rank_takes_its_device_where_config_or_launcher_chose(
 ) -> None:
     taken: list[torch.device | None] = []
 
-    def join(device: torch.device | None) -> None:
+    def join(device: torch.device | None, backend: str | None) -> None:
         taken.append(device)
         raise DistributedSetupError("no peers")
 
@@ -131,6 +131,42 @@ def test_rank_takes_its_device_where_config_or_launcher_chose(
     with pytest.raises(DistributedError, match="no peers"), session._joined_ranks(config, plan):
         pass
     assert taken == [None if expected is None else torch.device(expected)]
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks_here", "backend"),
+    [
+        (["cuda:0", "cuda:1"], None, None),
+        (["cuda:0", "cuda:0"], None, "gloo"),
+        (["cuda:0", "cuda:1", "cuda:0"], "3", "gloo"),
+        (["cuda:0", "cuda:1"], "4", "gloo"),
+        (["cuda:0", "cuda:0"], "1", None),
+    ],
+)
+def test_ranks_that_share_a_gpu_exchange_through_gloo(
+    tiny: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    devices: list[str],
+    ranks_here: str | None,
+    backend: str | None,
+) -> None:
+    """NCCL refuses them: "Duplicate GPU detected"."""
+    asked: list[dict[str, Any]] = []
+
+    def join(**options: Any) -> None:
+        asked.append(options)
+        raise DistributedSetupError("seen enough")
+
+    monkeypatch.setattr(session, "init_from_env", join)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    if ranks_here is not None:
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks_here)
+    config = merged(tiny, parallel={"mode": "ddp", "devices": devices})
+    plan = DevicePlan("ddp", tuple(map(torch.device, devices)), "")
+    with pytest.raises(DistributedError, match="seen enough"), session._joined_ranks(config, plan):
+        pass
+    assert asked == [{"device": torch.device(devices[1]), "backend": backend}]
 
 
 @pytest.mark.parametrize("steps", [[0], [0, 2], []], ids=["in the first step", "and in a later one", "without a way"])

@@ -8,6 +8,7 @@ Shapes: N images, C classes, h x w of the logits, H x W of the target; BC classe
 from __future__ import annotations
 
 import functools
+import traceback
 from dataclasses import dataclass
 
 import torch
@@ -116,10 +117,11 @@ def buffers_of(shape: tuple[int, ...], W: int, align_corners: bool, dtype: torch
     return Buffers(num_places, num_places * 2 * C * blocks.pitch if with_gradient else 1)
 
 
-NEXT_MOVE = (
+_NEEDS = (
     "Triton needs a C compiler, Python's headers and a cache folder that can be written (TRITON_CACHE_DIR); "
     "`segapp doctor` says what is missing"
 )
+_DEFECT = "This is a defect of segapp, not of this machine: report it with the output of `segapp doctor`"
 
 
 class KernelError(RuntimeError):
@@ -131,6 +133,8 @@ class KernelError(RuntimeError):
 
     Attributes:
         reason: the cause in one line.
+        is_own: True if segapp's own code around the kernels raised it: the kernels themselves may run.
+        next_move: what to do about it, a sentence without its period.
     """
 
     def __init__(self, device: torch.device, cause: BaseException) -> None:
@@ -138,10 +142,18 @@ class KernelError(RuntimeError):
         # A compiler's error ends with its cause.
         message = lines[0] if len(lines) == 1 else f"{lines[0]} ... {lines[-1]}"
         self.reason = f"{type(cause).__name__}: {message[:300]}"
+        self.is_own = _innermost_module(cause).startswith("segapp.")
+        self.next_move = _DEFECT if self.is_own else _NEEDS
         super().__init__(
-            f"the Triton kernels of the loss cannot run on {device}: {self.reason}. {NEXT_MOVE}; "
+            f"the Triton kernels of the loss cannot run on {device}: {self.reason}. {self.next_move}; "
             'or give implementation="auto", which uses torch\'s operators then'
         )
+
+
+def _innermost_module(error: BaseException) -> str:
+    """Return the name of the Python module that raised an error, or called the operator that did."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import torch
 
-from segapp.losses.fused.kernel_shapes import NEXT_MOVE, KernelError
+from segapp.losses.fused.kernel_shapes import KernelError
 
 _IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
@@ -40,23 +40,28 @@ def has_kernels(device: torch.device) -> bool:
                     _try(device)
                     _results[device] = None
                 except KernelError as error:
-                    _note(device, error)
+                    _results[device] = error.reason
+                    _warn(error)
     return _results[device] is None
 
 
 def note_failure(device: torch.device, error: KernelError) -> None:
-    """Record that the kernels cannot run on a device after all; the first time a reason occurs, warn of it."""
+    """Record that the kernels cannot run on a device after all; the first time a reason occurs, warn of it.
+
+    An error of segapp's own code is not recorded: it may concern one batch only.
+    """
     with _lock:
-        _note(device, error)
+        if not error.is_own:
+            _results[device] = error.reason
+        _warn(error)
 
 
-def _note(device: torch.device, error: KernelError) -> None:
-    _results[device] = error.reason
+def _warn(error: KernelError) -> None:
     if error.reason not in _warned:
         _warned.add(error.reason)
         warnings.warn(
             f"the loss uses torch's operators in place of its Triton kernels, which is slower: {error.reason}. "
-            f"{NEXT_MOVE}",
+            f"{error.next_move}",
             RuntimeWarning,
             stacklevel=2,
         )
