@@ -27,8 +27,8 @@ NCCL_MIB = 200.0
 """Memory of NCCL's buffers on the GPU of each rank, assumed: 4 MiB for each channel and direction, 25 channels."""
 
 HANDLES_MIB = 64.0
-"""Memory of the cuBLAS workspaces of dp's threads on each GPU, assumed: 32 MiB (on Hopper; less before) for the replica's
-worker and for autograd's thread. dp exchanges by copies and has no NCCL."""
+"""Memory of the cuBLAS workspaces of dp's threads on each GPU, assumed: 32 MiB each (on Hopper; less before) for the
+replica's worker and for autograd's thread. dp exchanges by copies and has no NCCL."""
 
 LARGEST_BATCH = 4096
 

@@ -259,7 +259,8 @@ ENVIRONMENT = {
     "RANK": "With `WORLD_SIZE`: set by torchrun; `train` is then one rank and shows no screen.",
     "WORLD_SIZE": "Set by torchrun: the number of ranks.",
     "LOCAL_RANK": "Set by torchrun: the rank within its machine, which selects the GPU.",
-    "LOCAL_WORLD_SIZE": "Set by torchrun: the ranks of a machine, which share its processors for `data.workers: auto`.",
+    "LOCAL_WORLD_SIZE": "Set by torchrun: the ranks of a machine, which share its processors for `data.workers: auto`; "
+    "more ranks than GPUs exchange through gloo.",
     "MASTER_ADDR": "Set by torchrun: the machine of rank 0.",
     "MASTER_PORT": "Set by torchrun: its port.",
     "OMP_NUM_THREADS": "CPU threads of each rank; `train` divides the processors among the ranks unless it is set.",

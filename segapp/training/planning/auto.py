@@ -127,7 +127,7 @@ def planned_advice(
 
 
 def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
-    """Return the memory beside the tensors: that of the driver is taken off already, the libraries' buffers come later."""
+    """Return the memory of libraries on each GPU; the driver's memory is subtracted already."""
     if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
         return OverheadEstimate((0.0,) * num_gpus)
     return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0))
