@@ -56,7 +56,8 @@ def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[st
     assert not {
         name
         for name in beyond
-        if name.startswith("segapp.") and not name.startswith((package, "segapp.chunks", "segapp.compat"))
+        if name.startswith("segapp.")
+        and not name.startswith((package, "segapp.accelerator", "segapp.chunks", "segapp.compat"))
     }
 
 

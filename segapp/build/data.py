@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from segapp.accelerator import accelerator_of
 from segapp.build.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig
 from segapp.custom import is_part
@@ -206,7 +207,7 @@ def build_load_options(
         batch_bytes = batch_size * data.crop_px[0] * data.crop_px[1] * px_bytes
         most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
         workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
-    return LoadOptions(workers, data.timeout_s, pin_memory=device.type == "cuda")
+    return LoadOptions(workers, data.timeout_s, pin_memory=accelerator_of(device).can_pin)
 
 
 def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: ClassFrequencies, seed: int) -> Order:

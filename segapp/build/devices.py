@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from segapp.accelerator import CUDA
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
@@ -94,10 +95,10 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
         ConfigError: a device does not exist on this machine.
     """
     if requested == "auto":
-        if not torch.cuda.is_available():
+        if not CUDA.is_available():
             return [torch.device("cpu")], "no CUDA device is visible: training on the CPU"
         indices, reason = order_by_free_memory(cuda_uuids(), query_gpus())
-        return [torch.device("cuda", index) for index in indices], reason
+        return [torch.device(CUDA.kind, index) for index in indices], reason
     named = [requested] if isinstance(requested, str) else list(requested)
     try:
         devices = list(resolve_devices(named))

@@ -17,18 +17,16 @@ from collections.abc import Iterator, MutableMapping, Sequence
 import torch
 from torch import nn
 
+from segapp.accelerator import accelerator_of
 from segapp.config import TrainConfig
 from segapp.errors import ConfigError
-
-BF16_CAPABILITY = (8, 0)
-"""Compute capability from which GPUs have bfloat16 and TF32 in hardware (Ampere)."""
 
 
 def auto_precision(devices: Sequence[torch.device]) -> str:
     """Return the precision that `auto` stands for: amp-bf16 where every GPU has it, else amp-fp16; fp32 on CPUs."""
     if any(device.type == "cpu" for device in devices):
         return "fp32"
-    return "amp-bf16" if all(map(_has_bf16, devices)) else "amp-fp16"
+    return "amp-bf16" if all(accelerator_of(device).has_bf16(device) for device in devices) else "amp-fp16"
 
 
 def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.device) -> bool:
@@ -46,14 +44,10 @@ def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.dev
         return section.channels_last
     if device.type == "cpu":
         return False
-    if section.precision == "fp32" and not (section.tf32 and _has_bf16(device)):
+    if section.precision == "fp32" and not (section.tf32 and accelerator_of(device).has_tf32(device)):
         return False
     convolutions = [part.weight for part in model.modules() if isinstance(part, (nn.Conv2d, nn.ConvTranspose2d))]
     return 2 * sum(weight.numel() for weight in convolutions) >= sum(p.numel() for p in model.parameters())
-
-
-def _has_bf16(device: torch.device) -> bool:
-    return device.type != "cuda" or torch.cuda.get_device_capability(device) >= BF16_CAPABILITY
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from segapp.accelerator import GPUS
 from segapp.compat.torch import STATE_DICT_METADATA
 
 # Not bytes: an empty one is pickled in a way that `weights_only` refuses to read.
@@ -75,19 +76,19 @@ def num_tensor_bytes(state: Any) -> int:
 
 
 def capture_rng() -> dict[str, Any]:
-    """Return the states of the generators of Python, numpy, torch and every CUDA device as plain values and tensors."""
+    """Return the states of the generators of Python, numpy, torch and every GPU as plain values and tensors."""
     version, numbers, gauss = random.getstate()
     legacy: Any = np.random.get_state(legacy=True)
     return {
         "python": [version, list(numbers), gauss],
         "numpy": [str(legacy[0]), np.asarray(legacy[1]).tolist(), *_plain_tail(legacy[2:])],
         "torch": torch.get_rng_state(),
-        "cuda": list(torch.cuda.get_rng_state_all()) if torch.cuda.is_available() else [],
+        **{gpu.kind: [gpu.rng_state(device) for device in gpu.devices()] for gpu in GPUS},
     }
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Set every generator to a state of `capture_rng`; states of CUDA devices that do not exist are skipped.
+    """Set every generator to a state of `capture_rng`; states of GPUs that do not exist are skipped.
 
     Raises:
         ValueError: the state does not come from `capture_rng`.
@@ -98,9 +99,9 @@ def restore_rng(state: dict[str, Any]) -> None:
         random.setstate((version, tuple(numbers), gauss))
         np.random.set_state((name, np.array(key, dtype=np.uint32), position, has_gauss, cached))
         torch.set_rng_state(state["torch"])
-        if torch.cuda.is_available():
-            for device, cuda_state in enumerate(state["cuda"][: torch.cuda.device_count()]):
-                torch.cuda.set_rng_state(cuda_state, device)
+        for gpu in GPUS:
+            for device, of_device in zip(gpu.devices(), state.get(gpu.kind, []), strict=False):
+                gpu.set_rng_state(of_device, device)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"not a state of random generators: {error}") from error
 

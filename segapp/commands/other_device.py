@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from segapp.accelerator import GPUS
 from segapp.compat.torch import TorchDispatchMode, operator_name, tree_leaves, tree_map_only, wrapper, written_arguments
 from segapp.custom.loading import shown_error
 from segapp.errors import SegappError
@@ -139,8 +140,8 @@ def follows(module: AnyModule, run: Callable[[AnyModule, str], Tensor]) -> str |
     Raises:
         NotTriedError: the code cannot run with tensors that only say where they are.
     """
-    if torch.cuda.is_available():
-        return None if run(copy.deepcopy(module).to("cuda"), "cuda").is_cuda else _STAYS
+    for kind in (gpu.kind for gpu in GPUS if gpu.is_available()):
+        return None if run(copy.deepcopy(module).to(kind), kind).device.type == kind else _STAYS
     with elsewhere() as device:
         copied = copy.deepcopy(module).to(device)
         try:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.profiler import profile, record_function
 from torch.utils.hooks import RemovableHandle
 
+from segapp.accelerator import accelerator_of, gpu_of
 from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options
 from segapp.build.devices import plan_devices
@@ -191,8 +192,7 @@ class _Spans:
         self._is_ended = True
 
     def _close(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        accelerator_of(self._device).synchronize(self._device)
         self._phase.close()
 
     def annotate(self, model: nn.Module) -> list[RemovableHandle]:
@@ -226,7 +226,7 @@ def _time_steps(
         hook.remove()
     rows = [row for row in profiler.key_averages() if row.device_type.name == "CPU"]
     phase_s = {row.key: row.cpu_time_total / 1e6 / num_steps for row in rows}
-    attribute = "device_time_total" if engine.device.type == "cuda" else "cpu_time_total"
+    attribute = "device_time_total" if gpu_of(engine.device) else "cpu_time_total"
     inclusive = {
         row.key.removeprefix("module:"): getattr(row, attribute) / 1e6 / num_steps
         for row in rows

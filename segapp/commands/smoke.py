@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from segapp.accelerator import gpu_of
 from segapp.build.devices import plan_devices
 from segapp.build.pairs import count_images, split_names
 from segapp.build.trainer import build_timetable
@@ -221,7 +222,7 @@ def _peaks(devices: Sequence[torch.device]) -> dict[str, float]:
     """Return peak MiB by device: reserved by the allocator on a GPU, resident memory of the process on the CPU."""
     rss_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
     return {
-        str(device): torch.cuda.max_memory_reserved(device) / 2**20 if device.type == "cuda" else rss_mib
+        str(device): gpu.peak_reserved_bytes(device) / 2**20 if (gpu := gpu_of(device)) else rss_mib
         for device in devices
     }
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 from segapp.datasets.dataset import SegmentationDataset
 
-PX_PER_S = {"cuda": 120e6, "cpu": 5e6}
+GPU_PX_PER_S, CPU_PX_PER_S = 120e6, 5e6
 """Crop pixels that a device trains on each second, upper estimates: DeepLabV3-ResNet50 in bf16 takes 2.3 TFLOP for an
 image of 768x768, of which an H200 does about 200 a second; a small network on some processor cores."""
 
@@ -60,7 +60,7 @@ def plan_workers(sample_s: float | None, crop_px: tuple[int, int], most: int, de
         sample_s: time to load a sample in one process, seconds; None: unknown.
         crop_px: height and width of a sample.
         most: upper limit; the result where `sample_s` is unknown.
-        device_type: "cuda" or "cpu".
+        device_type: `torch.device.type`; every kind but "cpu" is a GPU.
 
     >>> plan_workers(0.053, (768, 768), 15, "cuda"), plan_workers(0.004, (768, 768), 15, "cuda")
     (14, 2)
@@ -69,7 +69,7 @@ def plan_workers(sample_s: float | None, crop_px: tuple[int, int], most: int, de
     """
     if sample_s is None:
         return most
-    images_per_s = PX_PER_S.get(device_type, PX_PER_S["cuda"]) / (crop_px[0] * crop_px[1])
+    images_per_s = (CPU_PX_PER_S if device_type == "cpu" else GPU_PX_PER_S) / (crop_px[0] * crop_px[1])
     return min(most, max(1, math.ceil(_MARGIN * images_per_s * sample_s)))
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.accelerator import accelerator_of
 from segapp.compat.torch import dispatch_modes
 from segapp.failpoints import failpoint
 from segapp.inference.boundary_iou import BoundaryIoU
@@ -31,7 +32,6 @@ from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.metrics import SegmentationScores, counts_for
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
-from segapp.parallel.rendezvous import on_device
 from segapp.scores import SCORES
 
 if TYPE_CHECKING:
@@ -456,7 +456,7 @@ def further_devices(network: nn.Module) -> tuple[torch.device, ...]:
 
 
 def _add(counter: Counter[T], batch: T) -> None:
-    with on_device(counter.device), torch.no_grad():
+    with accelerator_of(counter.device).current(counter.device), torch.no_grad():
         counter.add(batch)
 
 

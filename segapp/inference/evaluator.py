@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segapp.accelerator import accelerator_of
 from segapp.datasets.loader import Batch, LargeBatch, TensorOnDisk
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import (
@@ -117,8 +118,7 @@ class Evaluator:
             except Exception as error:
                 if not is_out_of_memory(error):
                     raise
-                if self.settings.device.type == "cuda":
-                    torch.cuda.empty_cache()
+                accelerator_of(self.settings.device).empty_cache()
             inference = self._smaller(inference, (height, width), len(images))
 
     def _smaller(self, inference: Inference, size: tuple[int, int], num_images: int) -> Inference:

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import psutil
 import torch
 
+from segapp.accelerator import Gpu, gpu_of
 from segapp.errors import ConfigError
 from segapp.memory.gpus import GpuPoller, GpuStatus
 from segapp.memory.judge import usable_mib
@@ -74,33 +75,31 @@ class MemoryCounters(Protocol):
         """Return the highest allocation since the last call, and reset it; None if it is unknown."""
 
 
-class CudaCounters:
-    """Counters of torch's CUDA allocator on one GPU; only the driver counts the other processes (`driver_used_mib`)."""
+class AllocatorCounters:
+    """Counters of torch's allocator on one GPU; only the driver counts the other processes (`driver_used_mib`)."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, gpu: Gpu, device: torch.device) -> None:
+        self._gpu, self._device = gpu, device
 
     def driver_used_mib(self) -> float | None:
-        """Return the GPU memory in use by all processes, as the CUDA driver reports it, which may wait for the driver.
+        """Return the GPU memory in use by all processes, as its driver reports it, which may wait for the driver.
 
         None if the call fails.
         """
         try:
-            free, total = torch.cuda.mem_get_info(self._device)
+            free, total = self._gpu.free_and_total_bytes(self._device)
         except RuntimeError:
             return None
         return (total - free) / 2**20
 
     def read(self) -> dict[str, float | None]:
         """Return the memory of live tensors, and of live tensors and cache."""
-        allocated, reserved = torch.cuda.memory_allocated(self._device), torch.cuda.memory_reserved(self._device)
+        allocated, reserved = self._gpu.allocated_bytes(self._device), self._gpu.reserved_bytes(self._device)
         return {"allocated_mib": allocated / 2**20, "reserved_mib": reserved / 2**20}
 
     def pop_peak_mib(self) -> float | None:
         """Return the allocator's peak, and reset it."""
-        peak = torch.cuda.max_memory_allocated(self._device) / 2**20
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
+        return self._gpu.pop_peak_bytes(self._device) / 2**20
 
 
 class ProcessCounters:
@@ -173,30 +172,31 @@ def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], fir
             "give one a device",
             key="parallel.memory_budget_mib",
         )
-    if any(device.type != "cuda" for device in devices) or len(set(devices)) < len(devices):
+    gpus = [gpu for device in devices if (gpu := gpu_of(device))]
+    if len(gpus) < len(devices) or len(set(devices)) < len(devices):
         raise ConfigError(
             "parallel.memory_budget_mib limits GPUs, each named once: leave it out on other devices",
             key="parallel.memory_budget_mib",
         )
-    for device, mib in zip(devices, limits, strict=True):
-        total_mib = torch.cuda.get_device_properties(device).total_memory / 2**20
-        torch.cuda.set_per_process_memory_fraction(min(1.0, mib / total_mib), device)
+    for gpu, device, mib in zip(gpus, devices, limits, strict=True):
+        gpu.limit_memory(mib * 2**20, device)
 
 
 def device_info_of(device: torch.device) -> DeviceInfo:
     """Return what is known about a device of this process."""
-    if device.type != "cuda":
+    gpu = gpu_of(device)
+    if gpu is None:
         return DeviceInfo(str(device), total_mib=host_memory_mib(), pid=os.getpid())
-    facts: Any = torch.cuda.get_device_properties(device)
-    uuid = str(getattr(facts, "uuid", "")).removeprefix("GPU-") or None
-    return DeviceInfo(str(device), uuid, facts.total_memory / 2**20, os.getpid(), name=facts.name)
+    facts = gpu.facts(device)
+    return DeviceInfo(str(device), facts.uuid or None, facts.total_bytes / 2**20, os.getpid(), name=facts.name)
 
 
 def counters_of(info: DeviceInfo) -> MemoryCounters | None:
     """Return the counters of a device; None for a GPU of another rank, whose allocator this process cannot read."""
-    if not info.device.startswith("cuda"):
-        return None if info.pid is None else ProcessCounters(None if info.is_own else info.pid)
-    return CudaCounters(torch.device(info.device)) if info.is_own else None
+    device = torch.device(info.device)
+    if gpu := gpu_of(device):
+        return AllocatorCounters(gpu, device) if info.is_own else None
+    return None if info.pid is None else ProcessCounters(None if info.is_own else info.pid)
 
 
 @dataclass
@@ -251,7 +251,7 @@ class DeviceMemoryTracker:
 
     @staticmethod
     def _usable_mib(info: DeviceInfo, counters: MemoryCounters | None) -> float | None:
-        if not isinstance(counters, CudaCounters):
+        if not isinstance(counters, AllocatorCounters):
             return info.total_mib if info.usable_mib is None else info.usable_mib
         return usable_mib(info.total_mib, counters.driver_used_mib(), counters.read()["reserved_mib"])
 
@@ -261,7 +261,7 @@ class DeviceMemoryTracker:
         found = {}
         for index, info in enumerate(self.devices):
             own = counters.get(index)
-            if info.uuid is not None and isinstance(own, CudaCounters):
+            if info.uuid is not None and isinstance(own, AllocatorCounters):
                 used_mib = own.driver_used_mib()
                 if used_mib is not None:
                     found[info.uuid] = used_mib

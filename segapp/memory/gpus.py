@@ -233,10 +233,9 @@ def _known(value: Any) -> float | None:
 
 def cuda_uuids() -> list[str]:
     """Return the uuid of each CUDA device visible to torch, by index."""
-    import torch
+    from segapp.accelerator import CUDA
 
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return [bare_uuid(getattr(each, "uuid", "")) for each in properties]
+    return [CUDA.facts(device).uuid for device in CUDA.devices()]
 
 
 def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) -> tuple[list[int], str]:

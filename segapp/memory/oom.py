@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from segapp.accelerator import GPUS, Gpu, accelerator_of, gpu_of
 from segapp.failpoints import failpoint
 from segapp.memory.counters import IDLE, DeviceMemoryTracker
 from segapp.memory.gpus import processes_on
@@ -86,10 +87,9 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_a_gpu_full() -> bool:
-    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return False
+    used = [gpu for gpu in GPUS if gpu.is_initialized()]
     try:
-        free_and_total = [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+        free_and_total = [gpu.free_and_total_bytes(device) for gpu in used for device in gpu.devices()]
     except Exception:  # a device that does not answer has another problem
         return False
     return any(free < _SHORT_FRAC * total for free, total in free_and_total)
@@ -134,14 +134,15 @@ def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -
         problem=first_line(error),
         requested_mib=float(asked[1]) * _UNITS[asked[2]] if asked else None,
     )
-    if not report.device.startswith("cuda"):
+    device = torch.device(report.device)
+    gpu = gpu_of(device)
+    if gpu is None:
         total_mib = memory.devices[report.index].total_mib if report.index < len(memory.devices) else None
         return report.model_copy(update={"total_mib": total_mib})
-    device = torch.device(report.device)
-    counters = _read("its memory", lambda: _counters_of(device)) or {}
-    largest = _read("its largest tensors", lambda: _largest_on(device)) or []
+    counters = _read("its memory", lambda: _counters_of(gpu, device)) or {}
+    largest = _read("its largest tensors", lambda: _largest_on(gpu, device)) or []
     own_mib = counters.get("reserved_mib") or 0.0
-    others = _read("its processes", lambda: processes_on(_uuid_of(device), own_mib=own_mib)) or []
+    others = _read("its processes", lambda: processes_on(gpu.facts(device).uuid, own_mib=own_mib)) or []
     return report.model_copy(update={**counters, "largest": largest, "others": others})
 
 
@@ -154,10 +155,10 @@ def _read(what: str, read: Callable[[], T]) -> T | None:
         return None
 
 
-def _counters_of(device: torch.device) -> dict[str, Any]:
+def _counters_of(gpu: Gpu, device: torch.device) -> dict[str, Any]:
     """Return the amounts of a GPU's memory, as fields of an `oom` event."""
-    free, total = torch.cuda.mem_get_info(device)
-    reserved, allocated = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    free, total = gpu.free_and_total_bytes(device)
+    reserved, allocated = gpu.reserved_bytes(device), gpu.allocated_bytes(device)
     return {
         "fragmentation": max(0.0, 1 - allocated / reserved) if reserved else None,
         "allocated_mib": allocated / MIB,
@@ -167,11 +168,7 @@ def _counters_of(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _uuid_of(device: torch.device) -> str:
-    return str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
-
-
-def _largest_on(device: torch.device) -> list[events.LiveTensor]:
+def _largest_on(gpu: Gpu, device: torch.device) -> list[events.LiveTensor]:
     """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see.
 
     Raises:
@@ -183,7 +180,7 @@ def _largest_on(device: torch.device) -> list[events.LiveTensor]:
             words = f"{'x'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}"
             shapes.setdefault(item.untyped_storage().data_ptr(), words)
     blocks = []
-    for segment in torch.cuda.memory_snapshot():  # type: ignore[no-untyped-call]
+    for segment in gpu.segments():
         if segment.get("device") == device.index:
             address = int(segment["address"])
             for block in segment["blocks"]:
@@ -201,8 +198,7 @@ def release(error: BaseException, device: torch.device) -> None:
         traceback.clear_frames(seen.__traceback__)  # their local variables are what filled the memory
         seen = seen.__cause__ or seen.__context__
     gc.collect()
-    if device.type == "cuda":
-        _read("how to empty its cache", torch.cuda.empty_cache)
+    _read("how to empty its cache", accelerator_of(device).empty_cache)
 
 
 # --- its text ------------------------------------------------------------------------------------------------------

@@ -106,7 +106,7 @@ class OverheadEstimate:
     source: str = "assumed"
 
     def tensors_mib(self, device: int, simulated_mib: float) -> float:
-        """Return the expected peak of `torch.cuda.max_memory_allocated` on a GPU, from the simulated one."""
+        """Return the expected peak of the allocator's live tensors on a GPU, from the simulated one."""
         return simulated_mib * (self.scale[device] if device < len(self.scale) else 1.0)
 
     def required_mib(self, device: int, tensors_mib: float) -> float:

@@ -1,7 +1,7 @@
 """Exact parallel training: the loss and gradients of a single device at any split of the batch.
 
-A library of its own: torch, the standard library and `segapp.chunks`, which imports nothing; viewers and planners take
-splits from there without loading torch.
+A library of its own: torch, the standard library, `segapp.accelerator` (kinds of devices) and `segapp.chunks`, which
+imports nothing; viewers and planners take splits from there without loading torch.
 """
 
 from segapp.chunks import RankSplit, SplitCheck, check_gpu0_bsz, check_split, plan_chunks

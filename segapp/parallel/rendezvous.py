@@ -24,6 +24,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 
+from segapp.accelerator import accelerator_of
 from segapp.compat.torch import TorchDispatchMode, dispatch_modes, next_sequence_number, saved_tensors_hooks
 from segapp.parallel.workers import equal_numbers, give_back, skip_numbers, take_workers
 
@@ -213,7 +214,8 @@ class ReplicaGroup(Generic[T]):
             if self._takes_turns:
                 with self._ending:
                     self._wait(index, lambda: self._is_turn(index), "the start", timeout_s=None)
-            with on_device(device) if self._caller_state is None else self._caller_state.entered(device):
+            caller = self._caller_state
+            with accelerator_of(device).current(device) if caller is None else caller.entered(device):
                 self._results[index] = call()
         except BaseException as error:
             with self._ending:
@@ -333,16 +335,6 @@ class ReplicaGroup(Generic[T]):
         return wrapped
 
 
-@contextlib.contextmanager
-def on_device(device: torch.device) -> Iterator[None]:
-    """Make a CUDA device the current one; other devices have no current one."""
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            yield
-    else:
-        yield
-
-
 @dataclass(frozen=True)
 class _CallerState:
     """The caller's thread-local states of torch, which a new thread does not inherit."""
@@ -391,7 +383,7 @@ class _CallerState:
                 stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.is_autocast_cached))
             for stream in self.streams:  # of all devices, because replica 0 combines the others' tensors
                 stack.enter_context(torch.cuda.stream(stream))
-            stack.enter_context(on_device(device))
+            stack.enter_context(accelerator_of(device).current(device))
             if self.default_device.type != "cpu":
                 own = device if self.default_device == self.main_device else self.default_device
                 stack.enter_context(own)

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from segapp.accelerator import CUDA, gpu_of
+
 T = TypeVar("T")
 DeviceLike: TypeAlias = int | str | torch.device
 
@@ -34,8 +36,7 @@ def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[tor
         (device(type='cpu'), device(type='cpu'))
     """
     if device_ids is None:
-        found = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
-        return tuple(found) or (torch.device("cpu"),)
+        return tuple(CUDA.devices()) or (torch.device("cpu"),)
     if isinstance(device_ids, str | int | torch.device):
         raise TypeError(f"device_ids={device_ids!r} is one device: give a list, such as [{device_ids!r}]")
     devices = tuple(_resolve_device(device_id) for device_id in device_ids)
@@ -48,18 +49,18 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
     if isinstance(device_id, bool) or not isinstance(device_id, str | int | torch.device):
         raise TypeError(f"device {device_id!r} is not a CUDA index, a string or a torch.device")
     try:
-        device = torch.device("cuda", device_id) if isinstance(device_id, int) else torch.device(device_id)
+        device = torch.device(CUDA.kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     except RuntimeError as error:
         raise ValueError(f"device {device_id!r} is unknown: use 'cpu', 'cuda:0' or a CUDA index like 0") from error
     if device.type == "meta":
         raise ValueError("device 'meta' holds no values: use 'cpu', 'cuda:0' or a CUDA index like 0")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
+    if gpu := gpu_of(device):
+        count, name = gpu.count(), gpu.kind.upper()
         if count == 0:
-            raise ValueError(f"device {device_id!r}: no CUDA device is visible here: use ['cpu'], or see nvidia-smi")
-        device = torch.device("cuda", torch.cuda.current_device()) if device.index is None else device
+            raise ValueError(f"device {device_id!r}: no {name} device is visible here: use ['cpu'], or see {gpu.tool}")
+        device = torch.device(gpu.kind, gpu.current_index()) if device.index is None else device
         if device.index >= count:
-            raise ValueError(f"device {device_id!r}: only {count} CUDA devices are visible: use 0 to {count - 1}")
+            raise ValueError(f"device {device_id!r}: only {count} {name} devices are visible: use 0 to {count - 1}")
     return device
 
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 
 from segapp import __version__
+from segapp.accelerator import GPUS, gpu_of
 from segapp.build.devices import DevicePlan, plan_devices
 from segapp.build.numerics import keep_freed_memory, numerics
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
@@ -203,7 +204,7 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
     try:
         with folder:
             print(f"run folder: {printable(str(folder.path))}", flush=True)
-            if (len(devices.devices) > 1 or devices.devices[0].type == "cuda") and _DEVICES not in os.environ:
+            if (len(devices.devices) > 1 or gpu_of(devices.devices[0]) is not None) and _DEVICES not in os.environ:
                 print(devices.description, flush=True)
             ranks.from_main(str(folder.path))
             folder.write_info(versions=_versions(), gpus=_gpus())
@@ -527,14 +528,9 @@ def _versions() -> dict[str, str]:
 
 def _gpus() -> list[dict[str, Any]]:
     found = []
-    for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "device": f"cuda:{index}",
-                "name": properties.name,
-                "uuid": str(getattr(properties, "uuid", "")),
-                "total_mib": properties.total_memory / 2**20,
-            }
-        )
+    for gpu in GPUS:
+        for device in gpu.devices():
+            facts = gpu.facts(device)
+            total_mib = facts.total_bytes / 2**20
+            found.append({"device": str(device), "name": facts.name, "uuid": facts.uuid, "total_mib": total_mib})
     return found

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-
+from segapp.accelerator import accelerator_of
 from segapp.checkpoint.saver import Captured, CheckpointSaver, Position
 from segapp.checkpoint.snapshot import capture_rng, restore_rng
 from segapp.config import LiveSettings
@@ -292,8 +291,7 @@ class Trainer:
         if (requested.gpu0_bsz, requested.shares) != (self.live.gpu0_bsz, self.live.shares):
             if not self.saver.is_fresh(FRESH_CHECKPOINT_S):
                 self.saver.begin()
-            if self.engine.device.type == "cuda":
-                torch.cuda.empty_cache()  # blocks of the old sizes
+            accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
             self.activities.clock.warm_up()
         self.controller.apply(requested, self.progress.command_position())
         self.device_memory.reset_observed()

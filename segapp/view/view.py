@@ -223,7 +223,7 @@ class View:
 
 def is_gpu(device: DeviceMemory) -> bool:
     """Return True for a device whose driver says how much of its memory other processes hold."""
-    return (device.device or "").startswith("cuda")
+    return not (device.device or "cpu").startswith("cpu")
 
 
 def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:

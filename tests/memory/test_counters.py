@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 import torch
 
+from segapp.accelerator import CUDA
 from segapp.memory import counters as sampler_module
 from segapp.memory.counters import (
-    CudaCounters,
+    AllocatorCounters,
     DeviceInfo,
     DeviceMemoryTracker,
     MemorySampler,
@@ -154,7 +155,7 @@ def test_peak_of_a_gpu_counts_from_the_last_reading(monkeypatch: pytest.MonkeyPa
         max_memory_allocated=lambda of: peak_bytes if of == device else 0, reset_peak_memory_stats=reset
     )
     monkeypatch.setattr(torch, "cuda", fake)
-    counters = CudaCounters(device)
+    counters = AllocatorCounters(CUDA, device)
     assert [counters.pop_peak_mib() for _ in range(2)] == [5.0, 1.0]
 
 

@@ -201,12 +201,10 @@ def _answer(fd: int, **words: int) -> None:
 
 def _train(command: dict[str, Any], parent_pid: int) -> None:
     """Become the process of a trainer, and end as one."""
-    import torch
-
     from segapp import failpoints
+    from segapp.accelerator import GPUS
 
-    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    assert not is_initialized, "a CUDA context does not outlive a fork"
+    assert not any(gpu.is_initialized() for gpu in GPUS), "a GPU's context does not outlive a fork"
     os.setsid()
     if (ask_for_signal := end_with(parent_pid)) is not None:
         ask_for_signal()

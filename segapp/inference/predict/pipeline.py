@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-import torch
 from PIL import Image
 
+from segapp.accelerator import accelerator_of, gpu_of
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.resources import ThreadPool
@@ -82,7 +82,7 @@ def predict_files(
         OutOfMemoryError: not even a block of the smallest size fits.
     """
     workspace = workspace or plan_workspace(predictor)
-    job = _Job(predictor, plan, workspace, batch or (MAX_BATCH if predictor.device.type == "cuda" else 1))
+    job = _Job(predictor, plan, workspace, batch or (1 if gpu_of(predictor.device) is None else MAX_BATCH))
     start = time.perf_counter()
     done = 0
 
@@ -185,7 +185,7 @@ class _Job:
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            torch.cuda.empty_cache()
+            accelerator_of(self.predictor.device).empty_cache()
             self.workspace.halve()
             strips = [list(self._strips(picture)) for picture in pictures]
         yield from zip(pictures, strips, strict=True)

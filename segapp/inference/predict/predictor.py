@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from segapp.accelerator import gpu_of
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.errors import ConfigError
@@ -330,10 +331,11 @@ def check_same_classes(first: str, names: tuple[str, ...], other: str, other_nam
 
 def _budget_bytes(member: Member) -> float | None:
     """Return the memory for weights on the device of the first member, which holds its own already."""
-    if member.device.type != "cuda":
+    gpu = gpu_of(member.device)
+    if gpu is None:
         return None
     own = _weight_bytes(member) if isinstance(member, TrainedPredictor) else 0
-    return WEIGHTS_SHARE * (torch.cuda.mem_get_info(member.device)[0] + own)
+    return WEIGHTS_SHARE * (gpu.free_and_total_bytes(member.device)[0] + own)
 
 
 def _weight_bytes(member: TrainedPredictor) -> int:

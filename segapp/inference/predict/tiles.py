@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
+from segapp.accelerator import accelerator_of, gpu_of
 from segapp.inference.predict.predictor import EnsemblePredictor, Predictor, TrainedPredictor, likeliest
 from segapp.inference.workspace import (
     Workspace,
@@ -35,8 +35,8 @@ BYTES_PER_PX = 1200
 def plan_workspace(predictor: Predictor) -> Workspace:
     """Return the workspace by the free memory and the memory that the network needs per pixel."""
     budget = float(host_budget())
-    if predictor.device.type == "cuda":
-        budget = DEVICE_SHARE * torch.cuda.mem_get_info(predictor.device)[0]
+    if gpu := gpu_of(predictor.device):
+        budget = DEVICE_SHARE * gpu.free_and_total_bytes(predictor.device)[0]
     return Workspace(pixels_within(budget, _bytes_per_px(predictor)))
 
 
@@ -90,7 +90,7 @@ def predict_strips(
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            torch.cuda.empty_cache()
+            accelerator_of(predictor.device).empty_cache()
             workspace.halve()
             continue
         done = rows[2]

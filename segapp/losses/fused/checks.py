@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segapp.accelerator import accelerator_of
 from segapp.compat.torch import is_traced_or_transformed
 
 TARGET_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -128,8 +129,8 @@ def is_eager(tensor: Tensor) -> bool:
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Return True while a CUDA graph is captured: the host may neither wait for the device nor ask it anything."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    """Return True while a graph is captured: the host may neither wait for the device nor ask it anything."""
+    return accelerator_of(tensor.device).is_capturing()
 
 
 def is_simulated(tensor: Tensor) -> bool:
@@ -181,13 +182,7 @@ def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     Returns:
         Scalar on the bounds' device: 0, or NaN where there is a bad id.
     """
-    if bounds.is_cuda:
-        host = torch.empty(2, dtype=torch.int64, device="cpu", pin_memory=True)
-        host.copy_(bounds, non_blocking=True)
-        arrival = torch.cuda.current_stream(bounds.device).record_event()
-        report = _Report(host, arrival.query, num_classes, ignore_index)
-    else:
-        report = _Report(bounds.cpu(), lambda: True, num_classes, ignore_index)
+    report = _Report(*accelerator_of(bounds.device).copy_to_host(bounds), num_classes, ignore_index)
     with _reports_lock:
         _reports.append(report)
     return poison_of(bounds)

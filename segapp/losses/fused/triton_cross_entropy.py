@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from segapp.accelerator import accelerator_of
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
@@ -137,7 +138,7 @@ def launching(device: torch.device) -> Iterator[None]:
         KernelError: in place of any error but one of memory, which others handle.
     """
     try:
-        with _launch_lock, torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+        with _launch_lock, accelerator_of(device).current(device):
             yield
     except Exception as error:  # whatever Triton, a C compiler, ptxas, a driver or a full disk raises
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():

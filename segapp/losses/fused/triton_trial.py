@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import threading
@@ -11,6 +10,7 @@ from types import ModuleType
 
 import torch
 
+from segapp.accelerator import accelerator_of
 from segapp.losses.fused.kernel_shapes import KernelError
 
 _IS_INSTALLED = importlib.util.find_spec("triton") is not None
@@ -32,7 +32,7 @@ def has_kernels(device: torch.device) -> bool:
     if torch.compiler.is_compiling():
         return True
     if device not in _results:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if accelerator_of(device).is_capturing():
             return True
         with _lock:
             if device not in _results:
@@ -86,9 +86,7 @@ def _try(device: torch.device) -> None:
         KernelError: it could not be launched, or its result is wrong.
     """
     kernels = load_kernels(device)
-    is_cuda = device.type == "cuda"
-    stream = torch.cuda.stream(torch.cuda.Stream(device)) if is_cuda else contextlib.nullcontext()  # type: ignore[no-untyped-call]
-    with stream, kernels.launching(device):
+    with accelerator_of(device).new_stream(device), kernels.launching(device):
         ids = torch.tensor([[[0, 7, 255, -3]]], device=device)
         found = kernels.bounds_of_bad_ids(torch.ones((), dtype=torch.int64, device=device), ids, 5, 255).tolist()
         if found != [-3, 7]:

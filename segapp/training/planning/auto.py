@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
+from segapp.accelerator import accelerator_of
 from segapp.build.devices import DevicePlan
 from segapp.build.numerics import auto_precision
 from segapp.build.pairs import build_pairs, count_images, split_names
@@ -174,8 +173,7 @@ def _largest(
                 ) from None
             continue
         finally:
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            accelerator_of(devices.devices[0]).empty_cache()
         return replace(saved_plan, notes=(*notes, f"a batch of {saved_plan.batch_size} was confirmed by a trial step"))
 
 

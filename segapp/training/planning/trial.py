@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from segapp.accelerator import accelerator_of
 from segapp.build.data import image_sizes_of
 from segapp.build.devices import DevicePlan
 from segapp.build.network import build_inference, largest_phase
@@ -153,8 +154,8 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
         for _ in range(2):  # the second meets what the first leaves
             engine.step([batch] * min(2, config.train.accumulate))
         evaluate_blank(engine, config, scheme, evaluation_size(config)[0])
-        for device in {device for device in devices.devices if device.type == "cuda"}:
-            torch.cuda.synchronize(device)
+        for device in set(devices.devices):
+            accelerator_of(device).synchronize(device)
     finally:
         del engine
         gc.collect()

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.accelerator import gpu_of
 from segapp.compat.torch import takes_found_inf
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
@@ -102,7 +103,7 @@ class StepEngine:
         is_replicated = isinstance(network, DataParallelModel)
         devices = [device, *(parameter.device for parameter in model.parameters())]
         devices += network.devices if isinstance(network, DataParallelModel) else ()
-        self._rng_devices = tuple(dict.fromkeys(each for each in devices if each.type == "cuda"))
+        self._rng_devices = tuple(dict.fromkeys(each for each in devices if gpu_of(each) is not None))
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
         self._summed = DataParallelCriterion(criterion) if is_replicated else criterion

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from segapp.compat.torch import BatchNorm
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
-from segapp.training.step.rollback import BufferGuard
+from segapp.training.step.rollback import BufferGuard, capture_torch_rng, restore_torch_rng
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import TrainLoader
@@ -35,7 +35,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
     Raises:
         BatchNormMemoryError: memory does not suffice; the statistics are as they were.
     """
-    guard = BufferGuard(model)
+    guard, random_states = BufferGuard(model), capture_torch_rng([device])
     was_training = model.training
     model.train()
     momenta = {m: m.momentum for m in model.modules() if isinstance(m, BatchNorm) and m.training}
@@ -43,7 +43,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         for module in momenta:
             module.reset_running_stats()
             module.momentum = None  # the mean over all calls
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        with torch.no_grad():
             for images in inputs if momenta else ():
                 model(images)
     except BaseException as error:
@@ -55,6 +55,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         for module, momentum in momenta.items():
             module.momentum = momentum
         model.train(was_training)
+        restore_torch_rng(random_states)
 
 
 class PreciseBatchNorm:

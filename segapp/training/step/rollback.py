@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from segapp.accelerator import gpu_of
 from segapp.compat.torch import buffer_slots, module_slots, storage_key
 
 _ALIGNED_BYTES = 64
@@ -117,17 +118,20 @@ def _common_storage(buffers: Sequence[Tensor]) -> Tensor:
 
 def capture_torch_rng(devices: Sequence[torch.device] = ()) -> TorchRng:
     """Return the states of torch's generators: the CPU's, and those of the given GPUs."""
-    return torch.get_rng_state(), [(device, torch.cuda.get_rng_state(device)) for device in devices]
+    return torch.get_rng_state(), [(device, gpu.rng_state(device)) for device in devices if (gpu := gpu_of(device))]
 
 
 def restore_torch_rng(state: TorchRng) -> None:
     """Restore what `capture_torch_rng` returned."""
     torch.set_rng_state(state[0])
     for device, of_device in state[1]:
-        torch.cuda.set_rng_state(of_device, device)
+        if gpu := gpu_of(device):
+            gpu.set_rng_state(of_device, device)
 
 
 def rng_fields(state: TorchRng) -> dict[str, Any]:
     """Return the states as fields of `capture_rng`, GPUs by their index."""
-    cuda = {device.index or 0: of_device for device, of_device in state[1]}
-    return {"torch": state[0], **({"cuda": [cuda[index] for index in sorted(cuda)]} if cuda else {})}
+    of_kinds: dict[str, list[Tensor]] = {}
+    for device, of_device in sorted(state[1], key=lambda entry: entry[0].index or 0):
+        of_kinds.setdefault(device.type, []).append(of_device)
+    return {"torch": state[0], **of_kinds}
