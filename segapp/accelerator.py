@@ -7,7 +7,7 @@ kind that is not in `ACCELERATORS`, such as the simulated devices of a memory pl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,3 +219,16 @@ def gpu_of(device: torch.device) -> Gpu | None:
     """Return the kind of a device with memory and random states of its own; None for the CPU and simulated devices."""
     found = ACCELERATORS.get(device.type)
     return found if isinstance(found, Gpu) else None
+
+
+@contextlib.contextmanager
+def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
+    """Restore torch's random states, of the CPU and of these devices, at the end of the `with` statement."""
+    gpus = {device: gpu for device in devices if (gpu := gpu_of(device))}
+    of_cpu, states = torch.get_rng_state(), {device: gpu.rng_state(device) for device, gpu in gpus.items()}
+    try:
+        yield
+    finally:
+        torch.set_rng_state(of_cpu)
+        for device, state in states.items():
+            gpus[device].set_rng_state(state, device)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from segapp.accelerator import random_states_kept
 from segapp.compat.torch import BatchNorm
 from segapp.parallel.scatter_gather import map_tensors
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
@@ -107,11 +108,10 @@ def no_samples_problem(
     synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm) and layer.training]
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    gpus = {parameter.device for parameter in module.parameters() if parameter.device.type == "cuda"}
     try:
         for layer in synced:
             layer.eval()
-        with torch.random.fork_rng(gpus):
+        with random_states_kept(parameter.device for parameter in module.parameters()):
             with autocast():
                 found = loss(module(*(map_tensors(lambda tensor: tensor[:0], item) for item in inputs)))
             if found.requires_grad:

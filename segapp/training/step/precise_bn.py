@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from segapp.accelerator import random_states_kept
 from segapp.compat.torch import BatchNorm
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
-from segapp.training.step.rollback import BufferGuard, capture_torch_rng, restore_torch_rng
+from segapp.training.step.rollback import BufferGuard
 
 if TYPE_CHECKING:
     from segapp.datasets.loader import TrainLoader
@@ -35,7 +36,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
     Raises:
         BatchNormMemoryError: memory does not suffice; the statistics are as they were.
     """
-    guard, random_states = BufferGuard(model), capture_torch_rng([device])
+    guard = BufferGuard(model)
     was_training = model.training
     model.train()
     momenta = {m: m.momentum for m in model.modules() if isinstance(m, BatchNorm) and m.training}
@@ -43,7 +44,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         for module in momenta:
             module.reset_running_stats()
             module.momentum = None  # the mean over all calls
-        with torch.no_grad():
+        with torch.no_grad(), random_states_kept([device]):
             for images in inputs if momenta else ():
                 model(images)
     except BaseException as error:
@@ -55,7 +56,6 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
         for module, momentum in momenta.items():
             module.momentum = momentum
         model.train(was_training)
-        restore_torch_rng(random_states)
 
 
 class PreciseBatchNorm:
