@@ -24,7 +24,7 @@ class GpuFacts:
 
     Attributes:
         name: product name.
-        uuid: without the prefix "GPU-"; empty where torch does not know it.
+        uuid: without the prefix "GPU-"; on ROCm the PCI address, as amd-smi writes it; empty if it is unknown.
         total_bytes: its memory.
     """
 
@@ -119,6 +119,8 @@ class Gpu(Accelerator):
         """Return the properties of a device."""
         found = self._torch.get_device_properties(device)
         uuid = str(getattr(found, "uuid", "")).removeprefix("GPU-")
+        if torch.version.hip:
+            uuid = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
         return GpuFacts(str(getattr(found, "name", "")), uuid, found.total_memory)
 
     def current(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -192,10 +194,12 @@ class Gpu(Accelerator):
 
     def has_bf16(self, device: torch.device) -> bool:
         """See the base class."""
-        return bool(self._torch.get_device_capability(device) >= BF16_CAPABILITY)
+        return bool(torch.version.hip) or bool(self._torch.get_device_capability(device) >= BF16_CAPABILITY)
 
     def has_tf32(self, device: torch.device) -> bool:
         """See the base class."""
+        if torch.version.hip:  # its numbers are those of gfx architectures; MI300 is the first with TF32
+            return "gfx94" in self._torch.get_device_properties(device).gcnArchName
         return self.has_bf16(device)
 
 

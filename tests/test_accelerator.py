@@ -95,6 +95,17 @@ def test_vague_error_counts_as_memory_where_a_gpu_is_full(cuda: FakeCuda, free: 
     assert is_out_of_memory(RuntimeError("unable to find an engine to execute this computation")) is is_short
 
 
+def test_rocm_gpus_are_known_by_their_pci_address(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
+    """amd-smi and torch write other uuids for one GPU, and its capability is that of a gfx architecture."""
+    facts = {"name": "MI210", "total_memory": 2**36, "uuid": "31663062-3864-3663-6132-636634653231"}
+    place = {"pci_domain_id": 0, "pci_bus_id": 0x63, "pci_device_id": 0, "gcnArchName": "gfx90a:sramecc+:xnack-"}
+    cuda.get_device_properties = lambda device: types.SimpleNamespace(**facts, **place)
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    device = torch.device("cuda:0")
+    assert CUDA.facts(device).uuid == "0000:63:00.0"
+    assert (CUDA.has_bf16(device), CUDA.has_tf32(device)) == (True, False)
+
+
 @pytest.mark.parametrize("kind", ["cpu", "meta", "privateuseone"])
 def test_only_kinds_with_memory_of_their_own_are_gpus(kind: str) -> None:
     device: Any = types.SimpleNamespace(type=kind)

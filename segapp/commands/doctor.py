@@ -27,6 +27,15 @@ MIN_TEMPORARY_BYTES = GIB // 2
 MIN_SHARED_BYTES = GIB
 """Two batches for each data worker; containers get 64 MiB if nobody asks for more."""
 
+TESTED_ON = {
+    "cpu": ("CPU", "yes: Linux on x86-64"),
+    "cuda": ("NVIDIA GPUs (CUDA)", "untested"),
+    "rocm": ("AMD GPUs (ROCm)", "untested"),
+    "xpu": ("Intel GPUs (XPU), one device", "untested"),
+    "mps": ("Apple GPUs (MPS), one device", "untested"),
+}
+"""Name of each kind of device, and whether trainings have been run on one: the table of `start/install.md`."""
+
 State = Literal["ok", "warning", "missing"]
 
 _EXTRAS = {"export": "segapp export; segapp predict with .onnx files", "wandb": "log.wandb", "mlflow": "log.mlflow"}
@@ -128,11 +137,14 @@ def _software(facts: Facts) -> Iterator[Diagnosis]:
 def _torch(facts: Facts) -> Iterator[Diagnosis]:
     torch, package = facts["imports"]["torch"], _package(facts, "torch")
     version, build = (torch["facts"].get(name) for name in ("version", "cuda_build"))
+    rocm = torch["facts"].get("rocm_build")
     pair = ["torch", "torchvision"]
     if torch["status"] == "ok" and package.get("is_in_range") is False:
         yield _out_of_range(facts, package)
     else:
-        found = f"{version}, " + (f"built for CUDA {build}" if build else "built without CUDA")
+        found = f"{version}, " + (
+            f"built for ROCm {rocm}" if rocm else f"built for CUDA {build}" if build else "built without CUDA"
+        )
         fix = _install(facts, pair, again=not package or package["version"] is not None)
         yield _imported(facts, "torch", found, fix)
     vision = facts["imports"]["torchvision"]
@@ -203,18 +215,31 @@ def _gpus(facts: Facts) -> Iterator[Diagnosis]:
     state, found, fix = answers[smi["status"]]
     needed_for = "" if state == "ok" else "free memory in parallel.devices: auto and on the screen"
     fix = "" if smi["status"] == "absent" and not devices else fix
-    yield Diagnosis("nvidia-smi", state, found, False, needed_for, fix)
+    is_rocm = facts["imports"]["torch"]["facts"].get("rocm_build") is not None
+    if is_rocm:
+        state, found = ("ok", facts["amd_smi"]) if facts["amd_smi"] else ("missing", "not on PATH")
+        needed_for = "" if facts["amd_smi"] else needed_for or "free memory in parallel.devices: auto and on the screen"
+        yield Diagnosis("amd-smi", state, found, False, needed_for, "")
+    else:
+        yield Diagnosis("nvidia-smi", state, found, False, needed_for, fix)
     yield _cuda(facts)
     used_mib = {gpu["uuid"]: gpu["used_mib"] for gpu in smi["gpus"]}
     for device in devices:
         used, memory = used_mib.get(device["uuid"]), f"{device['total_mib'] / 1024:.1f} GiB"
         memory = memory if used is None else f"{used / 1024:.1f} of {memory} used"
         found = f"{device['name']}, {memory}, compute capability {device['capability']}"
-        yield _device(device, found, cuda["kernels"])
+        yield _device(device, found + _untested("rocm" if is_rocm else "cuda"), cuda["kernels"])
+    for kind, names in cuda.get("others", {}).items():
+        for index, name in enumerate(names):
+            yield Diagnosis(f"{kind}:{index}", "ok", f"{name}, with parallel.devices: [{kind}]{_untested(kind)}")
     for gpu in () if devices else smi["gpus"]:
         memory = "memory unknown" if gpu["total_mib"] is None else f"{gpu['total_mib'] / 1024:.1f} GiB"
         found = f"{gpu['name']}, {memory}; torch does not see it"
         yield Diagnosis(f"gpu {gpu['index']}", "warning", found, False, "training on this GPU", "see cuda above")
+
+
+def _untested(kind: str) -> str:
+    return "; untested: no training has been run on its kind" if TESTED_ON[kind][1] == "untested" else ""
 
 
 def _cuda(facts: Facts) -> Diagnosis:
@@ -227,7 +252,7 @@ def _cuda(facts: Facts) -> Diagnosis:
     elif result["status"] != "ok":
         found, has_gpus = f"does not answer: {result['error']}", True
         fix = "restart the machine; nvidia-smi -q and dmesg name the GPU in trouble"
-    elif facts["imports"]["torch"]["facts"].get("cuda_build") is None:
+    elif not any(facts["imports"]["torch"]["facts"].get(build) for build in ("cuda_build", "rocm_build")):
         found, fix = "this torch is built without CUDA", _install(facts, ["torch", "torchvision"], again=True)
     elif hidden is not None and hidden.strip() in ("", "-1"):
         found, fix = f"CUDA_VISIBLE_DEVICES={hidden!r} hides every GPU", "unset CUDA_VISIBLE_DEVICES"
@@ -239,14 +264,15 @@ def _cuda(facts: Facts) -> Diagnosis:
 
 def _device(device: dict[str, Any], found: str, kernels: Sequence[str]) -> Diagnosis:
     name, capability, use = f"cuda:{device['index']}", device["capability"], "training on this GPU"
-    if not runs_on(capability, kernels):
+    architecture = device.get("rocm_architecture")
+    if not (architecture in kernels if architecture else runs_on(capability, kernels)):
         fix = "install a torch built for this GPU: https://pytorch.org/get-started/previous-versions"
         found = f"{found}; this torch has no kernels for it ({' '.join(kernels)})"
         return Diagnosis(name, "missing", found, False, use, fix)
     if device["error"]:
         fix = "nvidia-smi shows the processes on it and its compute mode"
         return Diagnosis(name, "warning", f"{found}; {device['error']}", False, use, fix)
-    if int(capability.partition(".")[0]) < 8:
+    if not architecture and int(capability.partition(".")[0]) < 8:
         found = f"{found}; no bfloat16 in hardware: use train.precision: amp-fp16"
     return Diagnosis(name, "ok", found)
 

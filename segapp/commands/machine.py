@@ -58,6 +58,7 @@ def collect_facts() -> Facts:
         "packages": list(_packages()),
         "imports": try_imports(),
         "nvidia_smi": ask_nvidia_smi(),
+        "amd_smi": shutil.which("amd-smi"),
         "compiler": find_compiler(os.environ),
         "visible_devices": os.environ.get("CUDA_VISIBLE_DEVICES"),
         "disks": _disks(),
@@ -150,7 +151,7 @@ def _torch() -> Facts:
     import torch
 
     float(torch.ones(2).sum())
-    return {"version": str(torch.__version__), "cuda_build": torch.version.cuda}
+    return {"version": str(torch.__version__), "cuda_build": torch.version.cuda, "rocm_build": torch.version.hip}
 
 
 def _torchvision() -> Facts:
@@ -176,12 +177,16 @@ def _trainer() -> Facts:
 def _cuda() -> Facts:
     import torch
 
+    from segapp.accelerator import CUDA, GPUS
+
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     reason = " ".join(str(caught[0].message).split()) if caught else ""
     kernels = list(torch.cuda.get_arch_list()) if count else []
-    return {"reason": reason[:300], "kernels": kernels, "devices": [_device(index) for index in range(count)]}
+    others = {gpu.kind: [gpu.facts(each).name for each in gpu.devices()] for gpu in GPUS if gpu is not CUDA}
+    devices = [_device(index) for index in range(count)]
+    return {"reason": reason[:300], "kernels": kernels, "devices": devices, "others": others}
 
 
 def _device(index: int) -> Facts:
@@ -200,6 +205,7 @@ def _device(index: int) -> Facts:
         "name": str(found.name),
         "total_mib": found.total_memory / 2**20,
         "capability": f"{found.major}.{found.minor}",
+        "rocm_architecture": found.gcnArchName.partition(":")[0] if torch.version.hip else None,
         "error": error,
     }
 

@@ -1,12 +1,14 @@
-"""GPU status from nvidia-smi through GPUtil, with timeouts; the only module that imports GPUtil.
+"""GPU status from nvidia-smi through GPUtil, or from amd-smi, with timeouts; the only module that imports GPUtil.
 
 GPUtil starts `nvidia-smi` on every call and waits without limit, raises ValueError on "No devices were found", and
 numbers physical devices. Here a call has a timeout, any failure gives an empty list, and devices are matched to torch's
-by uuid.
+by uuid, AMD's by PCI address, which amd-smi and torch write alike.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import math
 import os
 import queue
@@ -31,10 +33,10 @@ _FIRST_PID_NAMESPACE = "pid:[4026531836]"
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """One GPU as nvidia-smi reports it; None where it reports "N/A".
+    """One GPU as nvidia-smi or amd-smi reports it; None where it reports "N/A".
 
     Args:
-        uuid: without the prefix "GPU-".
+        uuid: without the prefix "GPU-"; of an AMD GPU its PCI address.
         name: product name.
         used_mib: memory in use by all processes.
         total_mib: memory of the GPU.
@@ -58,9 +60,9 @@ class GpuStatus:
 
 
 def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
-    """Return all GPUs that nvidia-smi lists; empty if there is none, it fails or it exceeds the timeout."""
+    """Return all GPUs that nvidia-smi or amd-smi lists; empty if there is none, both fail or exceed the timeout."""
     answers: queue.SimpleQueue[list[GpuStatus]] = queue.SimpleQueue()
-    threading.Thread(target=lambda: answers.put(ask_gputil()), name="nvidia-smi", daemon=True).start()
+    threading.Thread(target=lambda: answers.put(_ask()), name="nvidia-smi", daemon=True).start()
     try:
         return answers.get(timeout=timeout_s)
     except queue.Empty:
@@ -101,7 +103,7 @@ class GpuPoller:
         own_used_mib: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self.timeout_s, self.retry_s, self.period_s = timeout_s, retry_s, period_s
-        self._statuses = _LatestAnswer("nvidia-smi", ask_gputil)
+        self._statuses = _LatestAnswer("nvidia-smi", _ask)
         self._own = _LatestAnswer("driver memory", own_used_mib)
 
     def poll(self) -> list[GpuStatus]:
@@ -154,6 +156,51 @@ def ask_gputil() -> list[GpuStatus]:
         return [_status(gpu) for gpu in GPUtil.getGPUs()]
     except Exception:  # the training does not depend on GPUtil, whatever a broken driver makes it raise
         return []
+
+
+def _ask() -> list[GpuStatus]:
+    return ask_gputil() or ask_amd_smi()
+
+
+def ask_amd_smi() -> list[GpuStatus]:
+    """Return the GPUs that amd-smi lists; empty if it fails."""
+    try:
+        metrics = _amd_smi("metric", "--mem-usage", "--usage", "--temperature")
+        return [_amd_status(each, _amd_cards()[each["gpu"]]) for each in metrics]
+    except Exception:  # absent, late, or with other fields than those known
+        return []
+
+
+@functools.cache
+def _amd_cards() -> dict[int, dict[str, Any]]:
+    """Return the name and the PCI address of each GPU, which do not change."""
+    return {card["gpu"]: card for card in _amd_smi("static", "--asic", "--bus")}
+
+
+def _amd_smi(*words: str) -> list[dict[str, Any]]:
+    """Return a JSON answer of amd-smi: a list of GPUs, which later versions give a name."""
+    done = subprocess.run(["amd-smi", *words, "--json"], capture_output=True, text=True, timeout=10.0, check=True)
+    found = json.loads(done.stdout)
+    return found["gpu_data"] if isinstance(found, dict) else found  # type: ignore[no-any-return]
+
+
+def _amd_status(metric: Mapping[str, Any], card: Mapping[str, Any]) -> GpuStatus:
+    def amount(group: str, name: str) -> float | None:
+        """Return {"value": 512, "unit": "MB"} as a number; None where this, or the whole group, is "N/A"."""
+        found: Any = metric
+        for key in (group, name, "value"):
+            found = found.get(key) if isinstance(found, dict) else None
+        return _known(found)
+
+    percent, edge = amount("usage", "gfx_activity"), amount("temperature", "edge")
+    return GpuStatus(
+        uuid=str(card["bus"]["bdf"]).lower(),
+        name=str(card["asic"]["market_name"]),
+        used_mib=amount("mem_usage", "used_vram"),
+        total_mib=amount("mem_usage", "total_vram"),
+        utilization=None if percent is None else percent / 100,
+        temperature=amount("temperature", "hotspot") if edge is None else edge,
+    )
 
 
 def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> list[OtherProcess]:
@@ -243,12 +290,14 @@ def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) ->
 
     Returns:
         The indices, and the reason in one sentence. Devices that other processes use (more than half of load or
-        memory) are left out, unless all are in use; without an answer from nvidia-smi all devices in torch's order.
+        memory) are left out, unless all are in use; if neither nvidia-smi nor amd-smi answers, all devices in torch's
+        order.
     """
     by_uuid = {status.uuid: status for status in statuses}
     known = {index: by_uuid[uuid] for index, uuid in enumerate(uuids) if uuid in by_uuid}
     if len(known) < len(uuids):
-        return list(range(len(uuids))), "nvidia-smi does not report their memory: all visible GPUs, in order"
+        reason = "neither nvidia-smi nor amd-smi reports their memory: all visible GPUs, in order"
+        return list(range(len(uuids))), reason
 
     def free_mib(index: int) -> float:
         status = known[index]

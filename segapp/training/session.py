@@ -521,7 +521,7 @@ def _versions() -> dict[str, str]:
         "segapp": __version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "cuda": torch.version.cuda or "none",
+        "cuda": torch.version.cuda or (f"ROCm {torch.version.hip}" if torch.version.hip else "none"),
         **{name: version(name) for name in libraries},
     }
 

@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from segapp.commands.doctor import Diagnosis, State, can_train, evaluate_machine, report_lines
+from segapp.commands.doctor import TESTED_ON, Diagnosis, State, can_train, evaluate_machine, report_lines
 from segapp.commands.machine import (
     Facts,
     ask_nvidia_smi,
@@ -66,6 +66,7 @@ FACTS: Facts = {
         "cuda": imported(reason="", kernels=["sm_80", "sm_90"], devices=[CUDA_DEVICE]),
     },
     "nvidia_smi": smi("ok", "", A5000),
+    "amd_smi": None,
     "compiler": "/usr/bin/gcc",
     "visible_devices": None,
     "disks": {"run": DISK, "temporary": DISK, "shared_memory": DISK},
@@ -160,6 +161,42 @@ def test_each_problem_has_its_finding(
     assert not finding.fix or f"    {finding.fix}" in lines
 
 
+MI210: Facts = {**CUDA_DEVICE, "name": "AMD Instinct MI210", "capability": "9.0", "rocm_architecture": "gfx90a"}
+
+
+def on_rocm(**changes: Any) -> Facts:
+    torch = imported(version="2.15.0+rocm7.0", cuda_build=None, rocm_build="7.0")
+    cuda = imported(reason="", kernels=["gfx90a", "gfx942"], devices=[MI210], others={})
+    imports = {**FACTS["imports"], "torch": torch, "cuda": cuda}
+    return with_facts(imports=imports, nvidia_smi=smi("absent"), amd_smi="/opt/rocm/bin/amd-smi", **changes)
+
+
+def test_rocm_is_read_by_its_own_names() -> None:
+    facts = on_rocm()
+    assert {finding.state for finding in evaluate_machine(facts)} == {"ok"}
+    assert "built for ROCm 7.0" in of(facts, "torch").found
+    assert of(facts, "amd-smi").found == "/opt/rocm/bin/amd-smi"
+    assert "AMD Instinct MI210" in of(facts, "cuda:0").found
+    older = {**MI210, "rocm_architecture": "gfx803"}
+    facts["imports"]["cuda"]["facts"]["devices"] = [older]
+    assert "no kernels" in of(facts, "cuda:0").found
+
+
+def test_doctor_says_untested_for_what_nobody_ran() -> None:
+    """On ROCm, XPU and MPS, and on CUDA as long as there are no results of the tests on a card."""
+    facts = with_cuda(others={"xpu": ["Intel Arc B580"], "mps": ["Apple M2"]})
+    found = {"cuda": of(facts, "cuda:0"), "xpu": of(facts, "xpu:0"), "mps": of(facts, "mps:0")}
+    found["rocm"] = of(on_rocm(), "cuda:0")
+    said = {kind: "untested" in finding.found for kind, finding in found.items()}
+    assert said == {"cuda": not (ROOT / "tests/gpu/RESULTS.md").exists(), "xpu": True, "mps": True, "rocm": True}
+
+
+def test_page_tested_on_has_the_table_of_doctor() -> None:
+    page = (ROOT / "segapp/docs/start/install.md").read_text(encoding="utf-8").partition("## Tested on")[2]
+    rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in page.splitlines() if line[:1] == "|"]
+    assert rows[2:] == list(TESTED_ON.values())
+
+
 @pytest.mark.parametrize(
     ("installer", "name", "requirement", "extra", "command"),
     [
@@ -224,13 +261,13 @@ def test_a_broken_torch_is_reported(
 def test_imports_behind_a_crashing_one_are_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = (
         "class Ones:\n    def sum(self): return 2\ndef ones(n): return Ones()\n"
-        "class version: cuda = None\n__version__ = '9'\n"
+        "class version: cuda = hip = None\n__version__ = '9'\n"
     )
     monkeypatch.syspath_prepend(fake_torch(tmp_path, body))
     (tmp_path / "torchvision.py").write_text("import os; os._exit(1)")
     (tmp_path / "triton.py").write_text("__version__ = '3'")
     found = try_imports(60.0)
-    assert found["torch"]["facts"] == {"version": "9", "cuda_build": None}
+    assert found["torch"]["facts"] == {"version": "9", "cuda_build": None, "rocm_build": None}
     assert [found[name]["status"] for name in ("torchvision", "triton", "trainer", "cuda")] == [
         "crashed",
         "ok",
@@ -312,6 +349,7 @@ SCHEMA = record(
                 ),
             },
         ),
+        amd_smi=MAYBE_TEXT,
         compiler=MAYBE_TEXT,
         visible_devices=MAYBE_TEXT,
         disks=record(run=DISK_SCHEMA, temporary=MAYBE_DISK, shared_memory=MAYBE_DISK),

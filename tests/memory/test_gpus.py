@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -32,8 +35,47 @@ LINES = """\
 """
 
 
-def fake_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / "nvidia-smi"
+AMD_STATIC = [
+    {"gpu": 0, "asic": {"market_name": "Instinct MI210"}, "bus": {"bdf": "0000:0C:00.0"}},
+    {"gpu": 1, "asic": {"market_name": "Instinct MI210"}, "bus": {"bdf": "0000:63:00.0"}},
+]
+AMD_METRIC = [
+    {"gpu": 0, "usage": {"gfx_activity": {"value": 40, "unit": "%"}},
+     "temperature": {"edge": {"value": 51, "unit": "C"}, "hotspot": {"value": 60, "unit": "C"}},
+     "mem_usage": {"total_vram": {"value": 65520, "unit": "MB"}, "used_vram": {"value": 512, "unit": "MB"}}},
+    {"gpu": 1, "usage": "N/A", "temperature": {"edge": "N/A", "hotspot": {"value": 60, "unit": "C"}},
+     "mem_usage": {"total_vram": {"value": 65520, "unit": "MB"}, "used_vram": "N/A"}},
+]  # fmt: skip
+"""Answers of `amd-smi static` and `amd-smi metric`."""
+
+
+@pytest.mark.parametrize("wrap", [lambda gpus: gpus, lambda gpus: {"gpu_data": gpus}], ids=["list", "named"])
+def test_amd_smi_is_asked_where_nvidia_smi_is_absent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrap: Callable[[Any], Any]
+) -> None:
+    for name, answer in (("static", AMD_STATIC), ("metric", AMD_METRIC)):
+        (tmp_path / name).write_text(json.dumps(wrap(answer)))
+    fake_smi(tmp_path, "exit 9", monkeypatch)
+    fake_smi(tmp_path, f"cat {tmp_path}/$1", monkeypatch, "amd-smi")
+    gpus._amd_cards.cache_clear()
+    assert query_gpus() == [
+        GpuStatus("0000:0c:00.0", "Instinct MI210", 512.0, 65520.0, 0.4, 51.0),
+        GpuStatus("0000:63:00.0", "Instinct MI210", None, 65520.0, None, 60.0),
+    ]
+    gpus._amd_cards.cache_clear()
+
+
+@pytest.mark.parametrize("script", ["exit 9", "echo '[1]'", "echo '{}'", "echo Error"])
+def test_amd_smi_that_says_something_else_is_ignored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
+) -> None:
+    fake_smi(tmp_path, script, monkeypatch, "amd-smi")
+    gpus._amd_cards.cache_clear()
+    assert gpus.ask_amd_smi() == []
+
+
+def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, name: str = "nvidia-smi") -> None:
+    path = folder / name
     path.write_text(f"#!/bin/sh\n{script}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
     monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
@@ -42,7 +84,7 @@ def fake_nvidia_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) 
 @case("G01", how="nvidia-smi says [N/A]", passes="nothing known of that number")
 def test_three_gpus_are_parsed_one_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "out").write_text(LINES)
-    fake_nvidia_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
+    fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     found = query_gpus()
     assert [gpu.uuid for gpu in found] == ["aaaa", "bbbb", "cccc"]
     assert (found[0].used_mib, found[0].total_mib, found[0].utilization, found[0].temperature) == (4220, 24220, 0.1, 50)
@@ -59,7 +101,7 @@ def test_three_gpus_are_parsed_one_without_numbers(tmp_path: Path, monkeypatch: 
 def test_cuda_visible_devices_limits_the_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
 ) -> None:
-    fake_nvidia_smi(tmp_path, f"printf '%s' '{LINES}'", monkeypatch)
+    fake_smi(tmp_path, f"printf '%s' '{LINES}'", monkeypatch)
     assert count_visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
@@ -68,13 +110,13 @@ def test_cuda_visible_devices_limits_the_count(
     "script", ["echo 'No devices were found'", "echo 'Failed to initialize NVML: Unknown Error'; exit 255", "exit 1"]
 )
 def test_failing_nvidia_smi_gives_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> None:
-    fake_nvidia_smi(tmp_path, script, monkeypatch)
+    fake_smi(tmp_path, script, monkeypatch)
     assert query_gpus() == []
 
 
 @case("G01", how="nvidia-smi hangs", passes="not waited for")
 def test_hanging_nvidia_smi_is_ended_after_its_timeout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvidia_smi(tmp_path, "sleep 20", monkeypatch)
+    fake_smi(tmp_path, "sleep 20", monkeypatch)
     began = time.monotonic()
     assert query_gpus(timeout_s=0.5) == []
     assert time.monotonic() - began < 5
@@ -103,7 +145,7 @@ EIGHT = "".join(
 def counting_smi(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Put a nvidia-smi of eight GPUs on the path; return the file that gets a byte at each start."""
     (folder / "out").write_text(EIGHT)
-    fake_nvidia_smi(folder, f"printf x >> {folder / 'starts'}\ncat {folder / 'out'}", monkeypatch)
+    fake_smi(folder, f"printf x >> {folder / 'starts'}\ncat {folder / 'out'}", monkeypatch)
     return folder / "starts"
 
 
@@ -165,7 +207,7 @@ def test_own_memory_is_the_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_own_memory_is_known_where_nvidia_smi_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_nvidia_smi(tmp_path, "sleep 20", monkeypatch)
+    fake_smi(tmp_path, "sleep 20", monkeypatch)
     used = iter(range(100))
     poller = GpuPoller(own_used_mib=lambda: {"a": float(next(used))})
     assert [poller.poll()[0].used_mib for _ in range(3)] == [0, 1, 2]
@@ -210,7 +252,7 @@ def test_pid_namespace_is_that_of_the_system() -> None:
 def test_listed_processes_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = f"GPU-a, {OWN}, 900, python\nGPU-a, 1, [N/A], a, b\nGPU-b, 1, 3, c\nGPU-a, -, 3, c\n"
     (tmp_path / "out").write_text(lines)
-    fake_nvidia_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
+    fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: True)
     assert processes_on("a") == [OtherProcess(pid=1, name="a, b", used_mib=None)]
 

@@ -37,6 +37,15 @@ def chained(error: Exception, cause: Exception) -> Exception:
         RuntimeError("cuDNN error: CUDNN_STATUS_NOT_SUPPORTED. Failed to allocate workspace"),
         RuntimeError("cusolver error: CUSOLVER_STATUS_ALLOC_FAILED, when calling `cusolverDnCreate(handle)`"),
         RuntimeError("Triton Error [CUDA]: out of memory"),
+        torch.OutOfMemoryError(
+            "HIP out of memory. Tried to allocate 2.00 MiB. GPU 7 has a total capacity of 287.98 GiB"
+        ),
+        RuntimeError("HIP error: out of memory\nHIP kernel errors might be asynchronously reported"),
+        RuntimeError("HIP error: hipErrorOutOfMemory"),
+        RuntimeError("miopenStatusAllocFailed"),
+        RuntimeError("MPS backend out of memory (MPS allocated: 7.94 GB, max allowed: 9.07 GB)."),
+        RuntimeError("XPU out of memory. Tried to allocate 1.71 GiB (GPU 0; 15.56 GiB total capacity)"),
+        RuntimeError("level_zero backend failed with error: 39 (UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY)"),
         RuntimeError("CUDA driver error: out of memory"),
         torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be asynchronously reported"),
         dist.DistBackendError(f"{NCCL}version 2.27.5\nLast error:\nCuda failure 2 'out of memory'"),
