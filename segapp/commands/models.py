@@ -1,20 +1,72 @@
-"""`segapp models`: the networks that a config can name, their size, cost and memory, and whether weights are here."""
+"""`segapp models`: the networks that a config can name, their size, cost and memory, and whether weights are here.
+
+Networks are measured on the meta device and by a simulation: nothing is downloaded. Torch and the libraries of networks
+take seconds to import: functions import them where they are needed, and the names are kept in a file.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from dataclasses import asdict
+import os
+from dataclasses import asdict, astuple, dataclass, field
+from fnmatch import fnmatchcase
+from importlib.metadata import version
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from segapp.commands.model_names import ModelName, matching_names
-from segapp.errors import ConfigError
+from segapp.config import RunConfig, validate_config
+from segapp.errors import ConfigError, SegappError, did_you_mean
+from segapp.run.files import write_atomic
+from segapp.run.words import first_line
 
 if TYPE_CHECKING:
-    from segapp.commands.measure import ModelFacts
-
+    from segapp.models import SegmentationModel
 
 MAX_ROWS = 20
 """Networks that are built for one table; of more matches the names are listed."""
+NUM_CLASSES = 19
+"""Classes of the measured networks, those of Cityscapes."""
+_LIBRARIES = ("torchvision", "segmentation_models_pytorch", "timm")
+
+
+@dataclass(frozen=True)
+class ModelName:
+    """The keys of a config's `model` section that name a network; `encoder` is None where the name holds it."""
+
+    library: str
+    name: str
+    encoder: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name in one word: `smp/Unet/resnet34`."""
+        return "/".join(part for part in astuple(self) if part is not None)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What a run of a network shows.
+
+    Attributes:
+        label: its name.
+        num_params: parameters.
+        gflops: 1e9 floating-point operations of a forward pass of one image, a multiplication and an addition as two.
+        size_px: height and width of that image, the nearest that the network takes.
+        stride: pixels per logit along each axis.
+        image_mib: memory that one more image of a training step takes, fp32 with SGD; None: not simulated.
+        weights_here: named weights of the backbone, or of the network, that lie in the local caches.
+        problem: why it cannot be built or run; None if it can.
+    """
+
+    label: str
+    num_params: int = 0
+    gflops: float = 0.0
+    size_px: tuple[int, int] | None = None
+    stride: int = 0
+    image_mib: float | None = None
+    weights_here: list[str] = field(default_factory=list)
+    problem: str | None = None
 
 
 def print_models(pattern: str | None, size: str, *, with_memory: bool, as_json: bool) -> None:
@@ -34,8 +86,6 @@ def print_models(pattern: str | None, size: str, *, with_memory: bool, as_json: 
     if len(names) > MAX_ROWS:
         _print_names(names, as_json=as_json)
         return
-    from segapp.commands.measure import measure_model
-
     facts = [measure_model(name, size_px, with_memory=with_memory) for name in names]
     print(json.dumps([asdict(each) for each in facts], indent=2) if as_json else "\n".join(table(facts)))
 
@@ -83,3 +133,123 @@ def table(facts: list[ModelFacts]) -> list[str]:
             )
         )
     return aligned(rows)
+
+
+def matching_names(pattern: str | None) -> list[ModelName]:
+    """Return the networks whose label contains a text, or matches it as a glob; case does not matter.
+
+    Raises:
+        ConfigError: there is none; the message has the nearest.
+    """
+    names = all_names()
+    if pattern is None:
+        return names
+    wanted = pattern.lower()
+    found = [name for name in names if wanted in name.label.lower() or fnmatchcase(name.label.lower(), wanted)]
+    exact = [name for name in found if wanted in (name.label.lower(), (name.encoder or name.name).lower())]
+    if exact and "/" in wanted:
+        return exact
+    if not found:
+        parts = {part for name in names for part in (name.label, *name.label.split("/"))}
+        hint = did_you_mean(pattern, sorted(parts), most=3) or "check the spelling"
+        raise ConfigError(f"{pattern!r} matches no network: {hint} (segapp models lists the families)")
+    return found
+
+
+def all_names() -> list[ModelName]:
+    """Return all networks, from the file that an earlier call wrote if the libraries and this module are the same."""
+    libraries = repr([version(each) for each in _LIBRARIES]).encode()
+    key = hashlib.sha256(libraries + Path(__file__).read_bytes()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
+    path = folder / f"model-names-{key}.json"
+    try:
+        return [ModelName(*row) for row in json.loads(path.read_text())]
+    except (OSError, ValueError, TypeError):
+        names = _collect()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomic(path, json.dumps([astuple(name) for name in names]))
+    except OSError:
+        pass  # the next call collects them again
+    return names
+
+
+def _collect() -> list[ModelName]:
+    import timm
+    from segmentation_models_pytorch.encoders import encoders
+
+    from segapp.models.from_smp import smp_names
+    from segapp.models.from_torchvision import FAMILIES, torchvision_backbones, torchvision_names
+
+    names = [ModelName("torchvision", name) for name in torchvision_names() if name not in FAMILIES]
+    names += [ModelName("torchvision", family, backbone) for family in FAMILIES for backbone in torchvision_backbones()]
+    names += [ModelName("segapp", "eomt", f"tu-{name}") for name in timm.list_models("vit_*patch1[46]*")]
+    every = [*encoders, *(f"tu-{name}" for name in timm.list_models())]
+    return names + [ModelName("smp", name, encoder) for name in smp_names() for encoder in every]
+
+
+def measure_model(name: ModelName, size_px: tuple[int, int], *, with_memory: bool) -> ModelFacts:
+    """Return the facts of a network for images of a size; an error is one of them."""
+    from segapp.models.by_name import weights_in_cache
+
+    try:
+        model = _built(name)
+        size_px = model.suitable_size(*size_px)
+        return ModelFacts(
+            name.label,
+            sum(parameter.numel() for parameter in model.parameters()),
+            _num_flops(model, size_px) / 1e9,
+            size_px,
+            model.logits_stride,
+            _image_mib(name, size_px) if with_memory else None,
+            weights_in_cache(model),
+        )
+    except (SegappError, RuntimeError, ValueError) as error:
+        return ModelFacts(name.label, problem=first_line(error))
+
+
+def _built(name: ModelName) -> SegmentationModel:
+    import torch
+
+    from segapp.models import build_model
+
+    for device in ("meta", "cpu"):  # some constructors read values
+        try:
+            with torch.device(device):
+                return build_model(name.library, name.name, NUM_CLASSES, encoder=name.encoder)
+        except ConfigError:
+            if device == "cpu":
+                raise
+    raise AssertionError("unreachable")
+
+
+def _num_flops(model: SegmentationModel, size_px: tuple[int, int]) -> int:
+    import torch
+    from torch.utils.flop_counter import FlopCounterMode
+
+    model = model.to("meta").eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.empty(1, 3, *size_px, device="meta"))
+    return int(counter.get_total_flops())
+
+
+def _image_mib(name: ModelName, size_px: tuple[int, int]) -> float:
+    """Return the difference of the peaks of two batches, per image."""
+    from segapp.build.pairs import build_scheme
+    from segapp.build.step import StepAssembler
+    from segapp.memory.peaks import SimulationJob
+    from segapp.training.planning.simulate import Simulator
+
+    simulator = Simulator(StepAssembler(_config(name, size_px), build_scheme(_config(name, size_px).data)))
+    peaks = [simulator.run(SimulationJob("single", (num_images,))).peak_mib()[0] for num_images in (2, 6)]
+    return (peaks[1] - peaks[0]) / 4
+
+
+def _config(name: ModelName, size_px: tuple[int, int]) -> RunConfig:
+    section = {"library": name.library, "name": name.name, "encoder": name.encoder}
+    classes = [f"class {number}" for number in range(NUM_CLASSES)]
+    data = {"format": "folder", "root": str(Path()), "classes": classes, "crop_px": list(size_px)}
+    config = {"name": "models", "data": data, "model": section, "train": {"batch_size": 6}}
+    if name.library == "segapp":
+        config["loss"] = {"name": "mask_classification", "align_corners": False, "aux_weight": 1.0}
+    return validate_config(config)

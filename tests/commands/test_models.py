@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from segapp.commands.model_names import ModelName, all_names, matching_names
-from segapp.commands.models import print_models
+from segapp.commands.models import ModelName, all_names, matching_names, print_models
 from segapp.errors import ConfigError
 from segapp.models import build_model
 
@@ -31,7 +30,7 @@ def test_names_are_collected_once(cache: Path, monkeypatch: pytest.MonkeyPatch) 
     names = all_names()
     assert ModelName("smp", "Unet", "tu-convnext_atto") in names
     assert ModelName("torchvision", "deeplabv3_resnet50") in names
-    monkeypatch.setattr("segapp.commands.model_names._collect", lambda: pytest.fail("collected again"))
+    monkeypatch.setattr("segapp.commands.models._collect", lambda: pytest.fail("collected again"))
     assert all_names() == names
     assert len(list((cache / "segapp").iterdir())) == 1
 
@@ -41,8 +40,8 @@ def test_another_version_of_the_program_collects_again(
 ) -> None:
     all_names()
     (tmp_path / "names.py").write_text("# more networks")
-    monkeypatch.setattr("segapp.commands.model_names.__file__", str(tmp_path / "names.py"))
-    monkeypatch.setattr("segapp.commands.model_names._collect", lambda: [ModelName("segapp", "new")])
+    monkeypatch.setattr("segapp.commands.models.__file__", str(tmp_path / "names.py"))
+    monkeypatch.setattr("segapp.commands.models._collect", lambda: [ModelName("segapp", "new")])
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     shutil.copytree(cache / "segapp", tmp_path / "segapp")
     assert all_names() == [ModelName("segapp", "new")]
@@ -59,8 +58,7 @@ def test_pattern_is_a_part_or_a_glob() -> None:
 def test_figures_are_those_of_the_network() -> None:
     # In a process of its own: a simulation of memory registers devices that other tests must not see.
     code = (
-        "import pickle, sys; from segapp.commands.measure import measure_model; "
-        "from segapp.commands.model_names import ModelName; "
+        "import pickle, sys; from segapp.commands.models import ModelName, measure_model; "
         "facts = measure_model(ModelName('torchvision', 'fcn', 'resnet18'), (64, 96), with_memory=True); "
         "sys.stdout.buffer.write(pickle.dumps(facts))"
     )
