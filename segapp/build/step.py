@@ -42,7 +42,7 @@ from segapp.memory.peaks import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.eomt import EomtModel
 from segapp.models.inspection import refusal
-from segapp.models.pooling import replace_adaptive_pooling
+from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import (
     DataParallelModel,

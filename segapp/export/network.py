@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.models import SegmentationModel
-from segapp.models.pooling import replace_adaptive_pooling
+from segapp.models.surgery import replace_adaptive_pooling
 
 
 class ExportNetwork(nn.Module):

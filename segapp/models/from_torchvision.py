@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from segapp.compat.torchvision import feature_maps_of, strided_blocks
 from segapp.errors import ConfigError
-from segapp.models.first_conv import widen_first_conv
 from segapp.models.names import check_options, unknown_name
 from segapp.models.network import FAMILY_NOTES, SegmentationModel
+from segapp.models.surgery import widen_first_conv
 
 FAMILIES = ("deeplabv3", "fcn", "lraspp")
 

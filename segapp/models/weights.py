@@ -25,9 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from segapp.errors import CheckpointError
-from segapp.models.first_conv import RGB, adapt_first_conv, first_conv_name
 from segapp.models.keys import KeyMap, Shapes, map_keys
 from segapp.models.names import some_names
+from segapp.models.surgery import RGB, adapt_first_conv, first_conv_name
 from segapp.run.events import Weights
 
 StateDict = dict[str, Tensor]

@@ -8,15 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import cv2
-import hypothesis
 import numpy as np
 import onnx
 import onnxruntime
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given
-from hypothesis import strategies as st
 from timm.layers.padding import pad_same
 from torch import nn
 
@@ -27,7 +24,6 @@ from segapp.errors import CheckpointError, ConfigError, RunError
 from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export, runner, write, write_export
 from segapp.models import SegmentationModel, build_model
 from segapp.models.network import FamilyNote
-from segapp.models.pooling import SizedPooling
 from tests.support.runs import merged, segapp, train
 from tests.training.test_modern_networks import DPT, DPT_V2, EOMT, NETWORKS
 
@@ -64,14 +60,6 @@ def network(library: str, name: str, encoder: str, *, aux: bool = False, **optio
             module.running_mean.normal_(0, 0.1)
             module.running_var.uniform_(0.5, 1.5)
     return model
-
-
-@hypothesis.settings(max_examples=30)
-@given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 40), st.integers(1, 40))
-def test_sized_pooling_matches_torch_adaptive_pooling(rows: int, columns: int, height: int, width: int) -> None:
-    features = torch.rand(2, 3, height, width, dtype=torch.float64)
-    expected = F.adaptive_avg_pool2d(features, (rows, columns))
-    torch.testing.assert_close(SizedPooling((rows, columns))(features), expected)
 
 
 @pytest.mark.parametrize("size", [(64, 96), (37, 53)])

@@ -6,7 +6,6 @@ import math
 import operator
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,6 @@ from segapp.export import ExportNetwork, check_export, write
 from segapp.export.info import ExportInfo
 from segapp.export.runner import is_exported
 from segapp.export.weights import write_weights
-from segapp.models.pooling import SizedPooling, replace_adaptive_pooling
 from tests.export.test_export import SmallNet, info_of
 
 
@@ -124,19 +122,6 @@ def test_values_are_scaled_by_hand_and_missing_ones_are_lowest() -> None:
         expected = F.interpolate(model(normalized)[0], (8, 12), mode="bilinear", align_corners=True)
     found = ExportNetwork(model, info.mean, info.std, ranges)(torch.from_numpy(images).float())
     torch.testing.assert_close(found.double(), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("size", "is_replaced"),
-    [(1, False), ((1, 1), False), (2, True), ((1, 2), True), ((3, 1), True), ((None, 2), False)],
-)
-def test_poolings_to_several_values_are_replaced(size: Any, is_replaced: bool) -> None:
-    module = nn.Sequential(nn.Sequential(nn.AdaptiveAvgPool2d(size)))
-    features = torch.rand(1, 2, 5, 7)
-    expected = module(features)
-    replace_adaptive_pooling(module)
-    assert isinstance(module[0][0], SizedPooling) == is_replaced
-    torch.testing.assert_close(module(features), expected)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from segapp.build.network import build_network
 from segapp.build.numerics import numerics
 from segapp.config import ModelConfig, validate_config
 from segapp.models.inspection import nondeterministic_parts, refusal
-from segapp.models.pooling import replace_adaptive_pooling
+from segapp.models.surgery import replace_adaptive_pooling
 from tests.training.step.test_launches import CPU, config_of
 
 PSP = {"library": "smp", "name": "PSPNet", "encoder": "resnet18"}

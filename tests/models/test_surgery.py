@@ -1,16 +1,21 @@
-"""The first convolution for other bands than RGB, compared with smp's own arithmetic."""
+"""First convolutions for other bands than RGB against smp's arithmetic; sized poolings against torch's."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import torch
+import torch.nn.functional as F
+from hypothesis import given
 from segmentation_models_pytorch.encoders._utils import patch_first_conv
 from torch import nn
 
 from segapp.models import build_model
-from segapp.models.first_conv import adapt_first_conv
+from segapp.models.surgery import SizedPooling, adapt_first_conv, replace_adaptive_pooling
 
 
 @pytest.mark.parametrize("num_bands", [1, 2, 4, 7])
@@ -55,3 +60,24 @@ def test_weights_for_rgb_fit_networks_of_any_bands(
     torch.save({f"module.{key}": value for key, value in model.state_dict().items()}, tmp_path / "own.pt")
     again = build_model(library, name, 3, in_channels=num_bands, encoder=encoder, weights=str(tmp_path / "own.pt"))
     assert torch.equal(again.state_dict()[first], model.state_dict()[first])
+
+
+@hypothesis.settings(max_examples=30)
+@given(st.integers(1, 7), st.integers(1, 7), st.integers(1, 40), st.integers(1, 40))
+def test_sized_pooling_matches_torch_adaptive_pooling(rows: int, columns: int, height: int, width: int) -> None:
+    features = torch.rand(2, 3, height, width, dtype=torch.float64)
+    expected = F.adaptive_avg_pool2d(features, (rows, columns))
+    torch.testing.assert_close(SizedPooling((rows, columns))(features), expected)
+
+
+@pytest.mark.parametrize(
+    ("size", "is_replaced"),
+    [(1, False), ((1, 1), False), (2, True), ((1, 2), True), ((3, 1), True), ((None, 2), False)],
+)
+def test_poolings_to_several_values_are_replaced(size: Any, is_replaced: bool) -> None:
+    module = nn.Sequential(nn.Sequential(nn.AdaptiveAvgPool2d(size)))
+    features = torch.rand(1, 2, 5, 7)
+    expected = module(features)
+    replace_adaptive_pooling(module)
+    assert isinstance(module[0][0], SizedPooling) == is_replaced
+    torch.testing.assert_close(module(features), expected)
