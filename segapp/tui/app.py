@@ -25,7 +25,6 @@ from segapp.run.commands import CheckpointCommand, Command, PauseCommand, Resume
 from segapp.run.folder import RunFolder, is_sweep
 from segapp.run.words import printable
 from segapp.tui import control, keys, layout, themes
-from segapp.tui.columns import Columns
 from segapp.tui.dialogs import EventScreen, HelpScreen, StopChoice, StopScreen, TrainerLogScreen
 from segapp.tui.following import MarkedRuns, ShownRun
 from segapp.tui.glyphs import ASCII, UNICODE
@@ -129,7 +128,7 @@ class MonitorApp(App[None]):
         yield LiteralText(id="progress", classes="lines")
         yield LiteralText(id="banner", classes="lines")
         yield LiteralText(id="starting", classes="wrapped")
-        yield Columns(self.glyphs, has_colour=not self.is_ascii and "NO_COLOR" not in os.environ)
+        yield layout.Columns(self.glyphs, has_colour=not self.is_ascii and "NO_COLOR" not in os.environ)
         yield LiteralText(id="summary", classes="lines")
         yield LiteralText(id="keys", classes="lines")
         yield LiteralText(id="notice")
@@ -235,9 +234,9 @@ class MonitorApp(App[None]):
     # --- drawing ---------------------------------------------------------------------------------------------------
 
     @property
-    def columns(self) -> Columns:
+    def columns(self) -> layout.Columns:
         """The panes."""
-        return self.query_one(Columns)
+        return self.query_one(layout.Columns)
 
     @property
     def chart(self) -> LossChart:

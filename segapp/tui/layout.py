@@ -1,10 +1,26 @@
-"""The panes: which are visible, a pure function of the screen size and the user's choices; their widgets and pages."""
+"""The panes in two columns: which are visible for a size of the screen, their titles and pages of the documentation."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from segapp.tui.panes.header import MIN_HEIGHT, MIN_WIDTH
+from textual.app import ComposeResult
+from textual.containers import Horizontal, Vertical
+from textual.content import Content
+from textual.widget import Widget
+
+from segapp.tui.following import MarkedRuns, ShownRun, series_of_metric
+from segapp.tui.glyphs import Glyphs
+from segapp.tui.panes import header
+from segapp.tui.panes.chart import LossChart
+from segapp.tui.panes.classes import ClassesPane, classes_title
+from segapp.tui.panes.devices import DevicesPane
+from segapp.tui.panes.events import EventsPane
+from segapp.tui.panes.gpu0 import Draft, Gpu0Pane
+from segapp.tui.panes.pictures import PictureView
+from segapp.tui.widgets import LiteralText, set_title
+from segapp.view.metrics import chart_title
+from segapp.view.source import newest_pictures
 
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
@@ -27,6 +43,11 @@ TOPIC_OF = {
 """Pane, or the list of runs -> page of the documentation, with the heading about it."""
 
 _LEFT = frozenset({"loss", "pictures", "events"})
+_GPU0_ROWS = 5
+"""Of the pane of gpu0_bsz, with its border, while its editor is closed."""
+_ROWS_PER_GPU = 5
+"""Of the device pane beside others, where there is room: two lines and a graph."""
+_TABS = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 Events"}
 
 
 @dataclass(frozen=True)
@@ -65,7 +86,7 @@ def plan_layout(
     width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False, is_editing: bool = False
 ) -> ScreenLayout:
     """Return the layout for a screen."""
-    if width < MIN_WIDTH or height < MIN_HEIGHT:
+    if width < header.MIN_WIDTH or height < header.MIN_HEIGHT:
         return ScreenLayout(frozenset())
     if width < WIDE or is_zoomed:
         shown = {"gpu", "gpu0"} if is_editing or pane == "gpu" else {pane}
@@ -86,3 +107,92 @@ def plan_layout(
     right_width = min(68, 48 + max(0, width - 100) // 4)
     right = {"gpu", "gpu0"} if is_editing and height < 30 else {"gpu", "gpu0", "classes"}
     return ScreenLayout(frozenset(left | right), right_width, has_throughput=height >= 22)
+
+
+class Columns(Horizontal):
+    """The chart or the pictures, the throughput and the events; beside them the devices, gpu0_bsz and the classes.
+
+    Args:
+        glyphs: Characters to draw with.
+        has_colour: The terminal has colours.
+    """
+
+    def __init__(self, glyphs: Glyphs, *, has_colour: bool) -> None:
+        super().__init__(id="main")
+        self._glyphs = glyphs
+        self._layout = ScreenLayout(frozenset())
+        self.chart = LossChart(glyphs, id="loss", classes="pane")
+        self.pictures = PictureView(has_colour=has_colour, id="pictures", classes="pane")
+        self.events, self.devices, self.gpu0, self.table = EventsPane(), DevicesPane(), Gpu0Pane(), ClassesPane()
+        self._throughput = LiteralText(id="throughput", classes="lines")
+        self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")
+        self._right = Vertical(self.devices, self.gpu0, self.table, id="right")
+
+    def compose(self) -> ComposeResult:
+        """Yield both columns; `select` chooses the visible panes."""
+        yield self._left
+        yield self._right
+
+    def select(self, plan: ScreenLayout) -> None:
+        """Show the panes of a layout."""
+        self._layout = plan
+        for name in (*PANES, "gpu0"):
+            self.query_one(f"#{name}").display = name in plan.panes
+        self._left.display, self._right.display = plan.has_left, plan.has_right
+        self._throughput.display = plan.has_throughput
+        self._right.styles.width = plan.right_width if plan.has_left else "1fr"
+        self.devices.set_class("classes" not in plan.panes, "-tall")
+        self.events.set_class(not plan.panes & {"loss", "pictures"}, "-tall")
+
+    def show(self, run: ShownRun, marked: MarkedRuns, sort: str, draft: Draft | None, *, is_readonly: bool) -> None:
+        """Update the visible panes.
+
+        Args:
+            run: The run on the screen.
+            marked: Runs whose curves the chart draws too.
+            sort: Order of the classes.
+            draft: Of the editor of gpu0_bsz; None: it is closed.
+            is_readonly: No command can be sent.
+        """
+        view, plan, glyphs = run.view, self._layout, self._glyphs
+        if "loss" in plan.panes:
+            metric = self.chart.options.metric
+            self._set_title(self.chart, Content.styled(f"1 {chart_title(metric)}", "bold"))
+            self.chart.show(view, series_of_metric(run.source, metric), marked.curves(metric, run.source))
+        if "pictures" in plan.panes:
+            self.pictures.show(newest_pictures(run.source.folder.samples), view)
+            self._set_title(self.pictures, Content.styled("5 Pictures", "bold"))
+        if plan.has_throughput:
+            width = max(1, self._throughput.size.width - 2)
+            self._throughput.show(header.throughput_line(view, width, glyphs))
+        if "events" in plan.panes:
+            self._set_title(self.events, self.events.show(view))
+        if "gpu" in plan.panes:
+            self._show_devices(run, is_editing=draft is not None)
+        if "gpu0" in plan.panes:
+            above = min(view.num_devices + 2, int(0.4 * self._right.size.height)) if "gpu" in plan.panes else 0
+            num_rows = self._right.size.height - above - 2
+            self.gpu0.show_run(view, run.source.status(), draft, num_rows, glyphs, is_readonly=is_readonly)
+            set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
+        if "classes" in plan.panes:
+            self.table.show(view, sort, glyphs)
+            room = self.table.size.width - (4 if plan.has_left else 34)
+            self._set_title(self.table, classes_title(view, sort, self.table.search.text, room, glyphs))
+
+    def _show_devices(self, run: ShownRun, *, is_editing: bool) -> None:
+        """Show the devices with a graph each where the classes and gpu0_bsz leave room."""
+        view, room = run.view, self._right.size.height
+        other_rows = len(view.classes) + 3 + _GPU0_ROWS
+        free = 0 if is_editing else min(room - other_rows, _ROWS_PER_GPU * len(view.devices) + 2)
+        most = max(int(0.4 * room), free) - 2
+        is_shared = "classes" in self._layout.panes
+        self.devices.styles.max_height = most + 2 if is_shared else "100%"
+        num_rows = most if is_shared else self.devices.size.height
+        self.devices.show(view, run.predicted_mib(), num_rows, self._glyphs)
+        self._set_title(self.devices, Content.assemble(("2 GPU", "bold"), ("  used/total GiB  peak", "$text-muted")))
+
+    def _set_title(self, pane: Widget, title: Content) -> None:
+        """Set a pane's title; in one column, with the names of the other panes."""
+        others = _TABS if len(self._layout.panes - {"gpu0"}) == 1 else {}
+        text = "  ".join(label for name, label in others.items() if name not in self._layout.panes)
+        set_title(pane, header.with_tabs(title, text, pane.size.width - 4))
