@@ -41,7 +41,7 @@ from segapp.onboarding.survey.tree import survey_tree
 from segapp.run.words import printable
 
 if TYPE_CHECKING:
-    from segapp.report.augmented import AugmentedSample
+    from segapp.commands.check_html import AugmentedSample
 
 EXIT_DATA = 3
 _MAX_SHOWN = 5
@@ -149,7 +149,7 @@ def _samples(
         return []
     # These import torch and albumentations, which nothing else of this command needs.
     from segapp.build.data import build_dataset, build_order
-    from segapp.report.augmented import augmented_samples
+    from segapp.commands.check_html import augmented_samples
 
     try:
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)

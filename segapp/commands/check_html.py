@@ -1,8 +1,9 @@
-"""The page of `segapp check --html`: tables of splits and classes, and findings with pictures."""
+"""The page of `segapp check --html`: tables of splits and classes, findings with pictures, and augmented samples."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +12,39 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.commands.check_findings import Group, comparison_lines
-from segapp.datasets.files import open_bytes, read_bytes
+from segapp.datasets.dataset import Sample, SegmentationDataset
+from segapp.datasets.files import open_bytes, read_bytes, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.inspection import DataProblem, SplitReport
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.masks import ID_MODES, read_masks
+from segapp.datasets.sampling import Order
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import colorize
-from segapp.report.augmented import AugmentedSample
 from segapp.report.render import data_url, render
 
 _MAX_PICTURED = 6
 _MAX_LISTED = 500
 _THUMBNAIL_PX = 240
+PICTURE_PX = 320
+"""Maximum of the longer side of the picture of a training sample."""
+IGNORED_RGB = (128, 128, 128)
 _UNKNOWN_COLOR = (255, 0, 0)
 _NO_ID = -(2**31)
+
+
+@dataclass(frozen=True)
+class AugmentedSample:
+    """A training sample as a picture: image and mask side by side.
+
+    Attributes:
+        caption: File name, and the class that its crop is aimed at.
+        picture: A `data:` address.
+    """
+
+    caption: str
+    picture: str
 
 
 def check_page(
@@ -101,7 +119,7 @@ def _mask_thumbnail(path: Path, scheme: ClassScheme) -> str | None:
     table = scheme.table
     train_ids = np.where((ids >= 0) & (ids < len(table)), table[np.clip(ids, 0, len(table) - 1)], _NO_ID)
     colors = np.full((*ids.shape, 3), _UNKNOWN_COLOR, np.uint8)
-    colors[train_ids == scheme.ignore_index] = 128
+    colors[train_ids == scheme.ignore_index] = IGNORED_RGB
     for train_id, color in enumerate(scheme.palette):
         colors[train_ids == train_id] = color
     return _thumbnail(colors, cv2.INTER_NEAREST)
@@ -114,7 +132,7 @@ def _sets_thumbnail(masks: Sequence[Path], scheme: ClassScheme) -> str | None:
     except DataError:
         return None
     colors = colorize(np.maximum(sets, 0), scheme)
-    colors[sets == scheme.ignore_index] = 128
+    colors[sets == scheme.ignore_index] = IGNORED_RGB
     return _thumbnail(colors, cv2.INTER_NEAREST)
 
 
@@ -122,3 +140,30 @@ def _thumbnail(pixels: NDArray[Any], interpolation: int) -> str:
     factor = min(1.0, _THUMBNAIL_PX / max(pixels.shape[:2]))
     size = tuple(max(1, round(side * factor)) for side in (pixels.shape[1], pixels.shape[0]))
     return data_url(cv2.resize(np.ascontiguousarray(pixels), size, interpolation=interpolation), ".png")
+
+
+def augmented_samples(dataset: SegmentationDataset, order: Order, most: int = 12) -> Iterator[AugmentedSample]:
+    """Yield the first samples of the first epoch as pictures; images that cannot be read are left out."""
+    for key in order(1)[:most]:
+        try:
+            sample = dataset[key]
+        except DataError:
+            continue
+        aim = "" if key.aim is None else f", aimed at {dataset.scheme.names[key.aim]}"
+        yield AugmentedSample(f"{shown(dataset.pairs[key.image].image)}{aim}", _side_by_side(sample, dataset))
+
+
+def _side_by_side(sample: Sample, dataset: SegmentationDataset) -> str:
+    scheme = dataset.scheme
+    image = dataset.pixels.as_rgb(np.ascontiguousarray(sample.image.permute(1, 2, 0).numpy()))
+    target = sample.target.numpy()
+    factor = min(1.0, PICTURE_PX / max(target.shape))
+    size = max(1, round(target.shape[1] * factor)), max(1, round(target.shape[0] * factor))
+    is_ignored = target == scheme.ignore_index
+    colors = colorize(np.where(is_ignored, 0, target), scheme)
+    colors[is_ignored] = IGNORED_RGB
+    pictures = [
+        cv2.resize(image, size, interpolation=cv2.INTER_AREA),
+        cv2.resize(colors, size, interpolation=cv2.INTER_NEAREST),
+    ]
+    return data_url(np.concatenate(pictures, 1), ".jpg")

@@ -11,12 +11,12 @@ import cv2
 import numpy as np
 import torch
 
+from segapp.commands.check_html import augmented_samples
 from segapp.datasets.dataset import Sample
 from segapp.datasets.images.pixel_format import RGB8
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.sampling import SampleKey
 from segapp.errors import DataError
-from segapp.report.augmented import augmented_samples
 
 PALETTE = ((200, 30, 30), (20, 60, 220))
 
