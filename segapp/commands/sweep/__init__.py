@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 from segapp.commands.runs import aligned
 from segapp.commands.sweep.overview import Overview
 from segapp.commands.sweep.plan import SweepPlan, plan_sweep
-from segapp.commands.sweep.runner import SweepRunner
-from segapp.commands.sweep.slots import Slot, parse_slots
+from segapp.commands.sweep.runner import Slot, SweepRunner, parse_slots
 from segapp.commands.sweep.warm import WarmProcess, can_fork, modules_of
 from segapp.config import RunConfig
 from segapp.errors import ConfigError

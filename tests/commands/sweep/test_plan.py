@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from segapp.commands.sweep.plan import SweepPlan, plan_sweep
-from segapp.commands.sweep.slots import parse_slots
+from segapp.commands.sweep.runner import parse_slots
 from segapp.config import dump_config, load_config
 from segapp.errors import ConfigError
 from tests.support.runs import merged
