@@ -1,4 +1,4 @@
-"""Write a trained network as ONNX or pt2, and check that the file computes what the network computes.
+"""Write a trained network as ONNX, pt2 or safetensors, and check that the file holds what the network computes.
 
 Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
@@ -13,7 +13,7 @@ import math
 import operator
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,8 @@ Compute = Callable[[NDArray[Any]], NDArray[Any]]
 """From images (N, H, W, B) as they are stored to logits (N, C, H, W) or labels (N, H, W)."""
 INFO_FILE = "segapp.json"
 """Name of the metadata inside a pt2 file."""
+_PROGRAM_FIELDS = ("input", "output", "opset", "fixed_size_px")
+"""Metadata that apply to executable formats only."""
 OPSET = 20
 """ONNX opset; onnxruntime supports it since 1.17."""
 MIN_AGREEMENT = 0.999
@@ -102,6 +104,49 @@ def write_export(
     finally:
         remove_quietly(temporary)
     return found
+
+
+def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: Mapping[str, str] | None = None) -> int:
+    """Write the state dict of a network under a temporary name, read it back, and rename it if it is unchanged.
+
+    Args:
+        model: the trained network.
+        info: the metadata; with precision fp16 all floating-point tensors are stored in float16.
+        path: the file.
+        more: additional metadata, text by name.
+
+    Returns:
+        The number of tensors written.
+
+    Raises:
+        RunError: the tensors read back differ.
+        StorageError: the file cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    dtype = torch.float16 if info.precision == "fp16" else torch.float32
+    tensors = {
+        # Copied because safetensors refuses tensors that share memory.
+        name: value.detach().to("cpu", dtype if value.is_floating_point() else None, copy=True).contiguous()
+        for name, value in model.state_dict().items()
+    }
+    properties = {name: text for name, text in info.as_properties().items() if name not in _PROGRAM_FIELDS}
+    temporary = path.parent / f"{temporary_name()}.safetensors"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, temporary, {"format": "pt", **properties, **(more or {})})
+        back = load_file(temporary, device="cpu")
+        if back.keys() != tensors.keys() or not all(torch.equal(back[name], tensors[name]) for name in tensors):
+            raise RunError(
+                f"{path.name}: the weights read back differ from those written: choose another --out", path=path
+            )
+        os.replace(temporary, path)
+    except (OSError, SafetensorError) as error:  # SafetensorError: a full disk
+        raise StorageError(cannot_be_written(path, error), path=path) from None
+    finally:
+        remove_quietly(temporary)
+    return len(tensors)
 
 
 def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:

@@ -18,7 +18,7 @@ from segapp.errors import CheckpointError, RunError
 from segapp.export import ExportNetwork, check_export, write
 from segapp.export.info import ExportInfo
 from segapp.export.runner import is_exported
-from segapp.export.weights import write_weights
+from segapp.export.write import write_weights
 from tests.export.test_export import SmallNet, info_of
 
 
