@@ -11,6 +11,7 @@ import json
 import os
 import re
 import secrets
+import shutil
 import socket
 import time
 from pathlib import Path
@@ -267,3 +268,38 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     else:
         advice = "look at the disk and the system log"
     return StorageError(f"cannot {action} {path}: {reason}: {advice}", path=path)
+
+
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy a file to a new one and fsync it; for file systems without hard links."""
+    with open(source, "rb") as old, open(open_new(target), "wb") as new:
+        shutil.copyfileobj(old, new, 2**20)
+        new.flush()
+        os.fsync(new.fileno())
+
+
+def is_same_file(path: Path, other: Path) -> bool:
+    """Return True if two paths are hard links to one file; False if one is missing."""
+    try:
+        one, two = os.lstat(path), os.lstat(other)
+    except OSError:
+        return False
+    return (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)
+
+
+def has_same_bytes(path: Path, other: Path) -> bool:
+    """Return True if two files have the same content.
+
+    Raises:
+        OSError: One cannot be read.
+    """
+    if is_same_file(path, other):
+        return True
+    if path.is_symlink() or path.stat().st_size != other.stat().st_size:
+        return False
+    return hash_file(path) == hash_file(other)
+
+
+def reason_of(error: Exception) -> str:
+    """Return an error's text, for an OSError without number and path."""
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)

@@ -20,12 +20,11 @@ The manifest alone decides what an alias stands for; a crash between 4 and 6 lea
 repairs. "Newest" is the order of commits, not the step: a run that was taken back to epoch 3 continues from there.
 The two newest checkpoints always stay, whatever `keep` says.
 
-manifest.py reads, changes and writes the manifest; aliases.py compares the aliases with it and repairs them;
-store.py commits, reads and verifies checkpoints.
+manifest.py reads, changes and writes the manifest; store.py commits, reads and verifies checkpoints, and repairs the
+aliases.
 """
 
-from segapp.run.checkpoints.files import DamagedError
-from segapp.run.checkpoints.manifest import BEST, FORMAT, LAST, CheckpointEntry, CheckpointFacts, Manifest
+from segapp.run.checkpoints.manifest import BEST, FORMAT, LAST, CheckpointEntry, CheckpointFacts, DamagedError, Manifest
 from segapp.run.checkpoints.store import CheckpointFolder, CheckpointStatus
 
 __all__ = [

@@ -1,17 +1,17 @@
-"""The manifest of a checkpoint folder: what is committed, what each alias stands for, and which entries stay."""
+"""The manifest of a checkpoint folder: what is committed and intact, what each alias stands for, which entries stay."""
 
 import os
 import re
+import stat
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from segapp.errors import CheckpointError
-from segapp.run.checkpoints.files import reason_of
-from segapp.run.files import write_json
+from segapp.run.files import hash_open, reason_of, write_json
 
 FORMAT = 1
 """Format of the manifest and of the content of a checkpoint; a higher one is refused."""
@@ -22,6 +22,10 @@ OBJECT_NAME = re.compile(r"\d{8,}-[0-9a-f]{16}\.pt")
 _ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w-]*\.pt")
 _MAX_MANIFEST_BYTES = 16 * 2**20
 NUM_ALWAYS_KEPT = 2
+
+
+class DamagedError(Exception):
+    """The bytes of a file are not those that were committed; the message continues a sentence after the file's name."""
 
 
 class CheckpointFacts(BaseModel):
@@ -174,3 +178,39 @@ def _parse(raw: dict[str, Any]) -> Manifest:
     manifest.orphans = [name for name in orphans if isinstance(name, str)] if isinstance(orphans, list) else []
     manifest.is_readable = bool(manifest.entries) or not manifest.problems
     return manifest
+
+
+def open_if_intact(path: Path, size_bytes: int, sha256: str | None) -> BinaryIO:
+    """Open a file at its start if it has the committed size and hash.
+
+    Args:
+        path: The file.
+        size_bytes: Committed size.
+        sha256: Committed hash; None: compare only the size.
+
+    Raises:
+        DamagedError: Size or hash differ, or it is not a regular file.
+        OSError: It cannot be read.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb")  # noqa: SIM115
+    try:
+        facts = os.fstat(file.fileno())
+        if not stat.S_ISREG(facts.st_mode):
+            raise DamagedError("is not a file")
+        if facts.st_size != size_bytes:
+            raise DamagedError(f"is damaged: it has {facts.st_size} bytes instead of {size_bytes}")
+        if sha256 is not None and hash_open(file)[0] != sha256:
+            raise DamagedError("is damaged: its sha256 is not the one in manifest.json")
+        file.seek(0)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def corrupt_name(path: Path) -> Path:
+    """Return a free name for a damaged file: `last.pt.corrupt`, `last.pt.corrupt-2`, ..."""
+    candidate, number = path.with_name(path.name + ".corrupt"), 2
+    while os.path.lexists(candidate):
+        candidate, number = path.with_name(f"{path.name}.corrupt-{number}"), number + 1
+    return candidate

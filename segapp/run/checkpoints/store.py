@@ -14,15 +14,6 @@ from typing import BinaryIO
 
 from segapp.errors import CheckpointError, StorageError
 from segapp.failpoints import failpoint
-from segapp.run.checkpoints.files import (
-    DamagedError,
-    copy_durably,
-    corrupt_name,
-    has_same_bytes,
-    is_same_file,
-    open_if_intact,
-    reason_of,
-)
 from segapp.run.checkpoints.manifest import (
     EPOCH_NAME,
     LAST,
@@ -30,19 +21,26 @@ from segapp.run.checkpoints.manifest import (
     OBJECT_NAME,
     CheckpointEntry,
     CheckpointFacts,
+    DamagedError,
     Manifest,
     alias_names,
+    corrupt_name,
     last_first,
+    open_if_intact,
     read_manifest,
     write_manifest,
 )
 from segapp.run.files import (
     TEMPORARY_PREFIX,
     HashingFile,
+    copy_durably,
     free_bytes,
     fsync_directory,
+    has_same_bytes,
     hash_file,
+    is_same_file,
     open_new,
+    reason_of,
     remove_dead_temporaries,
     remove_quietly,
     storage_error,
