@@ -24,13 +24,12 @@ from segapp.build.pairs import (
     split_names,
     split_note,
 )
-from segapp.commands.check_findings import Group, comparison_lines, grouped
 from segapp.config import DataConfig, RunConfig
 from segapp.custom import is_part
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
-from segapp.datasets.inspection import DataProblem, SplitReport, examine
+from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
 from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.sampling import uniform_order
@@ -80,7 +79,7 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
     samples: list[AugmentedSample] = []
     if problem is None:
         samples = _samples(config, scheme, reports[0], with_pictures=html_file is not None)
-    groups = grouped(reports, before)
+    groups = group_findings(reports, before)
     account = None if is_part(data.format) else _account(data, splits)
     weights = suggested_weights(reports[0], scheme)
     if as_json:
@@ -253,7 +252,7 @@ def suggested_weights(report: SplitReport, scheme: ClassScheme) -> dict[str, lis
 
 def as_dict(
     reports: Sequence[SplitReport],
-    groups: Sequence[Group],
+    groups: Sequence[FindingGroup],
     scheme: ClassScheme,
     measured: PixelFormat | None = None,
     account: Account | None = None,
@@ -308,7 +307,7 @@ def _by_count(report: SplitReport) -> list[tuple[tuple[int, int], int]]:
 
 def print_report(
     reports: Sequence[SplitReport],
-    groups: Sequence[Group],
+    groups: Sequence[FindingGroup],
     scheme: ClassScheme,
     weights: dict[str, list[float]],
     console: Console,
@@ -339,11 +338,11 @@ def print_report(
         console.print("\nno problems found")
     for report in reports:
         if report.comparison is not None:
-            lines = "\n".join(comparison_lines(printable(report.split), report.comparison))
+            lines = "\n".join(report.comparison.lines(printable(report.split)))
             console.print(Text(f"\n{lines}"), soft_wrap=True)
 
 
-def _print_group(group: Group, console: Console) -> None:
+def _print_group(group: FindingGroup, console: Console) -> None:
     lines = [f"  [{group.split}] {group.kind}: {group.summary}"]
     if len(group.findings) > 1:
         lines += [f"    {finding.message}" for finding in group.findings[:_MAX_SHOWN]]

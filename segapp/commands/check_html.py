@@ -11,12 +11,11 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.commands.check_findings import Group, comparison_lines
 from segapp.datasets.dataset import Sample, SegmentationDataset
 from segapp.datasets.files import open_bytes, read_bytes, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.inspection import DataProblem, SplitReport
+from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.masks import ID_MODES, read_masks
 from segapp.datasets.sampling import Order
@@ -50,7 +49,7 @@ class AugmentedSample:
 def check_page(
     name: str,
     reports: Sequence[SplitReport],
-    groups: Sequence[Group],
+    groups: Sequence[FindingGroup],
     scheme: ClassScheme,
     weights: Mapping[str, Sequence[float]],
     samples: Sequence[AugmentedSample],
@@ -69,13 +68,15 @@ def check_page(
         "weights": weights,
         "samples": samples,
         "sections": [(group, _with_pictures(group, scheme, pixels), _listed(group)) for group in groups],
-        "comparisons": [comparison_lines(report.split, report.comparison) for report in reports if report.comparison],
+        "comparisons": [report.comparison.lines(report.split) for report in reports if report.comparison],
         "max_listed": _MAX_LISTED,
     }
     return render("check.html.j2", values)
 
 
-def _with_pictures(group: Group, scheme: ClassScheme, pixels: PixelFormat) -> list[tuple[DataProblem, list[str]]]:
+def _with_pictures(
+    group: FindingGroup, scheme: ClassScheme, pixels: PixelFormat
+) -> list[tuple[DataProblem, list[str]]]:
     """Return the first findings about a pair, each with its image and its mask, or with both images of a duplicate."""
     found = []
     for finding in group.findings[:_MAX_PICTURED]:
@@ -91,7 +92,7 @@ def _with_pictures(group: Group, scheme: ClassScheme, pixels: PixelFormat) -> li
     return found
 
 
-def _listed(group: Group) -> list[DataProblem]:
+def _listed(group: FindingGroup) -> list[DataProblem]:
     """Return the findings without pictures; none where the summary of the group is its only finding."""
     if len(group.findings) == 1:
         return []

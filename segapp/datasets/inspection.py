@@ -23,7 +23,7 @@ from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import ImageWindows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.lookalikes import Look, find_copies, find_lookalikes, look_of
-from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown
+from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown, summary_of_ids
 from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import ThreadPool
 from segapp.datasets.targets import (
@@ -48,6 +48,27 @@ _LARGE_PX = 2**25
 _large = threading.Lock()
 """Held while decoding a larger image, so that memory does not grow with the number of threads."""
 
+KINDS = {
+    "pairs": "images without a mask",
+    "pixels": "images of pixels that the config does not say",
+    "ids": "masks with ids outside the classes",
+    "unreadable": "images that cannot be read",
+    "damaged": "images with damaged data",
+    "mask": "masks that cannot be read",
+    "size": "masks of another size than their image",
+    "leak": "images that also occur in another split",
+    "group": "groups in both splits",
+    "lookalike": "images that look like a training image",
+    "all_ignored": "masks with ignored pixels only",
+    "duplicate": "images that occur twice in one split",
+    "class": "classes",
+    "split": "splits",
+    "crop": "image sizes smaller than the crop",
+    "link": "links",
+    "file": "files that are not used",
+}
+"""Kinds of findings and their descriptions, in the order of the report."""
+
 
 @dataclass(frozen=True)
 class DataProblem:
@@ -55,8 +76,7 @@ class DataProblem:
 
     Attributes:
         severity: an error makes the data unusable.
-        kind: `pairs`, `pixels`, `unreadable`, `mask`, `ids`, `size`, `leak`, `duplicate`, `lookalike`, `group`,
-            `all_ignored`, `class`, `split`, `crop`, `link`, `file`.
+        kind: a key of `KINDS`.
         split: name of the split.
         message: a sentence with the file and the next move.
         pair: the pair concerned, or None.
@@ -89,6 +109,17 @@ class Comparison:
     num_alike: int
     num_others: int
 
+    def lines(self, split: str) -> list[str]:
+        """Return how many images of a split look like training images, and which look-alikes cannot be seen."""
+        plain = f"; {self.num_plain} are too plain to compare" if self.num_plain else ""
+        return [
+            f"look-alikes: {self.num_alike} of {self.num_images} {split} images look like one of "
+            f"{self.num_others} training images{plain}",
+            "  compared: copies in another size, compression or brightness, overlapping tiles, still video frames",
+            "  not seen: flipped or zoomed parts, and other views of the same patient or scene: name those with "
+            "segapp init --group REGEX",
+        ]
+
 
 @dataclass(frozen=True)
 class SplitReport:
@@ -117,6 +148,17 @@ class SplitReport:
     valid_px: int = 0
     ignored: str | None = None
     comparison: Comparison | None = None
+
+
+@dataclass(frozen=True)
+class FindingGroup:
+    """Findings of one kind in one split, those with the most wrong pixels first."""
+
+    severity: str
+    split: str
+    kind: str
+    findings: tuple[DataProblem, ...]
+    summary: str
 
 
 @dataclass
@@ -379,3 +421,28 @@ def _of_crop(
         "use a crop of at most the images' size"
     )
     return [DataProblem("warning", "crop", split, message)]
+
+
+def group_findings(reports: Sequence[SplitReport], before: Sequence[DataProblem] = ()) -> list[FindingGroup]:
+    """Group findings by kind and split: errors first, then in the order of `KINDS`."""
+    found: dict[tuple[str, str, str], list[DataProblem]] = {}
+    for finding in (*before, *(f for report in reports for f in report.findings)):
+        found.setdefault((finding.severity, finding.kind, finding.split), []).append(finding)
+    unknown = {report.split: report.unknown_ids for report in reports}
+    sizes = {report.split: report.num_pairs for report in reports}
+    order = list(KINDS)
+    groups = []
+    for (severity, kind, split), findings in sorted(found.items(), key=lambda i: (i[0][0], order.index(i[0][1]))):
+        ids = unknown.get(split)
+        if kind == "ids" and ids is not None:
+            summary = summary_of_ids(ids)
+        elif kind == "lookalike":
+            summary = (
+                f"{len(findings)} of {sizes[split]} images ({len(findings) / sizes[split]:.0%}) look like a training "
+                f"image: scores on {split} are too good; keep the images of a scene together with segapp init --group"
+            )
+        else:
+            summary = findings[0].message if len(findings) == 1 else f"{len(findings)} {KINDS[kind]}"
+        worst_first = tuple(sorted(findings, key=lambda finding: -finding.num_px))
+        groups.append(FindingGroup(severity, split, kind, worst_first, summary))
+    return groups
