@@ -7,16 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cv2
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from scipy.ndimage import binary_erosion
 from torch.overrides import TorchFunctionMode
 
 from segapp import metrics
-from segapp.metrics import ConfusionMatrix, LabelCounts
+from segapp.metrics import BoundaryIoU, ConfusionMatrix, LabelCounts, boundary
 
 
 def confusion_of(prediction, target, num_classes, **kwargs) -> ConfusionMatrix:
@@ -382,3 +384,69 @@ def test_metrics_load_nothing_of_segapp_and_no_vision_library():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "['segapp.metrics']"
+
+
+def slow_boundary(region: np.ndarray, width_px: int) -> np.ndarray:
+    """Return the pixels of a region (H, W) that are at most `width_px` rows and columns from a pixel outside it."""
+    height, width = region.shape
+    found = np.zeros_like(region)
+    for y in range(height):
+        for x in range(width):
+            near = [
+                (v, u) for v in range(y - width_px, y + width_px + 1) for u in range(x - width_px, x + width_px + 1)
+            ]
+            is_edge = any(not (0 <= v < height and 0 <= u < width) or not region[v, u] for v, u in near)
+            found[y, x] = region[y, x] and is_edge
+    return found
+
+
+@settings(max_examples=25)
+@given(st.integers(1, 12), st.integers(1, 14), st.integers(1, 3), st.integers(0, 1000))
+def test_boundary_equals_search_around_every_pixel(h: int, w: int, width_px: int, seed: int) -> None:
+    region = np.random.default_rng(seed).random((h, w)) < 0.85
+    assert np.array_equal(boundary(region, width_px), slow_boundary(region, width_px))
+
+
+def test_boundary_iou_equals_slow_one_with_ignored_pixels() -> None:
+    rng = np.random.default_rng(0)
+    counter = BoundaryIoU(4, 255, dilation=0.1)
+    inter, union = np.zeros(4), np.zeros(4)
+    for _ in range(3):
+        target, prediction = (np.kron(rng.integers(0, 3, (4, 5)), np.ones((4, 4), int)).astype(np.uint8) for _ in "ab")
+        target[rng.random(target.shape) < 0.05] = 255
+        counter.update(prediction, target)
+        width_px = max(1, round(0.1 * float(np.hypot(*target.shape))))
+        for c in range(4):
+            a = slow_boundary((target == c) & (target != 255), width_px)
+            b = slow_boundary((prediction == c) & (target != 255), width_px)
+            inter[c] += (a & b).sum()
+            union[c] += (a | b).sum()
+    assert counter.iou()[3] is None
+    assert counter.iou()[:3] == tuple(inter[:3] / union[:3])
+
+
+def published_boundary(region: np.ndarray) -> np.ndarray:
+    """Return the region (H, W) minus its erosion by d pixels, d = 2 % of the diagonal and at least 1 (section 4)."""
+    width_px = max(1, round(0.02 * float(np.hypot(*region.shape))))
+    return region & ~binary_erosion(region, np.ones((3, 3)), iterations=width_px)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from([0.0, 0.01, 1.0]), st.integers(0, 2**32))
+def test_boundary_iou_has_the_published_definition(rows: int, columns: int, ignored: float, seed: int) -> None:
+    """Per class over all images; the paper has no ignored pixels: ours belong to no region and are not counted."""
+    rng = np.random.default_rng(seed)
+    counter, counts = BoundaryIoU(4, 255), np.zeros((4, 2))
+    for side in (3, 7):
+        shape = side * rows, side * columns + 2
+        target, prediction = (
+            cv2.resize(rng.integers(0, 3, (rows, columns), np.uint8), shape[::-1], interpolation=cv2.INTER_NEAREST)
+            for _ in range(2)
+        )
+        prediction = np.where(rng.random(shape) < 0.9, target, prediction)
+        target[rng.random(shape) < ignored] = 255
+        counter.update(prediction, target)
+        for c in range(4):
+            wanted, found = (published_boundary((ids == c) & (target != 255)) for ids in (target, prediction))
+            counts[c] += (wanted & found).sum(), (wanted | found).sum()
+    assert counter.iou() == tuple(inter / union if union else None for inter, union in counts)

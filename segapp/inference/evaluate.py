@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from segapp.accelerator import accelerator_of
 from segapp.compat.torch import dispatch_modes
 from segapp.failpoints import failpoint
-from segapp.inference.boundary_iou import BoundaryIoU
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
-from segapp.metrics import SegmentationScores, counts_for
+from segapp.metrics import BoundaryIoU, SegmentationScores, counts_for
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import SCORES
