@@ -3,7 +3,16 @@
 Needs torch and the standard library, nothing else of segapp.
 """
 
-from segapp.losses.additive import AdditiveCriterion, CriterionSum, Outputs, Statistics, labels_of, surrogate
+from segapp.losses.additive import (
+    AdditiveCriterion,
+    CriterionSum,
+    Outputs,
+    PlainCriterion,
+    PlainLossError,
+    Statistics,
+    labels_of,
+    surrogate,
+)
 from segapp.losses.binary import CriterionBCE
 from segapp.losses.boundary import CriterionBoundary
 from segapp.losses.confusion import (
@@ -23,7 +32,6 @@ from segapp.losses.lovasz import CriterionLovasz
 from segapp.losses.mask_classification import CriterionMaskClassification
 from segapp.losses.ohem import CriterionOHEM
 from segapp.losses.overlap import CriterionDice, CriterionTversky
-from segapp.losses.plain import PlainCriterion, PlainLossError
 
 __all__ = [
     "AdditiveCriterion",

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from segapp.losses import CriterionCE, CriterionDice, CriterionFocal, CriterionLovasz, CriterionOHEM, CriterionTversky
-from segapp.losses.plain import PlainCriterion
+from segapp.losses.additive import PlainCriterion
 from tests.support.loss_cases import class_weight, draw, relative_error
 
 
