@@ -33,13 +33,12 @@ from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel.distributed import Ranks
 from segapp.run.starting import announce
 from segapp.scores import SCORES
-from segapp.training.context import RunContext
+from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
 from segapp.training.control.inbox import Inbox, applied_after
 from segapp.training.recovery import BatchSizes, OomHandler, OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
-from segapp.training.settings import TrainerSettings, TrainingFacts
 from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.participant import FirstOutputs

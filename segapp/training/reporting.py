@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.normalize import NormalizedInput
 from segapp.run.events import Alert, EpochStart, EventLog, RunStart, Step, Val
+from segapp.training.context import TrainerSettings, TrainingFacts
 from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import TrainingProgress
 from segapp.training.recovery import OomPolicy
-from segapp.training.settings import TrainerSettings, TrainingFacts
 from segapp.training.step.engine import StepEngine, StepResult
 from segapp.training.telemetry.clock import Clock
 from segapp.training.telemetry.data_watch import DataWatch
