@@ -308,7 +308,8 @@ def _block(pair: Pair, image: _Pixels, mask: _Pixels, window: Window, split: str
         has_image=partial(is_image_of, digest=digest),
     )
     image_path = f"images/{name}.{'tif' if _is_written_as_tiff(image) else 'png'}"
-    return Pair(image_path, f"masks/{name}.png", split, scene=(mask_target(pair.image),), drawing=drawing)
+    scene = (mask_target(pair.image),)
+    return Pair(image_path, f"masks/{name}.png", split, scene=scene, group=pair.group, drawing=drawing)
 
 
 def _is_written_as_tiff(image: _Pixels) -> bool:

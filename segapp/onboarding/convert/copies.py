@@ -16,7 +16,7 @@ from segapp.datasets.files import ImagePair, open_bytes, read_bytes, read_header
 from segapp.datasets.layouts.published_classes import Color
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import IGNORED, MAX_CLASSES, mask_target
-from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
+from segapp.onboarding.layout import Drawing, Layout, Mask
 from segapp.onboarding.survey.class_files import find_class_files
 from segapp.onboarding.survey.content import (
     UNREADABLE,
@@ -72,7 +72,7 @@ def _copied(
     for pair in layout.pairs:
         content = (kind, pair.mask, more, os.stat(tree.root / pair.mask).st_size)
         drawing = Drawing(shown(pair.mask), content, partial(read, pair.mask))
-        pairs.append(Pair(pair.image, f"{mask_target(pair.mask)}.png", pair.split, scene=pair.scene, drawing=drawing))
+        pairs.append(replace(pair, mask=f"{mask_target(pair.mask)}.png", split_word=None, drawing=drawing))
     return Layout(
         f"{layout.name}-{kind}",
         pairs,

@@ -6,6 +6,7 @@ import csv
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from segapp.onboarding.init import InitRequest, InitResult, propose_config
 from segapp.onboarding.survey.questions import OpenQuestionError
 from segapp.onboarding.survey.tables import Table, paired_lists, read_table, split_of_words, with_listed_splits
 from segapp.onboarding.survey.tree import Tree
-from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask
+from tests.support.drawn_folders import BINARY, draw, draw_image, draw_mask, proposed
 
 NAMES = [f"{number:04}" for number in range(12)]
 COLORS = np.array([[0, 0, 0], [10, 0, 200], [0, 200, 0], [200, 10, 0]], np.uint8)
@@ -386,3 +387,22 @@ def test_masks_for_a_part_of_the_images_are_less_likely(tmp_path: Path) -> None:
         draw_image(root / f"depth/{name}.jpg")
     _, found = init(root)
     assert found["train"] | found["val"] == {f"images/{name}.jpg": f"masks/{name}.png" for name in NAMES}
+
+
+@pytest.mark.parametrize("request_of", [{"masks": "object"}, {"clean_masks": True}, {"blocks": 64}])
+def test_patients_of_a_table_stay_together_in_copies(request_of: dict[str, Any], tmp_path: Path) -> None:
+    root = tmp_path / "d"
+    names = [f"i{i:03}" for i in range(24)]
+    for name in names:
+        draw_image(root / f"images/{name}.png", (64, 128))
+        draw_mask(root / f"masks/{name}.png", BINARY, (64, 128))
+    patient_of = {name: f"p{i % 6}" for i, name in enumerate(names)}
+    rows = [(f"images/{name}.png", f"masks/{name}.png", patient) for name, patient in patient_of.items()]
+    write_table(root / "pairs.csv", ["image", "mask", "patient"], rows)
+    config, _, _ = proposed(root, root.with_suffix(".yaml"), **request_of)
+    train, val = (
+        {patient_of[name] for pair in build_pairs(config.data, split) for name in names if name in str(pair.image)}
+        for split in split_names(config.data)
+    )
+    assert train | val == set(patient_of.values())
+    assert train.isdisjoint(val)
