@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from segapp.errors import ConfigError, cannot_be_written
+from segapp.errors import ConfigError, storage_errors
 
 app = typer.Typer(
     name="segapp",
@@ -520,10 +520,8 @@ def schema(out: Annotated[Path | None, option("--out", "Write it to this file in
     if out is None:
         print(text, end="")
         return
-    try:
+    with storage_errors(out):
         out.write_text(text)
-    except OSError as error:
-        raise ConfigError(cannot_be_written(out, error)) from None
 
 
 @app.command()

@@ -12,9 +12,9 @@ import pytest
 import typer
 
 from segapp.__main__ import main
-from segapp.cli import app
+from segapp.cli import app, schema
 from segapp.config import load_config
-from segapp.errors import ConfigError, DataError
+from segapp.errors import ConfigError, DataError, StorageError
 
 FAILING = {
     "check": ["--config", "no.yaml"],
@@ -167,3 +167,13 @@ def test_errors_name_their_key_and_file(
         main([*words, "--json"])
     error = json.loads(capsys.readouterr().out)["error"]
     assert fields.items() <= error.items()
+
+
+def test_schema_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> None:
+    out = tmp_path / "missing" / "schema.json"
+    with pytest.raises(StorageError, match=r"schema\.json cannot be written: No such file") as caught:
+        schema(out)
+    assert caught.value.as_json()["path"] == str(out)
+    with pytest.raises(SystemExit) as ended:
+        main(["schema", "--out", str(out)])
+    assert ended.value.code == 10
