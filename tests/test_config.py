@@ -267,8 +267,9 @@ def test_config_beside_the_missing_one_is_offered(tmp_path: Path, monkeypatch: p
 def test_config_without_its_option_is_named(word: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "base.yaml").write_text("")
-    with pytest.raises(ConfigError, match=f"--config is missing before {word}: write --config {word}"):
+    with pytest.raises(ConfigError, match=f"--config is missing before {word}: write --config {word}") as raised:
         named_config(None, ["train.epochs=2", word])
+    assert raised.value.path == word
     with pytest.raises(ConfigError, match=f"'{word}' is a config: write --config {word}"):
         parse_overrides([word])
 

@@ -9,12 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
+from torch import nn
 
 from segapp.__main__ import main
 from segapp.cli import app, schema
 from segapp.config import load_config
-from segapp.errors import ConfigError, DataError, StorageError
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat
+from segapp.errors import ConfigError, DataError, SegappError, StorageError
+from segapp.inference.predict.predictor import check_same_classes, check_same_pixels
+from segapp.models import build_model
+from segapp.models.weights import load_weights, read_weights_file
+from segapp.onboarding.init import InitRequest, propose_config
 
 FAILING = {
     "check": ["--config", "no.yaml"],
@@ -177,3 +184,56 @@ def test_schema_that_cannot_be_written_is_a_storage_error(tmp_path: Path) -> Non
     with pytest.raises(SystemExit) as ended:
         main(["schema", "--out", str(out)])
     assert ended.value.code == 10
+
+
+REFUSED = {
+    "weights that are no file": (
+        lambda: build_model("smp", "Unet", 2, encoder="resnet18", weights="nowhere.pt"),
+        {"key": "model.weights", "path": "nowhere.pt"},
+    ),
+    "weights without a name": (
+        lambda: build_model("torchvision", "fcn", 2, encoder="resnet18", weights_backbone="IMAGENET"),
+        {"key": "model.weights_backbone", "value": "IMAGENET"},
+    ),
+    "weights of another network": (
+        lambda: load_weights(nn.Linear(2, 2), {"other": torch.zeros(1)}, "a.pt", "model.weights"),
+        {"key": "model.weights", "value": "a.pt"},
+    ),
+    "a file of the command line": (
+        lambda: read_weights_file("nowhere.pt", "weights"),
+        {"path": "nowhere.pt"},
+    ),
+    "an unknown encoder": (
+        lambda: build_model("torchvision", "fcn", 2, encoder="resnet17"),
+        {"key": "model.encoder", "value": "resnet17"},
+    ),
+    "networks of other classes": (
+        lambda: check_same_classes("a.onnx", ("road",), "b.onnx", ("sky",)),
+        {"path": "b.onnx"},
+    ),
+    "networks of other bands": (
+        lambda: check_same_pixels("a.onnx", RGB8, "b.onnx", PixelFormat((1,), "uint16")),
+        {"path": "b.onnx"},
+    ),
+}
+"""What a user gave -> a call that refuses it, and which of key, path and value its error has."""
+
+
+@pytest.mark.parametrize("given", REFUSED)
+def test_a_refusal_names_key_path_and_value(given: str) -> None:
+    refuse, fields = REFUSED[given]
+    with pytest.raises(SegappError) as raised:
+        refuse()
+    found = {name: getattr(raised.value, name) for name in ("key", "path", "value")}
+    assert {name: value for name, value in found.items() if value is not None} == fields
+
+
+def test_an_error_of_a_drafted_config_keeps_its_fields(tiny_root: Path, tmp_path: Path) -> None:
+    def fails(*_: object) -> None:
+        raise DataError("x cannot be read", key="data.root", path="x")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("segapp.onboarding.init.build_pairs", fails)
+        with pytest.raises(DataError, match=r"no config can be written for .*: x cannot be read") as raised:
+            propose_config(InitRequest(tiny_root, tmp_path / "own.yaml"))
+    assert (raised.value.key, raised.value.path) == ("data.root", "x")

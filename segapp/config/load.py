@@ -77,7 +77,7 @@ def named_config(config: str | None, overrides: Sequence[str] = (), advice: str 
         return config
     files = [word for word in overrides if "=" not in word and is_config_name(word)]
     if files:
-        raise ConfigError(f"--config is missing before {files[0]}: write --config {files[0]}")
+        raise ConfigError(f"--config is missing before {files[0]}: write --config {files[0]}", path=files[0])
     raise ConfigError(f"--config FILE is missing: {advice}, e.g. --config demo.yaml")
 
 

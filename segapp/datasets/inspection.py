@@ -390,7 +390,7 @@ def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> 
     split = targets.split
     problem = nothing_to_learn(targets, scheme, is_training=is_training)
     if problem is not None:
-        return [DataProblem("error", "class", split, problem)]
+        return [DataProblem("error", "class", split, str(problem))]
     counts, total = targets.frequencies.pixels, targets.valid_px if is_training else 0
     messages = [absent_note(targets, scheme)]
     rare = [

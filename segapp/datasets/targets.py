@@ -185,7 +185,7 @@ def read_targets(
         more = max(8, len(found) // 4)
         chosen, others = others[:more], others[more:]
     if problem is not None and not others:
-        raise DataError(problem)
+        raise problem
     return targets
 
 
@@ -212,8 +212,8 @@ def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelForma
     return found
 
 
-def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> str | None:
-    """Return why no network can be trained, or evaluated, with these masks; None if one can.
+def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> DataError | None:
+    """Return the error that says why no network can be trained, or evaluated, with these masks; None if one can.
 
     A validation split needs one valid pixel. A training split needs pixels of two classes; where a pixel may have
     several classes, one class that some valid pixels have and others do not is enough.
@@ -222,9 +222,10 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
     if not targets.num_read:
         return None
     if not targets.valid_px:
-        return (
+        return DataError(
             f"in {targets.where} every pixel is ignored: {ignored_values(scheme)}; "
-            "check data.label_map and data.ignore_index"
+            "check data.label_map and data.ignore_index",
+            key="data.label_map",
         )
     if not is_training:
         return None
@@ -236,28 +237,36 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
     if not targets.frequencies.ignored_px:
         value = scheme.file_ids[scheme.names.index(present[0])]
         what = "one color" if scheme.rgb else f"value {value}"
-        return (
+        return DataError(
             f"{only} ({what}), and a network learns nothing from one class: "
-            "check data.mask_dir and data.label_map, or add images with the other classes"
+            "check data.mask_dir and data.label_map, or add images with the other classes",
+            key="data.mask_dir",
         )
     share = _percent(targets)
-    return f"{only}; {share} of all pixels are ignored: {ignored_values(scheme)}; {_mapped(scheme, present[0])}"
+    return DataError(
+        f"{only}; {share} of all pixels are ignored: {ignored_values(scheme)}; {_mapped(scheme, present[0])}",
+        key="data.label_map",
+    )
 
 
-def _one_set(targets: Targets, scheme: ClassScheme, present: Sequence[str]) -> str | None:
-    """Return why masks of several classes per pixel cannot be learned: all valid pixels are alike."""
+def _one_set(targets: Targets, scheme: ClassScheme, present: Sequence[str]) -> DataError | None:
+    """Return the error of masks of several classes per pixel whose valid pixels are all alike."""
     if not present:
         ignored = (
             f"; {_percent(targets)} of all pixels are ignored: {ignored_values(scheme)}"
             if targets.frequencies.ignored_px
             else ""
         )
-        return (
+        return DataError(
             f"in {targets.where} no class has a pixel{ignored}; check data.multilabel, data.mask_dir and "
-            "data.ignore_index"
+            "data.ignore_index",
+            key="data.multilabel",
         )
     if scheme.num_classes == 1 and targets.frequencies.pixels[0] == targets.valid_px:
-        return f"in {targets.where} every valid pixel is {present[0]}: check data.mask_dir and data.ignore_index"
+        return DataError(
+            f"in {targets.where} every valid pixel is {present[0]}: check data.mask_dir and data.ignore_index",
+            key="data.mask_dir",
+        )
     return None
 
 

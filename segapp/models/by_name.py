@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from segapp.errors import CheckpointError, ConfigError
+from segapp.errors import CheckpointError
 from segapp.models.eomt import build_eomt
 from segapp.models.from_python import build_python
 from segapp.models.from_smp import build_smp
@@ -133,9 +133,13 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
     if looks_like_path(weights):
         return Path(weights).expanduser()
     if not named:
-        raise CheckpointError(f"{key}: no file {weights!r}, and there are no named {what}; give the path of a file")
-    error: ConfigError = unknown_name(key, weights, what, named)
-    raise ConfigError(f"{error}; or give the path of a file")
+        raise CheckpointError(
+            f"{key}: no file {weights!r}, and there are no named {what}; give the path of a file",
+            key=key,
+            value=weights,
+        )
+    error = unknown_name(key, weights, what, named)
+    raise error.reworded(f"{error}; or give the path of a file")
 
 
 def weights_in_cache(model: SegmentationModel) -> list[str]:

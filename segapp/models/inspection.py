@@ -95,7 +95,9 @@ def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
             raise _own_failure(model, size_px, error) from error
         raise ConfigError(
             f"model: {model.library} {model.name} with backbone {model.encoder_name} cannot run on images of "
-            f"{size_px[0]}x{size_px[1]} px ({error}); choose another backbone or other options"
+            f"{size_px[0]}x{size_px[1]} px ({error}); choose another backbone or other options",
+            key="model.encoder",
+            value=model.encoder_name,
         ) from error
 
 
@@ -111,9 +113,11 @@ def _own_failure(model: SegmentationModel, size_px: tuple[int, int], error: Exce
             _run(model, "cpu", 1, (side, side), training=False)
             return ConfigError(
                 f"{failed}; it takes {side}x{side} px: compute sizes from the input; or set fixed_size_px = ({side}, "
-                f"{side}) on the network, and data.crop_px to [{side}, {side}]"
+                f"{side}) on the network, and data.crop_px to [{side}, {side}]",
+                key="model.name",
+                value=model.name,
             ).see("own-parts")
-    return ConfigError(f"{failed}: correct it").see("own-parts")
+    return ConfigError(f"{failed}: correct it", key="model.name", value=model.name).see("own-parts")
 
 
 def _measure_on(device: str, model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:

@@ -224,7 +224,11 @@ class SegmentationModel(nn.Module):
         for _, parameter in frozen:
             parameter.requires_grad_(False)
         if not any(parameter.requires_grad for parameter in self.parameters()):
-            raise ConfigError(f"{key} = {list(patterns)} freezes every parameter of {self.name}: leave some to train")
+            raise ConfigError(
+                f"{key} = {list(patterns)} freezes every parameter of {self.name}: leave some to train",
+                key=key,
+                value=list(patterns),
+            )
         self.frozen_parameters = tuple(name for name, _ in frozen)
         self.frozen_modules = tuple(
             dict.fromkeys(name for pattern in patterns for name in modules_matching(self, self._resolved(pattern)))

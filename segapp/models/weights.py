@@ -96,6 +96,16 @@ def _by_reason(reasons: Mapping[str, str], most: int = 3) -> str:
     return "; ".join(shown[:most]) + (f"; and {len(shown) - most} more reasons" if len(shown) > most else "")
 
 
+def _refused(key: str, path: Path, reason: str, name: str | None = None) -> CheckpointError:
+    """Return the error about a file that a config key, or a name as its value, asks for."""
+    said = key if name is None else f"{key}={name}"
+    return CheckpointError(f"{said}: {reason}", key=_config_key(key), value=name, path=path)
+
+
+def _config_key(key: str) -> str | None:
+    return key if "." in key else None  # "weights": a file of the command line
+
+
 # From a name to a file
 
 
@@ -120,12 +130,15 @@ def fetch_url(url: str, name: str, key: str) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(path), sha256_prefix, progress=sys.stderr.isatty())
         except (OSError, RuntimeError) as error:  # URLError and timeouts are OSError; RuntimeError: the hash is wrong
-            raise CheckpointError(
-                f"{key}={name}: {filename} is not on this machine and could not be downloaded from {_address(url)} "
-                f"({_reason(error)}); put the file into {path.parent}, or give the path of a copy as {key}"
+            raise _refused(
+                key,
+                path,
+                f"{filename} is not on this machine and could not be downloaded from {_address(url)} "
+                f"({_reason(error)}); put the file into {path.parent}, or give the path of a copy as {key}",
+                name,
             ) from error
     elif sha256_prefix and not sha256_of(path, key).startswith(sha256_prefix):
-        raise CheckpointError(f"{key}={name}: {path} is damaged (its sha256 is not {sha256_prefix}...); delete it")
+        raise _refused(key, path, f"{path} is damaged (its sha256 is not {sha256_prefix}...); delete it", name)
     return path
 
 
@@ -149,10 +162,13 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
         return Path(huggingface_hub.hf_hub_download(repo_id, filename=HUB_FILE, revision=revision))
     except Exception as error:  # the hub's client passes on exceptions of its HTTP library
         folder = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
-        raise CheckpointError(
-            f"{key}={name}: {HUB_FILE} of {repo_id} is not on this machine and could not be downloaded from "
+        raise _refused(
+            key,
+            folder,
+            f"{HUB_FILE} of {repo_id} is not on this machine and could not be downloaded from "
             f"{_address(url)} ({_reason(error)}); copy {folder} from a machine that has it, or give the path of a copy "
-            f"as {key}"
+            f"as {key}",
+            name,
         ) from error
 
 
@@ -222,7 +238,7 @@ def sha256_of(path: Path, key: str) -> str:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        raise CheckpointError(f"{key}: {path} cannot be read ({error.strerror})") from error
+        raise _refused(key, path, f"{path} cannot be read ({error.strerror})") from error
 
 
 # From a file to tensors
@@ -240,7 +256,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
     """
     path = Path(path)
     if not path.is_file():
-        raise CheckpointError(f"{key}: no file {path}; give the path of a weights file")
+        raise _refused(key, path, f"no file {path}; give the path of a weights file")
     content: Any = _read_safetensors(path, key) if path.suffix.lower() == ".safetensors" else _read_torch(path, key)
     for _ in range(_MAX_WRAPPERS):
         if not isinstance(content, Mapping):
@@ -250,15 +266,15 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
             inner = [name for name, value in content.items() if isinstance(value, Mapping) and _tensors_in(value)]
             if len(inner) > 1:
                 names = some_names([str(name) for name in inner], 6)
-                raise CheckpointError(
-                    f"{key}: {path} holds several state dicts ({names}); save the one that is meant alone"
+                raise _refused(
+                    key, path, f"{path} holds several state dicts ({names}); save the one that is meant alone"
                 )
         if not inner:
             break
         content = content[inner[0]]
     if isinstance(content, Mapping) and (state := _tensors_in(content)):
         return state
-    raise CheckpointError(f"{key}: {path} holds no state dict; save one with torch.save(model.state_dict(), path)")
+    raise _refused(key, path, f"{path} holds no state dict; save one with torch.save(model.state_dict(), path)")
 
 
 def read_metadata(path: Path, key: str = "model.weights") -> dict[str, str]:
@@ -270,7 +286,7 @@ def read_metadata(path: Path, key: str = "model.weights") -> dict[str, str]:
     from safetensors import safe_open
 
     if not path.is_file():
-        raise CheckpointError(f"{key}: no file {path}; give the path of a weights file")
+        raise _refused(key, path, f"no file {path}; give the path of a weights file")
     try:
         with safe_open(path, "pt") as file:
             return dict(file.metadata() or {})
@@ -329,17 +345,19 @@ def _read_torch(path: Path, key: str) -> Any:
         with path.open("rb") as file:
             return load_tensors(file)
     except CheckpointError as error:
-        raise CheckpointError(f"{key}: {path}: {error}; save the tensors again with torch.save") from error
+        raise _refused(key, path, f"{path}: {error}; save the tensors again with torch.save") from error
     except OSError as error:
-        raise CheckpointError(f"{key}: {path} cannot be read ({error.strerror or error})") from error
+        raise _refused(key, path, f"{path} cannot be read ({error.strerror or error})") from error
     except Exception as error:  # a damaged file shows as any of a dozen exceptions
         if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
-            raise CheckpointError(
-                f"{key}: {path} holds more than tensors and plain values, and loading it would run code, so it was "
-                f"not loaded; save the tensors alone with torch.save(model.state_dict(), path)"
+            raise _refused(
+                key,
+                path,
+                f"{path} holds more than tensors and plain values, and loading it would run code, so it was "
+                f"not loaded; save the tensors alone with torch.save(model.state_dict(), path)",
             ) from error
-        raise CheckpointError(
-            f"{key}: {path} is damaged or not a weights file ({type(error).__name__}); copy or download it again"
+        raise _refused(
+            key, path, f"{path} is damaged or not a weights file ({type(error).__name__}); copy or download it again"
         ) from error
 
 
@@ -353,8 +371,8 @@ def _read_safetensors(path: Path, key: str) -> StateDict:
 
 
 def _no_safetensors(path: Path, key: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{key}: {path} is damaged or not a safetensors file ({type(error).__name__}); copy or download it again"
+    return _refused(
+        key, path, f"{path} is damaged or not a safetensors file ({type(error).__name__}); copy or download it again"
     )
 
 
@@ -398,7 +416,7 @@ def load_weights(
             module, found, wanted, in_channels, backbone=backbone_prefix, optional=buffers, is_partial=is_partial
         )
     except CheckpointError as error:
-        raise CheckpointError(f"{key}: {source} {error}") from None
+        raise CheckpointError(f"{key}: {source} {error}", key=_config_key(key), value=source) from None
     taken = {name: state[file_name] for name, file_name in keys.taken.items()}
     if stem is not None:
         taken[stem] = adapt_first_conv(taken[stem], in_channels)

@@ -44,6 +44,8 @@ def refused(pairs: Sequence[ImagePair], scheme: ClassScheme, *, is_training: boo
     reports = examine(splits, scheme, crop_px=(1, 1))
     (error,) = [each for report in reports for each in report.findings if each.severity == "error"]
     assert (error.kind, error.message) == ("class", str(raised.value))
+    assert raised.value.key is not None
+    assert raised.value.key in error.message
     return error.message
 
 

@@ -258,8 +258,9 @@ def test_backbone_weights_load_before_whole_weights(tmp_path, state):
 
 
 def test_missing_file_is_named(tmp_path):
-    with pytest.raises(CheckpointError, match=r"model\.weights: no file .*nowhere\.pt; give the path"):
+    with pytest.raises(CheckpointError, match=r"model\.weights: no file .*nowhere\.pt; give the path") as raised:
         build(weights=str(tmp_path / "nowhere.pt"))
+    assert (raised.value.key, raised.value.path) == ("model.weights", str(tmp_path / "nowhere.pt"))
     with pytest.raises(CheckpointError, match=r"model\.weights: no file"):
         build(weights=f"{tmp_path}{os.sep}folder")
     with pytest.raises(CheckpointError, match=r"model\.weights: no file"):

@@ -237,14 +237,16 @@ class EnsemblePredictor:
             if (member.threshold is None) != (self.threshold is None):
                 raise ConfigError(
                     f"one of {first_name} and {name} knows several classes per pixel, the other one: they cannot be "
-                    "averaged"
+                    "averaged",
+                    path=name,
                 )
             check_same_pixels(first_name, self.pixels, name, member.pixels)
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
             if member.frame_px is not None and self.frame_px not in (None, member.frame_px):
                 raise ConfigError(
                     f"{frame_name} accepts images of {_size(self.frame_px)} px only, and {name} of "
-                    f"{_size(member.frame_px)} px: export them for one size, or predict with the runs"
+                    f"{_size(member.frame_px)} px: export them for one size, or predict with the runs",
+                    path=name,
                 )
             if member.frame_px is not None:
                 self.frame_px, frame_name = member.frame_px, name
@@ -308,7 +310,8 @@ def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelF
     if (pixels.bands, pixels.dtype) != (found.bands, found.dtype):
         raise ConfigError(
             f"{first} takes images of {pixels.layout} {list(pixels.bands or ())}, and {other} of {found.layout} "
-            f"{list(found.bands or ())}: average networks with the same data.bands and data.dtype"
+            f"{list(found.bands or ())}: average networks with the same data.bands and data.dtype",
+            path=other,
         )
 
 
@@ -325,7 +328,8 @@ def check_same_classes(first: str, names: tuple[str, ...], other: str, other_nam
     more = f", and {len(differing) - 3} more differ" if len(differing) > 3 else ""
     raise ConfigError(
         f"{first} and {other} have different classes: {', '.join(differing[:3])}{more}: only networks with the same "
-        "classes in the same order can be averaged"
+        "classes in the same order can be averaged",
+        path=other,
     )
 
 

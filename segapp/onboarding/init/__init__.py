@@ -342,7 +342,7 @@ def _write(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -
                     raise DataError(f"split {split} is empty")
         except SegappError as error:  # of a file that is removed again
             message = re.sub(rf"(?m)^(\s*){re.escape(shown(draft))}(:\d+)*: ", r"\1", str(error))
-            raise type(error)(f"no config can be written for {shown(facts.root)}: {message}") from error
+            raise error.reworded(f"no config can be written for {shown(facts.root)}: {message}") from error
 
     place(lists, out.with_name(f"{out.stem}-lists"), configs, check)
 
