@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from segapp.compat.torch import BatchOrInstanceNorm, amp_update_scale_, foreach_
 from segapp.errors import CheckpointError, accepted_words
 
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
+
+_CAST_TOGETHER = 64
+"""Half gradients that are cast in one launch; all of them at once would stand beside their copies."""
 
 
 class LossScaler:
@@ -117,9 +120,13 @@ class Precision:
     @torch.no_grad()
     def gradients_to_master(self) -> None:
         """Add half gradients to those of the master weights, in fp32; to be called after every backward pass."""
-        for parameter, master in self._pairs:
-            if parameter.grad is not None:
-                gradient = parameter.grad.float()
+        pairs = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
+        for start in range(0, len(pairs), _CAST_TOGETHER):
+            part = pairs[start : start + _CAST_TOGETHER]
+            half = [cast(Tensor, parameter.grad) for parameter, _ in part]
+            wide = [torch.empty_like(gradient, dtype=torch.float32) for gradient in half]
+            foreach_copy_(wide, half)
+            for (parameter, master), gradient in zip(part, wide, strict=True):
                 master.grad = gradient if master.grad is None else master.grad.add_(gradient)
                 parameter.grad = None
 

@@ -121,10 +121,10 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
     return None if top is None else top(False)
 
 
-def set_group_timeout(timeout: timedelta) -> None:
-    """Set the timeout of the default process group's collectives; `dist.set_timeout` in newer versions."""
+def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
+    """Set the timeout of a process group's collectives, by default the default group's; `dist.set_timeout` is newer."""
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(timeout, dist.group.WORLD)
+    set_timeout(timeout, group or dist.group.WORLD)
 
 
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.compat.torch import BatchNorm, set_group_timeout
+from segapp.parallel.exchange import layers_group, use_layers_group
 from segapp.parallel.launch import die_with_parent, signal_children
 from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
@@ -112,6 +113,7 @@ def init_from_env(
     die_with_parent(parent_poll_s)
     if own.type == "cuda":
         torch.cuda.set_device(own)
+        os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # two groups work on one GPU
     try:
         dist.init_process_group(
             chosen,
@@ -126,6 +128,10 @@ def init_from_env(
             f"rank {rank} of {world_size} could not join the others at {address} within {start_timeout_s:g} s"
             f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
         ) from error
+    if chosen == "nccl" and world_size > 1:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        group = dist.new_group(timeout=timedelta(seconds=start_timeout_s), pg_options=options)
+        use_layers_group(cast(dist.ProcessGroup, group))
     return RankInfo(rank, world_size, local_rank, own, chosen)
 
 
@@ -140,13 +146,15 @@ def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
     if not dist.is_initialized():
         return
     dist.barrier()
-    set_group_timeout(timedelta(seconds=step_timeout_s))
+    for group in {None, layers_group()}:
+        set_group_timeout(timedelta(seconds=step_timeout_s), group)
 
 
 def shutdown() -> None:
     """Leave the process group, if there is one, so that the process can end cleanly."""
     if not dist.is_initialized():
         return
+    use_layers_group(None)
     dist.destroy_process_group()
     # gloo's worker threads release the last exchange's tensors after it is done, and need the interpreter for that: if
     # it is shutting down then, the process aborts. Collecting the group joins the threads; if something still refers to

@@ -47,6 +47,25 @@ def _sum_of_parts(parts: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
     return [tuple(total.to(t.device) for total, t in zip(totals, part, strict=True)) for part in parts]
 
 
+_layers_group: dist.ProcessGroup | None = None
+"""The group of synchronised layers; None is the default one."""
+
+
+def use_layers_group(group: dist.ProcessGroup | None) -> None:
+    """Let synchronised layers exchange through a process group of their own, on all ranks; None: the default one.
+
+    NCCL has one queue for each group and GPU. In the default one, the small exchange of a layer in the backward pass
+    would wait behind each bucket of gradients that DDP has begun to reduce.
+    """
+    global _layers_group
+    _layers_group = group
+
+
+def layers_group() -> dist.ProcessGroup | None:
+    """Return the process group of synchronised layers; None is the default one."""
+    return _layers_group
+
+
 def has_other_ranks() -> bool:
     """Return True if this process is one of several ranks."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
@@ -73,15 +92,20 @@ class _StackRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         rows = tensor.new_empty((dist.get_world_size(), *tensor.shape))
-        if dist.get_backend() == "gloo":  # which cannot gather into one tensor
-            dist.all_gather(list(rows.unbind()), tensor.contiguous())
+        if dist.get_backend(_layers_group) == "gloo":  # which cannot gather into one tensor
+            dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=_layers_group)
         else:
-            dist.all_gather_into_tensor(rows, tensor.contiguous())
+            dist.all_gather_into_tensor(rows, tensor.contiguous(), group=_layers_group)
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return sum_over_ranks(grad)[dist.get_rank()]
+        return sum_of_layer(grad)[dist.get_rank()]
+
+
+def sum_of_layer(tensor: Tensor) -> Tensor:
+    """Return the sum over the ranks of a layer's tensor, as `sum_over_ranks` in the layers' own group."""
+    return sum_over_ranks(tensor, _layers_group)
 
 
 def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -95,13 +119,13 @@ def sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None = None) -> Te
 
 
 def all_reduce_in_place(tensor: Tensor) -> Tensor:
-    """Replace a tensor by its sum over the ranks and return it; not differentiable; every rank must call it."""
-    dist.all_reduce(tensor)
+    """Replace a layer's tensor by its sum over the ranks and return it; not differentiable; every rank must call it."""
+    dist.all_reduce(tensor, group=_layers_group)
     return tensor
 
 
 def stack_ranks(tensor: Tensor) -> Tensor:
-    """Return every rank's tensor, one row per rank; differentiable any number of times; every rank must call it.
+    """Return every rank's tensor of a layer, one row per rank; differentiable; every rank must call it.
 
     Args:
         tensor: this rank's row (K,), of the same length on every rank.

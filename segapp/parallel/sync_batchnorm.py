@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.compat.torch import BatchNorm, foreach_lerp_, is_replica, module_slots
-from segapp.parallel.exchange import all_reduce_in_place, has_other_ranks, stack_ranks, sum_over_ranks
+from segapp.parallel.exchange import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
 from segapp.parallel.rendezvous import ReplicaContext, current_replica
 from segapp.parallel.scatter_gather import reduce_add, spread, to_device
 
@@ -306,7 +306,7 @@ def _differentiable_gradients(
         sums = torch.cat([of_bias[-1], of_weight[-1]])
         rows.append(sums if weight is None else sums * weight.to(dtype).repeat(2))
         wides.append((wide if weight is None else wide * _per_channel(weight.to(dtype), x), invstd))
-    total = sum_over_ranks(rows[0]) if layer.over_ranks else reduce_add(rows, main)
+    total = sum_of_layer(rows[0]) if layer.over_ranks else reduce_add(rows, main)
     of_x: list[Tensor | None] = []
     for x, normal, (wide, invstd), is_needed in zip(xs, normals, wides, needs_x, strict=True):
         grad_C, normal_C = to_device((total / count_1).to(normal.dtype), x.device).chunk(2)

@@ -10,9 +10,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from segapp.parallel import DistributedSetupError, distributed, init_from_env, is_launched, launch_local, wrap_ddp
+from segapp.parallel import (
+    DistributedSetupError,
+    SyncBatchNorm,
+    distributed,
+    init_from_env,
+    is_launched,
+    launch_local,
+    wrap_ddp,
+)
 from segapp.parallel.distributed import Ranks
-from segapp.parallel.exchange import has_other_ranks, stack_ranks
+from segapp.parallel.exchange import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
 from tests.support import ROOT
 
 
@@ -29,7 +37,7 @@ def figures(request, tmp_path_factory):
 
 
 def test_ranks_match_one_device_also_without_samples(figures):
-    for loss, grads, state in figures["exact, training"] + figures["exact, evaluation"]:
+    for loss, grads, state in figures["exact, training"] + figures["exact, evaluation"] + figures["exact, own group"]:
         assert loss <= 1e-12
         assert grads <= 1e-10
         assert state <= 1e-12
@@ -149,6 +157,51 @@ def test_group_of_one_rank_has_no_others(group_size):
     assert stack_ranks(torch.arange(2.0)).shape == (group_size, 2)
     distributed.shutdown()
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("group_size", [2], indirect=True)
+def test_layers_exchange_in_a_group_of_their_own(group_size, monkeypatch):
+    """In DDP's group each of a layer's small exchanges would wait behind a bucket of gradients."""
+    group, used = dist.new_group(), []
+    for name in ("all_reduce", "all_gather_into_tensor"):
+        real = getattr(dist, name)
+
+        def noted(*args, real=real, name=name, group=None, **options):
+            used.append((name, group))
+            return real(*args, group=group, **options)
+
+        monkeypatch.setattr(dist, name, noted)
+    use_layers_group(group)
+    layer, x = SyncBatchNorm(3), torch.randn(4, 3, 2, 2, requires_grad=True)
+    layer(x).sum().backward()
+    assert used == [("all_gather_into_tensor", group), ("all_reduce", group)]
+    used.clear()
+    sum_over_ranks(torch.ones(1))
+    assert used == [("all_reduce", None)]
+    distributed.shutdown()
+    assert layers_group() is None
+
+
+def test_layers_of_nccl_get_a_group_of_high_priority(monkeypatch):
+    made = []
+    for name, value in {**FULL, "RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NCCL_LAUNCH_ORDER_IMPLICIT", raising=False)
+    monkeypatch.setattr(distributed, "_rank_device", lambda *_: torch.device("cuda:0"))
+    monkeypatch.setattr(distributed, "die_with_parent", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: None)
+    monkeypatch.setattr(dist, "init_process_group", lambda backend, **options: made.append((backend, options)))
+    monkeypatch.setattr(dist, "new_group", lambda **options: made.append(("group", options)) or "the layers' group")
+    info = init_from_env(backend="nccl")
+    assert layers_group() == "the layers' group"
+    use_layers_group(None)
+    assert (info.backend, os.environ.pop("NCCL_LAUNCH_ORDER_IMPLICIT")) == ("nccl", "1")
+    (_, first), (_, second) = made
+    assert second["timeout"] == first["timeout"]
+    assert second["pg_options"].is_high_priority_stream
+    init_from_env(backend="gloo")
+    assert layers_group() is None
+    assert len(made) == 3
 
 
 def test_process_that_abandons_its_group_ends_at_once(monkeypatch):

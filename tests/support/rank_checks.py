@@ -29,6 +29,7 @@ from segapp.parallel import (
     tighten_timeout,
     wrap_ddp,
 )
+from segapp.parallel.exchange import use_layers_group
 from tests.support.parallel_cases import (
     IGNORE,
     Critic,
@@ -73,6 +74,15 @@ def exact_step(split: list[int], is_training: bool) -> list[float]:
         state_error(net, truth),
     )
     return worst(*errors)
+
+
+def step_in_own_group(split: list[int]) -> list[float]:
+    """`exact_step`, with the layers' exchanges in a process group of their own."""
+    use_layers_group(dist.new_group())
+    try:
+        return exact_step(split, True)
+    finally:
+        use_layers_group(None)
 
 
 def mean_of_means(split: list[int]) -> list[float]:
@@ -216,6 +226,7 @@ def main(path: str) -> None:
     results = {
         "exact, training": [exact_step(split, True) for split in splits],
         "exact, evaluation": [exact_step(split, False) for split in splits[:-1]],
+        "exact, own group": [step_in_own_group(splits[0])],
         "mean of means": [mean_of_means(split) for split in splits[:-1]],
         "accumulation": [accumulated_step(split) for split in splits[:1]],
         "no valid pixel": without_valid_pixels(),

@@ -136,7 +136,9 @@ class StepEngine:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
         self._begin()
         with self._rolled_back_if_left():
-            totals = self._totals(batches) if len(batches) > 1 else None
+            # A linear criterion's denominators follow from the targets: no rank waits between its passes for another.
+            is_shared = self.ranks.world_size > 1 and self.criterion.is_linear
+            totals = self._totals(batches) if len(batches) > 1 or is_shared else None
             sums: Statistics | None = None
             for number, batch in enumerate(batches, start=1):
                 if number > 1:
@@ -150,7 +152,7 @@ class StepEngine:
             self._mark("step")
             oom_failpoint("train.optimizer")
             with torch.no_grad():
-                if len(batches) > 1:  # a single micro-batch has the sums over all ranks already
+                if totals is not None:  # otherwise a single micro-batch has the sums over all ranks already
                     sums = self.ranks.sums(sums)
                 loss = self.criterion.finalize(sums)
                 terms = self.criterion.terms(sums)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import types
@@ -20,6 +21,7 @@ from segapp.config import LossConfig, OptimConfig
 from segapp.datasets.loader import Batch
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
+from segapp.memory.counters import IDLE
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import BalancedDataParallel
 from segapp.parallel.distributed import Ranks
@@ -104,6 +106,37 @@ def engine_of(
 
 def parameters(engine: StepEngine) -> list[Tensor]:
     return [p.detach().clone() for p in engine.model.parameters()]
+
+
+class NotedRanks(Ranks):
+    """One of two ranks; the other one has the same statistics. Exchanges are noted among the phases of the step."""
+
+    def __init__(self, order: list[str]) -> None:
+        super().__init__()
+        self.world_size, self._order = 2, order
+
+    def sums(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self._order.append("exchange")
+        return tuple(2 * tensor for tensor in tensors)
+
+
+@pytest.mark.parametrize(
+    ("criterion", "expected"),
+    [
+        (CriterionCE(), ["exchange", "forward", "loss", "backward", "step", "exchange", IDLE]),
+        (CriterionDice(), ["forward", "loss", "backward", "exchange", "step", IDLE]),
+    ],
+)
+def test_linear_loss_lets_no_rank_wait_between_its_passes(criterion: AdditiveCriterion, expected: list[str]) -> None:
+    """Its denominators follow from the targets; those of Dice need the logits of all ranks."""
+    order: list[str] = []
+    both = engine_of(copy.deepcopy(criterion), ranks=NotedRanks(order), mark=order.append)
+    alone = engine_of(copy.deepcopy(criterion))
+    results = [engine.step([batch(3, ignored=0.2)]) for engine in (both, alone)]
+    assert order == expected
+    assert float(results[0].loss) == pytest.approx(float(results[1].loss), rel=1e-6)
+    for mine, theirs in zip(parameters(both), parameters(alone), strict=True):
+        torch.testing.assert_close(mine, theirs)
 
 
 def test_normalizer_equals_the_formula() -> None:
