@@ -132,7 +132,9 @@ def test_linear_loss_lets_no_rank_wait_between_its_passes(criterion: AdditiveCri
     order: list[str] = []
     both = engine_of(copy.deepcopy(criterion), ranks=NotedRanks(order), mark=order.append)
     alone = engine_of(copy.deepcopy(criterion))
-    results = [engine.step([batch(3, ignored=0.2)]) for engine in (both, alone)]
+    own = batch(3, ignored=0.2)
+    whole = Batch(own.images.repeat(2, 1, 1, 1), own.target.repeat(2, 1, 1), tuple(range(6)))
+    results = [engine.step([part]) for engine, part in ((both, own), (alone, whole))]
     assert order == expected
     assert float(results[0].loss) == pytest.approx(float(results[1].loss), rel=1e-6)
     for mine, theirs in zip(parameters(both), parameters(alone), strict=True):
