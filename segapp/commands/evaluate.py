@@ -141,9 +141,9 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
         options=build_load_options(data, dataset, evaluators[0].settings.device, config.eval.batch_size),
         batch_size=config.eval.batch_size,
     )
-    loader.reads_windows = ensemble is None and evaluators[0].settings.reads_windows
+    reads_windows = ensemble is None and evaluators[0].settings.reads_windows
     with contextlib.closing(loader), progress_bar(len(dataset), "evaluating") as progress:
-        found = evaluate_on_devices(evaluators, loader, progress)
+        found = evaluate_on_devices(evaluators, loader.batches(reads_windows=reads_windows), progress)
     for note in found.notes:
         print(f"note: {printable(note)}", file=sys.stderr)
     names = [name if targets.count(name) == 1 else f"{name} ({at})" for at, name in enumerate(targets, start=1)]

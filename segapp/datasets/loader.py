@@ -120,9 +120,6 @@ class EvalLoader:
         rank: This process's rank, 0 to world_size - 1.
         world_size: Number of ranks, which share the data set.
 
-    Attributes:
-        reads_windows: Large TIFFs are not decoded, but returned as a `LargeBatch` each; false at first.
-
     Raises:
         DataError: With `batch_size` above 1, an image's header cannot be read.
         ValueError: batch_size, rank or world_size is out of range.
@@ -142,27 +139,31 @@ class EvalLoader:
         self.dataset = dataset
         indices = share_of(list(range(len(dataset))), rank, world_size)
         self._batches = _equal_size_batches(dataset, indices, batch_size)
-        self.reads_windows = False
         self._pool = BatchPool(dataset, options)
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch | LargeBatch]:
+        """Return all batches, large TIFFs decoded like other images."""
+        return self.batches(reads_windows=False)
+
+    def batches(self, *, reads_windows: bool) -> Iterator[Batch | LargeBatch]:
         """Return all batches; a new call ends a pass that is still being read.
+
+        Args:
+            reads_windows: Large TIFFs are not decoded, but returned as a `LargeBatch` each.
 
         Raises:
             DataError: A file cannot be used.
             WorkerError: A worker died, or no batch came within `timeout_s`.
         """
-        large = {batch[0] for batch in self._batches if self._is_read_in_windows(batch)}
+        alone = [batch[0] for batch in self._batches if reads_windows and len(batch) == 1]
+        large = {index for index in alone if self.dataset.is_large(index)}
         whole = self._pool.run(
             [[SampleKey(0, index) for index in batch] for batch in self._batches if batch[0] not in large]
         )
         return (self.dataset.large_batch(batch[0]) if batch[0] in large else next(whole) for batch in self._batches)
-
-    def _is_read_in_windows(self, batch: list[int]) -> bool:
-        return self.reads_windows and len(batch) == 1 and self.dataset.is_large(batch[0])
 
     def close(self) -> None:
         """Stop the workers."""

@@ -162,11 +162,10 @@ class Validation:
             host=self._host,
             other_devices=self._others,
         )
-        self.loader.reads_windows = settings.reads_windows
         ranks, count = self._engine.ranks, self._num_checks
         return evaluate(
             self.model,
-            self.loader,
+            self.loader.batches(reads_windows=settings.reads_windows),
             settings,
             check=check,
             progress=lambda num_own: progress(num_own * ranks.world_size),

@@ -56,9 +56,7 @@ else:
     dataset = build_dataset(config.data, scheme, "val", is_training=False, seed=0)
     inference = Inference(Normalizer((0.5,) * 3, (0.2,) * 3), window_px=(512, 512) if what == "windows" else None)
     settings = EvaluationSettings(inference, 3, 255, torch.device("cpu"), CriterionCE(), host=HostLimit(1))
-    loader = EvalLoader(dataset)
-    loader.reads_windows = getattr(settings, "reads_windows", False)
-    evaluate(Net(), loader, settings)
+    evaluate(Net(), EvalLoader(dataset).batches(reads_windows=settings.reads_windows), settings)
 print(json.dumps({"s": time.perf_counter() - start, "mib": (peak_kib() - before) / 1024}))
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -194,11 +195,10 @@ def test_large_tiff_in_parts_equals_the_decoded_whole(
     assert settings.reads_windows
     results = []
     for reads_windows in (False, True):
-        loader = EvalLoader(dataset)
-        loader.reads_windows = reads_windows
+        batches = partial(EvalLoader(dataset).batches, reads_windows=reads_windows)
         evaluator = Evaluator(BlurNet(), settings, with_images=True, with_boundary=True)
-        results.append((evaluate_on_devices([evaluator], loader), evaluate(BlurNet(), loader, settings).scores))
-        assert [type(each).__name__ == "LargeBatch" for each in loader] == [reads_windows, False, reads_windows]
+        results.append((evaluate_on_devices([evaluator], batches()), evaluate(BlurNet(), batches(), settings).scores))
+        assert [type(each).__name__ == "LargeBatch" for each in batches()] == [reads_windows, False, reads_windows]
     (whole, scores), (parts, scores_of_parts) = results
     assert torch.equal(parts.matrix, whole.matrix)
     assert all(torch.equal(parts.per_image[i], whole.per_image[i]) for i in range(3))
