@@ -139,7 +139,7 @@ def test_program_stops_a_training_and_chooses_its_events(tiny: dict[str, Any], t
     run = tmp_path / "run"
     result = train(small(tiny), run=run, on_event=stop_at_three, event_types=["step", "val"])
     assert (result.is_finished, result.step) == (False, 3)
-    assert result.reason.startswith("three are enough: a checkpoint was saved")
+    assert result.reason == "three are enough: a checkpoint was saved", "the banner adds how to resume it"
     assert seen == [("step", 1), ("step", 2), ("step", 3)]
     assert (result.val, len(result.history)) == (None, 0)
     again = train(resume=str(run))

@@ -332,7 +332,7 @@ def _run_in(
                 reason = trainer.fit()
             return end("finished", reason, 0)
         except StopRequest as stop:
-            outcome = "a checkpoint was saved; --resume continues from it"
+            outcome = "a checkpoint was saved"
             if not stage.is_saved:
                 outcome = "nothing was there to save yet"
             code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number

@@ -22,6 +22,7 @@ from segapp.run.events import (
 )
 from segapp.run.words import duration, printable
 from segapp.scores import HEADLINES, loss_text, scores_text
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 
 def iou_table(classes: Sequence[str], iou: Sequence[float | None]) -> list[str]:
@@ -77,7 +78,8 @@ class PlainReporter:
             case RunEnd():
                 self.close()
                 if event.status != "failed" or not self.is_error_shown:
-                    self._line(f"{event.status}: {printable(event.reason or '')}")
+                    again = "; --resume continues from it" if event.exit_code == EXIT_STOPPED_AND_SAVED else ""
+                    self._line(f"{event.status}: {printable(event.reason or '')}{again}")
 
     def close(self) -> None:
         """Remove the progress bar."""

@@ -170,10 +170,10 @@ class Watchdog:
         error = self._reason(place, silent_s)
         problem = self._save_problem(place, is_still)
         saved = f"saved at step {self._step()}" if problem is None else f"not saved ({problem})"
-        message = f"{error}; {saved}; --resume continues from the newest checkpoint"
+        message = f"{error}; {saved}"
         _within(_EMIT_S, lambda: self._emit(message, error.exit_code))
         with contextlib.suppress(OSError):
-            os.write(2, f"error: {message}\n".encode())
+            os.write(2, f"error: {message}; --resume continues from the newest checkpoint\n".encode())
         self._exit(error.exit_code)
         return True
 

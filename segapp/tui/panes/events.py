@@ -76,10 +76,10 @@ class EventsPane(Vertical):
         if new:
             self._list.add_options([drawable(self, log_content(line)) for line in new])
             self._list.show_newest_or(next((i for i, line in enumerate(lines) if kept and line[:3] == kept[:3]), None))
-        shown = self.group if self.group != "all" else ""
+        shown = f" {self.group}" if self.group != "all" else ""
         if wanted:
             shown += f" /{wanted} {len(lines)} of {len(view.log)}"
-        return Content.assemble(("4 Events ", "bold"), (shown, "$text-warning"))
+        return Content.assemble(("4 Events", "bold"), (shown, "$text-warning"))
 
     @property
     def selected(self) -> LogLine | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from segapp.run.events import Alert, Device, Event, RunStart, Step
+from segapp.run.events import Alert, Device, Event, RunEnd, RunStart, Step
 from segapp.training.telemetry.console import PlainReporter, iou_table
 
 START = RunStart(
@@ -55,6 +55,12 @@ def test_step_lines_are_throttled_except_the_last_of_an_epoch() -> None:
 def test_non_finite_loss_is_shown_as_such() -> None:
     assert "loss not finite" in lines(step(1, loss=None, skipped=3))[-1]
     assert "skipped 3" in lines(step(1, loss=None, skipped=3))[-1]
+
+
+def test_stop_with_a_checkpoint_says_how_to_continue() -> None:
+    end = RunEnd(status="stopped", reason="stopped by SIGINT: a checkpoint was saved", exit_code=75)
+    assert lines(end)[-1] == "stopped: stopped by SIGINT: a checkpoint was saved; --resume continues from it"
+    assert "--resume" not in lines(RunEnd(status="stopped", reason="stopped by SIGINT", exit_code=130))[-1]
 
 
 def test_hostile_names_send_no_control_codes() -> None:
