@@ -23,6 +23,9 @@ from segapp.losses.fused.pixel_sums import CrossEntropySums
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.views import View, check_views, first_logits, logit_bands, probability_bands
 
+ONE_HOT_BYTES = 32 << 20
+"""Bytes of the one-hot matrices by which pairs of classes are counted."""
+
 
 class Scores(NamedTuple):
     """Confusion matrix and loss sums of one pass over the upsampled logits; all may be summed over batches.
@@ -247,9 +250,12 @@ class _Counter:
         """Add a band of logits (m, C, R, W); return its target (m, 1, R, W)."""
         labels = self._target[images, None, rows]
         ids, valid = class_ids(labels, self._num_classes, self._options.ignore_index)
-        index = torch.where(valid, ids, self._num_classes)[:, 0] * self._num_classes + class_of_largest(values)
+        rows_of, columns_of = torch.where(valid, ids, self._num_classes)[:, 0], class_of_largest(values)
         counts, loss_sum, weight_sum = self.sums
-        _count(counts, index.flatten())
+        if counts.is_cpu:
+            counts += torch.bincount((rows_of * self._num_classes + columns_of).flatten(), minlength=counts.numel())
+        else:  # bincount would wait for the device
+            counts += count_pairs(rows_of, columns_of, self._num_classes + 1, self._num_classes).flatten()
         if with_loss:
             loss, pixels = self._losses(values, ids, valid)
             self.sums = counts, loss_sum + loss, weight_sum + pixels
@@ -292,12 +298,26 @@ def class_of_largest(values: Tensor) -> Tensor:
     return (C - 1) - is_largest.mul_(from_the_end).amax(1)
 
 
-def _count(counts: Tensor, indices: Tensor) -> None:
-    """Add 1 at each index; on a device without bincount, which would wait for it."""
-    if counts.is_cpu:
-        counts += torch.bincount(indices, minlength=counts.numel())
-    else:
-        counts.index_add_(0, indices, torch.ones_like(indices))
+def count_pairs(rows: Tensor, columns: Tensor, num_rows: int, num_columns: int) -> Tensor:
+    """Return how often each pair of ids occurs, int64 (num_rows, num_columns).
+
+    As products of one-hot matrices: atomic additions of a GPU would meet at the few pairs that most pixels have.
+    Products of zeros and ones are exact in TF32 too, and sums in float32 up to 2**24 pixels, which a part stays below.
+
+    Args:
+        rows: integer ids below `num_rows`, of any shape.
+        columns: integer ids below `num_columns`, of the same shape.
+        num_rows: of the result.
+        num_columns: of the result.
+    """
+    counts = torch.zeros(num_rows, num_columns, dtype=torch.int64, device=rows.device)
+    every_row = torch.arange(num_rows, device=rows.device)[:, None]
+    every_column = torch.arange(num_columns, device=rows.device)
+    part = min(1 << 24, max(1, ONE_HOT_BYTES // (4 * (num_rows + num_columns))))
+    with torch.autocast(rows.device.type, enabled=False):
+        for own_rows, own_columns in zip(rows.flatten().split(part), columns.flatten().split(part), strict=True):
+            counts += ((own_rows == every_row).float() @ (own_columns[:, None] == every_column).float()).long()
+    return counts
 
 
 def _empty_prediction(logits: Tensor, size: tuple[int, int]) -> Tensor:

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from segapp.losses import (
     CriterionCE,
     LogitsTile,
+    confusion,
     upsample_argmax,
     upsample_confusion,
     upsample_label_counts,
@@ -152,3 +153,18 @@ def test_uncovered_rows_and_unfit_views_are_refused():
         upsample_argmax([[]], (4, 4))
     with pytest.raises(ValueError, match="must agree"):
         upsample_argmax([torch.zeros(1, 2, 3, 3), torch.zeros(1, 3, 3, 3)], (4, 4))
+
+
+@pytest.mark.parametrize("part_bytes", [400, confusion.ONE_HOT_BYTES])
+@pytest.mark.parametrize("is_amp", [False, True])
+def test_pairs_of_classes_are_counted_exactly(part_bytes, is_amp, monkeypatch):
+    """Most pixels have one pair, as in pictures; bfloat16 would round counts above 256."""
+    monkeypatch.setattr(confusion, "ONE_HOT_BYTES", part_bytes)
+    rows, columns = torch.randint(0, 4, (2, 3, 41, 57)).unbind()
+    rows[:2], columns[:2] = 3, 1
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_amp):
+        counts = confusion.count_pairs(rows, columns.to(torch.uint8), 4, 5)
+    expected = torch.bincount((rows * 5 + columns).flatten(), minlength=20).view(4, 5)
+    assert counts.dtype == torch.int64
+    assert torch.equal(counts, expected)
+    assert int(counts[3, 1]) >= 2 * 41 * 57
