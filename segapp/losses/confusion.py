@@ -315,7 +315,9 @@ def count_pairs(rows: Tensor, columns: Tensor, num_rows: int, num_columns: int) 
     every_column = torch.arange(num_columns, device=rows.device)
     part = min(1 << 24, max(1, ONE_HOT_BYTES // (4 * (num_rows + num_columns))))
     with torch.autocast(rows.device.type, enabled=False):
-        for own_rows, own_columns in zip(rows.flatten().split(part), columns.flatten().split(part), strict=True):
+        for own_rows, own_columns in zip(
+            torch.split(rows.flatten(), part), torch.split(columns.flatten(), part), strict=True
+        ):
             counts += ((own_rows == every_row).float() @ (own_columns[:, None] == every_column).float()).long()
     return counts
 

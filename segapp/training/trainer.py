@@ -282,7 +282,7 @@ class Trainer:
 
     def _begin_epoch(self) -> None:
         """Apply the requested settings; they change here and nowhere else."""
-        self.safe_point.check()
+        self.safe_point.check(is_boundary=True)
         last_frozen = self.settings.freeze_epochs
         is_thawing = last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen
         requested = self.controller.settings_for_step(self.position.step, is_thawing=is_thawing)

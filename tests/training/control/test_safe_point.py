@@ -1,7 +1,8 @@
-"""How often the ranks meet: once per step, before it, and once between its micro-batches."""
+"""How often the ranks meet: once per step, before it, and between its micro-batches; less often if steps are fast."""
 
 from __future__ import annotations
 
+import types
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import pytest
 
 from segapp.parallel.distributed import Ranks
+from segapp.training.control import safe_point
+from segapp.training.control.safe_point import SafePoint
 from segapp.training.step.engine import StepEngine
 from tests.support.runs import merged, train
 
@@ -39,3 +42,62 @@ def test_ranks_meet_once_per_micro_batch(
     full = list(between[1:-1])
     assert full
     assert set(full) == {meetings}
+
+
+class Clock:
+    """Time that passes only between the calls of a test."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+class CountedRanks(Ranks):
+    """The main rank of two, whose other one asks for nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.world_size, self.num_polls = 2, 0
+
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        self.num_polls += 1
+        return flags
+
+    def from_main(self, value: Any) -> Any:
+        return value
+
+
+@pytest.mark.parametrize(
+    ("step_s", "expected"),
+    [(1.0, [1] * 6), (0.1, [1] * 6), (0.025, [1, 0, 0, 0, 1, 0]), (0.0001, [1, 0, 0, 0, 0, 0])],
+)
+def test_ranks_with_fast_steps_skip_the_same_polls(
+    monkeypatch: pytest.MonkeyPatch, step_s: float, expected: list[int]
+) -> None:
+    clock, ranks = Clock(), CountedRanks()
+    monkeypatch.setattr(safe_point, "time", clock)
+    requests = types.SimpleNamespace(is_paused=False, stop=None)
+    controller = types.SimpleNamespace(
+        requests=requests,
+        inbox=types.SimpleNamespace(has_commands=lambda: False),
+        take_checkpoint_request=lambda: False,
+    )
+    context = types.SimpleNamespace(
+        ranks=ranks,
+        device_memory=types.SimpleNamespace(report_progress=lambda: None),
+        signals=types.SimpleNamespace(is_set=False, take_checkpoint_request=lambda: False),
+    )
+    saver = types.SimpleNamespace(is_overdue=lambda: False)
+    point = SafePoint(context, controller, saver, None, None)  # type: ignore[arg-type]
+    polls = []
+    for number in range(6):
+        clock.now_s += step_s
+        before = ranks.num_polls
+        (point.check_within_step if number % 2 else point.check)()
+        polls.append(ranks.num_polls - before)
+    assert polls == expected
+    before = ranks.num_polls
+    point.check(is_boundary=True)
+    assert ranks.num_polls == before + 1
