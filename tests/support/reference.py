@@ -265,7 +265,7 @@ ENVIRONMENT = {
     "MASTER_PORT": "Set by torchrun: its port.",
     "OMP_NUM_THREADS": "CPU threads of each rank; `train` divides the processors among the ranks unless it is set.",
     "GLOO_SOCKET_IFNAME": "Network interface of gloo; `train` takes `lo` for ranks on one machine unless it is set.",
-    "NCCL_LAUNCH_ORDER_IMPLICIT": "`train` takes 1 in ddp unless it is set: SyncBatchNorm and DDP have an NCCL group each.",
+    "NCCL_LAUNCH_ORDER_IMPLICIT": "`train` takes 1 in ddp unless it is set: SyncBatchNorm has its own NCCL group.",
     "NCCL_SOCKET_IFNAME": "Network interface of NCCL; `train` takes `lo` for ranks on one machine unless it is set.",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "Seconds that torch's agent leaves ranks to save; set from `checkpoint.grace_s`.",
     "PYTORCH_CUDA_ALLOC_CONF": "Options of torch's CUDA allocator; if set, segapp adds no expandable segments.",
