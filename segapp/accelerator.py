@@ -144,8 +144,8 @@ class Gpu(Accelerator):
         return bool(self._torch.is_current_stream_capturing())
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-        """See the base class; the host does not wait."""
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
+        """See the base class; the host does not wait. The copy has the strides of a dense tensor."""
+        host = torch.empty_like(tensor, device="cpu", pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         return host, self._torch.current_stream(tensor.device).record_event().query
 

@@ -1,5 +1,6 @@
 """Copies of a training state: nested tensors and plain values, and the states of the random generators."""
 
+import contextlib
 import random
 import sys
 from collections import OrderedDict
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segapp.accelerator import GPUS
+from segapp.accelerator import GPUS, accelerator_of
 from segapp.compat.torch import STATE_DICT_METADATA
 
 # Not bytes: an empty one is pickled in a way that `weights_only` refuses to read.
@@ -31,14 +32,32 @@ def snapshot(state: Any) -> Any:
         TypeError: the state has another type, for example a numpy number; the message has its place and type.
     """
     copies: dict[tuple[Any, ...], Tensor] = {}
+    devices: set[torch.device] = set()
 
     def copy(tensor: Tensor) -> Tensor:
         key = _identity(tensor)
         if key not in copies:
-            copies[key] = tensor.detach().to("cpu", copy=True)
+            copies[key] = _copied(tensor.detach(), devices)
         return copies[key]
 
-    return _mapped(state, copy, "state")
+    copied = _mapped(state, copy, "state")
+    for device in devices:
+        accelerator_of(device).synchronize(device)
+    return copied
+
+
+def _copied(tensor: Tensor, devices: set[torch.device]) -> Tensor:
+    """Return a copy on the CPU; it is complete once the devices that are added to `devices` have done their work.
+
+    From a GPU into page-locked memory, so that the many tensors of a state do not wait for the GPU one by one.
+    """
+    accelerator = accelerator_of(tensor.device)
+    if accelerator.can_pin and tensor.layout is torch.strided:
+        with contextlib.suppress(RuntimeError):  # the host cannot lock so much memory
+            host, _ = accelerator.copy_to_host(tensor)
+            devices.add(tensor.device)
+            return host
+    return tensor.to("cpu", copy=True)
 
 
 def as_storable(state: Any) -> Any:

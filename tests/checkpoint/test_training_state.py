@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from segapp import failpoints
+from segapp.accelerator import Accelerator
 from segapp.checkpoint.snapshot import capture_rng, restore_rng, snapshot
 from segapp.checkpoint.training_state import (
     load_checkpoint,
@@ -250,6 +251,43 @@ def test_snapshot_is_equal_and_shares_no_memory(state):
 def test_any_snapshot_is_read_back_with_weights_only(tmp_path, state):
     save_checkpoint(tmp_path, {"model": {}, "any": state}, facts(1, 1))
     assert_same(load_checkpoint(tmp_path).state["any"], state)
+
+
+class LateCopies(Accelerator):
+    """A device whose copies to the host arrive when it is waited for; the host can lock memory for some of them."""
+
+    can_pin = True
+
+    def __init__(self, num_lockable):
+        super().__init__("cpu")
+        self.num_lockable, self.num_waits, self._late = num_lockable, 0, []
+
+    def copy_to_host(self, tensor):
+        if not self.num_lockable:
+            raise RuntimeError("CUDA error: out of memory")
+        self.num_lockable -= 1
+        host = torch.zeros_like(tensor)
+        self._late.append((host, tensor))
+        return host, lambda: False
+
+    def synchronize(self, device):
+        self.num_waits += 1
+        for host, tensor in self._late:
+            host.copy_(tensor)
+
+
+@pytest.mark.parametrize("num_lockable", [9, 1, 0])
+def test_snapshot_waits_for_its_device_once(num_lockable, monkeypatch):
+    device = LateCopies(num_lockable)
+    monkeypatch.setattr("segapp.checkpoint.snapshot.accelerator_of", lambda _: device)
+    weight = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    state = {"a": weight, "b": [weight, torch.arange(6).view(2, 3).t()], "c": 7}
+    copied = snapshot(state)
+    assert_same(copied, state)
+    assert copied["a"] is copied["b"][0]
+    assert copied["a"].stride() == weight.stride()
+    assert copied["a"].data_ptr() != weight.data_ptr()
+    assert device.num_waits == (num_lockable > 0)
 
 
 def test_snapshot_stays_fixed_and_keeps_shared_weights_shared():
