@@ -26,14 +26,9 @@ from segapp.memory.counters import (
 from segapp.memory.gpus import GpuPoller
 from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
+from tests.support.fake_smi import THREE_GPUS, fake_smi
 from tests.support.fault_table import case
 from tests.support.runs import events
-
-SMI = """\
-0, GPU-aaaa, 10, 24220, 4220, 20000, 535.1, Fast Card, 1, Disabled, Disabled, 50
-1, GPU-bbbb, [N/A], 24220, 1000, 23220, 535.1, Fast Card, 2, Disabled, Disabled, [N/A]
-2, GPU-cccc, 99, 11019, 11000, 19, 535.1, Small Card, 3, Disabled, Disabled, 80
-"""
 
 
 class Counters:
@@ -172,13 +167,6 @@ def test_peak_that_cannot_be_reset_is_reported_all_the_same(monkeypatch: pytest.
     assert tried == [Path("/proc/self/clear_refs")]  # not tried again
 
 
-def smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = folder / "nvidia-smi"
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
 def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
     run = RunFolder.create(path=folder / "run")
     infos = gpu_infos()
@@ -188,8 +176,8 @@ def monitored(folder: Path, gpus: GpuPoller) -> tuple[MemorySampler, RunFolder]:
 
 
 def test_three_gpus_are_matched_by_uuid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").write_text(SMI)
-    smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
+    (tmp_path / "out").write_text(THREE_GPUS)
+    fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     monitor, run = monitored(tmp_path, GpuPoller())
     with monitor:
         deadline = time.monotonic() + 30
@@ -229,7 +217,7 @@ def samples(run: RunFolder) -> list[dict[str, Any]]:
 def test_failing_or_hanging_nvidia_smi_loses_only_its_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str
 ) -> None:
-    smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
+    fake_smi(tmp_path, f"echo x >> {tmp_path / 'calls'}\n{script}", monkeypatch)
     monitor, run = monitored(tmp_path, GpuPoller(timeout_s=1.0, retry_s=60.0))
     began = time.monotonic()
     with monitor:

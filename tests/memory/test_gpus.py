@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 import threading
 import time
 from collections.abc import Callable
@@ -26,14 +25,8 @@ from segapp.memory.gpus import (
     query_gpus,
 )
 from segapp.run.events import OtherProcess
+from tests.support.fake_smi import THREE_GPUS, fake_smi
 from tests.support.fault_table import case
-
-LINES = """\
-0, GPU-aaaa, 10, 24220, 4220, 20000, 535.1, Fast Card, 1, Disabled, Disabled, 50
-1, GPU-bbbb, [N/A], 24220, 1000, 23220, 535.1, Fast Card, 2, Disabled, Disabled, [N/A]
-2, GPU-cccc, 99, 11019, 11000, 19, 535.1, Small Card, 3, Disabled, Disabled, 80
-"""
-
 
 AMD_STATIC = [
     {"gpu": 0, "asic": {"market_name": "Instinct MI210"}, "bus": {"bdf": "0000:0C:00.0"}},
@@ -74,16 +67,9 @@ def test_amd_smi_that_says_something_else_is_ignored(
     assert gpus.ask_amd_smi() == []
 
 
-def fake_smi(folder: Path, script: str, monkeypatch: pytest.MonkeyPatch, name: str = "nvidia-smi") -> None:
-    path = folder / name
-    path.write_text(f"#!/bin/sh\n{script}\n")
-    path.chmod(path.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setenv("PATH", f"{folder}{os.pathsep}{os.environ['PATH']}")
-
-
 @case("G01", how="nvidia-smi says [N/A]", passes="nothing known of that number")
 def test_three_gpus_are_parsed_one_without_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "out").write_text(LINES)
+    (tmp_path / "out").write_text(THREE_GPUS)
     fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     found = query_gpus()
     assert [gpu.uuid for gpu in found] == ["aaaa", "bbbb", "cccc"]
@@ -101,7 +87,7 @@ def test_three_gpus_are_parsed_one_without_numbers(tmp_path: Path, monkeypatch: 
 def test_cuda_visible_devices_limits_the_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None, count: int
 ) -> None:
-    fake_smi(tmp_path, f"printf '%s' '{LINES}'", monkeypatch)
+    fake_smi(tmp_path, f"printf '%s' '{THREE_GPUS}'", monkeypatch)
     assert count_visible_gpus({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == count
 
 
