@@ -108,6 +108,12 @@ def no_samples_problem(
     synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm) and layer.training]
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    running: list[str] = []
+    hooks = []
+    for name, layer in module.named_modules():
+        label = f"{type(layer).__name__} {name!r}" if name else type(layer).__name__
+        hooks.append(layer.register_forward_pre_hook(lambda *_, label=label: running.append(label)))
+        hooks.append(layer.register_forward_hook(lambda *_, label=label: running.remove(label)))
     try:
         for layer in synced:
             layer.eval()
@@ -116,9 +122,12 @@ def no_samples_problem(
                 found = loss(module(*(map_tensors(lambda tensor: tensor[:0], item) for item in inputs)))
             if found.requires_grad:
                 torch.autograd.grad(found, trained, allow_unused=True)
-    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError) as error:
-        return f"the network cannot train without samples ({str(error).partition(chr(10))[0]})"
+    except (RuntimeError, ValueError, TypeError, IndexError, ZeroDivisionError):
+        failed = running[-1] if running else "the loss or the backward pass"
+        return f"{failed} cannot compute a batch of 0 samples"
     finally:
+        for hook in hooks:
+            hook.remove()
         for layer in synced:
             layer.train()
         with torch.no_grad():
