@@ -1,17 +1,20 @@
 """Samples: an image and its target as tensors, a function of (seed, epoch, index) alone.
 
 Images have the type of their files, for uint8 a quarter of the bytes to transfer, and are normalised on the device.
+Large TIFFs of an evaluation are indexed like tensors, of which only the asked part is read.
 
 Shapes: H, W height and width in pixels; B bands, 3 for RGB.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 from typing import Any, Protocol
 
 import cv2
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.custom.loading import shown_error
@@ -19,7 +22,6 @@ from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.cache.pixel_cache import PixelCache
 from segapp.datasets.distances import with_distances
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown
-from segapp.datasets.images.large import LargeBatch, TensorOnDisk
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.windows import LARGE_PX, ImageWindows, MaskWindows, image_windows, mask_windows
@@ -53,6 +55,50 @@ class SampleTransform(Protocol):
     def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the transformed image (H, W, B) and mask (H, W)."""
         ...
+
+
+@dataclass(frozen=True)
+class TensorOnDisk:
+    """An image (1, B, H, W) or a target (1, H, W) on disk; `large[..., rows, columns]` is a tensor.
+
+    Attributes:
+        pixels: The image (H, W, B) or the mask (H, W), to be read in windows; or a mask that has been read.
+    """
+
+    pixels: ImageWindows | MaskWindows | NDArray[Any]
+
+    @property
+    def shape(self) -> torch.Size:
+        """As of a tensor."""
+        height, width, *bands = self.pixels.shape
+        return torch.Size((1, *bands, height, width))
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, key: tuple[EllipsisType, slice, slice]) -> Tensor:
+        """Return some rows and columns.
+
+        Raises:
+            DataError: They cannot be read.
+        """
+        part = torch.from_numpy(self.pixels[key[1:]])
+        return (part if part.dim() == 2 else part.permute(2, 0, 1).contiguous())[None]
+
+
+@dataclass(frozen=True)
+class LargeBatch:
+    """A batch of one large image.
+
+    Attributes:
+        images: (1, B, H, W), not normalised.
+        target: (1, H, W) train ids.
+        indices: Of the image in the data set.
+    """
+
+    images: TensorOnDisk
+    target: TensorOnDisk
+    indices: tuple[int, ...]
 
 
 class SegmentationDataset(torch.utils.data.Dataset[Sample]):

@@ -7,8 +7,7 @@ run was interrupted.
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from segapp.datasets.dataset import Sample, SegmentationDataset
-from segapp.datasets.images.large import LargeBatch, TensorOnDisk
+from segapp.datasets.dataset import LargeBatch, Sample, SegmentationDataset, TensorOnDisk
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,

@@ -11,10 +11,9 @@ import tifffile
 import torch
 
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.dataset import SegmentationDataset, TensorOnDisk
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images import windows as windows_module
-from segapp.datasets.images.large import TensorOnDisk
 from segapp.datasets.images.measure import _spread_pixels, measure_ranges
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Range
 from segapp.datasets.images.reading import read_image
