@@ -29,11 +29,6 @@ class SplitCheck:
     reasons: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def is_accepted(self) -> bool:
-        """True if the split can be used."""
-        return not self.reasons
-
 
 class RankSplit:
     """The split of every batch over ranks, the same on all of them; `gpu0_bsz` and `shares` may change between steps.
