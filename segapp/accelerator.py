@@ -1,6 +1,7 @@
 """Kinds of devices: the one place that asks torch about a GPU's memory, random states, streams and arithmetic.
 
-`accelerator_of` serves every device, `gpu_of` those with memory of their own. ROCm's devices are called "cuda" too. A
+`accelerator_of` serves every device, `gpu_of` those with memory of their own. ROCm's devices are called "cuda" too.
+`wide_sum` adds in float64, or in pairs of float32 where the device has no float64 (Apple's, and some of Intel's). A
 kind that is not in `ACCELERATORS`, such as the simulated devices of a memory plan, has no memory and no random states.
 """
 
@@ -42,6 +43,8 @@ class Accelerator:
 
     can_pin = False
     """Copies from page-locked memory of the host to the device are faster and asynchronous."""
+    can_replicate = True
+    """A training may use several devices, or processes."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -66,6 +69,10 @@ class Accelerator:
 
     def has_tf32(self, device: torch.device) -> bool:
         """Return True if the device can round the inputs of float32 products to TF32."""
+        return True
+
+    def has_float64(self, device: torch.device) -> bool:
+        """Return True if the device computes in float64."""
         return True
 
     def is_capturing(self) -> bool:
@@ -203,11 +210,106 @@ class Gpu(Accelerator):
         return self.has_bf16(device)
 
 
+class Xpu(Gpu):
+    """Intel's GPUs, whose module in torch has the names of CUDA's; Arc has no float64."""
+
+    can_replicate = False
+
+    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
+        """See the base class; without what other processes hold where the driver does not tell it."""
+        try:
+            return super().free_and_total_bytes(device)
+        except RuntimeError:
+            total_bytes = self.facts(device).total_bytes
+            return total_bytes - self.reserved_bytes(device), total_bytes
+
+    def has_bf16(self, device: torch.device) -> bool:
+        """See the base class."""
+        return True
+
+    def has_tf32(self, device: torch.device) -> bool:
+        """See the base class."""
+        return False
+
+    def has_float64(self, device: torch.device) -> bool:
+        """See the base class."""
+        return bool(self._torch.get_device_properties(device).has_fp64)
+
+
+class Mps(Gpu):
+    """Apple's GPUs: one device, which shares the memory of the host, without float64, streams and a peak of memory."""
+
+    can_pin = can_replicate = False
+    current, new_stream = Accelerator.current, Accelerator.new_stream
+    is_capturing, copy_to_host = Accelerator.is_capturing, Accelerator.copy_to_host
+
+    def is_available(self) -> bool:
+        """See the base class."""
+        return self.count() > 0
+
+    is_initialized = is_available
+
+    def current_index(self) -> int:
+        """See the base class."""
+        return 0
+
+    def facts(self, device: torch.device) -> GpuFacts:
+        """See the base class; the memory is what Metal recommends to use at most."""
+        return GpuFacts("Apple GPU", "", int(self._torch.recommended_max_memory()))
+
+    def synchronize(self, device: torch.device) -> None:
+        """See the base class."""
+        self._torch.synchronize()
+
+    def rng_state(self, device: torch.device) -> Tensor:
+        """See the base class."""
+        return self._torch.get_rng_state()  # type: ignore[no-any-return]
+
+    def set_rng_state(self, state: Tensor, device: torch.device) -> None:
+        """See the base class."""
+        self._torch.set_rng_state(state)
+
+    def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
+        """See the base class; without what other programs hold."""
+        total_bytes = self.facts(device).total_bytes
+        return total_bytes - self.reserved_bytes(device), total_bytes
+
+    def allocated_bytes(self, device: torch.device) -> int:
+        """See the base class."""
+        return int(self._torch.current_allocated_memory())
+
+    def reserved_bytes(self, device: torch.device) -> int:
+        """See the base class."""
+        return int(self._torch.driver_allocated_memory())
+
+    peak_reserved_bytes, pop_peak_bytes = reserved_bytes, allocated_bytes
+
+    def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
+        """See the base class."""
+        self._torch.set_per_process_memory_fraction(min(1.0, limit_bytes / self.facts(device).total_bytes))
+
+    def segments(self) -> list[dict[str, Any]]:
+        """Return no segments: Metal does not list them."""
+        return []
+
+    def has_bf16(self, device: torch.device) -> bool:
+        """See the base class."""
+        return bool(torch.backends.mps.is_macos_or_newer(14, 0))
+
+    def has_tf32(self, device: torch.device) -> bool:
+        """See the base class."""
+        return False
+
+    def has_float64(self, device: torch.device) -> bool:
+        """See the base class."""
+        return False
+
+
 _CPU = Accelerator("cpu")
 
 CUDA = Gpu("cuda", "nvidia-smi")
 
-GPUS = (CUDA,)
+GPUS = (CUDA, Xpu("xpu", "xpu-smi"), Mps("mps", "torch.backends.mps.is_built()"))
 """The kinds of devices with memory of their own."""
 
 ACCELERATORS: dict[str, Accelerator] = {each.kind: each for each in (_CPU, *GPUS)}
@@ -236,3 +338,46 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
         torch.set_rng_state(of_cpu)
         for device, state in states.items():
             gpus[device].set_rng_state(state, device)
+
+
+# ------------------------------------------------------------------------------------------------------------- sums
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return the widest floating-point type of a device: float64, or float32 where it has no float64."""
+    return torch.float64 if accelerator_of(device).has_float64(device) else torch.float32
+
+
+def wide(values: Tensor) -> Tensor:
+    """Return the values in float64; where the device has none, integers stay integers, and the others are float32."""
+    dtype = wide_dtype(values.device)
+    return values.to(dtype) if dtype == torch.float64 or values.is_floating_point() else values
+
+
+def wide_sum(values: Tensor, dim: int | None = None) -> Tensor:
+    """Return a sum as if it were made in float64, differentiable; over all dimensions where `dim` is None.
+
+    Returns:
+        float64. Where the device has none: int64 for integers and bools, exact; else float32, rounded once (6e-8 of
+        the sum, if the values have one sign).
+    """
+    if wide_dtype(values.device) == torch.float64:
+        return values.sum(dtype=torch.float64) if dim is None else values.sum(dim, dtype=torch.float64)
+    if not values.is_floating_point():
+        return values.sum(dim)
+    rounded = values.sum(dim, dtype=torch.float32)
+    correction = _sum_in_pairs(values.detach().float(), dim) - rounded.detach()
+    return rounded + correction  # both are exact, by Sterbenz's lemma
+
+
+def _sum_in_pairs(values: Tensor, dim: int | None) -> Tensor:
+    """Return a sum by halves: each addition keeps its rounding error (Knuth's two-sum), and the errors are added."""
+    high = values.flatten() if dim is None else values.movedim(dim, -1)
+    low = torch.zeros_like(high)
+    while high.shape[-1] > 1:
+        half = high.shape[-1] // 2
+        first, second, odd = high[..., :half], high[..., half : 2 * half], high[..., 2 * half :]
+        total = first + second
+        part = total - first
+        error = (first - (total - part)) + (second - part)
+        low = torch.cat([low[..., :half] + low[..., half : 2 * half] + error, low[..., 2 * half :]], -1)
+        high = torch.cat([total, odd], -1)
+    return (high + low).sum(-1)

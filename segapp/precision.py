@@ -13,6 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from segapp.accelerator import wide
 from segapp.compat.torch import BatchOrInstanceNorm, amp_update_scale_, foreach_copy_, foreach_mul_
 from segapp.errors import CheckpointError, accepted_words
 
@@ -134,7 +135,7 @@ class Precision:
     def unscale(self, gradients: Sequence[Tensor]) -> None:
         """Divide gradients by the scale, in place."""
         if self.scaler is not None and gradients:
-            inverse = self.scaler.scale.double().reciprocal().float()
+            inverse = wide(self.scaler.scale).reciprocal().float()
             for device in {g.device for g in gradients}:
                 foreach_mul_([g for g in gradients if g.device == device], inverse.to(device))
 

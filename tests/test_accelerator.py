@@ -6,11 +6,17 @@ import re
 import types
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from segapp.accelerator import ACCELERATORS, CUDA, accelerator_of, gpu_of
+from segapp.accelerator import ACCELERATORS, CUDA, Accelerator, accelerator_of, gpu_of, wide, wide_sum
+from segapp.build.devices import choose_devices, plan_devices
 from segapp.checkpoint.snapshot import capture_rng, restore_rng
+from segapp.config import RunConfig, validate_config
+from segapp.errors import ConfigError
 from segapp.memory.oom import is_out_of_memory
 from segapp.training.step.rollback import capture_torch_rng, restore_torch_rng, rng_fields
 from tests.support import ROOT
@@ -112,3 +118,157 @@ def test_only_kinds_with_memory_of_their_own_are_gpus(kind: str) -> None:
     assert gpu_of(device) is None
     assert accelerator_of(device) is ACCELERATORS["cpu"]
     assert gpu_of(torch.device("cuda:3")) is CUDA
+
+
+class NoFloat64(Accelerator):
+    """The CPU, but without float64."""
+
+    def has_float64(self, device: torch.device) -> bool:
+        return False
+
+
+@pytest.fixture
+def no_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(ACCELERATORS, "cpu", NoFloat64("cpu"))
+
+
+def numbers(size: int, digits: int, seed: int) -> torch.Tensor:
+    """Positive float32 numbers of very different sizes."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(size, generator=generator) * 10 ** (digits * torch.rand(size, generator=generator))
+
+
+SIZES = st.integers(0, 5000)
+
+
+@given(SIZES, st.integers(0, 12), st.integers(0, 1000))
+def test_pairs_of_float32_sum_to_1e7_of_float64(size: int, digits: int, seed: int) -> None:
+    values = numbers(size, digits, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ACCELERATORS, "cpu", NoFloat64("cpu"))
+        found = wide_sum(values)
+    assert found.dtype == torch.float32
+    assert float(found) == pytest.approx(float(values.sum(dtype=torch.float64)), rel=1e-7, abs=0)
+
+
+def test_pairs_are_needed_for_a_million_losses(no_float64: None) -> None:
+    """One after the other, float32 numbers add up to something else; the rest of a large sum is not lost."""
+    values = torch.cat([torch.tensor([2.0**24]), torch.full((2**20,), 0.5)])
+    assert float(wide_sum(values)) == float(values.sum(dtype=torch.float64))
+    one_by_one = np.add.accumulate(values.numpy())[-1]
+    assert float(one_by_one) != float(wide_sum(values))
+
+
+@given(st.integers(1, 6), st.integers(1, 50), st.integers(0, 1000), st.sampled_from([0, 1, -1]))
+def test_sums_along_a_dimension_and_their_gradient(rows: int, columns: int, seed: int, dim: int) -> None:
+    values = numbers(rows * columns, 6, seed).view(rows, columns).requires_grad_()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(ACCELERATORS, "cpu", NoFloat64("cpu"))
+        found = wide_sum(values, dim)
+    torch.testing.assert_close(found.double(), values.double().sum(dim), rtol=1e-7, atol=0)
+    (gradient,) = torch.autograd.grad(found.square().sum(), values)
+    torch.testing.assert_close(gradient, 2 * found.detach().unsqueeze(dim).expand_as(values), rtol=1e-6, atol=0)
+
+
+def test_counts_are_exact_integers_without_float64(no_float64: None) -> None:
+    valid = torch.ones(3, 5, dtype=torch.bool)
+    assert wide_sum(valid).dtype == wide(valid.sum()).dtype == torch.int64
+    assert int(wide_sum(valid)) == 15
+    assert wide(torch.ones(2, dtype=torch.float16)).dtype == torch.float32
+
+
+def test_losses_that_are_not_finite_stay_so(no_float64: None) -> None:
+    for bad in (torch.inf, torch.nan):
+        assert not torch.isfinite(wide_sum(torch.tensor([1.0, bad, 2.0])))
+
+
+class FakeMps(types.SimpleNamespace):
+    """torch.mps of a Mac: memory of the process, and one random state."""
+
+    state = torch.tensor([7], dtype=torch.uint8)
+
+    def device_count(self) -> int:
+        return 1
+
+    def recommended_max_memory(self) -> int:
+        return 1000
+
+    def driver_allocated_memory(self) -> int:
+        return 300
+
+    def current_allocated_memory(self) -> int:
+        return 200
+
+    def get_rng_state(self) -> torch.Tensor:
+        return self.state
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        self.state = state
+
+
+@pytest.fixture
+def mps(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch, "mps", FakeMps())
+    return torch.device("mps:0")
+
+
+def test_mps_is_one_device_with_the_memory_of_metal(mps: torch.device) -> None:
+    gpu = gpu_of(mps)
+    assert gpu is not None
+    assert gpu.devices() == [mps]
+    assert gpu.free_and_total_bytes(mps) == (700, 1000)
+    assert (gpu.allocated_bytes(mps), gpu.reserved_bytes(mps), gpu.pop_peak_bytes(mps)) == (200, 300, 200)
+    assert (gpu.can_pin, gpu.has_float64(mps), gpu.is_capturing()) == (False, False, False)
+    state = capture_rng()
+    torch.mps.set_rng_state(torch.tensor([1], dtype=torch.uint8))
+    restore_rng(state)
+    assert int(torch.mps.get_rng_state()) == 7
+
+
+def test_xpu_without_free_memory_counts_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drivers of some integrated GPUs do not tell what is free."""
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        raise RuntimeError("The device doesn't support querying the available free memory")
+
+    arc = types.SimpleNamespace(name="Intel Arc", total_memory=1000, has_fp64=False)
+    names = {"get_device_properties": lambda device: arc, "memory_reserved": lambda device: 100}
+    monkeypatch.setattr(torch, "xpu", types.SimpleNamespace(mem_get_info=mem_get_info, **names))
+    device = torch.device("xpu:0")
+    gpu = gpu_of(device)
+    assert gpu is not None
+    assert gpu.free_and_total_bytes(device) == (900, 1000)
+    assert not gpu.has_float64(device)
+
+
+def config_of(devices: list[str], mode: str) -> RunConfig:
+    parallel = {"devices": devices, "mode": mode}
+    return validate_config({"name": "x", "data": {"format": "camvid", "root": "."}, "parallel": parallel})
+
+
+@pytest.mark.parametrize("mode", ["single", "auto"])
+def test_mps_trains_alone(mps: torch.device, mode: str) -> None:
+    plan = plan_devices(config_of(["mps"], mode))
+    assert (plan.mode, plan.devices) == ("single", (mps,))
+
+
+@pytest.mark.parametrize(
+    ("devices", "mode"), [(["mps"], "dp"), (["mps"], "ddp"), (["mps", "cpu"], "model"), (["mps", "mps"], "auto")]
+)
+def test_mps_works_with_no_other_device(mps: torch.device, devices: list[str], mode: str) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.mode = \w+ on mps:0.*: use single, with one device") as caught:
+        plan_devices(config_of(devices, mode))
+    assert caught.value.key == "parallel.mode"
+
+
+@pytest.mark.parametrize("device", ["mps", "xpu:0"])
+def test_gpu_that_torch_does_not_see_is_refused(device: str) -> None:
+    with pytest.raises(ConfigError, match=f"parallel.devices: device '{device}': no .* device is visible here"):
+        choose_devices(device)
+
+
+def test_auto_names_a_gpu_that_it_does_not_take(mps: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    devices, reason = choose_devices("auto")
+    assert devices == [torch.device("cpu")]
+    assert "parallel.devices=mps trains on its GPU, untested" in reason

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from segapp.accelerator import CUDA
+from segapp.accelerator import ACCELERATORS, CUDA, GPUS, accelerator_of
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
@@ -58,6 +58,14 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
     elif mode == "auto":
         mode, mode_reason = auto_mode(config, len(devices), _against_ddp(devices, is_one_process=is_one_process))
     check_mode(config, mode)
+    alone = [device for device in devices if not accelerator_of(device).can_replicate]
+    if alone and mode != "single":
+        raise ConfigError(
+            f"parallel.mode = {mode} on {_names(alone)}: only CUDA and CPU devices work together: use single, with one "
+            "device in parallel.devices",
+            key="parallel.mode",
+            value=mode,
+        ).see("several-gpus")
     if is_launched() and mode != "ddp":
         raise ConfigError(
             f"parallel.mode = {mode} under torchrun: use ddp or auto, or start segapp without torchrun",
@@ -85,7 +93,7 @@ def _against_ddp(devices: Sequence[torch.device], *, is_one_process: bool) -> st
     return None
 
 
-_DEVICES = ("cpu", "cuda", "auto")
+_DEVICES = (*ACCELERATORS, "auto")
 
 
 def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.device], str]:
@@ -96,7 +104,9 @@ def choose_devices(requested: str | Sequence[int | str]) -> tuple[list[torch.dev
     """
     if requested == "auto":
         if not CUDA.is_available():
-            return [torch.device("cpu")], "no CUDA device is visible: training on the CPU"
+            others = [gpu.kind for gpu in GPUS if gpu.is_available()]
+            hint = f"; parallel.devices={others[0]} trains on its GPU, untested" if others else ""
+            return [torch.device("cpu")], f"no CUDA device is visible: training on the CPU{hint}"
         indices, reason = order_by_free_memory(cuda_uuids(), query_gpus())
         return [torch.device(CUDA.kind, index) for index in indices], reason
     named = [requested] if isinstance(requested, str) else list(requested)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from segapp.accelerator import GPUS, accelerator_of
+from segapp.accelerator import CUDA, GPUS, accelerator_of
 from segapp.compat.torch import STATE_DICT_METADATA
 
 # Not bytes: an empty one is pickled in a way that `weights_only` refuses to read.
@@ -102,7 +102,8 @@ def capture_rng() -> dict[str, Any]:
         "python": [version, list(numbers), gauss],
         "numpy": [str(legacy[0]), np.asarray(legacy[1]).tolist(), *_plain_tail(legacy[2:])],
         "torch": torch.get_rng_state(),
-        **{gpu.kind: [gpu.rng_state(device) for device in gpu.devices()] for gpu in GPUS},
+        CUDA.kind: [],
+        **{gpu.kind: [gpu.rng_state(device) for device in gpu.devices()] for gpu in GPUS if gpu.count()},
     }
 
 

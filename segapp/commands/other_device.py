@@ -25,7 +25,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 ELSEWHERE = "meta"
 """The name of the other device: one that every torch knows, and for which no code of users has a branch."""
 
-_TAKE_BOTH = ("aten::_to_copy", "aten::copy_", "aten::index", "aten::index_put", "aten::index_put_")
+_TAKE_BOTH = ("_to_copy", "copy_", "index", "index_put", "index_put_")
 """Operators that take tensors of two devices: copies, and indices on the CPU."""
 
 
@@ -87,7 +87,7 @@ class _OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
             kwargs["device"] = torch.device("cpu") if is_moved else kwargs["device"]
         here, named = tree_map_only(_Elsewhere, lambda value: value.stored, (args, kwargs))
         out = func(*here, **named)
-        if not is_moved:
+        if not is_moved or out is None:  # None from `_foreach_` and `_fused_` operators
             return out
         changed = [
             args[place] if place < len(args) else kwargs.get(argument) for place, argument in written_arguments(func)

@@ -326,7 +326,7 @@ class ParallelConfig(Section):
     """auto: single on one device, one process per GPU (ddp) on several, dp if gpu0_bsz or shares is set; another one if
     the config asks for something that works there only."""
     devices: str | list[int | str] = "auto"
-    """auto, one device ("cuda:1"), or a list ([0, 1], [cpu, cpu])."""
+    """auto, one device ("cuda:1", "mps", "xpu"), or a list ([0, 1], [cpu, cpu])."""
     gpu0_bsz: Count | Literal["auto"] | None = None
     """Images of a batch on the first device (dp, ddp); null: even split; 0: weights only; auto: balanced by memory."""
     shares: list[Count] | None = None

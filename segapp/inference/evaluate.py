@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.accelerator import accelerator_of
+from segapp.accelerator import accelerator_of, wide_dtype
 from segapp.compat.torch import dispatch_modes
 from segapp.failpoints import failpoint
 from segapp.inference.sliding import Inference
@@ -153,7 +153,7 @@ class EvaluationCounts:
     def add_statistics(self, statistics: Sequence[Tensor]) -> None:
         """Add loss statistics alone."""
         for own, new in zip(self._statistics, statistics, strict=True):
-            own += new
+            own += new.to(own.device)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all sums as views: to add to them changes these counts."""
@@ -183,6 +183,8 @@ class EvaluationCounts:
 def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
     """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
 
+    They are on the device, or on the host where the device has no float64.
+
     A rank without images takes part in the sum over ranks, for which every rank needs the same shapes and types.
     """
     criterion = settings.criterion
@@ -191,7 +193,9 @@ def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
     logits = torch.zeros(1, settings.num_classes, 1, 1, device=settings.device)
     shape = (1, 1 + settings.num_classes, 1, 1) if criterion.needs_distances else (1, 1, 1)
     target = torch.full(shape, settings.ignore_index, dtype=torch.int16, device=settings.device)
-    return tuple(torch.zeros_like(s, dtype=torch.float64) for s in criterion.statistics((logits,), target))
+    device = settings.device if wide_dtype(settings.device) == torch.float64 else torch.device("cpu")
+    statistics = criterion.statistics((logits,), target)
+    return tuple(torch.zeros_like(s, dtype=torch.float64, device=device) for s in statistics)
 
 
 @torch.no_grad()

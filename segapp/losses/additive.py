@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.accelerator import wide_sum
+
 Statistics = tuple[Tensor, ...]
 """Tensors that may be summed: differentiable sums in float32 or better, counts in float64."""
 
@@ -196,7 +198,7 @@ class PlainCriterion(MeanCriterion):
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of valid pixels, a float64 scalar."""
-        return (target != self.ignore_index).sum(dtype=torch.float64)
+        return wide_sum(target != self.ignore_index)
 
 
 class HeadCriterion(AdditiveCriterion):

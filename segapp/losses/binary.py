@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.accelerator import wide_sum
 from segapp.losses.additive import MeanCriterion
 from segapp.losses.fused.checks import as_class_weight, check_label_smoothing, has_values, own_classes
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
@@ -42,7 +43,7 @@ class BinaryCrossEntropySum:
         factor = None if self.pos_weight == 1 else values.new_full((), self.pos_weight)
         losses = F.binary_cross_entropy_with_logits(values, own, reduction="none", pos_weight=factor)
         losses = mean_over_classes(losses, self.weight)
-        return (torch.where(valid, losses, 0.0).sum(dtype=torch.float64).to(values.dtype),)
+        return (wide_sum(torch.where(valid, losses, 0.0)).to(values.dtype),)
 
 
 def mean_over_classes(losses: Tensor, weight: Tensor | None) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segapp.accelerator import wide_sum
 from segapp.losses.additive import MeanCriterion, labels_of
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
 from segapp.losses.fused.reference import target_weight_sum
@@ -44,7 +45,7 @@ class BoundarySum:
         """See `PixelSums`; here `ids` are the squared distances of each class."""
         probability = torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)
         products = (probability * signed_distance(ids, values.dtype)).mean(1, keepdim=True)
-        return (torch.where(valid, products, 0.0).sum(dtype=torch.float64).to(values.dtype),)
+        return (wide_sum(torch.where(valid, products, 0.0)).to(values.dtype),)
 
 
 class CriterionBoundary(MeanCriterion):

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from segapp.accelerator import wide_dtype
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, CrossEntropyTerms
 from segapp.losses.fused.checks import check_inputs, check_label_smoothing, check_target_range, class_ids, own_classes
@@ -243,7 +244,7 @@ class _Counter:
         self._target, self._options, self._num_classes = target, options, like.shape[1]
         self._losses = CrossEntropySums(weight, options.label_smoothing)
         counts = torch.zeros((self._num_classes + 1) * self._num_classes, dtype=torch.int64, device=like.device)
-        loss_sum, weight_sum = torch.zeros(2, dtype=torch.float64, device=like.device)
+        loss_sum, weight_sum = torch.zeros(2, dtype=wide_dtype(like.device), device=like.device)
         self.sums: PartSums = counts, loss_sum, weight_sum
 
     def add(self, images: slice, rows: slice, values: Tensor, with_loss: bool) -> Tensor:

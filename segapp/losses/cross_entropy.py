@@ -13,6 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from segapp.accelerator import wide_dtype
 from segapp.losses.additive import MeanCriterion
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
 from segapp.losses.fused.checks import (
@@ -266,7 +267,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor]:
     dtype = compute_dtype(logits)
     gradient = logits.new_empty(logits.shape if with_gradient else (0,), dtype=dtype)
-    return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=torch.float64), gradient
+    return logits.new_empty((), dtype=dtype), logits.new_empty((), dtype=wide_dtype(logits.device)), gradient
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -344,5 +345,5 @@ class CriterionCE(MeanCriterion):
     def denominator(self, target: Tensor) -> Tensor:
         """Return the weight sum; for a target of probabilities (N, C, H, W) the number of pixels."""
         if target.is_floating_point():
-            return torch.tensor(float(target[:, 0].numel()), dtype=torch.float64, device=target.device)
+            return torch.tensor(target[:, 0].numel(), dtype=wide_dtype(target.device), device=target.device)
         return target_weight_sum(target, self.ignore_index, self.weight)

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.accelerator import wide_dtype
 from segapp.losses.additive import AdditiveCriterion, Statistics, reciprocal_or_zero
 
 
@@ -108,13 +109,12 @@ class CriterionDistilled(AdditiveCriterion):
         2.0
     """
 
-    factors: Tensor
-
     def __init__(self, task: AdditiveCriterion, factors: Mapping[str, float]) -> None:
         super().__init__()
         self._task = task
         self.names = tuple(factors)
-        self.register_buffer("factors", torch.tensor(list(factors.values()), dtype=torch.float64), persistent=False)
+        # No buffer, because not every device has float64.
+        self._factors = torch.tensor(list(factors.values()), dtype=torch.float64)
         self.is_linear = task.is_linear
         self.num_statistics = task.num_statistics + 2
 
@@ -126,12 +126,12 @@ class CriterionDistilled(AdditiveCriterion):
     def statistics(self, outputs: Any, target: Tensor) -> Statistics:
         """Return the task's statistics, the terms' sums (terms,) and the number of images."""
         heads, values = outputs[:2]
-        count = torch.tensor(len(values), dtype=torch.float64, device=values.device)
+        count = torch.tensor(len(values), dtype=wide_dtype(values.device), device=values.device)
         return (*self._task.statistics(heads, target), values.sum(0), count)
 
     def target_statistics(self, target: Tensor) -> Statistics:
         """Return the task's target statistics, terms' sums of 0 and the number of images."""
-        count = torch.tensor(len(target), dtype=torch.float64, device=target.device)
+        count = torch.tensor(len(target), dtype=wide_dtype(target.device), device=target.device)
         sums = torch.zeros(len(self.names), device=target.device)
         return (*self._task.target_statistics(target), sums, count)
 
@@ -142,7 +142,9 @@ class CriterionDistilled(AdditiveCriterion):
     def finalize(self, totals: Statistics) -> Tensor:
         """Return the task's loss + the sum over the terms of weight x mean."""
         task = self._task.finalize(totals[:-2])
-        return task + (_means(totals) * self.factors.to(totals[-2].device)).sum().to(task)
+        device = totals[-2].device
+        factors = self._factors.to(device, wide_dtype(device), non_blocking=True)
+        return task + (_means(totals) * factors).sum().to(task)
 
 
 def _means(totals: Statistics) -> Tensor:

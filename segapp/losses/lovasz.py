@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from segapp.accelerator import wide, wide_dtype, wide_sum
 from segapp.losses.additive import MeanCriterion
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager, valid_pixels
@@ -66,7 +67,7 @@ def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tens
     error = torch.where(valid, (own.to(probability.dtype) - probability.detach()).abs(), -1.0)
     ranked, order = error.sort(dim=-1, descending=True, stable=True)
     slopes = jaccard_slopes(own.gather(-1, order), valid.sum(-1, keepdim=True), error.dtype)
-    return (ranked * slopes).sum(-1, dtype=torch.float64), torch.empty_like(error).scatter_(-1, order, slopes)
+    return wide_sum(ranked * slopes, -1), torch.empty_like(error).scatter_(-1, order, slopes)
 
 
 def own_pixels(ids: Tensor, valid: Tensor, classes: slice) -> Tensor:
@@ -84,7 +85,7 @@ def class_shares(is_present: Tensor, valid: Tensor, classes: str) -> Tensor:
         classes: "present" or "all".
     """
     counted = valid.any(-1, keepdim=True).expand_as(is_present) if classes == "all" else is_present
-    return counted.double() / counted.sum(-1, keepdim=True).clamp_min(1)
+    return counted.to(wide_dtype(counted.device)) / counted.sum(-1, keepdim=True).clamp_min(1)
 
 
 def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str) -> Tensor:
@@ -113,7 +114,7 @@ class _LovaszOfBatch(torch.autograd.Function):
         ctx: Any, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str
     ) -> Tensor:
         with_gradient = bool(ctx.needs_input_grad[0])
-        total = torch.zeros((), dtype=torch.float64, device=logits.device)
+        total = torch.zeros((), dtype=wide_dtype(logits.device), device=logits.device)
         gradients = []
         image_bytes = logits.shape[1] * target[0].numel() * compute_dtype(logits).itemsize
         step = max(1, HELD_BYTES // image_bytes)
@@ -161,7 +162,7 @@ class _Images:
         """Return the sum of the images' losses, float64; with gradient `held` becomes p_c g_c, g the slopes."""
         is_present = [own_pixels(self.ids, self.valid, chunk).any(-1) for chunk in self.chunks]
         shares = class_shares(torch.cat(is_present, 1), self.valid, classes)
-        total = torch.zeros((), dtype=torch.float64, device=self.held.device)
+        total = torch.zeros((), dtype=wide_dtype(self.held.device), device=self.held.device)
         for chunk in self.chunks:
             own, probability = own_pixels(self.ids, self.valid, chunk), self.held[:, chunk].flatten(2)
             loss, slopes = sorted_slopes(probability, own, self.valid.unsqueeze(1))
@@ -228,4 +229,4 @@ class CriterionLovasz(MeanCriterion):
 
     def denominator(self, target: Tensor) -> Tensor:
         """Return the number of images with a valid pixel."""
-        return valid_pixels(target, self.ignore_index).flatten(1).any(1).sum().to(torch.float64)
+        return wide(valid_pixels(target, self.ignore_index).flatten(1).any(1).sum())

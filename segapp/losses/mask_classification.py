@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.accelerator import wide_dtype
 from segapp.losses.additive import AdditiveCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.cross_entropy import CriterionCE
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_simulated
@@ -120,7 +121,7 @@ class CriterionMaskClassification(AdditiveCriterion):
         ids, valid = class_ids(target.flatten(1), self.num_classes, self.ignore_index)
         present = torch.zeros(len(ids), self.num_classes + 1, dtype=torch.bool, device=target.device)
         present.scatter_(1, torch.where(valid, ids, self.num_classes), True)
-        num_masks = present[:, :-1].sum(1).clamp_max(self.num_queries).double()
+        num_masks = present[:, :-1].sum(1).clamp_max(self.num_queries).to(wide_dtype(target.device))
         weights = num_masks + self.no_object * (self.num_queries - num_masks)
         zero = torch.zeros((), device=target.device)
         return zero, zero, zero, num_masks.sum(), torch.where(num_masks > 0, weights, 0.0).sum()

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segapp.accelerator import wide_dtype
 from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.fused.checks import as_class_weight
 from segapp.losses.fused.pixel_sums import PixelOptions, pixel_cross_entropy, upsampled_sums
@@ -45,7 +46,8 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
     pixels are in one bin. A bin is spread over columns, because equal indices are added one after the other.
 
     Args:
-        terms: (P,) each, float64; other dtypes are added in parallel on the CPU, in any order.
+        terms: (P,) each, float64; other dtypes are added in parallel on the CPU, in any order. Where the device has
+            no float64, each column of a bin is added in float32.
         bins: (P,) int64.
         num_bins: number of bins.
         num_columns: columns of a bin.
@@ -86,8 +88,8 @@ class HardnessHistogram:
         """See `PixelSums`."""
         nll = pixel_cross_entropy(values, ids)
         bins = self.bins(nll).flatten()
-        count = valid.double()
-        weight = count if self.weight is None else self.weight.to(nll.device, torch.float64)[ids] * valid
+        count = valid.to(wide_dtype(nll.device))
+        weight = count if self.weight is None else self.weight.to(nll.device, count.dtype)[ids] * valid
         terms = [torch.where(valid, weight * nll, 0.0).flatten(), count.flatten()]
         if self.weight is not None:
             terms.append(weight.flatten())

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from segapp.accelerator import wide, wide_sum
 from segapp.losses.additive import HeadCriterion, Statistics, reciprocal_or_zero
 from segapp.losses.fused.checks import own_classes
 from segapp.losses.fused.pixel_sums import PixelOptions, upsampled_sums
@@ -30,7 +31,7 @@ class OverlapSums:
         probability = (torch.sigmoid(values) if self.multilabel else torch.softmax(values, 1)) * valid
         own = own_classes(ids, values.shape[1], multilabel=self.multilabel) & valid
         intersection = torch.where(own, probability, 0.0).sum((0, 2, 3))
-        return intersection, probability.sum((0, 2, 3)), own.sum((0, 2, 3)).to(torch.float64)
+        return intersection, probability.sum((0, 2, 3)), wide(own.sum((0, 2, 3)))
 
 
 class _OverlapCriterion(HeadCriterion):
@@ -72,7 +73,7 @@ class _OverlapCriterion(HeadCriterion):
         intersection, mass, count = totals
         counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
         losses = torch.where(counted, self.class_losses(intersection, mass, count), 0.0)
-        return (losses.sum() * reciprocal_or_zero(counted.sum(dtype=torch.float64))).to(intersection.dtype)
+        return (losses.sum() * reciprocal_or_zero(wide_sum(counted))).to(intersection.dtype)
 
 
 class CriterionDice(_OverlapCriterion):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 from torch import Tensor, nn
 
+from segapp.accelerator import wide
 from segapp.compat.torch import BatchNorm, foreach_lerp_, is_replica, module_slots
 from segapp.parallel.exchange import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
 from segapp.parallel.rendezvous import ReplicaContext, current_replica
@@ -85,7 +86,7 @@ def join_moments(rows_PK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Returns:
         The means (C,), the sums of squared deviations (C,), the count (1,).
     """
-    rows_PK = rows_PK if rows_PK.device.type == "mps" else rows_PK.double()
+    rows_PK = wide(rows_PK)
     num_channels = rows_PK.size(1) // 2
     means_PC, deviations_PC, counts_P1 = rows_PK.split_with_sizes([num_channels, num_channels, 1], dim=1)
     count_1 = counts_P1.sum(0)

@@ -139,7 +139,7 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
                 act()
 
 
-@pytest.mark.parametrize("device", ["mps", "xpu:0", "meta", "foo"])
+@pytest.mark.parametrize("device", ["mtia", "hpu:0", "meta", "foo"])
 def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
     for value in (device, [device]):
         with pytest.raises(

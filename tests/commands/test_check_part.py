@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from segapp.__main__ import main
 from segapp.commands.check_part import check_part, tried
-from segapp.commands.other_device import follows
+from segapp.commands.other_device import LeftBehindError, elsewhere, follows
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
 from tests.support import ROOT
@@ -313,3 +313,12 @@ def Net(num_classes):
 def falling(total_steps):
     return lambda step: 1 - step / total_steps / 2
 """
+
+
+def test_copies_and_indices_may_come_from_the_cpu() -> None:
+    with elsewhere() as device:
+        values = torch.zeros(3).to(device)
+        values.copy_(torch.tensor([1.0, 2.0, 3.0]))
+        assert values[torch.tensor([2, 0])].tolist() == [3.0, 1.0]
+        with pytest.raises(LeftBehindError, match="add has inputs on two devices"):
+            values + torch.ones(3)

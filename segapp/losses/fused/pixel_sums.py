@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.accelerator import wide, wide_sum
 from segapp.losses.fused.bands import Band, sweep_bands
 from segapp.losses.fused.checks import check_inputs, check_target_range, class_ids, is_eager
 from segapp.losses.fused.reference import compute_dtype, sum_of_cross_entropy, upsample
@@ -137,7 +138,7 @@ class _BandedSums(torch.autograd.Function):
             totals: list[Tensor] = []
             for band in bands:
                 read = options.read(_part_of(target, band), logits.shape[1])
-                sums = [entry.double() for entry in function(band.values, *read)]
+                sums = [wide(entry) for entry in function(band.values, *read)]
                 totals = [total + entry for total, entry in zip(totals, sums, strict=True)] if totals else sums
             return totals
 
@@ -205,5 +206,5 @@ class CrossEntropySums:
         weight = None if self.weight is None else self.weight.to(values.device, values.dtype)
         marked = torch.where(valid, ids, -100).squeeze(1)
         loss = sum_of_cross_entropy(values, marked, weight, self.label_smoothing)
-        count = valid.sum(dtype=torch.float64) if weight is None else (weight.double()[ids] * valid).sum()
+        count = wide_sum(valid) if weight is None else wide_sum(wide(weight)[ids] * valid)
         return loss, count

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from segapp.accelerator import wide, wide_dtype, wide_sum
 from segapp.losses.fused.checks import class_ids, has_values, valid_pixels
 from segapp.losses.fused.grid import dense_matrices, products_are_exact
 
@@ -52,12 +53,12 @@ def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) 
         weight: (C,), or None for 1.
     """
     if weight is None:
-        return valid_pixels(target, ignore_index).sum().to(torch.float64)
+        return wide(valid_pixels(target, ignore_index).sum())
     ids, valid = class_ids(target, weight.numel(), ignore_index)
     if target.is_cpu and has_values(target):
         counts = torch.bincount(ids[valid], minlength=weight.numel())
         return (counts * weight.to("cpu", torch.float64)).sum()
-    return (weight.to(target.device, torch.float64)[ids] * valid).sum()
+    return wide_sum(weight.to(target.device, wide_dtype(target.device))[ids] * valid)
 
 
 def cross_entropy_sums(
@@ -102,7 +103,7 @@ def sum_of_cross_entropy(
     losses = F.cross_entropy(
         values, ids, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing
     )
-    return losses.sum(dtype=torch.float64).to(values.dtype)
+    return wide_sum(losses).to(values.dtype)
 
 
 def soft_cross_entropy_sums(
@@ -116,4 +117,4 @@ def soft_cross_entropy_sums(
         values, target.to(values.dtype), weight=weight, reduction="sum", label_smoothing=label_smoothing
     )
     pixels = target.shape[0] * target.shape[2] * target.shape[3]
-    return loss_sum, torch.tensor(float(pixels), dtype=torch.float64, device=logits.device)
+    return loss_sum, torch.tensor(pixels, dtype=wide_dtype(logits.device), device=logits.device)

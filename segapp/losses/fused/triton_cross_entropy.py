@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from segapp.accelerator import accelerator_of
+from segapp.accelerator import accelerator_of, wide_sum
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
@@ -127,7 +127,7 @@ def cross_entropy_by_triton(
         _launch(logits.detach(), target, weight, options, (partial, loss, count, bad), gradient)
         bounds = bounds_of_bad_ids(bad.sum(), target, C, options.ignore_index)
     poison = poison_of(bounds) if is_capturing(target) else report_range(bounds, C, options.ignore_index)
-    return loss.sum(dtype=torch.float64) + poison, count.sum(dtype=torch.float64), gradient
+    return wide_sum(loss) + poison, wide_sum(count), gradient
 
 
 @contextlib.contextmanager

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from segapp.accelerator import wide_dtype
 from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError
 from segapp.inference.normalize import NormalizedInput, Normalizer
@@ -115,7 +116,7 @@ class CriticTrainer(StepParticipant):
 
     def backward(self, batches: Sequence[Batch]) -> None:
         """Compute the gradient of the critic's loss over all micro-batches of the step and all ranks."""
-        own = torch.tensor([len(batch.indices) for batch in batches], dtype=torch.float64, device=self.device)
+        own = torch.tensor([len(batch.indices) for batch in batches], dtype=wide_dtype(self.device), device=self.device)
         (counts,) = self.ranks.sums((own,))
         per_image, shares = self.ranks.world_size / counts.sum(), counts / counts.sum()
         distances, penalties = [], []
