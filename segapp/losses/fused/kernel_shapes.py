@@ -25,7 +25,7 @@ class BlockShape:
     """Block sizes of the loss kernel.
 
     With them at most six registers (24 bytes) are spilled, and mostly none, for Triton 3.6 and 3.9 on compute
-    capabilities 7.5 to 9.0 (`python -m tests.support.gpu.kernel_usage`), except at scales below 3: there the product
+    capabilities 7.5 to 12.0 (`python -m tests.support.gpu.kernel_usage`), except at scales below 3: there the product
     after the last row spills some hundred bytes.
 
     Attributes:

@@ -22,7 +22,10 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver as triton_driver
 
-MAX_SHARED_BYTES = {75: 65536, 80: 166912, 90: 232448}
+MAX_SHARED_BYTES = {
+    **{75: 65536, 80: 166912, 86: 101376, 87: 166912, 89: 101376},
+    **{90: 232448, 100: 232448, 103: 232448, 120: 101376, 121: 101376},
+}
 """Shared memory that a program may take, by compute capability (CUDA C programming guide, table of capabilities)."""
 
 
