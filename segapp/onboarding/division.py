@@ -160,7 +160,7 @@ class SharedGroups:
 
     Attributes:
         kind: the part of the path that names a group.
-        pattern: regular expression that finds the group.
+        pattern: regular expression that finds the group; empty for a column of a table.
         names: of the shared groups, the largest first.
         images: split -> group -> its images.
     """
@@ -179,20 +179,25 @@ class SharedGroups:
         )
         return (
             f"{len(self.names)} of the {len(self.images[second])} groups of {second} ({self.kind}) are in {first} too, "
-            f"such as {examples}: scores on {second} are too good; divide anew with segapp init --folds 5 --group "
-            f"{shlex.quote(self.pattern)}"
+            f"such as {examples}: scores on {second} are too good; divide anew with segapp init --folds 5"
+            + (f" --group {shlex.quote(self.pattern)}" if self.pattern else "")
         )
 
 
-def find_shared_groups(images: Mapping[str, Sequence[str]]) -> SharedGroups | None:
-    """Return the patients, videos or other groups named by a group word that have images in two splits.
+def find_shared_groups(
+    images: Mapping[str, Sequence[str]], columns: Mapping[str, Sequence[str | None]] | None = None
+) -> SharedGroups | None:
+    """Return the patients, videos or other groups that have images in two splits; a column of a table or names say it.
 
     Numbers that start again in each split, so that the same names are in both, are no evidence.
 
     Args:
         images: the paths of the images of each of two splits.
+        columns: their groups by a table; None for an image of which it says nothing.
     """
     (first, firsts), (second, seconds) = images.items()
+    if columns is not None and None not in (*columns[first], *columns[second]):
+        return _shared("column of the table", "", images, columns)
     same = len(set(firsts) & set(seconds))
     if not firsts or not seconds or same > min(len(firsts), len(seconds)) / 2:
         return None
@@ -201,14 +206,23 @@ def find_shared_groups(images: Mapping[str, Sequence[str]]) -> SharedGroups | No
     for found in sorted(_candidates(paths, scenes), key=lambda one: -(one.evidence or 0)):
         if found.evidence not in (Evidence.PERSON, Evidence.RECORDING):
             continue
-        members: dict[str, dict[str, list[str]]] = {first: {}, second: {}}
-        for number, (path, group) in enumerate(zip(paths, found.groups, strict=True)):
-            members[first if number < len(firsts) else second].setdefault(group, []).append(path)
-        both = [group for group in members[first] if group in members[second]]
-        if both:
-            ranked = sorted(both, key=lambda group: (-len(members[second][group]), group))
-            return SharedGroups(found.kind, found.pattern, tuple(ranked), members)
+        groups = {first: found.groups[: len(firsts)], second: found.groups[len(firsts) :]}
+        if shared := _shared(found.kind, found.pattern, images, groups):
+            return shared
     return None
+
+
+def _shared(
+    kind: str, pattern: str, images: Mapping[str, Sequence[str]], groups: Mapping[str, Sequence[str | None]]
+) -> SharedGroups | None:
+    """Return the groups with images in both splits; None if there are none."""
+    members: dict[str, dict[str, list[str]]] = {split: {} for split in images}
+    for split, paths in images.items():
+        for path, group in zip(paths, groups[split], strict=True):
+            members[split].setdefault(str(group), []).append(path)
+    first, second = members.values()
+    both = sorted((group for group in first if group in second), key=lambda group: (-len(second[group]), group))
+    return SharedGroups(kind, pattern, tuple(both), members) if both else None
 
 
 def _some(images: Sequence[str], whose: str = "") -> str:

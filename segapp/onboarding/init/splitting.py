@@ -100,7 +100,11 @@ def divided(
         lines = [f"splits: {len(train)} training images (train), {len(val)} validation images ({val_split})"]
         if has_only_test:
             lines.append(f"val_split: {words['test']} - {TEST_VALIDATES}")
-        both = find_shared_groups({"train": [pair.image for pair in train], val_split: [pair.image for pair in val]})
+        published = {"train": train, val_split: val}
+        both = find_shared_groups(
+            {split: [pair.image for pair in own] for split, own in published.items()},
+            {split: [pair.group for pair in own] for split, own in published.items()},
+        )
         if both is not None:
             lines.append(f"warning: {both}")
         return Division(train, val, words, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
