@@ -1,10 +1,10 @@
-"""The report of figures: tables, skipped and failing sections, a machine without a GPU."""
+"""The tables and metrics of a session's page."""
+
+from __future__ import annotations
 
 import pytest
-import torch
 
 from tests.gpu import report
-from tests.gpu.report import Outcome, Section
 
 
 def test_table_has_every_column_and_three_digits() -> None:
@@ -17,40 +17,24 @@ def test_table_has_every_column_and_three_digits() -> None:
     ]
 
 
-def test_crash_of_a_section_is_a_failure_with_its_error() -> None:
-    outcome = report.read_outcome(1, "some output\n", "Traceback\nRuntimeError: CUDA error: an illegal access\n")
-    assert outcome == Outcome(reason="failed: exit 1: RuntimeError: CUDA error: an illegal access", is_failure=True)
+def test_plan_metrics_are_those_of_a_case_worked_by_hand() -> None:
+    rows = [
+        {"planned MiB": 110.0, "measured MiB": 100.0, "fails in plan": False, "unused %": 12.0},
+        {"planned MiB": 98.0, "measured MiB": 100.0, "fails in plan": True, "unused %": None},
+        {"planned MiB": 205.0, "measured MiB": 200.0, "fails in plan": False, "unused %": 4.0},
+        {"planned MiB": 50.0, "measured MiB": None},
+    ]
+    assert report.plan_metrics(rows).splitlines() == [
+        "- median relative error: 2.5 % of 3 peaks",
+        "- plans whose run then fails: 1 of 3 (33 %)",
+        "- planned memory left unused, median: 8.0 %",
+    ]
 
 
-def test_rows_are_read_from_the_last_line() -> None:
-    outcome = report.read_outcome(0, 'a warning\n{"rows": [{"ms": 1.5}], "reason": ""}\n', "")
-    assert outcome == Outcome([{"ms": 1.5}])
+def test_plan_metrics_without_a_card_say_so() -> None:
+    assert "no card" in report.plan_metrics([{"planned MiB": 50.0, "measured MiB": None}])
 
 
-def test_missing_package_is_a_skip_that_names_it(capsys: pytest.CaptureFixture[str]) -> None:
-    report.print_section(Section("t", "no_such_package_here", "f_figures"), "cpu")
-    assert (
-        report.read_outcome(0, capsys.readouterr().out, "").reason == "skipped: no_such_package_here is not installed"
-    )
-    with pytest.raises(ModuleNotFoundError):
-        report.print_section(Section("t", "tests.gpu.no_such_module", "f_figures"), "cpu")
-
-
-def test_later_sections_are_skipped_when_time_is_over() -> None:
-    text, is_good = report.report("cpu", report.SECTIONS[:1], budget_s=0)
-    assert is_good
-    assert "skipped: the 520 s of the report are over" in text
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
-def test_machine_without_a_gpu_is_told_the_next_move(capsys: pytest.CaptureFixture[str]) -> None:
-    assert report.main([]) == 2
-    assert "--device cpu" in capsys.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("section", report.SECTIONS, ids=lambda section: section.name)
-def test_every_section_runs_on_the_cpu(section: Section) -> None:
-    outcome = report.run_section(section, "cpu", 300)
-    assert not outcome.is_failure, outcome.reason
-    assert outcome.rows
+@pytest.mark.parametrize(("value", "text"), [(True, "True"), (1234.5, "1234"), (0.01234, "0.0123"), (None, "")])
+def test_cells_are_short(value: object, text: str) -> None:
+    assert report.shown(value) == text

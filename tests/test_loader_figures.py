@@ -8,9 +8,10 @@ pytest.importorskip("albumentations", reason="the loader's augmentation needs al
 
 
 def test_loader_figures_have_all_rows() -> None:
-    from tests.gpu.figures_loader import loader_figures
+    from tests.gpu.cases import rows_of
+    from tests.gpu.figures_loader import loader_cases
 
-    rows = loader_figures("cpu")
+    rows = rows_of(loader_cases("cpu"))
     kinds = ("none", "ram", "disk")
     expected = [f"loader, 1 worker, cache {kind}" for kind in kinds]
     expected += ["training step alone", *(f"training, cache {kind}" for kind in kinds)]

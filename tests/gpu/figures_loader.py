@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import cached_property, partial
 from itertools import chain, count, islice
 from pathlib import Path
 from typing import Any
@@ -17,38 +19,68 @@ from torch import Tensor, nn
 from segapp.datasets.loader import Batch, LoadOptions, TrainLoader
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
+from tests.gpu.cases import Case
 from tests.support.large_pngs import NUM_CLASSES, draw_pngs, large_dataset
 
 Step = Callable[[Tensor, Tensor], None]
 
 
-def loader_figures(device: str) -> list[dict[str, Any]]:
-    """Return rows: one worker with each cache, the device alone, and both together; small shapes on a CPU."""
+CACHES = ("none", "ram", "disk")
+
+
+def loader_cases(device: str) -> list[Case]:
+    """Return cases: one worker with each cache, the device alone, and both together; small shapes on a CPU."""
     place = torch.device(device)
-    is_gpu = place.type == "cuda"
-    size_px, crop_px, batch_size = ((1024, 2048), (768, 768), 8) if is_gpu else ((64, 128), (32, 32), 2)
-    num_images, num_steps = (32, 24) if is_gpu else (6, 2)
-    step = _training_step(place)
-    rows: list[dict[str, Any]] = []
-    folder = Path(tempfile.mkdtemp())
-    try:
-        pairs = draw_pngs(folder, num_images, size_px)
-        datasets = {kind: large_dataset(kind, pairs, folder / "cache", crop_px) for kind in ("none", "ram", "disk")}
-        for kind, dataset in datasets.items():
-            loader = TrainLoader(dataset, batch_size, options=LoadOptions(1, pin_memory=is_gpu))
-            found = _loaded_per_s(loader, num_passes=1 if kind == "none" else 3)
-            rows.append({"what": f"loader, 1 worker, cache {kind}", "images/s": found})
-        rows.append({"what": "training step alone", "images/s": _device_per_s(step, place, crop_px, batch_size)})
-        for kind, dataset in datasets.items():
-            seconds = sample_seconds(dataset)
-            workers = plan_workers(seconds, crop_px, most_workers(usable_cores()), place.type)
-            loader = TrainLoader(dataset, batch_size, options=LoadOptions(workers, pin_memory=is_gpu))
-            speed, wait_frac = _trained_per_s(loader, step, place, num_steps)
-            row = {"what": f"training, cache {kind}", "images/s": speed, "workers (auto)": workers}
-            rows.append({**row, "ms a sample": 1000 * (seconds or 0.0), "waits for data": wait_frac})
-    finally:
-        shutil.rmtree(folder)
-    return rows
+    shared = Shared(place)
+    return [
+        *(Case(f"loader, cache {kind}", partial(_loader_row, shared, kind)) for kind in CACHES),
+        Case("device", partial(_device_row, shared)),
+        *(Case(f"training, cache {kind}", partial(_trained_row, shared, kind)) for kind in CACHES),
+    ]
+
+
+class Shared:
+    """What the cases of a process share: drawn images and a training step, made at the first use."""
+
+    def __init__(self, place: torch.device) -> None:
+        self.place = place
+        self.is_gpu = place.type == "cuda"
+        large, small = ((1024, 2048), (768, 768), 8), ((64, 128), (32, 32), 2)
+        self.size_px, self.crop_px, self.batch_size = large if self.is_gpu else small
+
+    @cached_property
+    def datasets(self) -> dict[str, Any]:
+        """A data set for each cache."""
+        folder = Path(tempfile.mkdtemp())
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        pairs = draw_pngs(folder, 32 if self.is_gpu else 6, self.size_px)
+        return {kind: large_dataset(kind, pairs, folder / "cache", self.crop_px) for kind in CACHES}
+
+    @cached_property
+    def step(self) -> Step:
+        """The step of a training."""
+        return _training_step(self.place)
+
+
+def _loader_row(shared: Shared, kind: str) -> dict[str, Any]:
+    loader = TrainLoader(shared.datasets[kind], shared.batch_size, options=LoadOptions(1, pin_memory=shared.is_gpu))
+    found = _loaded_per_s(loader, num_passes=1 if kind == "none" else 3)
+    return {"what": f"loader, 1 worker, cache {kind}", "images/s": found}
+
+
+def _device_row(shared: Shared) -> dict[str, Any]:
+    found = _device_per_s(shared.step, shared.place, shared.crop_px, shared.batch_size)
+    return {"what": "training step alone", "images/s": found}
+
+
+def _trained_row(shared: Shared, kind: str) -> dict[str, Any]:
+    dataset = shared.datasets[kind]
+    seconds = sample_seconds(dataset)
+    workers = plan_workers(seconds, shared.crop_px, most_workers(usable_cores()), shared.place.type)
+    loader = TrainLoader(dataset, shared.batch_size, options=LoadOptions(workers, pin_memory=shared.is_gpu))
+    speed, wait_frac = _trained_per_s(loader, shared.step, shared.place, 24 if shared.is_gpu else 2)
+    row = {"what": f"training, cache {kind}", "images/s": speed, "workers (auto)": workers}
+    return {**row, "ms a sample": 1000 * (seconds or 0.0), "waits for data": wait_frac}
 
 
 def _training_step(device: torch.device) -> Step:

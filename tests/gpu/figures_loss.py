@@ -1,10 +1,12 @@
-"""Figures of the loss: time and extra memory of one forward and backward pass, against interpolate + cross_entropy."""
+"""Figures of the loss: time and extra memory of a forward and backward pass, against other ways to the same loss."""
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from segapp.losses import upsample_cross_entropy
+from tests.gpu.cases import Case, NotPossible
 
 SHAPES = (  # N, C, h, w, H, W
     (2, 19, 128, 256, 1024, 2048),
@@ -22,37 +25,72 @@ SHAPES = (  # N, C, h, w, H, W
 TINY_SHAPES = ((2, 19, 8, 16, 64, 128), (2, 150, 4, 4, 32, 32))
 ROUNDS, TINY_ROUNDS = 100, 3
 
-Pass = Callable[[Tensor, Tensor], None]
+Pass = Callable[[Tensor, Tensor], Tensor]
 
 
-def loss_figures(device: str) -> list[dict[str, Any]]:
-    """Return a row for each shape and dtype of logits: medians of both ways in turn; small shapes on a CPU."""
+def loss_cases(device: str) -> list[Case]:
+    """Return a case for each shape, dtype of logits, and way to the loss; small shapes on a CPU."""
     place = torch.device(device)
-    is_gpu = place.type == "cuda"
-    rows = []
-    for shape in SHAPES if is_gpu else TINY_SHAPES:
-        for dtype in (torch.float32, torch.bfloat16):
-            logits, target = make(shape, dtype, place)
-            ways: tuple[Pass, Pass] = naive, ours
-            for way in ways:
-                way(logits, target)
-            seconds = [
-                [seconds_of(way, logits, target) for way in ways] for _ in range(ROUNDS if is_gpu else TINY_ROUNDS)
-            ]
-            naive_s, ours_s = (statistics.median(times) for times in zip(*seconds, strict=True))
-            extra = [extra_mib(way, logits, target) for way in ways]
-            rows.append(
-                {
-                    "shape": "{}x{}x{}x{} to {}x{}".format(*shape),
-                    "logits": str(dtype).removeprefix("torch."),
-                    "naive ms": 1e3 * naive_s,
-                    "ours ms": 1e3 * ours_s,
-                    "ratio": ours_s / naive_s,
-                    "naive extra MiB": extra[0],
-                    "ours extra MiB": extra[1],
-                }
-            )
-    return rows
+    return [
+        Case(f"{_words(shape)}, {_name(dtype)}, {way}", partial(_loss_row, place, shape, dtype, way))
+        for shape in (SHAPES if place.type == "cuda" else TINY_SHAPES)
+        for dtype in (torch.float32, torch.bfloat16)
+        for way in WAYS
+    ]
+
+
+def _loss_row(place: torch.device, shape: tuple[int, ...], dtype: torch.dtype, way: str) -> dict[str, Any]:
+    inputs, target = make(shape, dtype, place)
+    return {"shape": _words(shape), "logits": _name(dtype), "way": way, **measured(WAYS[way](place), inputs, target)}
+
+
+def head_cases(device: str) -> list[Case]:
+    """Return a case for each shape and way to the loss of features, with a head of 1x1."""
+    place = torch.device(device)
+    return [
+        Case(f"{_words(shape)}, {way}", partial(_head_row, place, shape, way))
+        for shape in (SHAPES[1:2] if place.type == "cuda" else TINY_SHAPES[:1])
+        for way in HEADS
+    ]
+
+
+def _head_row(place: torch.device, shape: tuple[int, ...], way: str) -> dict[str, Any]:
+    N, C, *sizes = shape
+    width = 256 if place.type == "cuda" else 8
+    features, _ = make((N, width, *sizes), torch.float32, place)
+    _, target = make(shape, torch.float32, place)
+    weight = (torch.linspace(-1, 1, C * width).view(C, width) / width).to(place).requires_grad_()
+    found = measured(partial(HEADS[way](), weight), features, target)
+    return {"shape": f"{_words(shape)}, {width} channels", "way": way, **found}
+
+
+def measured(way: Pass, inputs: Tensor, target: Tensor) -> dict[str, Any]:
+    """Return the median time and extra memory of a way, and whether a second pass has the same loss and gradient."""
+    rounds = ROUNDS if inputs.is_cuda else TINY_ROUNDS
+    passes = []
+    for _ in range(2):
+        loss = way(inputs, target)
+        assert inputs.grad is not None
+        passes.append((loss, inputs.grad))
+        inputs.grad = None
+    repeats = all(torch.equal(one, two) for one, two in zip(*passes, strict=True))
+    value = float(passes[0][0])
+    del passes
+    seconds = statistics.median(seconds_of(way, inputs, target) for _ in range(rounds))
+    return {
+        "ms": 1e3 * seconds,
+        "extra MiB": extra_mib(way, inputs, target),
+        "repeats bitwise": repeats,
+        "loss": value,
+    }
+
+
+def _words(shape: tuple[int, ...]) -> str:
+    return "{}x{}x{}x{} to {}x{}".format(*shape)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -65,18 +103,97 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tu
     return logits.requires_grad_(), target.to(device, torch.uint8)
 
 
-def naive(logits: Tensor, target: Tensor) -> None:
-    """Run the usual way: upsampled logits in float32."""
+# --- ways to the loss of low-resolution logits: they return the loss and leave the gradient in `grad` ---
+
+
+def naive(logits: Tensor, target: Tensor) -> Tensor:
+    """Take the usual way: upsampled logits in float32."""
+    return _backward(_interpolated_loss(logits, target))
+
+
+def _interpolated_loss(logits: Tensor, target: Tensor) -> Tensor:
     values = F.interpolate(logits.float(), target.shape[-2:], mode="bilinear", align_corners=True)
-    F.cross_entropy(values, target.long(), ignore_index=255).backward()
-    logits.grad = None
+    return F.cross_entropy(values, target.long(), ignore_index=255)
 
 
-def ours(logits: Tensor, target: Tensor) -> None:
-    """Run this library's way."""
+def ours(logits: Tensor, target: Tensor) -> Tensor:
+    """Take this library's way."""
     loss_sum, weight_sum = upsample_cross_entropy(logits, target)
-    (loss_sum / weight_sum).backward()
-    logits.grad = None
+    return _backward(loss_sum / weight_sum)
+
+
+def _backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss.detach()
+
+
+def _compiled(place: torch.device) -> Pass:
+    compiled = _compiled_loss()
+    return lambda logits, target: _backward(compiled(logits, target))
+
+
+@functools.cache
+def _compiled_loss() -> Callable[[Tensor, Tensor], Tensor]:
+    return torch.compile(_interpolated_loss, dynamic=False)
+
+
+def _liger(place: torch.device) -> Pass:
+    """Take Liger's fused cross-entropy on upsampled logits, of which it wants (pixels, classes)."""
+    if place.type != "cuda":
+        raise NotPossible("the kernels of Liger need a card")
+    try:
+        from liger_kernel.transformers.cross_entropy import LigerCrossEntropyLoss
+    except ImportError as error:
+        raise NotPossible(f"liger_kernel cannot be imported: {error}") from None
+    criterion = LigerCrossEntropyLoss(ignore_index=255)
+
+    def way(logits: Tensor, target: Tensor) -> Tensor:
+        values = F.interpolate(logits.float(), target.shape[-2:], mode="bilinear", align_corners=True)
+        rows = values.permute(0, 2, 3, 1).reshape(-1, logits.shape[1])
+        return _backward(criterion(rows, target.long().reshape(-1)))
+
+    return way
+
+
+WAYS: dict[str, Callable[[torch.device], Pass]] = {
+    "ours": lambda place: ours,
+    "interpolate + cross_entropy": lambda place: naive,
+    "the same under torch.compile": _compiled,
+    "Liger on interpolated logits": _liger,
+}
+
+
+# --- ways to the loss of features, with a head of 1x1 ---
+
+
+def _our_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
+    """Apply the head at low resolution: it commutes with the interpolation."""
+    loss_sum, weight_sum = upsample_cross_entropy(F.conv2d(features, weight[:, :, None, None]), target)
+    return _backward(loss_sum / weight_sum)
+
+
+def _linear_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
+    """Interpolate the features and apply the head in chunks of pixels."""
+    values = F.interpolate(features, target.shape[-2:], mode="bilinear", align_corners=True)
+    rows = values.permute(0, 2, 3, 1).reshape(-1, features.shape[1])
+    options = torch.nn.LinearCrossEntropyOptions()
+    loss = F.linear_cross_entropy(rows, weight, target.long().reshape(-1), ignore_index=255, options=options)
+    return _backward(loss)
+
+
+def _linear() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    if not hasattr(F, "linear_cross_entropy"):
+        raise NotPossible(f"torch {torch.__version__} has no F.linear_cross_entropy")
+    return _linear_head
+
+
+HEADS: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "ours": lambda: _our_head,
+    "F.linear_cross_entropy": _linear,
+}
+
+
+# --- measurements ---
 
 
 def seconds_of(way: Pass, logits: Tensor, target: Tensor) -> float:

@@ -1,32 +1,33 @@
-"""Figures of training, of the memory plan and of evaluation, on one card; with small shapes on a CPU."""
+"""Figures of training and of evaluation, on one card; with small shapes on a CPU."""
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
+import gc
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from segapp.build.network import build_inference
 from segapp.build.numerics import numerics
 from segapp.build.pairs import build_scheme
-from segapp.build.step import StepLayout
+from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.parallel import DataParallelModel, SyncBatchNorm
+from segapp.parallel.distributed import RankInfo, Ranks
 from segapp.training.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.engine import StepEngine
-from tests.support import ROOT
+from tests.gpu.cases import Case
 
 Mode = Literal["single", "dp", "ddp"]
 
-MIB = 2**20
 LARGE = {"library": "torchvision", "name": "deeplabv3_resnet50"}
 TINY = {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"}
 
@@ -40,88 +41,136 @@ def figures_config(is_gpu: bool, **train: Any) -> RunConfig:
     return validate_config({"name": "f", "data": data, "model": LARGE if is_gpu else TINY, "train": settings})
 
 
-def training_figures(device: str) -> list[dict[str, Any]]:
-    """Return a row for each mode and precision: images per second, and CPU seconds of the process per step."""
+def training_cases(device: str) -> list[Case]:
+    """Return a case for each mode and precision: images per second, and CPU seconds of the process per step."""
     place = torch.device(device)
-    rows = []
-    is_gpu = place.type == "cuda"
-    for precision in ("fp32", "amp-bf16") if is_gpu else ("fp32",):
-        for mode, num_replicas in (("single", 1), ("dp", 3), ("ddp", 1)):
-            config = figures_config(is_gpu, precision=precision)
-            with _switches(config), _one_rank(place, mode):
-                engine, batch = _engine(config, place, mode, num_replicas)
-                seconds, cpu_s = _timed(engine, batch, place, num_steps=20 if is_gpu else 1)
-            row = {"mode": mode if num_replicas == 1 else f"{mode} x{num_replicas} on one card", "precision": precision}
-            rows.append({**row, "images/s": len(batch.indices) / seconds, "CPU s a step": cpu_s})
-            del engine
-            _free(place)
-    return rows
+    precisions = ("fp32", "amp-bf16") if place.type == "cuda" else ("fp32",)
+    return [
+        Case(f"{wanted}, {precision}", partial(_training_row, place, wanted, precision))
+        for precision in precisions
+        for wanted in LAYOUTS
+    ]
 
 
-def plan_figures(device: str) -> list[dict[str, Any]]:
-    """Return planned against measured peaks of the tensors of a step, in MiB; on a CPU the plan alone."""
+def _training_row(place: torch.device, wanted: Mode, precision: str) -> dict[str, Any]:
+    config = figures_config(place.type == "cuda", precision=precision)
+    with engine_of(config, place, wanted) as engine:
+        batch = batch_of(config, engine, place)
+        seconds, cpu_s = _timed(engine, batch, place, num_steps=20 if place.type == "cuda" else 1)
+        row = {"mode": mode_of(engine), "precision": precision}
+        num_images = len(batch.indices)
+    return {**row, "images": num_images, "images/s": num_images / seconds, "CPU s a step": cpu_s}
+
+
+def evaluation_cases(device: str) -> list[Case]:
+    """Return cases: images per second of an evaluation of images of one size and of many sizes."""
     place = torch.device(device)
-    rows = []
-    for precision in ("fp32", "amp-bf16", "fp16") if place.type == "cuda" else ("fp32",):
-        config = figures_config(place.type == "cuda", precision=precision)
-        planned = _planned_mib(config)
-        measured = None
-        if place.type == "cuda":
-            with _switches(config):
-                engine, batch = _engine(config, place, "single", 1)
-                engine.step([batch])
-                torch.cuda.reset_peak_memory_stats(place)
-                engine.step([batch])
-                measured = torch.cuda.max_memory_allocated(place) / MIB
-            del engine
-            _free(place)
-        error = None if measured is None else 100 * (planned / measured - 1)
-        rows.append({"precision": precision, "planned MiB": planned, "measured MiB": measured, "error %": error})
-    return rows
-
-
-def evaluation_figures(device: str) -> list[dict[str, Any]]:
-    """Return images per second of an evaluation of images of one size and of many sizes."""
-    place = torch.device(device)
-    is_gpu = place.type == "cuda"
-    config = figures_config(is_gpu)
-    scheme, side, count = build_scheme(config.data), 512 if is_gpu else 64, 40 if is_gpu else 3
+    side, count = (512, 40) if place.type == "cuda" else (64, 3)
     sizes = {"one size": [(side, 2 * side)] * count, "many sizes": [(side + 8 * i, 2 * side) for i in range(count)]}
-    rows = []
-    with _switches(config):
-        engine, _ = _engine(config, place, "single", 1)
+    return [Case(name, partial(_evaluation_row, place, name, shapes)) for name, shapes in sizes.items()]
+
+
+def _evaluation_row(place: torch.device, name: str, shapes: list[tuple[int, int]]) -> dict[str, Any]:
+    config = figures_config(place.type == "cuda")
+    scheme = build_scheme(config.data)
+    with engine_of(config, place, "single") as engine:
         inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
         settings = EvaluationSettings(inference, scheme.num_classes, scheme.ignore_index, place, engine.criterion.task)
-        for name, shapes in sizes.items():
-            evaluate(engine.model, [blank_batch(scheme, 1, shapes[0])], settings)
-            began = time.perf_counter()
-            evaluate(engine.model, (blank_batch(scheme, 1, shape) for shape in shapes), settings)
-            rows.append({"images": name, "images/s": count / (time.perf_counter() - began)})
-    return rows
+        evaluate(engine.model, [blank_batch(scheme, 1, shapes[0])], settings)
+        began = time.perf_counter()
+        evaluate(engine.model, (blank_batch(scheme, 1, shape) for shape in shapes), settings)
+        return {"images": name, "images/s": len(shapes) / (time.perf_counter() - began)}
 
 
-def _switches(config: RunConfig) -> Any:
-    train = config.train
-    return numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark)
+# --- engines ---
+
+NUM_PARTS = 3
+"""Replicas of dp, and ranks of ddp."""
+
+LAYOUTS: tuple[Mode, ...] = ("single", "dp", "ddp")
 
 
 @contextmanager
-def _one_rank(place: torch.device, mode: str) -> Iterator[None]:
-    """Join a group of this process alone, for ddp."""
-    if mode != "ddp":
-        yield
-        return
-    dist.init_process_group("nccl" if place.type == "cuda" else "gloo", store=dist.HashStore(), rank=0, world_size=1)
+def engine_of(config: RunConfig, place: torch.device, wanted: Mode) -> Iterator[StepEngine]:
+    """Build an engine in training mode, inside the numerics of its config.
+
+    Mode dp has three replicas on the device, in threads as on distinct GPUs. Mode ddp is rank 0 of a fake group of
+    three, which exchanges nothing: kernels and work of the host are those of a rank, the transport is missing.
+    """
+    train = config.train
+    with numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark):
+        try:
+            with _fake_group() if wanted == "ddp" else nullcontext():
+                engine = _built(config, place, wanted)
+                engine.network.train()
+                yield engine
+                del engine
+        finally:
+            gc.collect()
+            if place.type == "cuda":
+                torch.cuda.empty_cache()
+
+
+def _built(config: RunConfig, place: torch.device, wanted: Mode) -> StepEngine:
+    if wanted == "single":
+        return build_trial_engine(config, StepLayout("single", (place,)))
+    if wanted == "dp":
+        engine = build_trial_engine(config, StepLayout("dp", (place,) * NUM_PARTS))
+        assert isinstance(engine.network, DataParallelModel)
+        engine.network.mode = "threads"  # of one device named three times it would be "lockstep", as dropout asks for
+        return engine
+    assembler = StepAssembler(config, build_scheme(config.data))
+    layout = StepLayout("ddp", (place,))
+    num_classes = assembler.scheme.num_classes
+    parts = assembler.build_parts(layout, lambda _: [1.0] * num_classes, with_weights=False)
+    # Backend gloo: the fake group then serves the exchanges of Python values too.
+    engine = assembler.assemble(parts, layout, ranks=Ranks(RankInfo(0, NUM_PARTS, 0, place, "gloo")))
+    assert isinstance(engine.network, DistributedDataParallel)
+    engine.network.register_comm_hook(None, _all_reduce_bucket)  # work of the fake group has no result for the reducer
+    return engine
+
+
+@contextmanager
+def _fake_group() -> Iterator[None]:
+    """Be rank 0 of three ranks that do not exist."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_PARTS)
     try:
         yield
     finally:
         dist.destroy_process_group()
 
 
-def _engine(config: RunConfig, place: torch.device, mode: Mode, num_replicas: int) -> tuple[StepEngine, Batch]:
-    engine = build_trial_engine(config, StepLayout(mode, (place,) * num_replicas))
-    engine.network.train()
-    return engine, blank_batch(build_scheme(config.data), config.train.batch_size, config.data.crop_px)
+def _all_reduce_bucket(_state, bucket):  # no annotations: DDP checks them, and refuses them as text
+    dist.all_reduce(bucket.buffer())
+    done = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
+
+
+def mode_of(engine: StepEngine) -> str:
+    """Return how an engine works, read from its modules: what is timed has no other name."""
+    network = engine.network
+    num_synced = sum(isinstance(module, SyncBatchNorm) for module in engine.model.modules())
+    batchnorm = "SyncBatchNorm" if num_synced else "BatchNorm"
+    if isinstance(network, DataParallelModel) and len(network.devices) > 1:
+        num_devices = len(set(network.devices))
+        place = "one device" if num_devices == 1 else f"{num_devices} devices"
+        return f"dp x{len(network.devices)} on {place}, {network.mode}, {batchnorm}"
+    if isinstance(network, DistributedDataParallel):
+        num_ranks, backend = dist.get_world_size(), dist.get_backend()
+        return f"ddp, a rank of {num_ranks}, {backend} group, {batchnorm if num_ranks > 1 else 'BatchNorm'}"
+    return "single"
+
+
+def batch_of(config: RunConfig, engine: StepEngine, place: torch.device | None = None) -> Batch:
+    """Return the black images that this process has of a batch: those of rank 0 in ddp, and all in other modes."""
+    num_images = config.train.batch_size
+    if engine.rank_split is not None:
+        num_images = engine.rank_split.plan(num_images)[0]
+    where = "cpu" if place is None or isinstance(engine.network, DataParallelModel) else str(place)
+    return blank_batch(build_scheme(config.data), num_images, config.data.crop_px, device=where)
 
 
 def _timed(engine: StepEngine, batch: Batch, place: torch.device, num_steps: int) -> tuple[float, float]:
@@ -136,28 +185,6 @@ def _timed(engine: StepEngine, batch: Batch, place: torch.device, num_steps: int
     return (time.perf_counter() - began) / num_steps, (time.process_time() - cpu_began) / num_steps
 
 
-def _planned_mib(config: RunConfig) -> float:
-    """Return the planned peak of the tensors, from `segapp.training.planning.simulate` in a process of its own."""
-    code = (
-        "import sys, json; from segapp.config import validate_config; "
-        "from segapp.memory.peaks import SimulationJob; "
-        "from segapp.training.planning.simulate import build_simulator; "
-        "config = validate_config(json.load(sys.stdin)); "
-        "job = SimulationJob('single', (config.train.batch_size,)); "
-        "print(build_simulator(config).run(job).peak_mib()[0])"
-    )
-    text = json.dumps(config.model_dump(mode="json"))
-    done = subprocess.run(
-        [sys.executable, "-c", code], input=text, capture_output=True, text=True, check=True, cwd=ROOT
-    )
-    return float(done.stdout.split()[-1])
-
-
 def _wait(place: torch.device) -> None:
     if place.type == "cuda":
         torch.cuda.synchronize(place)
-
-
-def _free(place: torch.device) -> None:
-    if place.type == "cuda":
-        torch.cuda.empty_cache()

@@ -1,99 +1,113 @@
-"""Figures of one machine as a markdown report: python -m tests.gpu.report [--device cuda:0] [--out FILE].
+"""The page of a session, made from its result files alone: python -m tests.gpu.report DIR.
 
-Each section runs in a process of its own, so that a crash or an out-of-memory error ends that section alone. A section
-whose packages are missing is skipped and says so. With --device cpu the sections run on small shapes: a try of the
-report itself, whose figures say nothing about a GPU.
+`tests.gpu.session` makes it after every row. After a stop that left it no time, this command makes it.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import importlib
-import json
-import platform
-import subprocess
+import statistics
 import sys
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from tests.gpu.cases import outcomes, read_lines
+from tests.gpu.schedule import ROWS, ScheduledRow
 
-from tests.support import ROOT
-
-BUDGET_S = 520.0
-"""Seconds for all sections together."""
+SESSION = "session.jsonl"
+"""The file with a line for each start of the session and for each end of a row."""
 
 Row = Mapping[str, Any]
 
 
-@dataclass(frozen=True)
-class Section:
-    """A table of the report: `function(device)` of a module returns its rows."""
-
-    title: str
-    module: str
-    function: str
-
-    @property
-    def name(self) -> str:
-        """The section's name on the command line."""
-        return self.function.removesuffix("_figures")
+def last_states(out: Path) -> dict[str, dict[str, Any]]:
+    """Return how each row ended the last time: `state`, `reason`, `seconds`."""
+    return {line["row"]: line for line in read_lines(out / SESSION) if "row" in line}
 
 
-SECTIONS = (
-    Section("Loss against interpolate + cross_entropy", "tests.gpu.figures_loss", "loss_figures"),
-    Section("Training step: single, dp, ddp", "tests.gpu.figures_training", "training_figures"),
-    Section("Planned against measured peaks", "tests.gpu.figures_training", "plan_figures"),
-    Section("Loader against device", "tests.gpu.figures_loader", "loader_figures"),
-    Section("Evaluation", "tests.gpu.figures_training", "evaluation_figures"),
-)
+def write_page(out: Path) -> None:
+    """Write RESULTS.md into the folder of a session."""
+    (out / "RESULTS.md").write_text(page(out))
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """Rows of a section, or why it has none; `is_failure` if that is an error."""
-
-    rows: Sequence[Row] = ()
-    reason: str = ""
-    is_failure: bool = False
-
-
-def run_section(section: Section, device: str, timeout_s: float) -> Outcome:
-    """Run a section in a process of its own."""
-    if timeout_s <= 0:
-        return Outcome(reason=f"skipped: the {BUDGET_S:.0f} s of the report are over")
-    command = [sys.executable, "-m", "tests.gpu.report", "--device", device, "--section", section.name]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=timeout_s)
-    except subprocess.TimeoutExpired:
-        return Outcome(reason=f"failed: not done within {timeout_s:.0f} s", is_failure=True)
-    return read_outcome(result.returncode, result.stdout, result.stderr)
+def page(out: Path, rows: Sequence[ScheduledRow] = ROWS) -> str:
+    """Return the page: the machine, a table of the rows, then what each row found."""
+    lines = read_lines(out / SESSION)
+    seconds: Counter[str] = Counter()
+    for line in lines:
+        if "row" in line:
+            seconds[line["row"]] += line["seconds"]
+    states = last_states(out)
+    found = {row.name: outcomes(out / "rows" / f"{row.name}.jsonl") for row in rows}
+    parts = ["# A session on one card"]
+    parts += dict.fromkeys(line["machine"] for line in lines if "machine" in line)
+    parts.append(table([_summary(row, states.get(row.name), found[row.name], seconds[row.name]) for row in rows]))
+    parts += [section for row in rows if (section := _section(row, found[row.name]))]
+    return "\n\n".join(parts) + "\n"
 
 
-def read_outcome(returncode: int, stdout: str, stderr: str) -> Outcome:
-    """Return the outcome that a section's process printed in its last line."""
-    last = stdout.strip().rpartition("\n")[2]
-    if returncode == 0 and last.startswith("{"):
-        found = json.loads(last)
-        return Outcome(found["rows"], found["reason"])
-    error = stderr.strip().rpartition("\n")[2]
-    return Outcome(reason=f"failed: exit {returncode}: {error}", is_failure=True)
+def _summary(row: ScheduledRow, state: Row | None, found: Mapping[str, Row], seconds: float) -> Row:
+    counts = Counter(outcome["outcome"] for outcome in found.values())
+    ended = "not begun" if state is None and not found else "stopped" if state is None else state["state"]
+    return {
+        "row": row.name,
+        "finds": row.finds,
+        "state": ended,
+        **{kind: counts[kind] for kind in ("passed", "failed", "skipped")},
+        "minutes": round(seconds / 60, 1),
+        "limit": row.minutes,
+        "reason": None if state is None else state["reason"],
+    }
 
 
-def print_section(section: Section, device: str) -> None:
-    """Print the outcome of a section as JSON; to be called in its process."""
-    try:
-        function = getattr(importlib.import_module(section.module), section.function)
-    except ModuleNotFoundError as error:
-        if (error.name or "").startswith("tests"):
-            raise
-        print(json.dumps({"rows": [], "reason": f"skipped: {error.name} is not installed"}))
-        return
-    print(json.dumps({"rows": function(device), "reason": ""}))
+def _section(row: ScheduledRow, found: Mapping[str, Row]) -> str:
+    if not found:
+        return ""
+    parts = [f"## {row.title}"]
+    if rows := [outcome["row"] for outcome in found.values() if outcome.get("row")]:
+        if row.name in METRICS:
+            parts.append(METRICS[row.name](rows))
+        parts.append(table(rows))
+    parts += _listed("Failed", found, "failed")
+    parts += _skips(found)
+    return "\n\n".join(parts)
+
+
+def _listed(title: str, found: Mapping[str, Row], outcome: str) -> list[str]:
+    lines = [f"- `{name}`: {each['reason']}" for name, each in found.items() if each["outcome"] == outcome]
+    return [f"{title}:\n\n" + "\n".join(lines)] if lines else []
+
+
+def _skips(found: Mapping[str, Row]) -> list[str]:
+    counts = Counter(each["reason"] for each in found.values() if each["outcome"] == "skipped")
+    return ["Skipped:\n\n" + "\n".join(f"- {number}: {reason}" for reason, number in counts.items())] if counts else []
+
+
+def plan_metrics(rows: Sequence[Row]) -> str:
+    """Return the metrics of xMem (https://arxiv.org/abs/2510.21048) over the rows that were measured.
+
+    The median relative error of the peaks; the share of plans whose run then fails, with the memory that the plan
+    allows and no more; and the share of that memory that the run leaves unused.
+    """
+    peaks = [(row["planned MiB"], row["measured MiB"]) for row in rows if row.get("measured MiB")]
+    if not peaks:
+        return "No peak was measured: this machine has no card."
+    errors = [abs(planned / measured - 1) for planned, measured in peaks]
+    tried = [row["fails in plan"] for row in rows if row.get("fails in plan") is not None]
+    unused = [row["unused %"] for row in rows if row.get("unused %") is not None]
+    lines = [f"- median relative error: {100 * statistics.median(errors):.1f} % of {len(errors)} peaks"]
+    if tried:
+        lines.append(
+            f"- plans whose run then fails: {sum(tried)} of {len(tried)} ({100 * sum(tried) / len(tried):.0f} %)"
+        )
+    if unused:
+        lines.append(f"- planned memory left unused, median: {statistics.median(unused):.1f} %")
+    return "\n".join(lines)
+
+
+METRICS: dict[str, Callable[[Sequence[Row]], str]] = {"plan": plan_metrics}
+"""By row: what is said about all its figures together."""
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -112,53 +126,5 @@ def shown(value: Any) -> str:
     return str(value).replace("|", "\\|")
 
 
-def machine(device: str) -> str:
-    """Return a line that says what the figures were measured on."""
-    facts = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
-    if torch.device(device).type == "cuda":
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip().partition("\n")[0]
-        facts = [torch.cuda.get_device_name(device), f"driver {driver or 'unknown'}", *facts]
-    else:
-        facts = ["CPU: a try of the report, no figures of a GPU", *facts]
-    commit = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(commit, capture_output=True, text=True, cwd=ROOT, check=False).stdout.strip()
-    return ", ".join([*facts, f"commit {found or 'unknown'}", datetime.date.today().isoformat()])
-
-
-def report(device: str, sections: Sequence[Section] = SECTIONS, budget_s: float = BUDGET_S) -> tuple[str, bool]:
-    """Return the report, and True if no section failed."""
-    parts = ["# Figures of a GPU\n", machine(device) + "\n"]
-    end, is_good = time.monotonic() + budget_s, True
-    for section in sections:
-        start = time.monotonic()
-        outcome = run_section(section, device, end - start)
-        is_good &= not outcome.is_failure
-        parts.append(f"## {section.title}\n")
-        parts.append((outcome.reason or table(outcome.rows)) + f"\n\n({time.monotonic() - start:.0f} s)\n")
-        print(parts[-2], parts[-1], sep="\n", file=sys.stderr, flush=True)
-    return "\n".join(parts), is_good
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the report; return 1 if a section failed, 2 if there is no such device."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--out", type=Path, help="also write the report to this file")
-    parser.add_argument("--section", choices=[section.name for section in SECTIONS], help="print one section as JSON")
-    options = parser.parse_args(arguments)
-    if torch.device(options.device).type == "cuda" and not torch.cuda.is_available():
-        print("error: no CUDA device is visible: try the report itself with --device cpu", file=sys.stderr)
-        return 2
-    if options.section:
-        print_section(next(s for s in SECTIONS if s.name == options.section), options.device)
-        return 0
-    text, is_good = report(options.device)
-    print(text)
-    if options.out is not None:
-        options.out.write_text(text)
-    return 0 if is_good else 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    write_page(Path(sys.argv[1]))

@@ -178,6 +178,18 @@ def test_loss_repeats_bit_for_bit_at_every_size():
             assert all(torch.equal(a, b) for a, b in zip(result, results[0], strict=True))
 
 
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_batch_without_samples_keeps_the_kernels(channels_last):
+    logits, target = draw((0, *SHAPES[0][1:]), 19, channels_last=channels_last)
+    loss_sum, weight_sum, gradient = compute(logits, target)
+    assert float(loss_sum) == float(weight_sum) == 0.0
+    assert gradient.shape == logits.shape
+    if IS_GPU:
+        logits, target = draw(SHAPES[0], 19)
+        compute(logits, target)
+        assert cross_entropy.choose_implementation(logits, target) == "triton"
+
+
 def test_ids_out_of_range_are_named_by_a_later_call():
     logits, target = draw(SHAPES[0], 19)
     bad = target.clone()

@@ -5,18 +5,30 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from tests.gpu.figures_loss import TINY_SHAPES, loss_figures
+from tests.gpu.figures_loss import TINY_SHAPES, head_cases, loss_cases
 from tests.support import ROOT
 
 
-def test_figures_of_the_loss_run_on_a_cpu():
-    rows = loss_figures("cpu")
-    assert len(rows) == 2 * len(TINY_SHAPES)
-    for row in rows:
-        assert list(row)[:2] == ["shape", "logits"]
-        assert row["ratio"] == row["ours ms"] / row["naive ms"]
-        assert 0 < row["ours extra MiB"] < 8
+def test_ways_to_the_loss_agree_on_a_cpu():
+    losses = {}
+    for case in loss_cases("cpu"):
+        if case.name.endswith((", ours", "interpolate + cross_entropy")):
+            row = case.measure()
+            assert row["repeats bitwise"]
+            assert 0 < row["extra MiB"] < 8
+            losses.setdefault((row["shape"], row["logits"]), []).append(row["loss"])
+    assert len(losses) == 2 * len(TINY_SHAPES)
+    for ours, naive in losses.values():
+        assert ours == pytest.approx(naive, rel=1e-5)
+
+
+def test_ways_with_a_head_agree_on_a_cpu():
+    if not hasattr(torch.nn.functional, "linear_cross_entropy"):
+        pytest.skip("this torch has no linear_cross_entropy")
+    ours, linear = (case.measure() for case in head_cases("cpu"))
+    assert ours["loss"] == pytest.approx(linear["loss"], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -1,7 +1,8 @@
-"""Real trainings over two ranks, checked from outside; on logical CPU devices, or on GPUs where there are two."""
+"""Real trainings over two ranks, checked from outside; on logical CPU devices, or on GPUs."""
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from pathlib import Path
@@ -47,6 +48,28 @@ def check_split_change(tiny: dict[str, Any], folder: Path, devices: Devices, rel
     parallel = {"mode": "single", "devices": devices[:1]}
     assert train(small(tiny, 5, parallel=parallel, train={"batch_size": 5}), folder / "alone") == 0
     assert losses(run) == pytest.approx(losses(folder / "alone"), rel=rel)
+
+
+def check_other_numbers_of_ranks(tiny: dict[str, Any], folder: Path, device: str | int, rel: float = 1e-5) -> None:
+    """Resume a run of two ranks with three, with dp and with one device; the losses are those of one device."""
+    constant = {"name": "constant", "warmup_steps": 0}  # the other schedules depend on the number of epochs
+    single = {"mode": "single", "devices": [device]}
+    alone = small(tiny, 4, parallel=single, train={"batch_size": 5}, schedule=constant)
+    assert train(alone, folder / "alone") == 0
+    parts = [
+        {"mode": "ddp", "devices": [device] * 2, "shares": [4, 1]},
+        {"mode": "ddp", "devices": [device] * 3},
+        {"mode": "dp", "devices": [device] * 2, "gpu0_bsz": 2},
+        single,
+    ]
+    (folder / "run.yaml").write_text(dump_config(alone))
+    for epochs, parallel in enumerate(parts, start=1):
+        settings = {"mode": "auto", "shares": None, "gpu0_bsz": None, **parallel}
+        words = [f"train.epochs={epochs}", *(f"parallel.{key}={json.dumps(value)}" for key, value in settings.items())]
+        run = "--resume" if epochs > 1 else "--run"
+        done = segapp("train", "--plain", "--config", "run.yaml", run, "run", *words, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    assert losses(folder / "run") == pytest.approx(losses(folder / "alone"), rel=rel)
 
 
 def check_restart_after_out_of_memory(tiny: dict[str, Any], folder: Path, devices: Devices) -> None:

@@ -1,6 +1,7 @@
 """Program that forks ranks, on the CPU or on GPUs, and compares their training steps with those of one device.
 
-`python -m tests.support.rank_steps FILE [NUM_RANKS [cpu|cuda]]` writes the figures as JSON.
+`python -m tests.support.rank_steps FILE [NUM_RANKS [cpu|cuda [gloo|nccl]]]` writes the figures as JSON. Where there are
+fewer GPUs than ranks, several ranks share one.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def engine_of(
 
 def own_device() -> torch.device:
     """Return the device of this rank."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_initialized() else torch.device("cpu")
 
 
 def state_of(engine: StepEngine) -> list[Tensor]:
@@ -251,18 +252,35 @@ def figures(ranks: Ranks) -> dict[str, Any]:
     }
 
 
-def run_rank(rank: int, num_ranks: int, kind: str, port: int, path: Path) -> None:
+def let_ranks_share_a_gpu(rank: int) -> None:
+    """Set what makes NCCL accept ranks that share a GPU; to be called before the first use of NCCL in a process.
+
+    NCCL 2.30 has a variable for it. Earlier versions compare the host and the bus of the GPUs, and NCCL_HOSTID replaces
+    the host: the ranks pass for machines that talk through sockets.
+    """
+    shared = {"NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    apart = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    os.environ.update(shared if torch.cuda.nccl.version() >= (2, 30) else apart)
+
+
+def run_rank(rank: int, num_ranks: int, kind: str, port: int, path: Path, backend: str | None = None) -> None:
     words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in words.items()})
     torch.set_num_threads(1)
-    ranks = Ranks(init_from_env(device=kind if kind == "cpu" else f"cuda:{rank}", start_timeout_s=120))
+    device = "cpu"
+    if kind == "cuda":
+        num_gpus = torch.cuda.device_count()
+        device = f"cuda:{rank % num_gpus}"
+        if backend == "nccl" and num_ranks > num_gpus:
+            let_ranks_share_a_gpu(rank)
+    ranks = Ranks(init_from_env(device=device, backend=backend, start_timeout_s=120))
     found = figures(ranks)
     if ranks.is_main:
         path.write_text(json.dumps(found))
     shutdown()
 
 
-def main(path: Path, num_ranks: int = 3, kind: str = "cpu") -> int:
+def main(path: Path, num_ranks: int = 3, kind: str = "cpu", backend: str | None = None) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -271,7 +289,7 @@ def main(path: Path, num_ranks: int = 3, kind: str = "cpu") -> int:
         pid = os.fork()
         if pid == 0:
             try:
-                run_rank(rank, num_ranks, kind, port, path)
+                run_rank(rank, num_ranks, kind, port, path, backend)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
@@ -281,4 +299,4 @@ def main(path: Path, num_ranks: int = 3, kind: str = "cpu") -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:4]))
+    sys.exit(main(Path(sys.argv[1]), *map(int, sys.argv[2:3]), *sys.argv[3:5]))

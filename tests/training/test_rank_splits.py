@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,16 +9,15 @@ import pytest
 import torch
 
 from segapp.config import dump_config
-from tests.support.live_runs import small
 from tests.support.rank_runs import (
     check_killed_rank,
+    check_other_numbers_of_ranks,
     check_restart_after_out_of_memory,
     check_split_change,
     check_stop_by_signal,
-    losses,
     ranks_of,
 )
-from tests.support.runs import differing, segapp, train
+from tests.support.runs import differing, segapp
 
 CPUS: list[str | int] = ["cpu", "cpu"]
 
@@ -46,23 +44,7 @@ def test_killed_rank_ends_all_ranks_within_seconds(tiny: dict[str, Any], tmp_pat
 
 @pytest.mark.slow
 def test_run_goes_between_two_ranks_three_and_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
-    constant = {"name": "constant", "warmup_steps": 0}  # the other schedules depend on the number of epochs
-    alone = small(tiny, 4, parallel={"mode": "single"}, train={"batch_size": 5}, schedule=constant)
-    assert train(alone, tmp_path / "alone") == 0
-    parts = [
-        {"mode": "ddp", "devices": CPUS, "shares": [4, 1]},
-        {"mode": "ddp", "devices": ["cpu"] * 3},
-        {"mode": "dp", "devices": CPUS, "gpu0_bsz": 2},
-        {"mode": "single", "devices": CPUS[:1]},
-    ]
-    (tmp_path / "run.yaml").write_text(dump_config(alone))
-    for epochs, parallel in enumerate(parts, start=1):
-        settings = {"mode": "auto", "shares": None, "gpu0_bsz": None, **parallel}
-        words = [f"train.epochs={epochs}", *(f"parallel.{key}={json.dumps(value)}" for key, value in settings.items())]
-        run = "--resume" if epochs > 1 else "--run"
-        done = segapp("train", "--plain", "--config", "run.yaml", run, "run", *words, cwd=tmp_path)
-        assert done.returncode == 0, done.stderr
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
+    check_other_numbers_of_ranks(tiny, tmp_path, "cpu")
 
 
 @pytest.mark.slow

@@ -1,0 +1,70 @@
+"""Whole runs of the program on a card: the demo, `train.compile`, and a machine without nvidia-smi.
+
+`SEGAPP_GPU_TESTS_ON=cpu` tries them without a card.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support import ROOT
+
+for _needed in ("pydantic", "albumentations", "cv2", "torchvision", "segmentation_models_pytorch"):
+    pytest.importorskip(_needed, reason=f"a whole training needs {_needed}, which is not installed")
+
+DEVICE = os.environ.get("SEGAPP_GPU_TESTS_ON", "cuda:0")
+IS_GPU = DEVICE.startswith("cuda")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(280),
+    pytest.mark.skipif(IS_GPU and not torch.cuda.is_available(), reason="needs a CUDA device and sees none"),
+]
+
+
+def train_demo(folder: Path, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "segapp", "train", "--plain", "--config", str(ROOT / "configs" / "demo.yaml")]
+    command += ["--run", str(folder / "run"), f"parallel.devices={DEVICE if not IS_GPU else '[0]'}", *words]
+    variables = {**os.environ, **environment}
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+
+
+def test_demo_learns(tmp_path: Path) -> None:
+    from tests.support.runs import events
+
+    done = train_demo(tmp_path, *([] if IS_GPU else ["train.epochs=2"]))
+    assert done.returncode == 0, done.stderr
+    scores = [event["miou"] for event in events(tmp_path / "run", "val")]
+    assert scores[-1] > scores[0]
+
+
+def test_compiled_training_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:
+    from tests.support.runs import events
+
+    courses = []
+    for name, is_compiled in (("plain", "false"), ("compiled", "true")):
+        words = ["train.epochs=1", "log.every_steps=1", "train.precision=fp32", f"train.compile={is_compiled}"]
+        done = train_demo(tmp_path / name, *words)
+        assert done.returncode == 0, done.stderr
+        courses.append([event["loss"] for event in events(tmp_path / name / "run", "step")])
+    assert courses[1] == pytest.approx(courses[0], rel=0.02)
+
+
+def test_training_without_nvidia_smi_finishes(tmp_path: Path) -> None:
+    from tests.support.runs import events
+
+    programs = tmp_path / "bin"  # what a PATH has, without the driver's program
+    programs.mkdir()
+    for name in ("git", "gcc", "cc", "c++", "g++", "ld", "as"):
+        if found := shutil.which(name):
+            (programs / name).symlink_to(found)
+    done = train_demo(tmp_path, "train.epochs=1", PATH=str(programs))
+    assert done.returncode == 0, done.stderr
+    assert events(tmp_path / "run", "run_end")[-1]["status"] == "finished"

@@ -1,0 +1,326 @@
+"""The session on one card: its schedule, its stops and second starts, and the page from partial results."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu import session, wheels
+from tests.gpu.cases import DONE_VARIABLE, RESULTS_VARIABLE, outcomes
+from tests.gpu.report import page
+from tests.gpu.sanitized import sanitized
+from tests.gpu.schedule import MINUTES, NEEDS, ORDER, ROWS, START_MINUTES, ScheduledRow, missing
+from tests.gpu.session import last_states, repeat, run_session
+from tests.support import ROOT
+from tests.support.rank_steps import let_ranks_share_a_gpu
+
+CASES = """
+import os, signal, time
+from pathlib import Path
+from tests.gpu.cases import Case, NotPossible
+
+CALLS = Path(__file__).with_name("calls")
+
+
+def called(name):
+    with CALLS.open("a") as file:
+        file.write(name + "\\n")
+    return {"case": name, "calls": CALLS.read_text().split().count(name)}
+
+
+def good(device):
+    return [Case(name, lambda name=name: called(name)) for name in ("one", "two")]
+
+
+def unable(device):
+    def refuse():
+        raise NotPossible("liger_kernel is not installed")
+    return [Case("liger", refuse), *good(device)]
+
+
+def failing(device):
+    def fail():
+        called("fails")
+        raise ValueError("7 is not 8\\nsecond line")
+    return [Case("before", lambda: called("before")), Case("fails", fail), Case("after", lambda: called("after"))]
+
+
+def killed(device):
+    def die():
+        called("dies")
+        os.kill(os.getpid(), signal.SIGKILL)
+    return [Case("before", lambda: called("before")), Case("dies", die), Case("after", lambda: called("after"))]
+
+
+def hanging(device):
+    def hang():
+        called("hangs")
+        if CALLS.with_name("hang").exists():
+            time.sleep(60)
+        return {"case": "hangs"}
+    return [Case("before", lambda: called("before")), Case("hangs", hang), Case("after", lambda: called("after"))]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with cases that go well, fail, die and hang, which processes of a session can import."""
+    (tmp_path / "drawn_cases.py").write_text(CASES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(session, "LEAST_S", 0.1)
+    monkeypatch.setattr(session, "GRACE_S", 1.0)
+    return tmp_path
+
+
+def row_of(function: str) -> ScheduledRow:
+    return ScheduledRow(function, f"Row {function}", "figures", 1, cases=f"drawn_cases:{function}")
+
+
+def outcomes_of(folder: Path, row: str) -> dict[str, str]:
+    return {name: each["outcome"] for name, each in outcomes(folder / "out" / "rows" / f"{row}.jsonl").items()}
+
+
+def calls(folder: Path, name: str) -> int:
+    return (folder / "calls").read_text().split().count(name)
+
+
+def states(folder: Path) -> dict[str, str]:
+    return {name: line["state"] for name, line in last_states(folder / "out").items()}
+
+
+# --- the schedule ---
+
+
+def test_limits_of_all_rows_fit_the_minutes_of_a_session() -> None:
+    assert sum(row.minutes for row in ROWS) + START_MINUTES <= MINUTES
+
+
+def test_rows_that_can_find_wrong_results_come_first() -> None:
+    worth = [ORDER.index(row.finds) for row in ROWS]
+    assert worth == sorted(worth)
+    assert set(worth) == set(range(len(ORDER)))
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_row_names_tests_or_a_function_that_exist(row: ScheduledRow) -> None:
+    assert bool(row.tests) != bool(row.cases)
+    assert all((ROOT / path).is_file() for path in (*row.tests, *row.dry_tests))
+    assert set(row.needs) <= NEEDS.keys()
+    if row.cases:
+        module, _, name = row.cases.partition(":")
+        tree = ast.parse((ROOT / f"{module.replace('.', '/')}.py").read_text())
+        assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def test_row_names_are_unique_and_compilations_are_spread() -> None:
+    assert len({row.name for row in ROWS}) == len(ROWS)
+    command = ROWS[0].command("cuda:0", Path("out/rows/losses.jsonl"))
+    words = " ".join(command)
+    for option in ("-n 8", "--dist worksteal", "--maxfail 30", "-m gpu", "--junitxml out/rows/losses.xml"):
+        assert option in words
+
+
+def test_row_without_its_wheel_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = next(row for row in ROWS if "compute-sanitizer" in row.needs)
+    monkeypatch.setattr("tests.gpu.schedule.sanitizer_program", lambda: None)
+    assert missing(row, "cuda:0") == "the wheel nvidia-cuda-sanitizer-api is not installed"
+    assert missing(row, "cpu") is None
+    assert missing(next(row for row in ROWS if not row.has_dry_form), "cpu") is not None
+
+
+# --- failures and stops ---
+
+
+@pytest.mark.parametrize(("function", "bad"), [("failing", "fails"), ("killed", "dies")])
+def test_failed_case_leaves_the_others_and_their_results(folder: Path, function: str, bad: str) -> None:
+    assert not run_session([row_of(function), row_of("good")], "cuda:0", folder / "out", minutes=1)
+    assert outcomes_of(folder, function) == {"before": "passed", bad: "failed", "after": "passed"}
+    assert states(folder) == {function: "failed", "good": "finished"}
+    assert calls(folder, bad) == 1
+
+
+def test_reason_of_a_failure_is_its_first_line(folder: Path) -> None:
+    rows = [row_of("failing"), row_of("killed")]
+    run_session(rows, "cuda:0", folder / "out", minutes=1)
+    text = page(folder / "out", rows)
+    assert "ValueError: 7 is not 8" in text
+    assert "second line" not in text
+    assert "the process ended with -9" in text
+
+
+def test_hanging_row_ends_at_its_limit_and_others_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "hang").touch()
+    short = ScheduledRow("hanging", "Row", "figures", 1.5 / 60, cases="drawn_cases:hanging")
+    assert run_session([short, row_of("good")], "cuda:0", folder / "out", minutes=1)
+    assert states(folder) == {"hanging": "stopped", "good": "finished"}
+    assert outcomes_of(folder, "hanging") == {"before": "passed"}
+    assert calls(folder, "hangs") == 2  # once more after all others
+    run_session([row_of("hanging")], "cuda:0", folder / "out", minutes=1)
+    assert outcomes_of(folder, "hanging") == {"before": "passed", "hangs": "failed", "after": "passed"}
+    assert calls(folder, "hangs") == 2
+
+
+def test_second_start_measures_only_what_is_left(folder: Path) -> None:
+    (folder / "hang").touch()
+    short = ScheduledRow("hanging", "Row", "figures", 60, cases="drawn_cases:hanging")
+    run_session([row_of("good"), short], "cuda:0", folder / "out", minutes=2 / 60)
+    (folder / "hang").unlink()
+    assert states(folder) == {"good": "finished", "hanging": "stopped"}
+    assert run_session([row_of("good"), short], "cuda:0", folder / "out", minutes=1)
+    assert states(folder) == {"good": "finished", "hanging": "finished"}
+    assert [calls(folder, name) for name in ("one", "two", "before", "hangs", "after")] == [1, 1, 1, 2, 1]
+
+
+def test_stopped_session_notes_the_row_and_writes_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(session, "_run_process", stop)
+    with pytest.raises(KeyboardInterrupt):
+        run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
+    assert states(folder) == {"good": "stopped"}
+    assert (folder / "out" / "RESULTS.md").exists()
+    assert "| stopped | 0 | 0 | 0 |" in page(folder / "out", [row_of("good")])
+
+
+def test_time_that_is_over_leaves_later_rows_for_the_next_start(folder: Path) -> None:
+    assert run_session([row_of("good")], "cuda:0", folder / "out", minutes=0)
+    assert states(folder) == {}
+    assert run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
+    assert states(folder) == {"good": "finished"}
+
+
+def test_repeated_row_runs_again_and_keeps_its_old_files(folder: Path) -> None:
+    for _ in range(2):
+        run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
+        repeat("good", folder / "out")
+    assert calls(folder, "one") == 2
+    assert sorted(path.name for path in (folder / "out" / "rows").glob("good.jsonl*")) == [
+        "good.jsonl.1",
+        "good.jsonl.2",
+    ]
+
+
+def test_case_that_is_not_possible_is_skipped_with_its_reason(folder: Path) -> None:
+    assert run_session([row_of("unable")], "cuda:0", folder / "out", minutes=1)
+    assert outcomes_of(folder, "unable") == {"liger": "skipped", "one": "passed", "two": "passed"}
+
+
+def test_plugin_writes_each_test_and_leaves_done_ones_out(tmp_path: Path) -> None:
+    (tmp_path / "test_drawn.py").write_text(
+        "import pytest\n"
+        "def test_good(): pass\n"
+        "def test_bad(): assert 1 == 2\n"
+        "def test_absent(): pytest.skip('no card')\n"
+    )
+    results, done = tmp_path / "row.jsonl", tmp_path / "row.done"
+    words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.gpu.each_test", "test_drawn.py"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), RESULTS_VARIABLE: str(results), DONE_VARIABLE: str(done)}
+    for number_of_lines in (3, 3):
+        subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=environment, capture_output=True)
+        found = {name.partition("::")[2]: each for name, each in outcomes(results).items()}
+        assert {name: each["outcome"] for name, each in found.items()} == {
+            "test_good": "passed",
+            "test_bad": "failed",
+            "test_absent": "skipped",
+        }
+        assert len(results.read_text().splitlines()) == number_of_lines
+        done.write_text("\n".join(outcomes(results)))
+    assert found["test_bad"]["reason"] == "assert 1 == 2"
+    assert "no card" in found["test_absent"]["reason"]
+
+
+# --- the page ---
+
+
+def test_page_is_made_from_partial_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "rows").mkdir()
+    lines = [{"machine": "a card, torch 2.11"}, {"row": "losses", "state": "finished", "reason": "", "seconds": 90.0}]
+    (tmp_path / "session.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"row": "ste')
+    tests = [
+        {"case": "t::one", "outcome": "passed"},
+        {"case": "t::two", "outcome": "failed", "reason": "1 is not 2"},
+        {"case": "t::three", "outcome": "skipped", "reason": "needs two cards"},
+    ]
+    (tmp_path / "rows" / "losses.jsonl").write_text("\n".join(map(json.dumps, tests)))
+    measured = [{"case": "a", "began": 1.0}, {"case": "a", "outcome": "passed", "row": {"mode": "single", "ms": 2.5}}]
+    (tmp_path / "rows" / "training.jsonl").write_text("\n".join(map(json.dumps, measured)) + '\n{"case": "b", "out')
+    text = page(tmp_path)
+    assert "a card, torch 2.11" in text
+    assert "| losses | wrong results | finished | 1 | 1 | 1 | 1.5 | 3 |" in text
+    assert "| training | figures | stopped | 1 | 0 | 0 |" in text
+    assert "| plan | figures | not begun |" in text
+    assert "- `t::two`: 1 is not 2" in text
+    assert "- 1: needs two cards" in text
+    assert "| single | 2.5 |" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device")
+def test_machine_without_a_gpu_is_told_the_next_move(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert session.main(["--out", str(tmp_path)]) == 2
+    assert "--dry" in capsys.readouterr().err
+
+
+# --- what the machine brings ---
+
+
+def test_wheels_are_for_python_312_and_hold_no_torch(tmp_path: Path) -> None:
+    whole, bare, built = wheels.commands(tmp_path)
+    names = [wheels.name_of(word) for command in (whole, bare, built) for word in command[3:] if word[0] != "-"]
+    assert "torch" not in names
+    assert {"torchvision", "timm", "liger-kernel", "nvidia-cuda-sanitizer-api"} <= set(names)
+    assert {"pytest", "pytest-xdist", "albumentations", "gputil"} <= set(names)
+    assert "--no-deps" in bare
+    assert "--no-deps" not in whole
+    for command in (whole, bare):
+        assert command[command.index("--python-version") + 1] == "3.12"
+    assert not [word for command in (whole, bare, built) for word in command if "://" in word or "index" in word]
+
+
+def test_sanitizer_watches_the_kernels_of_the_loss(tmp_path: Path) -> None:
+    program = tmp_path / "compute-sanitizer"
+    program.touch(0o644)
+    command = sanitized("racecheck", ["python", "-m", "x"], program)
+    assert command[:3] == [str(program), "--tool", "racecheck"]
+    assert command[-3:] == ["python", "-m", "x"]
+    watched = [word.partition("=")[2] for word in command if word.startswith("kernel_substring=")]
+    source = (ROOT / "segapp/losses/fused/triton_kernels.py").read_text()
+    assert watched
+    assert all(f"def {name}(" in source for name in watched)
+    assert os.access(program, os.X_OK)
+    assert "--kernel-name" not in sanitized("initcheck", ["python"], program)
+
+
+@pytest.mark.parametrize(("version", "name"), [((2, 30, 7), "NCCL_MULTI_RANK_GPU_ENABLE"), ((2, 28, 9), "NCCL_HOSTID")])
+def test_nccl_ranks_share_a_card_as_its_version_can(
+    version: tuple[int, ...], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    values = []
+    for rank in (0, 1):
+        monkeypatch.setattr(os, "environ", {})
+        let_ranks_share_a_gpu(rank)
+        values.append(os.environ[name])
+    assert (values[0] != values[1]) == (name == "NCCL_HOSTID")  # a host of its own for each rank
+
+
+# --- the whole ---
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_dry_session_ends_without_a_failure(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.gpu.session", "--dry", "--minutes", "28", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    ended = {name: line["state"] for name, line in last_states(tmp_path).items()}
+    assert ended == {row.name: "finished" if row.has_dry_form else "skipped" for row in ROWS}
+    found = {row.name: outcomes(tmp_path / "rows" / f"{row.name}.jsonl") for row in ROWS if row.has_dry_form}
+    assert [name for name, each in found.items() if not any(o["outcome"] == "passed" for o in each.values())] == []
