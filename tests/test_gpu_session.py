@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -19,6 +20,7 @@ from tests.gpu.sanitized import sanitized
 from tests.gpu.schedule import MINUTES, NEEDS, ORDER, ROWS, START_MINUTES, ScheduledRow, missing
 from tests.gpu.session import last_states, repeat, run_session
 from tests.support import ROOT
+from tests.support.live_runs import wait_for
 from tests.support.rank_steps import let_ranks_share_a_gpu
 
 CASES = """
@@ -63,6 +65,7 @@ def hanging(device):
     def hang():
         called("hangs")
         if CALLS.with_name("hang").exists():
+            CALLS.with_name("pid").write_text(str(os.getpid()))
             time.sleep(60)
         return {"case": "hangs"}
     return [Case("before", lambda: called("before")), Case("hangs", hang), Case("after", lambda: called("after"))]
@@ -93,6 +96,10 @@ def calls(folder: Path, name: str) -> int:
 
 def states(folder: Path) -> dict[str, str]:
     return {name: line["state"] for name, line in last_states(folder / "out").items()}
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
 # --- the schedule ---
@@ -188,6 +195,26 @@ def test_stopped_session_notes_the_row_and_writes_the_page(folder: Path, monkeyp
     assert states(folder) == {"good": "stopped"}
     assert (folder / "out" / "RESULTS.md").exists()
     assert "| stopped | 0 | 0 | 0 |" in page(folder / "out", [row_of("good")])
+
+
+def test_killed_session_leaves_no_process_and_its_results(folder: Path) -> None:
+    (folder / "hang").touch()
+    program = (
+        "import sys; from pathlib import Path; from tests.gpu.session import run_session; "
+        "from tests.gpu.schedule import ScheduledRow; "
+        "row = ScheduledRow('hanging', 'Row', 'figures', 1, cases='drawn_cases:hanging'); "
+        "run_session([row], 'cuda:0', Path(sys.argv[1]), 1)"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
+    process = subprocess.Popen([sys.executable, "-c", program, str(folder / "out")], cwd=ROOT, env=environment)
+    wait_for(lambda: (folder / "pid").exists(), process=process)
+    pid = int((folder / "pid").read_text())
+    assert is_running(pid)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not is_running(pid), timeout_s=20)
+    assert outcomes_of(folder, "hanging") == {"before": "passed"}
+    assert "| stopped | 1 | 0 | 0 |" in page(folder / "out", [row_of("hanging")])
 
 
 def test_time_that_is_over_leaves_later_rows_for_the_next_start(folder: Path) -> None:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 import torch
 
+from segapp.parallel.launch import signal_when_parent_dies
 from tests.gpu.cases import DONE_VARIABLE, RESULTS_VARIABLE, add_line, outcomes, read_lines
 from tests.gpu.report import SESSION, last_states, write_page
 from tests.gpu.schedule import DRY_LIMIT_S, MINUTES, ROWS, ScheduledRow, missing
@@ -137,6 +138,8 @@ def _run_process(row: ScheduledRow, device: str, out: Path, results: Path, limit
         RESULTS_VARIABLE: str(results),
         DONE_VARIABLE: str(results.with_suffix(".done")),
         OUT_VARIABLE: str(out),
+        # Programs that the rows start elsewhere find the project, which need not be installed.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # before the first matrix product of a process
         **({"OMP_NUM_THREADS": "1"} if device == "cpu" else {}),
     }
@@ -149,12 +152,19 @@ def _run_process(row: ScheduledRow, device: str, out: Path, results: Path, limit
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            preexec_fn=_prepare_process,
         )
         with _ended(process):
             try:
                 return Ended(process.wait(limit_s))
             except subprocess.TimeoutExpired:
                 return Ended(None)
+
+
+def _prepare_process() -> None:
+    """Let the process of a row end with the session, and take interrupts where a shell lets the session ignore them."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal_when_parent_dies(signal.SIGINT)
 
 
 @contextlib.contextmanager

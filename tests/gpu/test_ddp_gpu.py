@@ -27,7 +27,7 @@ NUM_GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(IS_GPU and NUM_GPUS == 0, reason="needs a CUDA device and sees none"),
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(240 if IS_GPU else 800),
 ]
 
 two_gpus = pytest.mark.skipif(NUM_GPUS < 2, reason=f"needs two CUDA devices and sees {NUM_GPUS}")

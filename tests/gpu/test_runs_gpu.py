@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +25,7 @@ IS_GPU = DEVICE.startswith("cuda")
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(280),
+    pytest.mark.timeout(240 if IS_GPU else 800),  # to compile takes a CPU minutes
     pytest.mark.skipif(IS_GPU and not torch.cuda.is_available(), reason="needs a CUDA device and sees none"),
 ]
 
@@ -39,10 +40,10 @@ def train_demo(folder: Path, *words: str, **environment: str) -> subprocess.Comp
 def test_demo_learns(tmp_path: Path) -> None:
     from tests.support.runs import events
 
-    done = train_demo(tmp_path, *([] if IS_GPU else ["train.epochs=2"]))
+    done = train_demo(tmp_path, "log.every_steps=1", *([] if IS_GPU else ["train.epochs=1"]))
     assert done.returncode == 0, done.stderr
-    scores = [event["miou"] for event in events(tmp_path / "run", "val")]
-    assert scores[-1] > scores[0]
+    losses = [event["loss"] for event in events(tmp_path / "run", "step")]
+    assert statistics.mean(losses[-5:]) < 0.9 * statistics.mean(losses[:5])
 
 
 def test_compiled_training_has_the_losses_of_the_plain_one(tmp_path: Path) -> None:

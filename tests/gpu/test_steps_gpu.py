@@ -19,7 +19,7 @@ IS_GPU = DEVICE.type == "cuda"
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.timeout(240),
+    pytest.mark.timeout(240 if IS_GPU else 800),
     pytest.mark.skipif(IS_GPU and not torch.cuda.is_available(), reason="needs a CUDA device and sees none"),
 ]
 

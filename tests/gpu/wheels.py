@@ -28,6 +28,9 @@ OF_TORCH = {"torchvision": "==0.26.*", "timm": "", "segmentation-models-pytorch"
 BESIDE_TORCH = ("huggingface-hub",)
 """What those depend on beside torch and the project's own dependencies."""
 
+PINNED = {"setuptools": "setuptools<82"}
+"""What torch 2.11 asks for of a package that it shares with the project."""
+
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 """Of the development group: what the tests on a card need."""
 
@@ -41,7 +44,7 @@ WITHOUT_WHEEL = ("GPUtil",)
 def requirements() -> tuple[list[str], list[str], list[str]]:
     """Return the requirements: with their dependencies, without them, and those to be built."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    own = {name_of(text): text for text in project["project"]["dependencies"]}
+    own = {**{name_of(text): text for text in project["project"]["dependencies"]}, **PINNED}
     tools = {name_of(text): text for text in project["dependency-groups"]["dev"]}
     chosen = {**own, **{name: tools[name] for name in TOOLS}}
     bare = [f"{name}{version}" if version else chosen[name] for name, version in OF_TORCH.items()]
