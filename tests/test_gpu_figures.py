@@ -36,7 +36,7 @@ def replicas_at_once(engine: StepEngine) -> int:
         return forward(layer, inputs)
 
     with mock.patch.object(torch.nn.Conv2d, "forward", meet):
-        engine.step([batch_of(CONFIG, engine)])
+        engine.step([batch_of(CONFIG, engine, CPU)])
     return len(set(met))
 
 
@@ -54,7 +54,7 @@ def test_replicas_one_after_the_other_are_called_lockstep() -> None:
 def test_ddp_is_timed_with_batchnorm_that_exchanges() -> None:
     with engine_of(CONFIG, CPU, "ddp") as engine:
         assert mode_of(engine) == "ddp, a rank of 3, fake group, SyncBatchNorm"
-        batch = batch_of(CONFIG, engine)
+        batch = batch_of(CONFIG, engine, CPU)
         assert len(batch.indices) == 1  # a third of the batch
         engine.step([batch])
         num_layers = sum(isinstance(module, SyncBatchNorm) for module in engine.model.modules())

@@ -168,12 +168,14 @@ WAYS: dict[str, Callable[[torch.device], Pass]] = {
 
 def _our_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
     """Apply the head at low resolution: it commutes with the interpolation."""
+    weight.grad = None
     loss_sum, weight_sum = upsample_cross_entropy(F.conv2d(features, weight[:, :, None, None]), target)
     return _backward(loss_sum / weight_sum)
 
 
 def _linear_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
     """Interpolate the features and apply the head in chunks of pixels."""
+    weight.grad = None
     values = F.interpolate(features, target.shape[-2:], mode="bilinear", align_corners=True)
     rows = values.permute(0, 2, 3, 1).reshape(-1, features.shape[1])
     options = torch.nn.LinearCrossEntropyOptions()
@@ -198,6 +200,7 @@ HEADS: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
 
 def seconds_of(way: Pass, logits: Tensor, target: Tensor) -> float:
     """Return the seconds of one pass: between CUDA events on a card, of the clock on a CPU."""
+    logits.grad = None  # else the pass would add to it
     if not logits.is_cuda:
         start = time.perf_counter()
         way(logits, target)
@@ -214,6 +217,7 @@ def seconds_of(way: Pass, logits: Tensor, target: Tensor) -> float:
 
 def extra_mib(way: Pass, logits: Tensor, target: Tensor) -> float:
     """Return the peak of one pass above the memory before it: the allocator's on a card, recorded tensors on a CPU."""
+    logits.grad = None
     if logits.is_cuda:
         torch.cuda.synchronize(logits.device)
         torch.cuda.reset_peak_memory_stats(logits.device)

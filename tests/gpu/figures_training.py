@@ -164,13 +164,20 @@ def mode_of(engine: StepEngine) -> str:
     return "single"
 
 
-def batch_of(config: RunConfig, engine: StepEngine, place: torch.device | None = None) -> Batch:
-    """Return the black images that this process has of a batch: those of rank 0 in ddp, and all in other modes."""
+def batch_of(config: RunConfig, engine: StepEngine, place: torch.device) -> Batch:
+    """Return the black images that this process has of a batch: those of rank 0 in ddp, and all in other modes.
+
+    They lie on the device; in dp, which scatters them, in pinned memory of the host.
+    """
     num_images = config.train.batch_size
     if engine.rank_split is not None:
         num_images = engine.rank_split.plan(num_images)[0]
-    where = "cpu" if place is None or isinstance(engine.network, DataParallelModel) else str(place)
-    return blank_batch(build_scheme(config.data), num_images, config.data.crop_px, device=where)
+    is_scattered = isinstance(engine.network, DataParallelModel) and len(engine.network.devices) > 1
+    where = "cpu" if is_scattered else str(place)
+    batch = blank_batch(build_scheme(config.data), num_images, config.data.crop_px, device=where)
+    if is_scattered and place.type == "cuda":
+        return Batch(batch.images.pin_memory(), batch.target.pin_memory(), batch.indices)
+    return batch
 
 
 def _timed(engine: StepEngine, batch: Batch, place: torch.device, num_steps: int) -> tuple[float, float]:

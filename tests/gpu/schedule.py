@@ -79,7 +79,7 @@ ROWS = (
     ),
     ScheduledRow(
         "steps",
-        "Whole steps: no wait for the device, ranks without samples",
+        "Whole steps: none waits for the device, every mode lowers the loss",
         "wrong results",
         1,
         tests=("tests/gpu/test_steps_gpu.py",),

@@ -1,4 +1,4 @@
-"""Whole steps of the engine on a card: none waits for the device, and a rank without samples is like the others.
+"""Whole steps of the engine on a card: none waits for the device, and every mode lowers the loss.
 
 `SEGAPP_GPU_TESTS_ON=cpu` tries the bodies, where nothing watches the waits.
 """
