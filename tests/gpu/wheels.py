@@ -28,8 +28,8 @@ OF_TORCH = {"torchvision": "==0.26.*", "timm": "", "segmentation-models-pytorch"
 BESIDE_TORCH = ("huggingface-hub",)
 """What those depend on beside torch and the project's own dependencies."""
 
-PINNED = {"setuptools": "setuptools<82"}
-"""What torch 2.11 asks for of a package that it shares with the project."""
+PINNED = {"setuptools": "setuptools<82", "numpy": "numpy>=1.26,<2.4"}
+"""Versions that torch 2.11, and the interpreter of its Triton 3.6, ask for of packages that the project needs too."""
 
 TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 """Of the development group: what the tests on a card need."""
