@@ -22,6 +22,9 @@ from types import FrameType
 _PARENT_PID = "SEGAPP_PARENT_PID"
 """Process id of the parent, for the agent and each rank: the parent may die while Python still starts."""
 
+AGENT = "import sys; from segapp.parallel.launch import run_agent; sys.exit(run_agent(sys.argv[1:]))"
+"""The program of torchrun's agent; `-m` would run this module, which the package has imported, a second time."""
+
 PEER_GRACE_S = 10.0
 """Seconds that a rank has to end by itself after another one is gone."""
 
@@ -67,7 +70,7 @@ def launch_local(
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # The loopback address, because the machine's host name may not resolve.
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
-    agent = [sys.executable, "-m", "segapp.parallel.launch", *options]
+    agent = [sys.executable, "-c", AGENT, *options]
     # A new session, so that Ctrl-C reaches the ranks once, through this process.
     # "--", because argparse takes the program's own `--run` for an abbreviation of torchrun's `--run-path`.
     flag, program = (["-m"], command[1:]) if command[0] == "-m" else ([], command)
@@ -230,7 +233,3 @@ def signal_children(number: int) -> None:
             for pid in listed.read().split():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(pid), number)
-
-
-if __name__ == "__main__":
-    sys.exit(run_agent(sys.argv[1:]))

@@ -16,7 +16,7 @@ from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import ClassScheme
 from segapp.datasets.loader import SegmentationDataset
 from segapp.datasets.resources import usable_cores
-from segapp.datasets.workers import PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
+from segapp.datasets.workers import GPU_PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
 
 
 @pytest.mark.parametrize(
@@ -44,8 +44,8 @@ def test_planned_workers_keep_up_with_the_device() -> None:
     for sample_s in (0.002, 0.02, 0.2):
         for side in (256, 512, 1024):
             workers = plan_workers(sample_s, (side, side), 10_000, "cuda")
-            assert workers / sample_s >= PX_PER_S["cuda"] / side**2
-            assert workers == 1 or (workers - 1) / sample_s < 1.25 * PX_PER_S["cuda"] / side**2
+            assert workers / sample_s >= GPU_PX_PER_S / side**2
+            assert workers == 1 or (workers - 1) / sample_s < 1.25 * GPU_PX_PER_S / side**2
 
 
 def test_cores_are_those_of_affinity_and_quota(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:

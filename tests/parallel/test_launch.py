@@ -205,7 +205,7 @@ def test_two_agents_on_one_host_form_a_two_node_job(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "segapp.parallel.launch", "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two"]
+    command = [sys.executable, "-c", launch.AGENT, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two"]
     command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
     command += ["-m", "tests.support.rank_checks", str(tmp_path / "figures.json")]
     environ = {**os.environ, "OMP_NUM_THREADS": "1"}
