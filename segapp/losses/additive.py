@@ -312,7 +312,8 @@ def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Stat
         >>> torch.allclose(logits.grad, whole.grad)
         True
     """
-    at = [total.detach().to(entry.device) for total, entry in zip(totals, statistics, strict=True)]
+    # In the entry's dtype: the numerators of `target_statistics` are float32, and slopes at them would be rounded.
+    at = [total.detach().to(entry.device, entry.dtype) for total, entry in zip(totals, statistics, strict=True)]
     live = [i for i, entry in enumerate(statistics) if entry.requires_grad]
     if not live:
         return statistics[0].detach().sum() * 0.0

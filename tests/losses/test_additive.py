@@ -111,6 +111,18 @@ def test_target_statistics_equal_statistics_without_numerators(name):
         assert float(known) == (0.0 if entry.requires_grad else float(entry))
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if criteria()[name].is_linear])
+def test_gradient_by_target_statistics_is_exact_in_float64(name):
+    """The numerators of the target statistics are float32 zeros; the slopes at them are not rounded to float32."""
+    criterion = criteria()[name]
+    logits, target = draw(ignored=[0.0, 0.2, 1.0, 0.5, 0.9])
+    target = suited(criterion, target)
+    _, expected = whole(criterion, logits, target)
+    x = logits.clone().requires_grad_()
+    surrogate(criterion, criterion.statistics(x, target), criterion.target_statistics(target)).backward()
+    assert relative_error(x.grad, expected) <= 1e-13
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_counts_are_float64_and_losses_at_least_float32(name):
     criterion = criteria()[name]
