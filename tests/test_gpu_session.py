@@ -249,7 +249,8 @@ def test_plugin_writes_each_test_and_leaves_done_ones_out(tmp_path: Path) -> Non
     )
     results, done = tmp_path / "row.jsonl", tmp_path / "row.done"
     words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.gpu.each_test", "test_drawn.py"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), RESULTS_VARIABLE: str(results), DONE_VARIABLE: str(done)}
+    own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this worker
+    environment = {**own, "PYTHONPATH": str(ROOT), RESULTS_VARIABLE: str(results), DONE_VARIABLE: str(done)}
     for number_of_lines in (3, 3):
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=environment, capture_output=True)
         found = {name.partition("::")[2]: each for name, each in outcomes(results).items()}

@@ -43,9 +43,12 @@ def course(folder: Path) -> list[float]:
     return [event["loss"] for kind in ("step", "val") for event in events(folder, kind)]
 
 
-def test_training_without_float64_follows_the_cpu(tiny: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "names", [("ce", "terms"), pytest.param(("ce", "weights", "ohem", "bce"), marks=pytest.mark.slow)]
+)
+def test_training_without_float64_follows_the_cpu(tiny: dict[str, Any], tmp_path: Path, names: tuple[str, ...]) -> None:
     """A tensor of float64 on the device would have raised."""
-    configs = {name: config(tiny, **sections) for name, sections in CASES.items()}
+    configs = {name: config(tiny, **CASES[name]) for name in names}
     once = config(tiny, loss={"name": "ce"}, train={**ACCUMULATED["train"], "epochs": 1})
     cases = [*configs.items(), ("resumed", once), ("resumed", configs["ce"])]
     listed = []

@@ -394,11 +394,11 @@ def test_stop_in_validation_resumes_bitwise(
     config = small(tiny, 2)
     assert train(config, tmp_path / "whole") == 0
     folder = tmp_path / "run"
-    batches = EvalLoader.__iter__
+    batches = EvalLoader.batches
     num_seen = []
 
-    def watched(self: EvalLoader) -> Any:
-        for number, batch in enumerate(batches(self)):
+    def watched(self: EvalLoader, **options: Any) -> Any:
+        for number, batch in enumerate(batches(self, **options)):
             if len(num_seen) == 1:
                 send_command(folder, parse_command("stop"))
                 time.sleep(0.3)  # the inbox is polled four times a second
@@ -406,7 +406,7 @@ def test_stop_in_validation_resumes_bitwise(
             yield batch
 
     with monkeypatch.context() as patch:
-        patch.setattr(EvalLoader, "__iter__", watched)
+        patch.setattr(EvalLoader, "batches", watched)
         assert train(config, folder) == 75
     assert num_seen[-1] == 1  # of 0 to 3
     assert not events(folder, "val")
@@ -448,17 +448,17 @@ def test_settings_applied_after_checkpoint_replay_at_same_step(
 ) -> None:
     tiny, reference = even
     folder = tmp_path / "run"
-    batches = EvalLoader.__iter__
+    batches = EvalLoader.batches
 
-    def with_a_wish(self: EvalLoader) -> Any:
+    def with_a_wish(self: EvalLoader, **options: Any) -> Any:
         send_command(folder, parse_command("set gpu0_bsz=0 lr_factor=0.25"))
         time.sleep(0.3)
-        return batches(self)
+        return batches(self, **options)
 
     failpoints.arm("train.step=4:raise:RuntimeError")
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(EvalLoader, "__iter__", with_a_wish)
+            patch.setattr(EvalLoader, "batches", with_a_wish)
             with pytest.raises(RunError):
                 train(three_devices(tiny), folder)
     finally:
