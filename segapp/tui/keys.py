@@ -88,11 +88,7 @@ KEYS = (
         panes="loss pictures",
     ),
     Key(
-        "cursor(1)",
-        "right",
-        "",
-        "read the curve to the right; pictures of the next evaluation",
-        panes="loss pictures",
+        "cursor(1)", "right", "", "read the curve to the right; pictures of the next evaluation", panes="loss pictures"
     ),
     Key("image", "down", "Image", "another image of the evaluation; also up", panes="pictures", is_bound=False),
     Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),

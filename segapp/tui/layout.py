@@ -94,10 +94,7 @@ def plan_layout(
             shown = {"gpu0"}
         rows = 0 if is_zoomed else 3 if height >= 20 else 1
         return ScreenLayout(
-            frozenset(shown),
-            width,
-            has_throughput=height >= 20 and bool(shown & _LEFT),
-            num_summary_rows=rows,
+            frozenset(shown), width, has_throughput=height >= 20 and bool(shown & _LEFT), num_summary_rows=rows
         )
     left = {"pictures"} if pane == "pictures" else {"loss"}
     if height >= 30:

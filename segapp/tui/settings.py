@@ -80,11 +80,7 @@ def save_settings(path: Path, settings: UiSettings) -> None:
     plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "keymap"}
     lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
     if settings.keymap:
-        lines += [
-            "",
-            "[keymap]",
-            *(f"{_toml(k)} = {_toml(v)}" for k, v in asdict(settings)["keymap"].items()),
-        ]
+        lines += ["", "[keymap]", *(f"{_toml(k)} = {_toml(v)}" for k, v in asdict(settings)["keymap"].items())]
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, "\n".join(lines) + "\n")

@@ -105,10 +105,7 @@ class LiveSource:
     """Follows the events of a run folder."""
 
     def __init__(
-        self,
-        folder: RunFolder,
-        clock: Callable[[], float] = time.time,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, folder: RunFolder, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self.folder = folder
         self.view = View()
