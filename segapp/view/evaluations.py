@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from segapp.run.events import Val
-from segapp.scores import SCORES
+from segapp.scores import SCORES, as_float
 
 Floats = NDArray[np.float64]
 
@@ -38,7 +38,7 @@ class Evaluations:
     def append(self, val: Val) -> None:
         """Add an evaluation."""
         numbers = [val.score(name) if name in SCORES else getattr(val, name) for name in _NUMBERS]
-        self._rows.append(array("d", map(_as_float, [*numbers, *val.iou])))
+        self._rows.append(array("d", [as_float(value) for value in (*numbers, *val.iou)]))
         self._last.append(val)
 
     def drop_after(self, step: int) -> None:
@@ -57,10 +57,10 @@ class Evaluations:
 
     def class_iou(self, index: int) -> Floats:
         """Return the IoU of a class at every evaluation, float64 [evaluations]; nan where it has none."""
-        return self._column(len(_NUMBERS) + index if index >= 0 else math.inf)
+        return self._column(len(_NUMBERS) + index) if index >= 0 else np.full(len(self), np.nan)
 
-    def _column(self, at: float) -> Floats:
-        return np.array([row[int(at)] if at < len(row) else math.nan for row in self._rows], dtype=np.float64)
+    def _column(self, at: int) -> Floats:
+        return np.array([row[at] if at < len(row) else math.nan for row in self._rows], dtype=np.float64)
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -76,11 +76,3 @@ class Evaluations:
         known = [None if math.isnan(value) else value for value in self._rows[place]]
         numbers = dict(zip(_NUMBERS, known, strict=False))
         return Val.model_validate({**numbers, "scores": numbers, "iou": known[len(_NUMBERS) :]})
-
-
-def _as_float(value: float | None) -> float:
-    """Return a number as a float; nan for None and for an integer too large."""
-    try:
-        return math.nan if value is None else float(value)
-    except OverflowError:
-        return math.nan

@@ -15,7 +15,7 @@ Floats = NDArray[np.float64]
 SMOOTHINGS = (0.6, 0.9, 0.98)
 """Factors of the exponential averages."""
 
-_BLOCK = 64
+_BLOCK = 128
 
 
 class LossHistory:
@@ -137,24 +137,17 @@ def _lazy_zeros(num_rows: int, num_columns: int) -> Floats:
 
 
 def _average(values: Floats, start: float, factor: float) -> Floats:
-    """Return `a_n = factor * a_(n-1) + (1 - factor) * value_n` from `a_0 = start`, computed in blocks."""
-    num_blocks = len(values) // _BLOCK
+    """Return `a_n = factor * a_(n-1) + (1 - factor) * value_n` from `a_0 = start`, in blocks."""
     out = np.empty_like(values)
     matrix, decay = _block_matrix(factor)
-    body = values[: num_blocks * _BLOCK].reshape(num_blocks, _BLOCK) @ matrix.T
-    starts = np.empty((num_blocks, 1))
-    for block, last in enumerate(body[:, -1].tolist()):
-        starts[block] = start
-        start = last + start * float(decay[-1])
-    out[: num_blocks * _BLOCK] = (body + starts * decay).reshape(-1)
-    for i in range(num_blocks * _BLOCK, len(values)):
-        start = factor * start + (1 - factor) * float(values[i])
-        out[i] = start
+    for first in range(0, len(values), _BLOCK):
+        block = values[first : first + _BLOCK]
+        out[first : first + _BLOCK] = matrix[: len(block), : len(block)] @ block + start * decay[: len(block)]
+        start = out[first + len(block) - 1]
     return out
 
 
 @cache
 def _block_matrix(factor: float) -> tuple[Floats, Floats]:
     lag = np.subtract.outer(np.arange(_BLOCK), np.arange(_BLOCK))
-    matrix = np.where(lag >= 0, (1 - factor) * factor ** np.maximum(lag, 0), 0.0)
-    return matrix, factor ** np.arange(1.0, _BLOCK + 1)
+    return np.where(lag >= 0, (1 - factor) * factor ** np.maximum(lag, 0), 0.0), factor ** np.arange(1.0, _BLOCK + 1)

@@ -8,7 +8,7 @@ import numpy as np
 
 from segapp.run.events import Val
 from segapp.scores import HEADLINES
-from segapp.view.evaluations import Floats, PastVal
+from segapp.view.evaluations import Floats
 from segapp.view.history import LossHistory
 from segapp.view.view import View
 
@@ -38,8 +38,8 @@ def metric_names(view: View) -> list[str]:
     """Return the metrics that a run has, in the order of the key; IoU of the classes are chosen in their pane."""
     names = ["loss"]
     step = view.step
-    names += [TERM + name for name in (step.terms or {}) if step is not None] if step is not None else []
-    names += [name for name in VAL_METRICS if any(val.score(name) is not None for val in view.vals[-1:])]
+    names += [TERM + name for name in (step.terms or {})] if step is not None else []
+    names += [name for name in VAL_METRICS if view.vals and view.vals[-1].score(name) is not None]
     names += [name for name in STEP_METRICS if step is None or getattr(step, name) is not None]
     return names
 
@@ -85,7 +85,6 @@ def _points(view: View, values: Floats) -> Floats:
     return np.stack([view.vals.values("step"), values], axis=1)[~np.isnan(values)]
 
 
-def class_iou(val: Val | PastVal | None, index: int) -> float | None:
+def class_iou(val: Val | None, index: int) -> float | None:
     """Return the IoU of a class at an evaluation; None if it was absent, or there was no evaluation."""
-    value = val.iou[index] if val is not None and 0 <= index < len(val.iou) else None
-    return None if value is None or value != value else value
+    return val.iou[index] if val is not None and 0 <= index < len(val.iou) else None

@@ -33,7 +33,7 @@ from segapp.run.events import (
 )
 from segapp.run.words import printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate
-from segapp.view.evaluations import Evaluations, PastVal
+from segapp.view.evaluations import Evaluations
 from segapp.view.history import LossHistory
 from segapp.view.wording import LogLine, log_line
 
@@ -138,7 +138,7 @@ class View:
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
-    best: Val | PastVal | None = None
+    best: Val | None = None
     """The evaluation with the highest mIoU, among those with a finite loss."""
     checkpoint: Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
@@ -448,7 +448,7 @@ def _drop_repeated(view: View, step: int) -> None:
         view.step = None
 
 
-def _best(vals: Iterable[Val | PastVal]) -> Val | PastVal | None:
+def _best(vals: Iterable[Val]) -> Val | None:
     found = [val for val in vals if is_best_candidate(val.miou, val.loss)]
     return max(found, key=lambda val: val.miou or 0.0, default=None)
 

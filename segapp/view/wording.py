@@ -27,7 +27,6 @@ from segapp.run.events import (
 )
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
 from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
-from segapp.view.evaluations import PastVal
 
 
 class LogLine(NamedTuple):
@@ -41,13 +40,13 @@ class LogLine(NamedTuple):
     """The whole event."""
 
 
-def log_line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) -> LogLine | None:
+def log_line(event: Event, classes: Sequence[str], previous: Val | None) -> LogLine | None:
     """Return the log line of an event; None for events that are not logged."""
     line = _line(event, classes, previous)
     return None if line is None else line._replace(event=event)
 
 
-def _line(event: Event, classes: Sequence[str], previous: Val | PastVal | None) -> LogLine | None:
+def _line(event: Event, classes: Sequence[str], previous: Val | None) -> LogLine | None:
     if isinstance(event, RunStart):
         return LogLine(event.t, "start", _start(event))
     if isinstance(event, Weights):
@@ -80,12 +79,12 @@ def loss(value: float | None, digits: int = 3) -> str:
     return NOT_FINITE if value is None or math.isnan(value) else number(value, digits)
 
 
-def miou(val: Val | PastVal) -> str:
+def miou(val: Val) -> str:
     """Return the mIoU of an evaluation with the number of its classes: 0.557 (17/19)."""
     return with_count(number(val.miou), count_scored(val.iou), len(val.iou))
 
 
-def best_miou(best: Val | PastVal, last: Val | PastVal) -> str:
+def best_miou(best: Val, last: Val) -> str:
     """Return the best mIoU: 0.557 e7; with the number of its classes if that differs from the last evaluation's."""
     has_same = (count_scored(best.iou), len(best.iou)) == (count_scored(last.iou), len(last.iou))
     return f"{number(best.miou) if has_same else miou(best)} e{best.epoch}"
@@ -114,7 +113,7 @@ def _start(event: RunStart) -> str:
     return what if event.resumed_from_step is None else f"resumed at step {event.resumed_from_step}: {what}"
 
 
-def _val(event: Val, classes: Sequence[str], previous: Val | PastVal | None) -> str:
+def _val(event: Val, classes: Sequence[str], previous: Val | None) -> str:
     parts = [f"e{event.epoch} mIoU {miou(event)}"]
     if previous is not None and previous.miou is not None and event.miou is not None:
         parts[0] += f" ({event.miou - previous.miou:+.3f})"

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from segapp.run.events import Val, parse_event
 from segapp.scores import SCORES
-from segapp.view.evaluations import NUM_WHOLE, Evaluations, PastVal
+from segapp.view.evaluations import NUM_WHOLE, Evaluations
 
 SHARES = st.none() | st.floats(0, 1)
 VALS = st.builds(
@@ -30,13 +30,12 @@ VALS = st.builds(
 FACTS = ("epoch", "step", "num_images", "val_s")
 
 
-def short(val: Val | PastVal) -> list[object]:
+def short(val: Val) -> list[object]:
     """Return what is kept of every evaluation."""
-    iou = [None if value is None or math.isnan(value) else value for value in val.iou]
-    return [*(number(val, name) for name in (*FACTS, *SCORES)), iou]
+    return [*(number(val, name) for name in (*FACTS, *SCORES)), val.iou]
 
 
-def number(val: Val | PastVal, name: str) -> float | None:
+def number(val: Val, name: str) -> float | None:
     """Return a score, or another number of an evaluation."""
     return val.score(name) if name in SCORES else getattr(val, name)
 
@@ -49,7 +48,7 @@ def test_evaluations_are_those_of_a_plain_list(first: list[Val], step: int, more
         found.append(val)
     wanted = [val for val in first if val.step <= step] + more
     assert [short(val) for val in found] == [short(val) for val in wanted]
-    assert [short(val) for val in found[-3:]] == [short(val) for val in wanted[-3:]]
+    assert [short(found[-i - 1]) for i in range(min(3, len(wanted)))] == [short(val) for val in wanted[:-4:-1]]
     for name in (*FACTS, *SCORES):
         column = [math.nan if (value := number(val, name)) is None else value for val in wanted]
         np.testing.assert_array_equal(found.values(name), column)
@@ -61,11 +60,11 @@ def test_evaluations_are_those_of_a_plain_list(first: list[Val], step: int, more
 def test_the_last_evaluations_are_whole() -> None:
     vals = [Val(epoch=n, step=n, loss=None, miou=None, iou=[], recall=[0.5]) for n in range(NUM_WHOLE + 2)]
     found = Evaluations(vals)
-    assert found[2:] == vals[2:]
+    assert list(found)[2:] == vals[2:]
     assert found[-1] is vals[-1]
-    assert [type(val) for val in found[:2]] == [PastVal, PastVal]
+    assert [val.recall for val in found] == [None, None, *[[0.5]] * NUM_WHOLE]
     found.drop_after(10)
-    assert found[2:] == vals[2:11]
+    assert list(found)[2:] == vals[2:11]
     with pytest.raises(IndexError):
         found[11]
 

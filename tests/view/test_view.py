@@ -359,12 +359,13 @@ def test_old_evaluations_take_little_memory() -> None:
         for n in range(1, 6001)
     ]
     view = View()
-    fold_events(view, vals[:2000])  # the log is full by then
-    gc.collect()
     tracemalloc.start()
+    fold_events(view, [dict(val) for val in vals[:2000]])  # the log is full by then
+    gc.collect()
+    before_bytes, _ = tracemalloc.get_traced_memory()
     fold_events(view, [dict(val) for val in vals[2000:]])
     gc.collect()
-    grown_bytes, _ = tracemalloc.get_traced_memory()
+    grown_bytes = tracemalloc.get_traced_memory()[0] - before_bytes
     tracemalloc.stop()
     assert len(view.vals) == 6000
     assert view.best is not None

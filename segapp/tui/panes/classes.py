@@ -18,7 +18,7 @@ from segapp.run.events import RunStart, Val
 from segapp.tui.glyphs import Glyphs, progress, spark, thinned
 from segapp.tui.panes.header import LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, SearchLine
-from segapp.view.evaluations import Floats, PastVal
+from segapp.view.evaluations import Floats
 from segapp.view.metrics import class_iou
 from segapp.view.view import View
 from segapp.view.wording import best_miou, fit_cells, miou
@@ -201,7 +201,7 @@ class _Shown(NamedTuple):
 
     view: View | None
     start: RunStart | None
-    val: Val | PastVal | None
+    val: Val | None
 
 
 class ClassesPane(Vertical):
