@@ -6,11 +6,8 @@ Heavy imports are inside the functions, so that `segapp --help` answers at once.
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import signal
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -88,17 +85,6 @@ def with_resume_value(arguments: list[str]) -> list[str]:
     return arguments if is_value else [*arguments[: at + 1], "auto", *arguments[at + 1 :]]
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Switch garbage collection off for imports: their objects stay, and collection takes a tenth of their time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
 @app.command()
 def train(
     overrides: Overrides = None,
@@ -130,9 +116,8 @@ def train(
         raise ConfigError("--smoke tries a new training in the foreground: leave --resume and --detach out")
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
-    with _no_collection():
-        from segapp.config import explain_config
-        from segapp.training.request import plan_request
+    from segapp.config import explain_config
+    from segapp.training.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
     if print_config:
@@ -148,8 +133,6 @@ def train(
         trainer = spawn_trainer(request, config=config, resume=resume, overrides=overrides or [])
         if detach:
             sys.exit(wait_for_start(trainer))
-        with _no_collection():
-            import segapp.tui.start  # noqa: F401
         sys.exit(show_training(trainer))
     from segapp.run.starting import announce, outlast_readers
 
@@ -190,9 +173,10 @@ def sweep(
     code 1.
     """
     _ignore_early_signals()
-    from segapp.commands.sweep import SweepOptions, run_sweep
+    from segapp.commands.sweep import run_sweep
 
-    sys.exit(run_sweep(overrides or [], SweepOptions(config or [], devices, retry, report, json_out)))
+    words, configs = overrides or [], config or []
+    sys.exit(run_sweep(words, configs, devices, retry=retry, only_report=report, as_json=json_out))
 
 
 @app.command()
@@ -206,9 +190,8 @@ def attach(
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
 ) -> None:
     """Show a run on the screen, past and live; leaving does not stop it."""
-    with _no_collection():
-        from segapp.commands.control import run_to_attach
-        from segapp.tui.start import run_ui
+    from segapp.commands.control import run_to_attach
+    from segapp.tui.start import run_ui
 
     folder = run_to_attach(run)
     sys.exit(run_ui(folder.path, readonly=readonly, theme=theme, ascii_only=ascii_only))
@@ -226,8 +209,7 @@ def ctl(
     """Send a command to a running training."""
     from segapp.commands.control import control_run
 
-    code = control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout)
-    sys.exit(code)
+    sys.exit(control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout))
 
 
 @app.command("eval")
@@ -322,50 +304,6 @@ def export(
     export_target(target, out, format=format, half=half, argmax=argmax, config=config)
 
 
-Root = Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks or annotations.")]
-Out = Annotated[Path | None, option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")]
-Layout = Annotated[
-    str | None, option("--layout", "The layout to take, where several are possible: name or number.", "NAME")
-]
-ValShare = Annotated[
-    float | None,
-    option("--val-share", "Share of the validation images, for data without splits; by default 0.2.", "SHARE"),
-]
-Group = Annotated[
-    str | None,
-    option("--group", "Images with the same match in their path stay together; by default a scene.", "REGEX"),
-]
-Folds = Annotated[int | None, option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")]
-Blocks = Annotated[
-    int | None,
-    option("--blocks", "Cut large images and masks into blocks of this side; a strip of each validates.", "PX"),
-]
-Seed = Annotated[int, option("--seed", "Of the division into splits or folds.", "NUMBER")]
-Page = Annotated[Path | None, option("--html", "Write a page with pictures of each possible layout.")]
-CleanMasks = Annotated[
-    bool,
-    typer.Option(
-        "--clean-masks", help="Write copies of JPEG or smoothed masks, each pixel the nearest frequent value."
-    ),
-]
-Masks = Annotated[
-    str | None,
-    option(
-        "--masks",
-        "What the values of the masks are: ids, instances (value // 1000 is the class), panoptic or object.",
-        "KIND",
-    ),
-]
-Unlabelled = Annotated[
-    str | None, option("--unlabelled", "Pixels without a class name: ignore them, or make them a class.", "HOW")
-]
-Palette = Annotated[
-    str | None,
-    option("--palette", "Published data set whose colours the masks have; none: no known one.", "NAME"),
-]
-Force = Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")]
-
-
 @app.command()
 def check(
     overrides: Overrides = None,
@@ -395,41 +333,61 @@ def doctor(json_out: JsonFlag = False) -> None:
 
 @app.command()
 def init(
-    root: Root,
-    out: Out = None,
-    layout: Layout = None,
-    val_share: ValShare = None,
-    group: Group = None,
-    folds: Folds = None,
-    blocks: Blocks = None,
-    seed: Seed = 0,
-    html_file: Page = None,
-    clean_masks: CleanMasks = False,
-    masks: Masks = None,
-    unlabelled: Unlabelled = None,
-    palette: Palette = None,
-    force: Force = False,
+    root: Annotated[
+        Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks or annotations.")
+    ],
+    out: Annotated[
+        Path | None, option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")
+    ] = None,
+    layout: Annotated[
+        str | None, option("--layout", "The layout to take, where several are possible: name or number.", "NAME")
+    ] = None,
+    val_share: Annotated[
+        float | None,
+        option("--val-share", "Share of the validation images, for data without splits; by default 0.2.", "SHARE"),
+    ] = None,
+    group: Annotated[
+        str | None,
+        option("--group", "Images with the same match in their path stay together; by default a scene.", "REGEX"),
+    ] = None,
+    folds: Annotated[
+        int | None, option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")
+    ] = None,
+    blocks: Annotated[
+        int | None,
+        option("--blocks", "Cut large images and masks into blocks of this side; a strip of each validates.", "PX"),
+    ] = None,
+    seed: Annotated[int, option("--seed", "Of the division into splits or folds.", "NUMBER")] = 0,
+    html_file: Annotated[Path | None, option("--html", "Write a page with pictures of each possible layout.")] = None,
+    clean_masks: Annotated[
+        bool,
+        typer.Option(
+            "--clean-masks", help="Write copies of JPEG or smoothed masks, each pixel the nearest frequent value."
+        ),
+    ] = False,
+    masks: Annotated[
+        str | None,
+        option(
+            "--masks",
+            "What the values of the masks are: ids, instances (value // 1000 is the class), panoptic or object.",
+            "KIND",
+        ),
+    ] = None,
+    unlabelled: Annotated[
+        str | None, option("--unlabelled", "Pixels without a class name: ignore them, or make them a class.", "HOW")
+    ] = None,
+    palette: Annotated[
+        str | None,
+        option("--palette", "Published data set whose colours the masks have; none: no known one.", "NAME"),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")] = False,
 ) -> None:
     """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
     from segapp.onboarding.init import InitRequest, init_folder
 
+    chosen = {"masks": masks, "unlabelled": unlabelled, "palette": palette}
     init_folder(
-        InitRequest(
-            root,
-            out,
-            force,
-            layout,
-            val_share,
-            group,
-            folds,
-            seed,
-            html_file,
-            clean_masks,
-            blocks,
-            masks=masks,
-            unlabelled=unlabelled,
-            palette=palette,
-        )
+        InitRequest(root, out, force, layout, val_share, group, folds, seed, html_file, clean_masks, blocks, **chosen)
     )
 
 
@@ -476,17 +434,17 @@ def list_runs(
     json_out: JsonFlag = False,
 ) -> None:
     """List the runs and sweeps under runs/, or under another folder, or of a sweep, with the reasons of failures."""
-    from segapp.commands import runs as overview
+    from segapp.commands.runs import print_runs
 
-    overview.print_runs(folder, as_json=json_out)
+    print_runs(folder, as_json=json_out)
 
 
 @app.command()
 def status(run: RunArgument, json_out: JsonFlag = False) -> None:
     """Show the state and progress of a run or a sweep."""
-    from segapp.commands import runs as overview
+    from segapp.commands.runs import print_status
 
-    overview.print_status(run, as_json=json_out)
+    print_status(run, as_json=json_out)
 
 
 ckpt = typer.Typer(help="Checkpoints that can be resumed.", no_args_is_help=True)
@@ -496,17 +454,17 @@ app.add_typer(ckpt, name="ckpt")
 @ckpt.command("list")
 def ckpt_list(run: RunArgument, json_out: JsonFlag = False) -> None:
     """List a run's committed checkpoints, newest first."""
-    from segapp.commands import runs as overview
+    from segapp.commands.runs import print_checkpoints
 
-    overview.print_checkpoints(run, as_json=json_out, hashes=False)
+    print_checkpoints(run, as_json=json_out, hashes=False)
 
 
 @ckpt.command("verify")
 def ckpt_verify(run: RunArgument, json_out: JsonFlag = False) -> None:
     """Read every byte of a run's checkpoints; exit code 4 if one is damaged."""
-    from segapp.commands import runs as overview
+    from segapp.commands.runs import print_checkpoints
 
-    sys.exit(overview.print_checkpoints(run, as_json=json_out, hashes=True))
+    sys.exit(print_checkpoints(run, as_json=json_out, hashes=True))
 
 
 @app.command()

@@ -14,8 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from segapp.errors import SegappError
 from segapp.run.events import EventReader
@@ -48,28 +47,12 @@ def is_interactive(
         return False
 
 
-class Process(Protocol):
-    """What is asked of the process of a trainer: the methods of `subprocess.Popen`."""
-
-    pid: int
-
-    def poll(self) -> int | None:
-        """Return the exit code, or minus the number of the signal; None while it runs."""
-        ...
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for the end."""
-        ...
-
-    def send_signal(self, sig: int) -> None:
-        """Send a signal unless it has ended."""
-        ...
-
-
 class TrainerProcess:
     """A trainer that runs as a session leader."""
 
-    def __init__(self, folder: RunFolder, process: Process, log_start: int, events: EventReader) -> None:
+    def __init__(
+        self, folder: RunFolder, process: subprocess.Popen[bytes], log_start: int, events: EventReader
+    ) -> None:
         self.folder, self.process = folder, process
         self._log_start, self._events = log_start, events
 
@@ -80,12 +63,9 @@ class TrainerProcess:
         return None if status is None else 128 - status if status < 0 else status
 
     def wait_until_started(self, timeout_s: float) -> bool:
-        """Wait for the event `run_start`, or the end of the trainer.
+        """Wait for the event `run_start`, or the end of the trainer; return True if the training has started.
 
         Ctrl-C is passed on to the trainer, which has nothing to save yet.
-
-        Returns:
-            True if the training has started.
         """
         deadline_s = time.monotonic() + timeout_s
         try:
@@ -139,37 +119,24 @@ class TrainerProcess:
             return []
 
 
-@dataclass(frozen=True)
-class SpawnOptions:
-    """How a trainer process is started.
-
-    Attributes:
-        environ: variables set in its environment.
-        ends_with_parent: it gets SIGTERM, and so saves and ends, when the process that started it is gone (on Linux).
-        fork: starts it from its words, environment and log file without a new interpreter; None: with one.
-    """
-
-    environ: Mapping[str, str] = field(default_factory=dict)
-    ends_with_parent: bool = False
-    fork: Callable[[Sequence[str], Mapping[str, str], str], Process] | None = None
-
-
 def spawn_trainer(
     request: TrainRequest,
     *,
     config: str | None,
     resume: str | None,
-    overrides: Sequence[str],
-    options: SpawnOptions | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    ends_with_parent: bool = False,
 ) -> TrainerProcess:
-    """Start the requested training as a separate process.
+    """Start the requested training as a separate process, with variables added to its environment.
+
+    `ends_with_parent`: on Linux, it gets SIGTERM, and so saves and ends, when this process is gone.
 
     Raises:
         ConfigError: the folder already contains a run.
         RunBusyError: another trainer holds the folder.
         StorageError: the folder cannot be created.
     """
-    options = options or SpawnOptions()
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     folder.acquire()  # raises if another process holds it; the trainer locks it itself
     folder.release()
@@ -183,25 +150,19 @@ def spawn_trainer(
     events = EventReader(folder.events, from_end=True)
     with folder.log.open("ab") as log:
         log_start = log.tell()
-        words = ["train", *arguments, *overrides]
-        environ = {**os.environ, "PYTHONUNBUFFERED": "1", **options.environ}
-        process: Process
-        if options.fork is not None:
-            process = options.fork(words, environ, str(folder.log))
-        else:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "segapp", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env=environ,
-                preexec_fn=end_with(os.getpid()) if options.ends_with_parent else None,
-            )
+        process = subprocess.Popen(
+            [sys.executable, "-m", "segapp", "train", *arguments, *overrides],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1", **(environ or {})},
+            preexec_fn=_end_with(os.getpid()) if ends_with_parent else None,
+        )
     return TrainerProcess(folder, process, log_start, events)
 
 
-def end_with(parent_pid: int) -> Callable[[], None] | None:
+def _end_with(parent_pid: int) -> Callable[[], None] | None:
     """Return a function that makes a child get SIGTERM at the death of its parent; None where that is unknown."""
     try:
         prctl = ctypes.CDLL(None).prctl
@@ -217,11 +178,7 @@ def end_with(parent_pid: int) -> Callable[[], None] | None:
 
 
 def wait_for_start(trainer: TrainerProcess) -> int:
-    """Wait until a trainer has started, for a limited time; leave it running, and print how to see it.
-
-    Returns:
-        The exit code.
-    """
+    """Wait for a trainer to start, leave it running, print how to see it, and return the exit code."""
     has_started = trainer.wait_until_started(DETACH_AFTER_S)
     if trainer.exit_code is not None:
         return trainer.print_end()
@@ -236,9 +193,6 @@ def show_training(trainer: TrainerProcess) -> int:
     """Open the screen of a trainer at once, also while it is starting; return the exit code after the user has left.
 
     A trainer that ends before it has begun to train closes the screen, and its error is printed.
-
-    Raises:
-        SegappError: The screen failed; the message says where the trainer continues.
     """
     from segapp.tui.start import run_ui
 

@@ -45,11 +45,9 @@ def run(command: dict[str, Any]) -> int:
 
     if "SEGAPP_TEST_FORK" in os.environ:
         import segapp.commands.spawn
-        import segapp.commands.sweep.warm
 
         forking = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedTrainer})
         segapp.commands.spawn.subprocess = forking  # type: ignore[attr-defined]
-        segapp.commands.sweep.warm.subprocess = types.SimpleNamespace(**{**vars(subprocess), "Popen": ForkedServer})
     if "SEGAPP_TEST_GPUS" in os.environ:
         import segapp.training.session
         from segapp.memory.gpus import GpuPoller
@@ -152,50 +150,6 @@ class ForkedTrainer:
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
-
-
-class ForkedServer:
-    """Stands for the process from which a sweep forks its trainers: a fork of this one, which has the imports."""
-
-    def __init__(self, words: Sequence[str], *, env: dict[str, str], **_: Any) -> None:
-        from segapp.commands.sweep.warm import serve as serve_sweep
-
-        (commands, to_server), (from_server, answers) = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.setsid()
-            for fd in (to_server, from_server):
-                os.close(fd)
-            os.dup2(commands, 0)
-            os.dup2(answers, 1)
-            for fd in (commands, answers):
-                os.close(fd)
-            signal.set_wakeup_fd(-1)
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            os.environ.clear()
-            os.environ.update(env)
-            code = 1
-            try:
-                serve_sweep(words[3:])
-                code = 0
-            except SystemExit as end:
-                code = end.code if isinstance(end.code, int) else int(end.code is not None)
-            finally:
-                os._exit(code)
-        os.close(commands)
-        os.close(answers)
-        self.stdin, self.stdout = os.fdopen(to_server, "wb"), os.fdopen(from_server, "rb")
-
-    def poll(self) -> int | None:
-        return None
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> None:
-        os.waitpid(self.pid, 0)
 
 
 def serve() -> None:

@@ -1,7 +1,7 @@
 """`segapp sweep`: train a grid of settings, each a run of its own, and compare them on one page.
 
-`grid` reads the words of the command line, `plan` makes runs of them, `slots` are the devices, `runner` trains, `warm`
-forks the trainers, and `segapp.report.compare` writes the page.
+`grid` reads the words of the command line, `plan` makes runs of them, `runner` trains them, and `segapp.report.compare`
+writes the page.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from segapp.commands.runs import aligned
 from segapp.commands.sweep.overview import Overview
 from segapp.commands.sweep.plan import SweepPlan, plan_sweep
-from segapp.commands.sweep.runner import Slot, SweepRunner, parse_slots
-from segapp.commands.sweep.warm import WarmProcess, can_fork, modules_of
-from segapp.config import RunConfig
+from segapp.commands.sweep.runner import SweepRunner, parse_slots
 from segapp.errors import ConfigError
 from segapp.run.sweep import SweepFolder, SweepRun
 from segapp.run.words import printable
@@ -30,31 +27,16 @@ if TYPE_CHECKING:
 FAILED = 1
 
 
-@dataclass(frozen=True)
-class SweepOptions:
-    """Options of `segapp sweep`.
-
-    Attributes:
-        configs: config files, names or globs.
-        devices: devices for trainings at the same time; None: one training after another.
-        retry: train failed runs again.
-        only_report: train nothing, write the page.
-        as_json: print the results as JSON on stdout, and all other lines on stderr.
-    """
-
-    configs: Sequence[str] = ()
-    devices: str | None = None
-    retry: bool = False
-    only_report: bool = False
-    as_json: bool = False
-
-
-def run_sweep(words: Sequence[str], options: SweepOptions) -> int:
+def run_sweep(
+    words: Sequence[str],
+    configs: Sequence[str] = (),
+    devices: str | None = None,
+    *,
+    retry: bool = False,
+    only_report: bool = False,
+    as_json: bool = False,
+) -> int:
     """Carry a sweep out, or what is left of it, and write its page.
-
-    Args:
-        words: KEY=VALUES, config files, and the name or folder of the sweep.
-        options: see there.
 
     Returns:
         The exit code: 0: every run of the command has finished; 1: some have failed; 75: stopped, and the same command
@@ -63,34 +45,33 @@ def run_sweep(words: Sequence[str], options: SweepOptions) -> int:
     Raises:
         ConfigError: the runs cannot be planned; nothing is written then.
         RunBusyError: another process carries the sweep out.
-        StorageError: a file cannot be written.
     """
-    plan = plan_sweep(words, options.configs)
-    if options.only_report:
+    plan = plan_sweep(words, configs)
+    if only_report:
         if plan.configs:
             raise ConfigError("--report trains nothing: name a sweep that exists, e.g. segapp sweep NAME --report")
-        _finish(plan.folder, as_json=options.as_json)
+        _finish(plan.folder, as_json=as_json)
         return 0
     plan.check_parts()
-    slots = parse_slots(options.devices, os.environ)
-    if options.devices is not None:
+    slots = parse_slots(devices, os.environ)
+    if devices is not None:
         _check_devices(plan)
     plan.folder.acquire()
     try:
         plan.save()
         runs = [run for run in plan.info.runs if run.name in plan.names]
         states = {run.name: plan.folder.state_of(run) for run in runs}
-        failed = [] if options.retry else [run for run in runs if states[run.name] == "failed"]
+        failed = [] if retry else [run for run in runs if states[run.name] == "failed"]
         todo = [run for run in runs if states[run.name] != "finished" and run not in failed]
-        stream = sys.stderr if options.as_json else sys.stdout
+        stream = sys.stderr if as_json else sys.stdout
         overview = Overview(stream, len(runs), len(runs) - len(todo), len(slots))
         overview.line(f"sweep {plan.folder.name}: {len(runs)} runs, {len(todo)} to train; folder {plan.folder.path}")
         for run in failed:
             overview.line(f"{run.name}: failed before ({_failure(plan.folder, run)}); --retry trains it again")
-        is_whole = not todo or _carry_out(plan, todo, slots, overview)
+        is_whole = not todo or SweepRunner(plan.folder, plan.info, slots, overview).carry_out(todo)
     finally:
         plan.folder.release()
-    _finish(plan.folder, as_json=options.as_json)
+    _finish(plan.folder, as_json=as_json)
     if not is_whole:
         return EXIT_STOPPED_AND_SAVED
     last = {run.name: run for run in plan.folder.read().runs}
@@ -100,41 +81,16 @@ def run_sweep(words: Sequence[str], options: SweepOptions) -> int:
     return 0 if set(final) <= {"finished"} else EXIT_STOPPED_AND_SAVED
 
 
-def _carry_out(plan: SweepPlan, runs: Sequence[SweepRun], slots: Sequence[Slot], overview: Overview) -> bool:
-    """Train runs; several are forked from one process that has done the imports. False: a signal has stopped it."""
-    warm = None
-    if len(runs) > 1 and can_fork():
-        threads = {name: value for name, value in slots[0].environ.items() if name == "OMP_NUM_THREADS"}
-        warm = WarmProcess(modules_of([_config_of(plan, run) for run in runs]), threads)
-    elif len(runs) > 1:
-        overview.line("this system cannot fork a training: each run is a new process, which takes seconds longer")
-    try:
-        return SweepRunner(plan.folder, plan.info, slots, overview, warm).carry_out(runs)
-    finally:
-        if warm is not None:
-            warm.close()
-
-
-def _config_of(plan: SweepPlan, run: SweepRun) -> RunConfig:
-    from segapp.config import load_config
-
-    return plan.configs.get(run.name) or load_config(plan.folder.config_of(run.name))
-
-
 def _check_devices(plan: SweepPlan) -> None:
-    """Check that the configs leave the choice of devices to --devices.
-
-    Raises:
-        ConfigError: one of them names devices.
-    """
-    for run in plan.info.runs:
-        config = _config_of(plan, run)
-        if run.name in plan.names and config.parallel.devices != "auto":
+    """Check that the configs leave the choice of devices to --devices."""
+    for name in sorted(plan.names):
+        devices = plan.config_of(name).parallel.devices
+        if devices != "auto":
             raise ConfigError(
-                f"parallel.devices = {config.parallel.devices} of run {run.name}: --devices gives each run its own: "
-                "set the key to auto, or leave --devices out",
+                f"parallel.devices = {devices} of run {name}: --devices gives each run its own: set the key to auto, "
+                "or leave --devices out",
                 key="parallel.devices",
-                value=config.parallel.devices,
+                value=devices,
             )
 
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+
+import yaml
 
 from segapp.errors import ConfigError, SegappError
 
@@ -17,7 +19,6 @@ MAX_RUNS = 10_000
 """Upper limit of the runs of a sweep."""
 _RANGE = re.compile(r"([-+]?\d+)\.\.([-+]?\d+)")
 _OTHER_RANGE = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?\.\.[-+]?[\d.]+(?:[eE][-+]?\d+)?")
-_CLOSING = {"[": "]", "{": "}"}
 
 
 def parse_axes(words: Sequence[str]) -> dict[str, list[str]]:
@@ -61,8 +62,6 @@ def parse_values(text: str, key: str) -> list[str]:
     """
     values: list[str] = []
     for piece in _split(text, key):
-        if not piece:
-            raise ConfigError(f"{key}={text}: a value is missing; write null for none, '' for an empty text")
         if (found := _RANGE.fullmatch(piece)) is not None:
             first, last = int(found[1]), int(found[2])
             if not 0 <= last - first < MAX_RUNS:
@@ -75,48 +74,24 @@ def parse_values(text: str, key: str) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def _split(text: str, key: str) -> Iterator[str]:
-    """Yield the pieces between the commas that are outside brackets, braces and quotes."""
-    start = at = 0
-    open_marks: list[str] = []
-    while at < len(text):
-        mark = text[at]
-        before = text[:at].rstrip()[-1:]
-        if mark in "'\"" and (at == start or not before or before in ",[{:"):
-            at = _quote_end(text, at, key)
-        elif mark in _CLOSING:
-            open_marks.append(_CLOSING[mark])
-        elif mark in _CLOSING.values() and (not open_marks or open_marks.pop() != mark):
-            raise ConfigError(f"{key}={text}: a {mark} has no opening bracket: quote the value, or remove it")
-        elif mark == "," and not open_marks:
-            yield text[start:at].strip()
-            start = at + 1
-        at += 1
-    if open_marks:
-        raise ConfigError(f"{key}={text}: a {open_marks[-1]} is missing: close the bracket")
-    yield text[start:].strip()
-
-
-def _quote_end(text: str, at: int, key: str) -> int:
-    """Return the position of the mark that closes the quote at `at`; one that is doubled or escaped does not."""
-    quote, at = text[at], at + 1
-    while at < len(text):
-        if quote == '"' and text[at] == "\\":
-            at += 1
-        elif text[at] == quote:
-            if quote == '"' or text[at + 1 : at + 2] != "'":
-                return at
-            at += 1
-        at += 1
-    raise ConfigError(f"{key}={text}: a quote is not closed: add {quote}")
+def _split(text: str, key: str) -> list[str]:
+    """Return the texts of the entries of a YAML list that is written without its brackets."""
+    source = f"[{text}]"
+    try:
+        node = yaml.compose(source, yaml.SafeLoader)
+    except yaml.YAMLError as error:
+        problem = getattr(error, "problem", error)
+        raise ConfigError(
+            f"{key}={text}: not values between commas ({problem}): close brackets and quotes; write null for none, '' "
+            "for an empty text"
+        ) from None
+    if not isinstance(node, yaml.SequenceNode) or not node.value:
+        raise ConfigError(f"{key}={text}: a value is missing; write null for none, '' for an empty text")
+    return [source[entry.start_mark.index : entry.end_mark.index] for entry in node.value]
 
 
 def combinations(axes: Mapping[str, Sequence[str]], num_configs: int = 1) -> list[dict[str, str]]:
-    """Return the combinations of the values, the last key changing fastest; one empty one without axes.
-
-    Raises:
-        ConfigError: with that number of configs there are too many.
-    """
+    """Return the combinations of the values, the last key changing fastest; ConfigError if there are too many."""
     num_runs = num_configs * math.prod(len(values) for values in axes.values())
     if num_runs > MAX_RUNS:
         raise ConfigError(f"the grid has {num_runs} runs, and at most {MAX_RUNS} are possible: name fewer values")

@@ -17,14 +17,7 @@ INTERVAL_S = 10.0
 
 
 class Overview:
-    """Prints one line for each start and end of a training, and one every ten seconds while it runs.
-
-    Args:
-        stream: of the lines.
-        num_runs: of the command.
-        num_done: of them that had ended before.
-        num_slots: trainings at the same time.
-    """
+    """Prints one line for each start and end of a training, and one every ten seconds while it runs."""
 
     def __init__(self, stream: TextIO, num_runs: int, num_done: int, num_slots: int) -> None:
         self._stream = stream

@@ -22,6 +22,7 @@ from segapp.errors import ConfigError, did_you_mean, storage_errors
 from segapp.run.files import write_atomic
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info, sweep_folders
 from segapp.run.words import printable
+from segapp.training.telemetry.trackers import flat_settings
 
 _MAX_NAME_CHARS = 80
 _MAX_SHOWN = 20
@@ -32,7 +33,6 @@ class SweepPlan:
     """A sweep to carry out.
 
     Attributes:
-        folder: of the sweep.
         info: all its runs: those of this command first, then those of earlier ones.
         names: the runs that this command names.
         configs: complete configs of the runs that are new, by name.
@@ -53,16 +53,14 @@ class SweepPlan:
         """
         remember_parts(self.own_parts)
         for name in sorted(self.names):
-            path = self.folder.config_of(name)
-            config = self.configs.get(name) or load_config(path)
-            check_trusted(part_names(config), str(path))
+            check_trusted(part_names(self.config_of(name)), str(self.folder.config_of(name)))
+
+    def config_of(self, name: str) -> RunConfig:
+        """Return the complete config of a run."""
+        return self.configs.get(name) or load_config(self.folder.config_of(name))
 
     def save(self) -> None:
-        """Write the configs of the new runs, then `sweep.json`, and remove the configs of dropped runs.
-
-        Raises:
-            StorageError: a file cannot be written.
-        """
+        """Write the configs of the new runs, then `sweep.json`, and remove the configs of dropped runs."""
         with storage_errors(self.folder.path, "free space or choose another folder"):
             for name, config in self.configs.items():
                 path = self.folder.config_of(name)
@@ -85,16 +83,12 @@ class _Candidate:
 def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     """Return the plan of a `segapp sweep` command; nothing is written.
 
-    Args:
-        words: KEY=VALUES, config files, and at most one name or folder of a sweep.
-        configs: --config, each a path, a name, or a glob.
-
     Raises:
         ConfigError: lists every problem of every run; or the sweep began with another config.
     """
     name, files, axis_words = _sorted_words(words)
     files = [file for pattern in [*configs, *files] for file in _expanded(pattern)]
-    axes = parse_axes(axis_words)
+    axes = given = parse_axes(axis_words)
     existing = find_sweep(name) if name is not None else None
     if not files:
         if existing is None:
@@ -117,8 +111,8 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     folder = existing or SweepFolder(_new_path(name or _default_name(bases)))
     info = existing.read() if existing is not None else new_info()
     named = frozenset(part for each in candidates for part in part_names(each.config).values())
-    given = {value for values in parse_axes(axis_words).values() for value in values}
-    return replace(_joined(folder, info, axes, candidates), own_parts=named if files else named & given)
+    own_parts = named if files else named & {value for values in given.values() for value in values}
+    return replace(_joined(folder, info, axes, candidates), own_parts=own_parts)
 
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
@@ -170,11 +164,7 @@ def _new_path(name: str) -> Path:
 
 
 def _validated(bases: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> list[_Candidate]:
-    """Return the runs of the grid with their configs.
-
-    Raises:
-        ConfigError: lists the problems of all runs, each once with the settings that have it.
-    """
+    """Return the runs of the grid with their configs; the ConfigError lists the problems of all, each once."""
     found: list[_Candidate] = []
     problems: dict[str, list[str]] = {}
     for label, base in bases.items():
@@ -184,16 +174,12 @@ def _validated(bases: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> l
                 found.append(_Candidate(label, settings, load_config(base, words)))
             except ConfigError as error:
                 where = " ".join([label, *words] if len(bases) > 1 else words)
-                for line in _problem_lines(error):
-                    problems.setdefault(line, []).append(where)
+                first, *rest = str(error).splitlines()
+                for line in rest or [first]:
+                    problems.setdefault(line.strip(), []).append(where)
     if problems:
         raise ConfigError(_problem_text(problems, len(bases) * len(combinations(axes))))
     return found
-
-
-def _problem_lines(error: ConfigError) -> list[str]:
-    first, *rest = str(error).splitlines()
-    return [line.strip() for line in rest] or [first]
 
 
 def _problem_text(problems: Mapping[str, Sequence[str]], num_runs: int) -> str:
@@ -214,58 +200,49 @@ def _joined(
     keys = list(dict.fromkeys([*info.axes, *axes]))
     earlier = {run.name: _plain(load_config(folder.config_of(run.name))) for run in info.runs}
     _check_base(info, earlier, candidates, keys)
-    known = {
-        _identity(run.config, _settings(earlier[run.name], keys)): run.model_copy(
-            update={"settings": _settings(earlier[run.name], keys)}
-        )
-        for run in info.runs
-    }
-    all_settings = {identity: dict(run.settings) for identity, run in known.items()}
-    new: dict[str, _Candidate] = {}
+    known: dict[str, SweepRun] = {}
+    for run in info.runs:
+        settings = _settings(earlier[run.name], keys)
+        known[_identity(run.config, settings)] = run.model_copy(update={"settings": settings})
+    wanted: dict[str, tuple[_Candidate, dict[str, Any]]] = {}
     for candidate in candidates:
         settings = _settings(_plain(candidate.config), keys)
-        identity = _identity(candidate.label, settings)
-        all_settings[identity] = settings
-        if identity not in known:
-            new.setdefault(identity, candidate)
-    labels = list(dict.fromkeys([*(run.config for run in info.runs), *(each.label for each in candidates)]))
-    varying = [key for key in keys if len({json.dumps(each[key]) for each in all_settings.values()}) > 1]
+        wanted.setdefault(_identity(candidate.label, settings), (candidate, settings))
+    all_settings = [*(run.settings for run in known.values()), *(settings for _, settings in wanted.values())]
+    varying = [key for key in keys if len({json.dumps(each[key]) for each in all_settings}) > 1]
+    labels = {*(run.config for run in info.runs), *(candidate.label for candidate in candidates)}
     taken = {run.name for run in info.runs}
     configs: dict[str, RunConfig] = {}
-    runs: dict[str, SweepRun] = {}
-    for candidate in candidates:
-        settings = _settings(_plain(candidate.config), keys)
-        identity = _identity(candidate.label, settings)
+    runs: list[SweepRun] = []
+    for identity, (candidate, settings) in wanted.items():
         if identity in known:
-            runs[identity] = known[identity]
-        elif identity not in runs:
-            label = candidate.label if len(labels) > 1 else ""
-            name = run_name(label, {key: candidate.settings.get(key, settings[key]) for key in varying}, taken)
-            taken.add(name)
-            runs[identity] = SweepRun(name=name, config=candidate.label, settings=settings)
-            configs[name] = candidate.config
-    names = frozenset(run.name for run in runs.values())
+            runs.append(known[identity])
+            continue
+        label = candidate.label if len(labels) > 1 else ""
+        name = run_name(label, {key: candidate.settings.get(key, settings[key]) for key in varying}, taken)
+        taken.add(name)
+        runs.append(SweepRun(name=name, config=candidate.label, settings=settings))
+        configs[name] = candidate.config
     # A run of an earlier command that never began is dropped: its values may have been a mistake.
-    kept = [run for at, run in known.items() if at not in runs and folder.folder_of(run.name).path.exists()]
+    kept = [run for at, run in known.items() if at not in wanted and folder.folder_of(run.name).path.exists()]
     merged = {key: list(dict.fromkeys([*info.axes.get(key, []), *axes.get(key, [])])) for key in keys}
-    info = info.model_copy(update={"axes": merged, "runs": [*runs.values(), *kept]})
-    return SweepPlan(folder, info, names, configs)
+    info = info.model_copy(update={"axes": merged, "runs": [*runs, *kept]})
+    return SweepPlan(folder, info, frozenset(run.name for run in runs), configs)
 
 
 def _check_base(
     info: SweepInfo, earlier: Mapping[str, Any], candidates: Sequence[_Candidate], keys: Sequence[str]
 ) -> None:
-    """Check that keys outside the grid have the values with which the sweep began.
-
-    Raises:
-        ConfigError: names those that have not.
-    """
+    """Check that keys outside the grid have the values with which the sweep began."""
     changed: dict[str, None] = {}
     for label in dict.fromkeys(candidate.label for candidate in candidates):
-        old = next((earlier[run.name] for run in info.runs if run.config == label), None)
-        new = next(_plain(each.config) for each in candidates if each.label == label)
-        if old is not None:
-            changed |= dict.fromkeys(_differences(old, new, keys))
+        before = next((flat_settings(earlier[run.name]) for run in info.runs if run.config == label), None)
+        if before is not None:
+            now = flat_settings(_plain(next(each.config for each in candidates if each.label == label)))
+            for key in {**before, **now}:
+                is_in_grid = any(f"{key}.".startswith(f"{axis}.") for axis in keys)
+                if not is_in_grid and before.get(key) != now.get(key):
+                    changed[f"{key}: {before.get(key)!r} -> {now.get(key)!r}"] = None
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConfigError(
@@ -273,20 +250,6 @@ def _check_base(
             "name a new sweep (segapp sweep NAME --config FILE ...), put these keys into the grid, or resume this one "
             "with the config that it began with (segapp sweep NAME)"
         )
-
-
-def _differences(old: Any, new: Any, skipped: Sequence[str], key: str = "") -> list[str]:
-    """Return a line for each key whose values differ, those in `skipped` left out."""
-    if key in skipped:
-        return []
-    if isinstance(old, dict) and isinstance(new, dict):
-        names = dict.fromkeys([*old, *new])
-        return [
-            line
-            for name in names
-            for line in _differences(old.get(name), new.get(name), skipped, f"{key}.{name}" if key else str(name))
-        ]
-    return [] if old == new else [f"{key}: {old!r} -> {new!r}"]
 
 
 def _plain(config: RunConfig) -> dict[str, Any]:

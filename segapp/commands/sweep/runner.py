@@ -1,8 +1,7 @@
 """Carrying a sweep out: trainers as processes in slots, each followed to its end. No torch here but to count GPUs.
 
-A trainer is a normal `segapp train` into the run's folder, forked from a process that has done the imports (`warm`), or
-a new process if that is not possible. It gets SIGTERM if this process is killed, so that it saves and ends; the next
-`segapp sweep` resumes it from there.
+A trainer is a normal `segapp train` into the run's folder. It gets SIGTERM if this process is killed, so that it saves
+and ends; the next `segapp sweep` resumes it from there.
 
 It learns its GPUs through CUDA_VISIBLE_DEVICES, not through `parallel.devices`: a process that sees one GPU makes no
 context on the others, and the run's config stays free of the number that a GPU has here, so that the run can be
@@ -18,15 +17,14 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from segapp.commands.spawn import SpawnOptions, TrainerProcess, spawn_trainer
+from segapp.commands.spawn import TrainerProcess, spawn_trainer
 from segapp.commands.sweep.overview import Overview
-from segapp.commands.sweep.warm import WarmError, WarmProcess
 from segapp.errors import ConfigError, RunBusyError, SegappError
 from segapp.run.events import EventReader
 from segapp.run.folder import is_run
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
 from segapp.run.words import first_line
-from segapp.training.request import TrainRequest, plan_request
+from segapp.training.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 
 _POLL_S = 0.1
@@ -60,35 +58,16 @@ class _Running:
 
 
 class SweepRunner:
-    """Trains the runs of a sweep until all have ended, or a signal asks to stop.
+    """Trains the runs of a sweep, whose folder is locked, in slots until all have ended, or a signal asks to stop."""
 
-    Args:
-        sweep: its folder, locked by this process.
-        info: its runs.
-        slots: places for trainings at the same time.
-        overview: prints what happens.
-        warm: forks the trainers; None: each is a new process.
-    """
-
-    def __init__(
-        self,
-        sweep: SweepFolder,
-        info: SweepInfo,
-        slots: Sequence[Slot],
-        overview: Overview,
-        warm: WarmProcess | None = None,
-    ) -> None:
-        self.sweep, self.info, self.overview, self.warm = sweep, info, overview, warm
+    def __init__(self, sweep: SweepFolder, info: SweepInfo, slots: Sequence[Slot], overview: Overview) -> None:
+        self.sweep, self.info, self.overview = sweep, info, overview
         self._free = list(slots)
         self._running: list[_Running] = []
         self._next_look_s = 0.0
 
     def carry_out(self, runs: Sequence[SweepRun]) -> bool:
-        """Train runs in their order; those that another trainer holds are left until it has ended.
-
-        Returns:
-            False: a signal has stopped the sweep.
-        """
+        """Train runs in their order; return False if a signal has stopped the sweep."""
         waiting = list(runs)
         with StopSignals() as signals:
             signals.forward_checkpoint_requests(lambda: self._signal_all(signal.SIGUSR1))
@@ -128,7 +107,7 @@ class SweepRunner:
         resume = None if is_new else str(folder.path)
         try:
             request = plan_request(config, [], folder.path if is_new else None, resume)
-            trainer = self._spawn(request, config, resume, slot)
+            trainer = spawn_trainer(request, config=config, resume=resume, environ=slot.environ, ends_with_parent=True)
         except RunBusyError:  # by a trainer that has just begun
             self._free.append(slot)
             return
@@ -141,18 +120,6 @@ class SweepRunner:
         self.overview.started(run, slot.name, is_resumed=not is_new)
         events = EventReader(folder.events, from_end=not is_new)
         self._running.append(_Running(run, slot, trainer, events, time.monotonic()))
-
-    def _spawn(self, request: TrainRequest, config: str | None, resume: str | None, slot: Slot) -> TrainerProcess:
-        """Fork a trainer; if the process that forks is gone, start this and all further ones as new processes."""
-        if self.warm is not None:
-            options = SpawnOptions(slot.environ, fork=self.warm.start)
-            try:
-                return spawn_trainer(request, config=config, resume=resume, overrides=[], options=options)
-            except WarmError as error:
-                self.warm = None
-                self.overview.line(f"{error}: each run is started as a new process, which takes seconds longer")
-        options = SpawnOptions(slot.environ, ends_with_parent=True)
-        return spawn_trainer(request, config=config, resume=resume, overrides=[], options=options)
 
     def _follow(self, each: _Running, *, is_time: bool) -> None:
         """Print a trainer's progress; where it has ended, note how and free its slot."""
@@ -205,12 +172,8 @@ class SweepRunner:
 def parse_slots(text: str | None, environ: Mapping[str, str]) -> list[Slot]:
     """Return the slots of `--devices`: `0,1` one GPU each, `0+1,2+3` two each, `cpu,cpu` two trainings on the CPU.
 
-    Args:
-        text: the option; None: one slot with the devices of each config.
-        environ: of this process; numbers count within its CUDA_VISIBLE_DEVICES.
-
-    Raises:
-        ConfigError: a word is neither cpu nor the number of a GPU of this machine.
+    Without the option there is one slot, with the devices of each config. Numbers count within CUDA_VISIBLE_DEVICES of
+    `environ`.
     """
     if text is None:
         return [Slot()]
