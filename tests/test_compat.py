@@ -26,23 +26,15 @@ from tests.support import ROOT
 
 
 class Recorder(compat.TorchDispatchMode):
-    """Names of the operators, and of the arguments that they write to."""
+    """Names of the operators."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, list[tuple[int, str]]]] = []
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.found.append((compat.operator_name(func), compat.written_arguments(func)))
+        self.found.append(compat.operator_name(func))
         return func(*args, **(kwargs or {}))
-
-
-class Outer(Tensor):
-    """A tensor whose values are elsewhere."""
-
-    @classmethod
-    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-        raise AssertionError(func)
 
 
 def private_imports(tree: ast.AST) -> list[str]:
@@ -65,16 +57,12 @@ def test_private_names_are_imported_in_compat_alone() -> None:
     assert set(found) == {"compat"}  # ruff's SLF001 holds the same for attributes
 
 
-def test_operators_are_named_with_what_they_write_to() -> None:
+def test_operators_are_named_without_namespace_and_overload() -> None:
     x = torch.zeros(3)
     with Recorder() as recorder:
         x.add_(1)
         torch.mul(x, 2)
-        torch.nn.functional.batch_norm(torch.ones(2, 3), torch.zeros(3), torch.ones(3), training=True)
-    found = dict(recorder.found)
-    assert found["add_"] == [(0, "self")]
-    assert found["mul"] == []
-    assert (3, "running_mean") in found["native_batch_norm"] or found["native_batch_norm"] == []
+    assert recorder.found == ["add_", "mul"]
 
 
 def test_dispatch_modes_are_listed_and_can_be_left() -> None:
@@ -84,7 +72,7 @@ def test_dispatch_modes_are_listed_and_can_be_left() -> None:
             torch.ones(2)
         assert recorder.found == []
         torch.ones(2)
-    assert [name for name, _ in recorder.found] == ["ones"]
+    assert recorder.found == ["ones"]
     assert compat.dispatch_modes() == []
 
 
@@ -130,12 +118,6 @@ def test_innermost_saved_tensors_hooks_are_found() -> None:
     hooks = torch.autograd.graph.saved_tensors_hooks
     with hooks(lambda t: t, lambda t: t), hooks(pack, unpack):
         assert compat.saved_tensors_hooks() == (pack, unpack)
-
-
-def test_wrapper_has_another_device_and_no_values() -> None:
-    like = torch.arange(12.0).view(3, 4).t()
-    made = compat.wrapper(Outer, like, torch.device("meta"))
-    assert (made.shape, made.stride(), made.dtype, made.device.type) == ((4, 3), (1, 4), torch.float32, "meta")
 
 
 def test_slots_hold_what_is_none_and_can_be_replaced() -> None:

@@ -2,32 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import itertools
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping
-from dataclasses import dataclass, replace
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from segapp.accelerator import GPUS
 from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
 from segapp.build.pairs import build_pixels, build_scheme, own_data, split_names
-from segapp.commands.other_device import NotTriedError, follows
+from segapp.compat.torch import TorchDispatchMode, operator_name, tree_leaves
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
 from segapp.config.parts import part_sections
 from segapp.custom import is_part
 from segapp.custom.contracts import DataSource
 from segapp.custom.loading import shown_error
 from segapp.custom.trust import remember_parts
-from segapp.datasets.images.pixel_format import Pixels
-from segapp.datasets.masks import train_ids
-from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.losses import AdditiveCriterion, PlainCriterion, surrogate
 from segapp.models import SegmentationModel, build_model
@@ -38,36 +35,85 @@ NUM_CLASSES, IGNORED = 3, 255
 """What parts are tried with where no config says it."""
 
 
-@dataclass(frozen=True)
-class Check:
-    """Result of one check of a part.
+class Check(NamedTuple):
+    """Result of one check of a part."""
 
-    Attributes:
-        what: the statement that is checked.
-        problem: what is wrong, the cost that a note names, or the reason why it was not tried; empty where it holds.
-        kind: of the problem.
-    """
-
+    mark: Literal["ok", "FAILED", "note", "not tried"]
     what: str
+    """The statement that is checked."""
     problem: str = ""
-    kind: Literal["failed", "note", "not tried"] = "failed"
+    """What is wrong, the cost that a note names, or the reason why the check was not tried."""
 
-    @property
-    def mark(self) -> str:
-        """The word in front of the line."""
-        return {"failed": "FAILED", "note": "note", "not tried": "not tried"}[self.kind] if self.problem else "ok"
+
+class NotTriedError(Exception):
+    """A check that could not be carried out; its message has the reason."""
 
 
 def tried(what: str, check: Callable[[], str | None]) -> Check:
     """Return the result of a check that returns its problem, or raises it."""
     try:
-        return Check(what, check() or "")
+        problem = check()
     except NotTriedError as reason:
-        return Check(what, str(reason), "not tried")
+        return Check("not tried", what, str(reason))
     except SegappError as error:
-        return Check(what, str(error))
+        problem = str(error)
     except Exception as error:
-        return Check(what, f"fails with {shown_error(error)}: correct it")
+        problem = f"fails with {shown_error(error)}: correct it"
+    return Check("FAILED", what, problem) if problem else Check("ok", what)
+
+
+def holds(what: str, is_so: Callable[[], bool], problem: str) -> Check:
+    """Return the result of a check that has one possible problem besides an exception."""
+    return tried(what, lambda: None if is_so() else problem)
+
+
+class _OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises where an operator gets tensors of two devices; many operators of the meta device take them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Return the outputs of an operator; a scalar may be on the CPU, as torch allows."""
+        kwargs = kwargs or {}
+        tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        name = operator_name(func)
+        if name not in _TAKE_BOTH and len({each.device for each in tensors if each.dim()}) > 1:
+            raise ConfigError(
+                f"{name} has inputs on two devices: make tensors on the device of the input, and register those of a "
+                "module with register_buffer"
+            )
+        return func(*args, **kwargs)
+
+
+_TAKE_BOTH = ("_to_copy", "copy_", "index", "index_put", "index_put_")
+"""Operators that take tensors of two devices: copies, and indices on the CPU."""
+
+
+def follows(module: nn.Module, run: Callable[[Any, str], Tensor]) -> str | None:
+    """Return what is wrong with a copy of a module on another device; None if it computes there.
+
+    The other device is a GPU if there is one, else the meta device, whose tensors have no values.
+
+    Raises:
+        NotTriedError: without a GPU, code that reads values cannot be tried.
+    """
+    gpu = next((gpu.kind for gpu in GPUS if gpu.is_available()), None)
+    device = gpu or "meta"
+    copied = copy.deepcopy(module).to(device)
+    try:
+        with _OneDevice() if gpu is None else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+            result = run(copied, device)
+    except Exception as error:
+        if gpu is not None or isinstance(error, SegappError):
+            raise
+        raise NotTriedError(f"there is no GPU here, and without one it fails with {shown_error(error)}") from error
+    return None if result.device.type == device else "the result stays on the CPU: compute it on the inputs' device"
+
+
+def _reloaded(state: Any) -> Any:
+    """Return a state as a checkpoint gives it back."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
 
 
 T = TypeVar("T")
@@ -132,45 +178,43 @@ def checks_of_loss(name: str, options: Mapping[str, Any], config: RunConfig | No
             'would depend on batch, crop and split: divide by the valid pixels (reduction="mean")'
         )
 
-    def moved() -> str | None:
-        return follows(criterion, lambda copied, device: copied((logits.to(device),), target.to(device)))
-
     values = tried("loss and gradient are finite", finite)
     yield values
     if values.problem:
         return
-    repeats = "draws random numbers: make it a function of logits and target"
+    random = "draws random numbers: make it a function of logits and target"
     yield tried("it does not grow with the number of images", doubled)
-    yield tried("it repeats its result", lambda: None if torch.equal(whole()[1], whole()[1]) else repeats)
+    yield holds("it repeats its result", lambda: torch.equal(whole()[1], whole()[1]), random)
     yield tried("without a valid pixel it is 0", nothing_valid)
     yield tried("statistics and declarations agree", statistics)
-    yield from _of_split(criterion, wide, target)
-    yield tried("it can be copied and moved to another device", moved)
+    yield _split_check(criterion, wide, target)
+    yield tried(
+        "it can be copied and moved to another device",
+        lambda: follows(criterion, lambda copied, device: copied((logits.to(device),), target.to(device))),
+    )
 
 
-def _of_split(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> Iterator[Check]:
-    """Yield whether a divided step equals the whole one in float32, and in float64 where the loss computes in it.
-
-    Args:
-        criterion: of the loss.
-        logits: (N, C, h, w) float64, of values that float32 does not hold.
-        target: (N, H, W).
-    """
-    what = "a divided step gives the same loss and gradient in"
-    narrow = logits.float()
-    found = [tried(f"{what} float32", lambda: _gap_problem(criterion, _split_gap(criterion, narrow, target), 1e-4))]
+def _split_check(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> Check:
+    """Return whether a divided step equals the whole one, in float64 if the loss computes in it, else in float32."""
     precise = copy.deepcopy(criterion).double()
     try:
-        in_float64 = not torch.equal(*(precise((each,), target) for each in (logits, narrow.double())))
-        reason = "it rounds float64 logits"
-    except Exception as error:
-        in_float64, reason = False, f"with float64 logits it fails ({str(error).partition(chr(10))[0]})"
-    if in_float64:
-        found.append(tried(f"{what} float64", lambda: _gap_problem(precise, _split_gap(precise, logits, target), 1e-9)))
-    for check in found:
-        yield replace(check, kind="note") if isinstance(criterion, PlainCriterion) else check
-    if not in_float64:
-        yield Check(f"{what} float64", f"{reason}; float32 shows no error below 0.01 %", "not tried")
+        is_precise = not torch.equal(*(precise((each,), target) for each in (logits, logits.float().double())))
+    except Exception:  # some losses take float32 alone
+        is_precise = False
+
+    def problem() -> str | None:
+        gap = _split_gap(precise, logits, target) if is_precise else _split_gap(criterion, logits.float(), target)
+        if gap <= (1e-9 if is_precise else 1e-4):
+            return None
+        if isinstance(criterion, PlainCriterion):
+            return (
+                f"no mean over valid pixels (off by {gap:.2g} of its size): it is exact on one device without "
+                "train.accumulate; elsewhere write it as an AdditiveCriterion"
+            )
+        return f"off by {gap:.2g} of its size: return sums in statistics, and divide in finalize alone"
+
+    found = tried(f"a divided step gives the same loss and gradient in float{64 if is_precise else 32}", problem)
+    return found._replace(mark="note") if found.problem and isinstance(criterion, PlainCriterion) else found
 
 
 def _split_gap(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> float:
@@ -188,17 +232,6 @@ def _split_gap(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> 
     return max(loss_gap, float((leaf.grad - gradient).abs().max() / gradient.abs().max().clamp(min=1e-12)))
 
 
-def _gap_problem(criterion: AdditiveCriterion, gap: float, tolerance: float) -> str | None:
-    if gap <= tolerance:
-        return None
-    if isinstance(criterion, PlainCriterion):
-        return (
-            f"no mean over valid pixels (off by {gap:.2g} of its size): it is exact on one device without "
-            "train.accumulate; elsewhere write it as an AdditiveCriterion"
-        )
-    return f"off by {gap:.2g} of its size: return sums in statistics, and divide in finalize alone"
-
-
 def checks_of_model(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
     """Yield the checks of a network."""
     bands = config.data.bands if config is not None else None
@@ -213,59 +246,48 @@ def checks_of_model(name: str, options: Mapping[str, Any], config: RunConfig | N
     height, width = size_px = model.suitable_size(64, 96)
     sizes_px = [size_px, *([config.data.crop_px] if config is not None and config.data.crop_px else [])]
     images = torch.randn(4, model.in_channels, height, width, generator=torch.Generator().manual_seed(0))
-    yield tried("it takes images of other sizes", lambda: _size_problem(model, sizes_px))
+
+    def sizes() -> str | None:
+        for height, width in sizes_px:
+            try:
+                logits(of=torch.zeros(1, model.in_channels, height, width))
+            except Exception as error:
+                return (
+                    f"{height}x{width} px fail with {shown_error(error)}: compute sizes from the input; or set "
+                    "size_divisor, min_size_px or fixed_size_px = (H, W) on the network, and data.crop_px to a size "
+                    "that it takes"
+                )
+        return None
 
     @torch.no_grad()
     def logits(network: nn.Module = model, of: Tensor = images) -> Tensor:
         found: Tensor = network.eval()(of)[0]
         return found
 
-    def alone() -> str | None:
+    def is_independent() -> bool:
         apart = torch.cat([logits(of=images[i : i + 1]) for i in range(len(images))])
-        if torch.allclose(apart, logits(), rtol=1e-3, atol=1e-4):
-            return None
-        return "an image's logits depend on the others in its batch: remove what mixes images, or splits do not agree"
+        return torch.allclose(apart, logits(), rtol=1e-3, atol=1e-4)
 
-    def round_trip() -> str | None:
-        file = io.BytesIO()
-        torch.save(model.state_dict(), file)
-        file.seek(0)
+    def is_restored() -> bool:
         fresh = make()
-        fresh.load_state_dict(torch.load(file, weights_only=True))
-        if torch.equal(logits(fresh), logits()):
-            return None
-        return "other logits after loading: register what is learned as nn.Parameter or with register_buffer"
+        fresh.load_state_dict(_reloaded(model.state_dict()))
+        return torch.equal(logits(fresh), logits())
 
-    def moved() -> str | None:
-        return follows(model, lambda copied, device: logits(copied, images.to(device)))
-
-    def unbounded() -> str | None:
-        return probabilities_problem(logits(), logits(of=1000 * images))
-
-    yield tried("logits are finite", lambda: None if logits().isfinite().all() else "check the initial weights")
-    yield tried("it returns logits, not probabilities", unbounded)
-    same = "draws numbers in evaluation: use torch's dropout, which train() and eval() switch"
-    yield tried("evaluation repeats its result", lambda: None if torch.equal(logits(), logits()) else same)
-    yield tried("images do not depend on each other", alone)
-    yield tried("its state can be saved and loaded", round_trip)
-    yield tried("it can be copied and moved to another device", moved)
-
-
-def _size_problem(model: SegmentationModel, sizes_px: list[tuple[int, int]]) -> str | None:
-    """Return which of some sizes of images a network does not take; None if it takes all."""
-    with torch.no_grad():
-        for height, width in sizes_px:
-            try:
-                model.eval()(torch.zeros(1, model.in_channels, height, width))
-            except Exception as error:
-                square = max(2 * model.size_divisor, 64)
-                made_px = "x".join(map(str, model.suitable_size(square, square)))
-                return (
-                    f"{made_px} px work, {height}x{width} px fail with {shown_error(error)}: compute sizes from the "
-                    f"input; or set size_divisor, min_size_px or fixed_size_px = (H, W) on the network, and "
-                    f"data.crop_px to a size that it takes"
-                )
-    return None
+    random = "draws numbers in evaluation: use torch's dropout, which train() and eval() switch"
+    mixed = "an image's logits depend on the others in its batch: remove what mixes images, or splits do not agree"
+    lost = "other logits after loading: register what is learned as nn.Parameter or with register_buffer"
+    yield tried("it takes images of other sizes", sizes)
+    yield holds("logits are finite", lambda: bool(logits().isfinite().all()), "check the initial weights")
+    yield tried(
+        "it returns logits, not probabilities", lambda: probabilities_problem(logits(), logits(of=1000 * images))
+    )
+    yield holds("evaluation repeats its result", lambda: torch.equal(logits(), logits()), random)
+    yield holds("images do not depend on each other", is_independent, mixed)
+    yield holds("its state can be saved and loaded", is_restored, lost)
+    yield tried(
+        "it can be copied and moved to another device",
+        lambda: follows(model, lambda copied, device: logits(copied, images.to(device))),
+    )
 
 
 def _same(one: Any, two: Any) -> bool:
@@ -274,33 +296,20 @@ def _same(one: Any, two: Any) -> bool:
 
 def checks_of_data(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
     """Yield the checks of the training split of a data set."""
-
-    def make() -> OwnData:
-        if config is None:
-            raise ConfigError("data needs the root and the classes of a config: add --config FILE")
-        return own_data(config.data.model_copy(update={"format": name, "options": dict(options)}), train)
-
-    train, val = split_names(config.data) if config is not None else ("", "")
-    data = yield from _made(make)
-    if data is None or config is None:
-        return
+    if config is None:
+        raise ConfigError("data needs the root and the classes of a config: add --config FILE")
     section = config.data.model_copy(update={"format": name, "options": dict(options)})
+    train, val = split_names(section)
+    data = yield from _made(lambda: own_data(section, train))
+    if data is None:
+        return
     sample = data.source.image_and_mask
     indices = sorted({0, len(data) // 2, max(len(data) - 1, 0)})
     pixels, scheme = build_pixels(section), build_scheme(section)
 
-    def typed() -> str | None:
+    def readable() -> None:
         for index in indices:
-            image, mask = sample(index)
-            problem = _type_problem(image, mask, np.dtype(pixels.numpy_dtype), pixels.num_bands)
-            if problem:
-                return f"image_and_mask({index}) gives {problem}"
-        return None
-
-    def known_ids() -> str | None:
-        for index in indices:
-            train_ids(np.asarray(sample(index)[1]), Path(f"image_and_mask({index})"), scheme)
-        return None
+            data.read(index, scheme, pixels)
 
     def repeats(source: DataSource) -> str | None:
         for index in indices:
@@ -311,50 +320,22 @@ def checks_of_data(name: str, options: Mapping[str, Any], config: RunConfig | No
                 )
         return None
 
-    def another_split() -> str | None:
+    def has_other_images() -> bool:
         other = own_data(section, val)
         is_equal = len(other) == len(data) and all(
             _same(sample(i), other.source.image_and_mask(i)) for i in {0, len(data) - 1}
         )
-        if train == val or section.allow_overlap or not is_equal:
-            return None
-        return f"{val} gives the images of {train}: use the argument `split` to choose the images"
+        return train == val or section.allow_overlap or not is_equal
 
-    yield Check("it has images", "" if len(data) else "its length is 0: check data.root and the split")
+    yield holds("it has images", lambda: len(data) > 0, "its length is 0: check data.root and the split")
     if not len(data):
         return
-    types = tried("images and masks have the right types", typed)
-    yield types
-    if not types.problem:
-        yield tried("masks hold the ids of the classes", known_ids)
+    yield tried("images and masks are read as a training reads them", readable)
     yield tried("it repeats its result", lambda: repeats(data.source))
     copied = ForkingPickler  # what hands objects to spawned data workers
     yield tried("it can be pickled for data workers", lambda: repeats(copied.loads(copied.dumps(data.source))))
-    yield tried("validation has other images", another_split)
-
-
-def _type_problem(image: Any, mask: Any, dtype: np.dtype[Any], num_bands: int) -> str | None:
-    """Return what image and mask are, and how they become what they must be; None if they are right."""
-    pixels: Pixels = np.asarray(image)
-    ids: Pixels = np.asarray(mask)
-    advice = []
-    if not isinstance(image, np.ndarray) or not isinstance(mask, np.ndarray):
-        advice.append("return NumPy arrays, segapp makes tensors")
-    if pixels.ndim == 3 and pixels.shape[2] != num_bands and pixels.shape[0] == num_bands:
-        advice.append("put the bands last: image.transpose(1, 2, 0)")
-    elif pixels.ndim != 3 or pixels.shape[2] != num_bands:
-        advice.append(f"return images (H, W, {num_bands}), or set data.bands")
-    if pixels.dtype != dtype:
-        advice.append(f"return {dtype.name} without normalization, or set data.dtype = {pixels.dtype.name}")
-    if ids.dtype.kind not in "iu":
-        advice.append("return class ids, integers: mask.astype(np.uint8)")
-    if not advice and ids.shape != pixels.shape[:2]:
-        advice.append("return a mask (H, W) of the size of its image")
-    kinds = " and ".join(
-        f"{type(each).__module__.partition('.')[0]} {array.dtype.name} {array.shape}"
-        for each, array in ((image, pixels), (mask, ids))
-    )
-    return f"{kinds.replace('numpy ', '')}: {'; '.join(advice)}" if advice else None
+    leak = f"{val} gives the images of {train}: use the argument `split` to choose the images"
+    yield holds("validation has other images", has_other_images, leak)
 
 
 _STEPS = 100
@@ -380,38 +361,30 @@ def checks_of_optimizer(name: str, options: Mapping[str, Any], config: RunConfig
         optimizer.step()
         return [not torch.equal(a, b) and bool(b.isfinite().all()) for a, b in zip(before, weights, strict=True)]
 
-    def moves() -> str | None:
-        return (
-            None if all(is_moved(*made)) else "a step leaves weights as they are: update the parameters of every group"
-        )
-
-    def rate() -> str | None:
+    def follows_schedule() -> bool:
         weights, optimizer = make()
         for group in optimizer.param_groups:
             group["lr"] = 0.0
-        if not any(is_moved(weights, optimizer)):
-            return None
-        return "weights move at lr = 0: read group['lr'] in step(), where the schedule sets it"
+        return not any(is_moved(weights, optimizer))
 
-    def resumes() -> str | None:
+    def resumes() -> bool:
         weights, optimizer = made
         other, resumed = make()
         for theirs, own in zip(other, weights, strict=True):
             theirs.data.copy_(own.data)
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        resumed.load_state_dict(torch.load(file, weights_only=True))
+        resumed.load_state_dict(_reloaded(optimizer.state_dict()))
         is_moved(weights, optimizer)
         is_moved(other, resumed)
-        same = all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
-        return None if same else "another step after loading its state: keep all of it in `state` and `param_groups`"
+        return all(torch.equal(a, b) for a, b in zip(weights, other, strict=True))
 
-    yield tried("a step changes the weights", moves)
-    yield tried("it follows the schedule", rate)
-    yield tried("a resumed step is the same", resumes)
+    still = "a step leaves weights as they are: update the parameters of every group"
+    fixed = "weights move at lr = 0: read group['lr'] in step(), where the schedule sets it"
+    lost = "another step after loading its state: keep all of it in `state` and `param_groups`"
+    yield holds("a step changes the weights", lambda: all(is_moved(*made)), still)
+    yield holds("it follows the schedule", follows_schedule, fixed)
+    yield holds("a resumed step is the same", resumes, lost)
     if not getattr(made[1], "_step_supports_amp_scaling", False):
-        yield Check("speed", "it waits for the device once a step; fused=True, if it has that, does not", "note")
+        yield Check("note", "speed", "it waits for the device once a step; fused=True, if it has that, does not")
 
 
 def checks_of_schedule(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
@@ -420,22 +393,15 @@ def checks_of_schedule(name: str, options: Mapping[str, Any], config: RunConfig 
     factor = yield from _made(lambda: own_schedule(section, total_steps=_STEPS, steps_per_epoch=10))
     if factor is None:
         return
-    steps = range(1, _STEPS + 1)
 
-    def pure() -> str | None:
-        forward = [factor(step) for step in steps]
-        backward = [factor(step) for step in reversed(steps)][::-1]
-        if forward == backward:
-            return None
-        return "the factor depends on earlier calls: make it a function of the step, or a resumed run differs"
+    def is_pure() -> bool:
+        steps = range(1, _STEPS + 1)
+        forward = [factor(step) for step in steps]  # raises for anything but a number from 0 on
+        return forward == [factor(step) for step in reversed(steps)][::-1]
 
-    def numbers() -> str | None:
-        for step in steps:
-            factor(step)  # raises for anything else
-        return None
-
-    yield tried(f"it gives numbers from 0 on at steps 1 to {_STEPS}", numbers)
-    yield tried("it is a function of the step alone", pure)
+    what = f"it gives numbers from 0 on at steps 1 to {_STEPS}, and is a function of the step alone"
+    impure = "the factor depends on earlier calls: make it a function of the step, or a resumed run differs"
+    yield holds(what, is_pure, impure)
 
 
 def checks_of_transform(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
@@ -457,9 +423,8 @@ def checks_of_transform(name: str, options: Mapping[str, Any], config: RunConfig
     what = "types, class ids, size, and one result for each seed"
     yield tried(what, lambda: check_transform(transform, sizes, (3, np.uint8), np.dtype(np.uint8)))
 
-    def pickled() -> str | None:
+    def pickled() -> None:
         ForkingPickler.dumps(transform)
-        return None
 
     yield tried("it can be pickled for data workers", pickled)
 
@@ -480,12 +445,7 @@ EXIT_FAILED = 2
 
 
 def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> int:
-    """Check one part, or all parts of a config, and print what was found.
-
-    Args:
-        name: `package.module:factory`; None: every part of the config.
-        kind: what it is; None: as the config says.
-        config: gives options, classes and data; None: none.
+    """Check a part, or without a name all parts of a config, and print what was found.
 
     Returns:
         0, or 2 if a check failed; a check that could not be tried is no failure.
@@ -507,11 +467,7 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
 
 
 def sorted_words(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the part and the KEY=VALUE words of a command line.
-
-    Raises:
-        ConfigError: there are two parts.
-    """
+    """Return the part and the KEY=VALUE words of a command line; ConfigError if there are two parts."""
     parts = [word for word in words if "=" not in word]
     if len(parts) > 1:
         raise ConfigError(f"{', '.join(parts)}: one part can be named; a config's are all checked with --config FILE")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from torch.utils import backend_registration
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
-from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_iter, tree_leaves
 
 __all__ = [
     "STATE_DICT_METADATA",
@@ -57,14 +57,9 @@ __all__ = [
     "takes_found_inf",
     "tree_iter",
     "tree_leaves",
-    "tree_map_only",
     "without_autocast",
     "without_dispatch_modes",
-    "wrapper",
-    "written_arguments",
 ]
-
-_Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
 # Operators that torch's own optimizers, clip_grad_norm_ and GradScaler call; they have no public form.
 foreach_copy_ = torch._foreach_copy_
@@ -86,28 +81,6 @@ def storage_key(tensor: Tensor) -> int:
 def operator_name(operator: Any) -> str:
     """Return the name of an operator in `__torch_dispatch__`, without namespace and overload: "add_"."""
     return str(operator._schema.name).rpartition("::")[2]
-
-
-def written_arguments(operator: Any) -> list[tuple[int, str]]:
-    """Return place and name of the arguments that an operator writes to."""
-    return [
-        (place, argument.name)
-        for place, argument in enumerate(operator._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    ]
-
-
-def wrapper(kind: type[_Wrapper], like: Tensor, device: torch.device) -> _Wrapper:
-    """Return a tensor of a subclass that has a shape and a device, but no values of its own."""
-    made: _Wrapper = Tensor._make_wrapper_subclass(
-        kind,
-        like.size(),
-        strides=like.stride(),
-        storage_offset=like.storage_offset(),
-        dtype=like.dtype,
-        device=device,
-    )
-    return made
 
 
 def is_traced_or_transformed() -> bool:

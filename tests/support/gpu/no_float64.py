@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from segapp import accelerator
 from segapp.accelerator import Accelerator, Gpu, GpuFacts
-from segapp.commands import other_device
-from segapp.commands.other_device import _Elsewhere
 from segapp.compat.torch import TorchDispatchMode, register_python_backend, tree_leaves
+from tests.support.gpu import other_device
+from tests.support.gpu.other_device import _Elsewhere
 
 KIND = "narrowgpu"
 

@@ -1,26 +1,22 @@
-"""Real tensors that say they are on another device, to try on the CPU alone whether a part follows its inputs.
+"""Real tensors that say they are on another device, for trainings without that device.
 
-torch's own meta tensors have no values: a boolean index, `item()` or a sort by loss cannot be tried with them. Here
-every operator computes on the CPU, and one that mixes tensors of the two devices raises, as it would on a GPU.
+Every operator computes on the CPU, and one that mixes tensors of the two devices raises, as it would on a GPU.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from segapp.accelerator import GPUS
-from segapp.compat.torch import TorchDispatchMode, operator_name, tree_leaves, tree_map_only, wrapper, written_arguments
-from segapp.custom.loading import shown_error
-from segapp.errors import SegappError
+from segapp.compat.torch import TorchDispatchMode, operator_name, tree_leaves
 
-AnyModule = TypeVar("AnyModule", bound=nn.Module)
+_Wrapper = TypeVar("_Wrapper", bound=Tensor)
 
 ELSEWHERE = "meta"
 """The name of the other device: one that every torch knows, and for which no code of users has a branch."""
@@ -29,8 +25,26 @@ _TAKE_BOTH = ("_to_copy", "copy_", "index", "index_put", "index_put_")
 """Operators that take tensors of two devices: copies, and indices on the CPU."""
 
 
-class NotTriedError(Exception):
-    """A check that could not be carried out; its message has the reason."""
+def written_arguments(operator: Any) -> list[tuple[int, str]]:
+    """Return place and name of the arguments that an operator writes to."""
+    return [
+        (place, argument.name)
+        for place, argument in enumerate(operator._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+
+
+def wrapper(kind: type[_Wrapper], like: Tensor, device: torch.device) -> _Wrapper:
+    """Return a tensor of a subclass that has a shape and a device, but no values of its own."""
+    made: _Wrapper = Tensor._make_wrapper_subclass(
+        kind,
+        like.size(),
+        strides=like.stride(),
+        storage_offset=like.storage_offset(),
+        dtype=like.dtype,
+        device=device,
+    )
+    return made
 
 
 class LeftBehindError(RuntimeError):
@@ -126,30 +140,3 @@ def elsewhere() -> Iterator[str]:
     """
     with _Numbers(), _OtherDevice():  # type: ignore[no-untyped-call]
         yield ELSEWHERE
-
-
-def follows(module: AnyModule, run: Callable[[AnyModule, str], Tensor]) -> str | None:
-    """Return what is wrong with a copy of a module on another device; None if it computes there.
-
-    The other device is a GPU if there is one.
-
-    Args:
-        module: stays as it is.
-        run: computes something with the copy and inputs on the device of the name.
-
-    Raises:
-        NotTriedError: the code cannot run with tensors that only say where they are.
-    """
-    for kind in (gpu.kind for gpu in GPUS if gpu.is_available()):
-        return None if run(copy.deepcopy(module).to(kind), kind).device.type == kind else _STAYS
-    with elsewhere() as device:
-        copied = copy.deepcopy(module).to(device)
-        try:
-            return None if run(copied, device).device.type == device else _STAYS
-        except (LeftBehindError, SegappError):
-            raise
-        except Exception as error:
-            raise NotTriedError(f"there is no GPU here, and without one it fails with {shown_error(error)}") from error
-
-
-_STAYS = "the result stays on the CPU: compute it from the inputs, on their device"
