@@ -8,7 +8,6 @@ broken installation as long as typer starts.
 from __future__ import annotations
 
 import json
-import re
 import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
@@ -54,11 +53,7 @@ class Diagnosis(NamedTuple):
 
 
 def print_doctor(*, as_json: bool) -> int:
-    """Print what this machine offers.
-
-    Returns:
-        The exit code: 0 if training can run here, 1 if something that it requires is missing.
-    """
+    """Print what this machine offers; return 0 if training can run here, 1 if something that it requires is missing."""
     announce_on_terminal("looking at this machine")
     facts = collect_facts()
     findings = evaluate_machine(facts)
@@ -97,13 +92,8 @@ def can_train(findings: Sequence[Diagnosis]) -> bool:
 
 def evaluate_machine(facts: Facts) -> list[Diagnosis]:
     """All findings, in the order in which they are shown."""
-    return [
-        *_software(facts),
-        *_packages(facts),
-        *_gpus(facts),
-        *_triton(facts),
-        *_disks(facts["disks"]),
-    ]
+    parts = (_software, _packages, _gpus, _triton, _disks)
+    return [finding for part in parts for finding in part(facts)]
 
 
 def _install(facts: Facts, names: Sequence[str], *, again: bool = False) -> str:
@@ -135,25 +125,21 @@ def _software(facts: Facts) -> Iterator[Diagnosis]:
 
 
 def _torch(facts: Facts) -> Iterator[Diagnosis]:
-    torch, package = facts["imports"]["torch"], _package(facts, "torch")
-    version, build = (torch["facts"].get(name) for name in ("version", "cuda_build"))
-    rocm = torch["facts"].get("rocm_build")
-    pair = ["torch", "torchvision"]
-    if torch["status"] == "ok" and package.get("is_in_range") is False:
-        yield _out_of_range(facts, package)
+    torch, vision = facts["imports"]["torch"], facts["imports"]["torchvision"]
+    installed, pair = _package(facts, "torch"), ["torch", "torchvision"]
+    version, cuda, rocm = (torch["facts"].get(name) for name in ("version", "cuda_build", "rocm_build"))
+    if torch["status"] == "ok" and installed.get("is_in_range") is False:
+        yield _out_of_range(facts, installed)
     else:
-        found = f"{version}, " + (
-            f"built for ROCm {rocm}" if rocm else f"built for CUDA {build}" if build else "built without CUDA"
-        )
-        fix = _install(facts, pair, again=not package or package["version"] is not None)
-        yield _imported(facts, "torch", found, fix)
-    vision = facts["imports"]["torchvision"]
-    installed = _package(facts, "torchvision").get("version")
+        build = f"built for ROCm {rocm}" if rocm else f"built for CUDA {cuda}" if cuda else "built without CUDA"
+        fix = _install(facts, pair, again=not installed or installed["version"] is not None)
+        yield _imported(facts, "torch", f"{version}, {build}", fix)
     fix = _install(facts, pair, again=True)
-    if torch["status"] != "ok" and installed:
-        yield Diagnosis("torchvision", "warning", f"{installed}, not tried: it needs torch", True, "every model")
-    elif torch["status"] != "ok":
-        yield Diagnosis("torchvision", "missing", "not installed", True, "every model", fix)
+    if torch["status"] != "ok":
+        there = _package(facts, "torchvision").get("version")
+        found = f"{there}, not tried: it needs torch" if there else "not installed"
+        state: State = "warning" if there else "missing"
+        yield Diagnosis("torchvision", state, found, True, "every model", "" if there else fix)
     elif vision["status"] == "failed" and "torchvision::" in vision["error"]:
         found = f"does not match torch {version}: {vision['error']}"
         yield Diagnosis("torchvision", "missing", found, True, "every model", fix)
@@ -198,44 +184,35 @@ def _packages(facts: Facts) -> Iterator[Diagnosis]:
             yield Diagnosis(extra, "ok", ", ".join(f"{package['name']} {package['version']}" for package in packages))
 
 
+_SMI_FIXES: dict[str, tuple[State, str]] = {
+    "ok": ("ok", ""),
+    "absent": ("missing", "install the NVIDIA driver's tools, or start the container with --gpus all"),
+    "hung": ("missing", "restart the machine to reset the driver"),
+    "failed": ("warning", "see nvidia-smi -q"),
+}
+"""Result of nvidia-smi -> its state, and what to do."""
+
+
 def _gpus(facts: Facts) -> Iterator[Diagnosis]:
     smi, cuda = facts["nvidia_smi"], facts["imports"]["cuda"]["facts"]
     devices = cuda.get("devices", [])
-    drivers = ", ".join(sorted({gpu["driver"] for gpu in smi["gpus"]}))
-    answers: dict[str, tuple[State, str, str]] = {
-        "ok": ("ok", f"lists {plural(len(smi['gpus']), 'GPU')}, driver {drivers}", ""),
-        "absent": (
-            "missing",
-            "not on PATH",
-            "install the NVIDIA driver's tools, or start the container with --gpus all",
-        ),
-        "hung": ("missing", smi["error"], "restart the machine to reset the driver"),
-        "failed": ("warning", smi["error"], "see nvidia-smi -q"),
-    }
-    state, found, fix = answers[smi["status"]]
-    needed_for = "" if state == "ok" else "free memory in parallel.devices: auto and on the screen"
-    fix = "" if smi["status"] == "absent" and not devices else fix
     is_rocm = facts["imports"]["torch"]["facts"].get("rocm_build") is not None
+    state, fix = _SMI_FIXES[smi["status"]]
+    found = smi["error"] or "not on PATH"
+    if smi["status"] == "ok":
+        found = f"lists {plural(len(smi['gpus']), 'GPU')}, driver {', '.join({gpu['driver'] for gpu in smi['gpus']})}"
     if is_rocm:
-        state, found = ("ok", facts["amd_smi"]) if facts["amd_smi"] else ("missing", "not on PATH")
-        needed_for = "" if facts["amd_smi"] else needed_for or "free memory in parallel.devices: auto and on the screen"
-        yield Diagnosis("amd-smi", state, found, False, needed_for, "")
-    else:
-        yield Diagnosis("nvidia-smi", state, found, False, needed_for, fix)
+        state, found, fix = "ok" if facts["amd_smi"] else "missing", facts["amd_smi"] or "not on PATH", ""
+    needed_for = "" if state == "ok" else "free memory in parallel.devices: auto and on the screen"
+    is_to_do = devices or smi["status"] != "absent"
+    yield Diagnosis("amd-smi" if is_rocm else "nvidia-smi", state, found, False, needed_for, fix if is_to_do else "")
     yield _cuda(facts)
     used_mib = {gpu["uuid"]: gpu["used_mib"] for gpu in smi["gpus"]}
     for device in devices:
-        used, memory = used_mib.get(device["uuid"]), f"{device['total_mib'] / 1024:.1f} GiB"
-        memory = memory if used is None else f"{used / 1024:.1f} of {memory} used"
-        found = f"{device['name']}, {memory}, compute capability {device['capability']}"
-        yield _device(device, found + _untested("rocm" if is_rocm else "cuda"), cuda["kernels"])
+        yield _device(device, used_mib.get(device["uuid"]), is_rocm=is_rocm)
     for kind, names in cuda.get("others", {}).items():
         for index, name in enumerate(names):
             yield Diagnosis(f"{kind}:{index}", "ok", f"{name}, with parallel.devices: [{kind}]{_untested(kind)}")
-    for gpu in () if devices else smi["gpus"]:
-        memory = "memory unknown" if gpu["total_mib"] is None else f"{gpu['total_mib'] / 1024:.1f} GiB"
-        found = f"{gpu['name']}, {memory}; torch does not see it"
-        yield Diagnosis(f"gpu {gpu['index']}", "warning", found, False, "training on this GPU", "see cuda above")
 
 
 def _untested(kind: str) -> str:
@@ -262,33 +239,21 @@ def _cuda(facts: Facts) -> Diagnosis:
     return Diagnosis("cuda", "missing", found, False, "training on GPUs", fix if has_gpus else "")
 
 
-def _device(device: dict[str, Any], found: str, kernels: Sequence[str]) -> Diagnosis:
-    name, capability, use = f"cuda:{device['index']}", device["capability"], "training on this GPU"
-    architecture = device.get("rocm_architecture")
-    if not (architecture in kernels if architecture else runs_on(capability, kernels)):
-        fix = "install a torch built for this GPU: https://pytorch.org/get-started/previous-versions"
-        found = f"{found}; this torch has no kernels for it ({' '.join(kernels)})"
-        return Diagnosis(name, "missing", found, False, use, fix)
+def _device(device: dict[str, Any], used_mib: float | None, *, is_rocm: bool) -> Diagnosis:
+    total_gib = f"{device['total_mib'] / 1024:.1f} GiB"
+    memory = total_gib if used_mib is None else f"{used_mib / 1024:.1f} of {total_gib} used"
+    found = f"{device['name']}, {memory}, compute capability {device['capability']}"
+    found += _untested("rocm" if is_rocm else "cuda")
     if device["error"]:
-        fix = "nvidia-smi shows the processes on it and its compute mode"
-        return Diagnosis(name, "warning", f"{found}; {device['error']}", False, use, fix)
-    if not architecture and int(capability.partition(".")[0]) < 8:
+        fix = (
+            "nvidia-smi shows the processes on it and its compute mode; if a kernel image is missing, install a torch "
+            "built for this GPU: https://pytorch.org/get-started/previous-versions"
+        )
+        name, found = f"cuda:{device['index']}", f"{found}; {device['error']}"
+        return Diagnosis(name, "warning", found, False, "training on this GPU", fix)
+    if not is_rocm and int(device["capability"].partition(".")[0]) < 8:
         found = f"{found}; no bfloat16 in hardware: use train.precision: amp-fp16"
-    return Diagnosis(name, "ok", found)
-
-
-def runs_on(capability: str, kernels: Sequence[str]) -> bool:
-    """True if a torch with these kernels runs on a GPU: binaries hold within a major version, PTX for all later ones.
-
-    >>> runs_on("8.9", ["sm_80"]), runs_on("6.1", ["sm_70", "sm_80"]), runs_on("12.0", ["sm_90", "compute_90"])
-    (True, False, True)
-    """
-    major, minor = map(int, capability.split("."))
-    for kind, *built in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(kernels)):
-        built_major, built_minor = map(int, built)
-        if (built_major, built_minor) <= (major, minor) and (kind == "compute" or built_major == major):
-            return True
-    return not kernels
+    return Diagnosis(f"cuda:{device['index']}", "ok", found)
 
 
 def _triton(facts: Facts) -> Iterator[Diagnosis]:
@@ -303,42 +268,35 @@ def _triton(facts: Facts) -> Iterator[Diagnosis]:
         yield Diagnosis("c compiler", "ok", facts["compiler"])
         return
     found = "no C compiler in CC, and neither gcc nor clang on PATH"
-    needed = has_gpu and result["status"] == "ok"  # loss.options.implementation: auto takes Triton then
-    fix = "install gcc, or set CC to a C compiler" + (
-        "; without one: loss.options.implementation: reference" if needed else ""
-    )
-    yield Diagnosis("c compiler", "missing", found, needed, "Triton: the loss on GPUs", fix)
+    fix = "install gcc, or set CC to a C compiler"
+    is_needed = has_gpu and result["status"] == "ok"  # loss.options.implementation: auto takes Triton then
+    if is_needed:
+        fix += "; without one: loss.options.implementation: reference"
+    yield Diagnosis("c compiler", "missing", found, is_needed, "Triton: the loss on GPUs", fix)
 
 
-def _disks(disks: Facts) -> Iterator[Diagnosis]:
-    yield _disk("run disk", disks["run"], MIN_RUN_DISK_BYTES, "checkpoints", "choose another folder with --run")
-    if disks["temporary"] is None:
+def _disks(facts: Facts) -> Iterator[Diagnosis]:
+    run, temporary, shared = (facts["disks"][name] for name in ("run", "temporary", "shared_memory"))
+    yield _disk("run disk", run, MIN_RUN_DISK_BYTES, "checkpoints", "choose another folder with --run")
+    if temporary is None:
         fix = "export TMPDIR=/a/folder/that/can/be/written"
         yield Diagnosis("temporary disk", "missing", "no temporary folder can be written", True, "training", fix)
     else:
         fix = "free space there, or set TMPDIR to another folder"
-        yield _disk("temporary disk", disks["temporary"], MIN_TEMPORARY_BYTES, "compiled kernels", fix)
-    if (shared := disks["shared_memory"]) is not None:
-        is_writable = shared["is_writable"]
-        found = _space(shared) if is_writable else f"{shared['path']} cannot be written"
+        yield _disk("temporary disk", temporary, MIN_TEMPORARY_BYTES, "compiled kernels", fix)
+    if shared is not None:
         fix = "start the container with --shm-size=8g (or --ipc=host), or set data.workers: 0"
-        if is_writable and shared["total_bytes"] >= MIN_SHARED_BYTES:
+        if shared["is_writable"] and shared["total_bytes"] >= MIN_SHARED_BYTES:
             fix = f"remove what fills it: ls -l {shared['path']}"
-        is_enough = is_writable and shared["free_bytes"] >= MIN_SHARED_BYTES
-        yield _enough(is_enough, "shared memory", found, "data workers", fix)
-
-
-def _enough(is_enough: bool, name: str, found: str, needed_for: str, fix: str) -> Diagnosis:
-    return Diagnosis(name, "ok", found) if is_enough else Diagnosis(name, "warning", found, False, needed_for, fix)
+        found = _disk("shared memory", shared, MIN_SHARED_BYTES, "data workers", fix)
+        # Without shared memory, a training with data.workers: 0 is still possible.
+        yield found if found.state == "ok" else found._replace(state="warning", is_required=False)
 
 
 def _disk(name: str, disk: Facts, least_bytes: int, needed_for: str, fix: str) -> Diagnosis:
     if not disk["is_writable"]:
         return Diagnosis(name, "missing", f"{disk['path']} cannot be written", True, needed_for, fix)
-    is_enough = disk["free_bytes"] >= least_bytes
-    advised = "" if is_enough else f", {size(least_bytes)} are advised"
-    return _enough(is_enough, name, _space(disk) + advised, needed_for, fix)
-
-
-def _space(disk: Facts) -> str:
-    return f"{size(disk['free_bytes'])} free of {size(disk['total_bytes'])} ({disk['path']})"
+    found = f"{size(disk['free_bytes'])} free of {size(disk['total_bytes'])} ({disk['path']})"
+    if disk["free_bytes"] >= least_bytes:
+        return Diagnosis(name, "ok", found)
+    return Diagnosis(name, "warning", f"{found}, {size(least_bytes)} are advised", False, needed_for, fix)

@@ -22,7 +22,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 Facts = dict[str, Any]
 
@@ -31,14 +31,7 @@ IMPORTS_S = 90.0
 NVIDIA_SMI_S = 10.0
 """Longest wait for nvidia-smi, which hangs with a driver in trouble."""
 
-_SMI_FIELDS = {
-    "index": "index",
-    "uuid": "uuid",
-    "driver": "driver_version",
-    "total_mib": "memory.total",
-    "used_mib": "memory.used",
-    "name": "name",
-}
+_SMI_QUERY = "--query-gpu=index,uuid,driver_version,memory.total,memory.used,name"
 _MARK = "segapp-doctor "
 _CHILD = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -48,10 +41,9 @@ _CHILD = (
 
 def collect_facts() -> Facts:
     """All facts of this machine; takes as long as the imports of torch and the trainer."""
-    folder = Path(__file__).resolve().parents[1]
     return {
         "segapp": _version("segapp"),
-        "folder": str(folder),
+        "folder": str(Path(__file__).resolve().parents[1]),
         "python": platform.python_version(),
         "executable": sys.executable,
         "installer": "pip" if importlib.util.find_spec("pip") is not None else "uv",
@@ -65,19 +57,11 @@ def collect_facts() -> Facts:
     }
 
 
-class ProgramEnd(NamedTuple):
-    """How a program ended: the exit status (minus the signal's number; None: killed, as it was late), its output."""
+def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str, str]:
+    """Run a program and its children for a limited time, also if killing has no effect (a process in a driver call).
 
-    status: int | None
-    output: str
-    errors: str
-
-
-def run_bounded(command: Sequence[str], timeout_s: float) -> ProgramEnd:
-    """Run a program and its children for a limited time, also if killing it has no effect (a process in a driver call).
-
-    Raises:
-        OSError: it cannot be started.
+    Returns:
+        The exit status (minus the number of a signal; None: the program was late), its output, its errors.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
@@ -90,10 +74,7 @@ def run_bounded(command: Sequence[str], timeout_s: float) -> ProgramEnd:
                 process.wait(1.0)
         for file in (out, err):
             file.seek(0)
-        return ProgramEnd(status, *(file.read(1 << 20).decode(errors="replace") for file in (out, err)))
-
-
-# Installed packages
+        return status, out.read().decode(errors="replace"), err.read().decode(errors="replace")
 
 
 def _version(name: str) -> str | None:
@@ -103,48 +84,26 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _is_in_range(version: str, specifiers: str) -> bool | None:
-    try:
-        from packaging.specifiers import SpecifierSet
-
-        return SpecifierSet(specifiers).contains(version, prereleases=True)
-    except (ImportError, ValueError):
-        return None
-
-
 def _packages() -> Iterator[Facts]:
     """The distributions that segapp's metadata asks for on this platform, with the versions found."""
     try:
-        requirements = importlib.metadata.requires("segapp") or []
-    except importlib.metadata.PackageNotFoundError:
+        from packaging.requirements import Requirement
+
+        requirements = [Requirement(text) for text in importlib.metadata.requires("segapp") or []]
+    except (ImportError, importlib.metadata.PackageNotFoundError):
         return
-    for text in requirements:
-        requirement, _, marker = (part.strip() for part in text.partition(";"))
-        extra = re.search(r"""extra\s*==\s*['"]([\w.-]+)""", marker)
-        name = re.match(r"[\w.-]+", requirement)
-        if name is None or (marker and extra is None and not _holds(marker)):
+    for needed in requirements:
+        extra = re.search(r"""extra\s*==\s*['"]([\w.-]+)""", str(needed.marker))
+        if extra is None and needed.marker is not None and not needed.marker.evaluate():
             continue
-        version = _version(name[0])
+        version = _version(needed.name)
         yield {
-            "name": name[0],
-            "requirement": requirement,
+            "name": needed.name,
+            "requirement": f"{needed.name}{needed.specifier}",
             "extra": extra[1] if extra else None,
             "version": version,
-            "is_in_range": None if version is None else _is_in_range(version, requirement[name.end() :].strip()),
+            "is_in_range": None if version is None else needed.specifier.contains(version, prereleases=True),
         }
-
-
-def _holds(marker: str) -> bool:
-    """True if an environment marker holds here; without `packaging` none does."""
-    try:
-        from packaging.markers import Marker
-
-        return Marker(marker).evaluate()
-    except (ImportError, ValueError):
-        return False
-
-
-# Imports in a child process
 
 
 def _torch() -> Facts:
@@ -183,10 +142,8 @@ def _cuda() -> Facts:
         warnings.simplefilter("always")
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     reason = " ".join(str(caught[0].message).split()) if caught else ""
-    kernels = list(torch.cuda.get_arch_list()) if count else []
     others = {gpu.kind: [gpu.facts(each).name for each in gpu.devices()] for gpu in GPUS if gpu is not CUDA}
-    devices = [_device(index) for index in range(count)]
-    return {"reason": reason[:300], "kernels": kernels, "devices": devices, "others": others}
+    return {"reason": reason[:300], "devices": [_device(index) for index in range(count)], "others": others}
 
 
 def _device(index: int) -> Facts:
@@ -205,7 +162,6 @@ def _device(index: int) -> Facts:
         "name": str(found.name),
         "total_mib": found.total_memory / 2**20,
         "capability": f"{found.major}.{found.minor}",
-        "rocm_architecture": found.gcnArchName.partition(":")[0] if torch.version.hip else None,
         "error": error,
     }
 
@@ -246,27 +202,25 @@ def try_imports(timeout_s: float = IMPORTS_S) -> dict[str, Facts]:
     found: dict[str, Facts] = {}
     names = list(IMPORTS)
     while names:
-        answer = run_bounded([sys.executable, "-c", _CHILD, json.dumps(sys.path), *names], timeout_s)
-        lines = [line for line in answer.output.splitlines() if line.startswith(_MARK)]
+        status, output, errors = _run([sys.executable, "-c", _CHILD, json.dumps(sys.path), *names], timeout_s)
+        lines = [line for line in output.splitlines() if line.startswith(_MARK)]
         found |= dict(json.loads(line.removeprefix(_MARK)) for line in lines)
         left = [name for name in names if name not in found]
         if left and found.get("torch", {}).get("status") != "failed":  # the child ended in this one
-            found[left[0]] = _result("hung" if answer.status is None else "crashed", _end(answer, timeout_s))
+            found[left[0]] = _unanswered(status, errors, timeout_s)
         if found["torch"]["status"] != "ok":
             return {name: found.get(name, _result("skipped", "torch cannot be imported")) for name in IMPORTS}
         names = left[1:]
     return found
 
 
-def _end(answer: ProgramEnd, timeout_s: float) -> str:
-    if answer.status is None:
-        return f"no answer within {timeout_s:g} s"
-    last = (answer.errors.strip().splitlines() or [""])[-1][:300]
-    how = signal.strsignal(-answer.status) if answer.status < 0 else f"exit status {answer.status}"
-    return f"the process ended: {how}" + (f": {last}" if last else "")
-
-
-# GPUs and compiler
+def _unanswered(status: int | None, errors: str, timeout_s: float) -> Facts:
+    """The result of an import whose process has ended in it, or does not answer."""
+    if status is None:
+        return _result("hung", f"no answer within {timeout_s:g} s")
+    last = (errors.strip().splitlines() or [""])[-1][:300]
+    how = signal.strsignal(-status) if status < 0 else f"exit status {status}"
+    return _result("crashed", f"the process ended: {how}" + (f": {last}" if last else ""))
 
 
 def find_compiler(environ: Mapping[str, str]) -> str | None:
@@ -283,36 +237,29 @@ def ask_nvidia_smi(timeout_s: float = NVIDIA_SMI_S) -> Facts:
     if program is None:
         return {"status": "absent", "error": "", "gpus": []}
     try:
-        answer = run_bounded(
-            [program, f"--query-gpu={','.join(_SMI_FIELDS.values())}", "--format=csv,noheader,nounits"], timeout_s
-        )
+        status, output, errors = _run([program, _SMI_QUERY, "--format=csv,noheader,nounits"], timeout_s)
     except OSError as raised:
         return {"status": "failed", "error": raised.strerror or str(raised), "gpus": []}
-    if answer.status is None:
+    if status is None:
         return {"status": "hung", "error": f"no answer within {timeout_s:g} s", "gpus": []}
-    rows = [[cell.strip() for cell in line.split(",")] for line in answer.output.splitlines()]
-    gpus = [_gpu(dict(zip(_SMI_FIELDS, row, strict=True))) for row in rows if len(row) == len(_SMI_FIELDS)]
-    if answer.status == 0 and gpus:
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines()]
+    gpus = [_gpu(*row) for row in rows if len(row) == _SMI_QUERY.count(",") + 1]
+    if status == 0 and gpus:
         return {"status": "ok", "error": "", "gpus": gpus}
-    error = ((answer.output + answer.errors).strip().splitlines() or [f"exit status {answer.status}"])[0][:300]
+    error = ((output + errors).strip().splitlines() or [f"exit status {status}"])[0][:300]
     return {"status": "failed", "error": error, "gpus": []}
 
 
-def _gpu(found: dict[str, str]) -> Facts:
+def _gpu(index: str, uuid: str, driver: str, total_mib: str, used_mib: str, name: str) -> Facts:
+    total, used = (float(text) if text.isdecimal() else None for text in (total_mib, used_mib))
     return {
-        **found,
-        "index": int(found["index"]),
-        "uuid": found["uuid"].removeprefix("GPU-"),
-        "total_mib": _number(found["total_mib"]),
-        "used_mib": _number(found["used_mib"]),
+        "index": int(index),
+        "uuid": uuid.removeprefix("GPU-"),
+        "driver": driver,
+        "total_mib": total,
+        "used_mib": used,
+        "name": name,
     }
-
-
-def _number(text: str) -> float | None:
-    return float(text) if re.fullmatch(r"\d+(\.\d+)?", text) else None
-
-
-# Disks
 
 
 def _disks() -> Facts:
