@@ -78,12 +78,7 @@ def _open_closed_streams() -> None:
 
 @contextlib.contextmanager
 def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
-    """Print errors that a user can act on as one line on stderr and exit with the code of the error's class.
-
-    Args:
-        is_debug: leave errors as they are, with their traceback.
-        as_json: print the fields of the error on stdout too, as `{"error": {...}}`.
-    """
+    """Print an error that a user can act on as one line, or as JSON too, and exit with the code of its class."""
     import typer
 
     # click's UsageError, of which some versions of typer have a copy of their own
@@ -102,12 +97,11 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     except OSError as error:
         if is_debug or error.errno not in _STORAGE_ERRNOS | _NAME_ERRNOS:
             raise
+        name = str(error.filename or "a file")
+        shown = f"{name[:100]}{'...' if len(name) > 100 else ''}: {error.strerror}"
         if error.errno in _NAME_ERRNOS:
-            name = str(error.filename or "a file")
-            shown = f"{name[:100]}{'...' if len(name) > 100 else ''}"
-            _fail(ConfigError(f"{shown}: {error.strerror}: use another file or folder", path=name), as_json)
-        name = str(error.filename or "disk")
-        _fail(StorageError(f"{name}: {error.strerror}: free space or choose another folder", path=name), as_json)
+            _fail(ConfigError(f"{shown}: use another file or folder", path=name), as_json)
+        _fail(StorageError(f"{shown}: free space or choose another folder", path=name), as_json)
     except KeyboardInterrupt:
         sys.exit(130)
 

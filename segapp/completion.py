@@ -66,11 +66,7 @@ class Candidate(NamedTuple):
 
 
 def completion_script(shell: str) -> str:
-    """Return the script that a shell sources.
-
-    Raises:
-        ConfigError: the shell is not supported.
-    """
+    """Return the script that a shell sources."""
     if shell not in SCRIPTS:
         raise ConfigError(f"no completion for {shell!r}: {accepted_words(shell, SCRIPTS)}")
     return SCRIPTS[shell]
@@ -112,13 +108,7 @@ def split_line(line: str) -> list[str]:
 
 
 def candidates(app: Any, before: Sequence[str], incomplete: str) -> Iterator[Candidate]:
-    """Yield the candidates at the cursor, including those that do not start with the word there.
-
-    Args:
-        app: the root command, from `typer.main.get_command`.
-        before: the words between the program and the cursor.
-        incomplete: the word at the cursor.
-    """
+    """Yield the candidates at the cursor, including those that do not start with the incomplete word there."""
     command, arguments = _descend(app, before)
     options = {spelling: option for option in command.params for spelling in option.opts if spelling.startswith("-")}
     option, equals, _ = incomplete.partition("=")

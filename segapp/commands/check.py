@@ -32,6 +32,7 @@ from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
 from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
+from segapp.datasets.resources import usable_cores
 from segapp.datasets.sampling import uniform_order
 from segapp.errors import DataError, storage_errors
 from segapp.onboarding.division import find_shared_groups
@@ -47,22 +48,17 @@ _MAX_SHOWN = 5
 
 
 def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> int:
-    """Examine the data of a config and report the findings.
-
-    Returns:
-        0, or 3 if there are errors.
+    """Examine the data of a config, report the findings, and return the exit code: 0, or 3 if there are errors.
 
     Raises:
         ConfigError: `data.augment` or `data.sampling` does not fit the data.
         DataError: there is no data to examine.
-        StorageError: the page cannot be written.
     """
     data, scheme = config.data, build_scheme(config.data)
     splits, before = _collect(data)
     measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
     if problem is not None:
         before.append(problem)
-    threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     console = Console(stderr=True)
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("reading", total=sum(map(len, splits.values())))
@@ -72,7 +68,7 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
             crop_px=data.crop_px,
             resize_px=data.resize_px,
             pixels=measured or RGB8,
-            threads=threads,
+            threads=max(1, round(usable_cores())),
             allow_overlap=data.allow_overlap,
             progress=lambda: bar.advance(task),
         )
@@ -100,11 +96,7 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
 
 
 def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[DataProblem]]:
-    """Return the pairs of both splits and the findings made before any file is opened.
-
-    Raises:
-        DataError: neither split has a pair.
-    """
+    """Return the pairs of both splits and the findings made before any file is opened; DataError without any pair."""
     note = split_note(data)
     findings = [] if note is None else [DataProblem("warning", "split", split_names(data)[1], note)]
     if is_part(data.format):
@@ -138,11 +130,7 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
 def _samples(
     config: RunConfig, scheme: ClassScheme, report: SplitReport, *, with_pictures: bool
 ) -> list[AugmentedSample]:
-    """Check `data.augment` and `data.sampling`, and return pictures of training samples; [] where images are unusable.
-
-    Raises:
-        ConfigError: one of them does not fit the data.
-    """
+    """Check `data.augment` and `data.sampling`; return pictures of training samples, [] for unusable images."""
     data = config.data
     if data.sampling == "uniform" and data.augment is None and not with_pictures:
         return []

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cv2
 import numpy as np
@@ -33,17 +32,13 @@ _UNKNOWN_COLOR = (255, 0, 0)
 _NO_ID = -(2**31)
 
 
-@dataclass(frozen=True)
-class AugmentedSample:
-    """A training sample as a picture: image and mask side by side.
-
-    Attributes:
-        caption: File name, and the class that its crop is aimed at.
-        picture: A `data:` address.
-    """
+class AugmentedSample(NamedTuple):
+    """A training sample as a picture: image and mask side by side."""
 
     caption: str
+    """File name, and the class that its crop is aimed at."""
     picture: str
+    """A `data:` address."""
 
 
 def check_page(

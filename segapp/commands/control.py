@@ -29,22 +29,13 @@ def control_run(
     wait: bool = False,
     timeout_s: float = 0.0,
 ) -> int:
-    """Send a command to a run, and print its answers.
-
-    Args:
-        run: Name or folder of the run.
-        words: The command as it is typed: `set gpu0_bsz=3`, `pause`, `stop`.
-        after_epoch: Stop at the end of the epoch; for `stop` only.
-        force: Send a split that is not expected to fit.
-        wait: Wait for the final answer.
-        timeout_s: Longest wait in seconds; 0: as long as the training runs.
+    """Send a command to a run as it is typed, such as `set gpu0_bsz=3` or `stop`, and print its answers.
 
     Returns:
-        0: applied (without `wait`: sent); 1: rejected, cancelled or not answered.
+        0: applied (without `wait`: sent); 1: rejected, cancelled or not answered within `timeout_s` (0: no limit).
 
     Raises:
         CommandError: The command is not understood.
-        ConfigError: There is no such run.
         RunError: The run has ended.
     """
     if after_epoch and words != ["stop"]:
@@ -119,11 +110,7 @@ def show_runs() -> bool:
 
 
 def run_to_attach(run: str | None) -> RunFolder:
-    """Return the named run; without a name the newest run that is training, else the newest run.
-
-    Raises:
-        ConfigError: There is no such run.
-    """
+    """Return the named run; without a name the newest run that is training, else the newest run."""
     if run is None:
         live = next((folder for folder in run_folders(with_sweeps=True) if folder.is_locked()), None)
         if live is not None:

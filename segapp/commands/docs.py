@@ -13,11 +13,7 @@ from segapp.errors import ConfigError
 
 
 def show_docs(topic: str | None, words: str | None) -> None:
-    """Print the list of pages or what a search finds; show a page in a terminal, or print it.
-
-    Raises:
-        ConfigError: there is no such page, or nothing is found.
-    """
+    """Print the list of pages or what a search finds; show a page in a terminal, or print it."""
     if words is not None:
         _print_hits(f"{words} {topic or ''}".strip())
     elif topic is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import io
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
 from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
-from segapp.run.files import write_atomic, write_json
+from segapp.run.files import write_atomic
 from segapp.run.words import printable
 from segapp.scores import count_scored, of_classes, scores_text
 from segapp.training.telemetry.console import iou_table, progress_bar, worst_first
@@ -59,11 +60,8 @@ class ScoredSplit:
     """Scores of a network, or of the mean of several, on a split, and what they were computed from.
 
     Attributes:
-        found: the scores.
         networks: by name; the first one's data set is evaluated.
         groups: name of each group of classes -> their ids.
-        split: name of the split.
-        dataset: the split.
         has_loss: False if the networks were trained with different losses.
     """
 
@@ -81,12 +79,7 @@ class ScoredSplit:
 
 
 def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
-    """Evaluate a run or checkpoint, or the mean of several; print the per-class table, and write the requested files.
-
-    Raises:
-        ConfigError: an option has an invalid value.
-        StorageError: a file cannot be written.
-    """
+    """Evaluate a network, or the mean of several; print the per-class table, and write the requested files."""
     if options.confusion is not None and options.confusion.suffix.lower() not in PICTURE_SUFFIXES:
         raise ConfigError(
             f"--confusion {options.confusion} has none of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
@@ -95,13 +88,12 @@ def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
     found, trained = scored.found, scored.trained
     _print_scores(scored)
     if options.json_file is not None:
-        _write(options.json_file, lambda path: write_json(path, as_json(scored)))
+        _write(options.json_file, json.dumps(as_json(scored), indent=1, allow_nan=False) + "\n")
     if options.per_image is not None:
-        text = per_image_csv(found, scored.dataset, trained)
-        _write(options.per_image, lambda path: write_atomic(path, text))
+        _write(options.per_image, per_image_csv(found, scored.dataset, trained))
     if options.confusion is not None:
-        picture = confusion_file(found.matrix.numpy(), trained.scheme.names, options.confusion.suffix.lower())
-        _write(options.confusion, lambda path: write_atomic(path, picture))
+        suffix = options.confusion.suffix.lower()
+        _write(options.confusion, confusion_file(found.matrix.numpy(), trained.scheme.names, suffix))
 
 
 def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSplit:
@@ -129,13 +121,8 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
     split = options.split or split_names(data)[1]
     has_distances = needs_distances(config.loss)
     dataset = build_dataset(data, scheme, split, is_training=False, seed=config.seed, has_distances=has_distances)
-    has_loss = all(_has_same_loss(trained, other) for _, other in networks[1:])
-    evaluators: Sequence[Evaluator]
-    if ensemble is None:
-        evaluators = _build_evaluators(trained, options)
-    else:
-        _note_training_images(networks, dataset)
-        evaluators = [_ensemble_evaluator(trained, ensemble, options, has_loss=has_loss)]
+    _note_training_images(networks, dataset)
+    evaluators = _build_evaluators(networks, ensemble, options)
     loader = EvalLoader(
         dataset,
         options=build_load_options(data, dataset, evaluators[0].settings.device, config.eval.batch_size),
@@ -154,11 +141,7 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
 def _load_ensemble(
     targets: Sequence[str], options: EvalOptions
 ) -> tuple[list[tuple[str, TrainedModel]], EnsemblePredictor]:
-    """Return several networks and the mean of their probabilities.
-
-    Raises:
-        ConfigError: an option is for one network, or their classes or images differ.
-    """
+    """Return several networks and the mean of their probabilities; ConfigError if they cannot be averaged."""
     for option, value in (("--config", options.config), ("--devices", options.devices)):
         if value is not None:
             raise ConfigError(f"{option} {value} is for one network, and {len(targets)} are named: leave it out")
@@ -209,24 +192,6 @@ def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset:
             )
 
 
-def _ensemble_evaluator(
-    trained: TrainedModel, ensemble: EnsemblePredictor, options: EvalOptions, *, has_loss: bool
-) -> EnsembleEvaluator:
-    criterion = _build_criterion(trained).task
-    # For one class per pixel the mean probabilities come from a softmax: a sigmoid's loss cannot be computed from them.
-    has_loss = has_loss and (not criterion.is_sigmoid or trained.inference.threshold is not None)
-    settings = EvaluationSettings(
-        trained.inference,
-        trained.scheme.num_classes,
-        trained.scheme.ignore_index,
-        trained.device,
-        criterion.to(trained.device) if has_loss else None,
-    )
-    return EnsembleEvaluator(
-        ensemble, settings, with_images=options.per_image is not None, with_boundary=options.boundary
-    )
-
-
 def _build_criterion(trained: TrainedModel) -> AdditiveCriterion:
     """Return the criterion of a training, with its class weights."""
     scheme, config = trained.scheme, trained.config
@@ -243,27 +208,34 @@ def _build_criterion(trained: TrainedModel) -> AdditiveCriterion:
     return criterion
 
 
-def _build_evaluators(trained: TrainedModel, options: EvalOptions) -> list[Evaluator]:
-    scheme, criterion = trained.scheme, _build_criterion(trained)
+def _build_evaluators(
+    networks: Sequence[tuple[str, TrainedModel]], ensemble: EnsemblePredictor | None, options: EvalOptions
+) -> Sequence[Evaluator]:
+    """Return the evaluator of a mean of networks, or one for each device of a network."""
+    trained = networks[0][1]
+    criterion, has_loss = _build_criterion(trained).task.to(trained.device), True
     devices = [trained.device]
     if options.devices is not None:
         names = [name.strip() for name in options.devices.split(",") if name.strip()]
         devices = choose_devices([int(name) if name.isdecimal() else name for name in names])[0]
         if not devices:
             raise ConfigError("--devices names none: give one or more, e.g. 0,1 or cpu")
-    first = Evaluator(
-        trained.model,
-        EvaluationSettings(
-            trained.inference,
-            scheme.num_classes,
-            scheme.ignore_index,
-            trained.device,
-            criterion.task.to(trained.device),
-            host=HostLimit(len(devices)),
-        ),
-        with_images=options.per_image is not None,
-        with_boundary=options.boundary,
+    if ensemble is not None:
+        # With one class per pixel, the mean probabilities come from a softmax, which gives no loss of a sigmoid.
+        has_loss = not criterion.is_sigmoid or trained.inference.threshold is not None
+        has_loss = has_loss and all(_has_same_loss(trained, other) for _, other in networks[1:])
+    settings = EvaluationSettings(
+        trained.inference,
+        trained.scheme.num_classes,
+        trained.scheme.ignore_index,
+        trained.device,
+        criterion if has_loss else None,
+        host=HostLimit(len(devices)) if ensemble is None else None,
     )
+    kept = {"with_images": options.per_image is not None, "with_boundary": options.boundary}
+    if ensemble is not None:
+        return [EnsembleEvaluator(ensemble, settings, **kept)]
+    first = Evaluator(trained.model, settings, **kept)
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
@@ -370,7 +342,7 @@ def _scores(counts: torch.Tensor, ignore_index: int) -> SegmentationScores:
     return matrix.scores()
 
 
-def _write(path: Path, write: Any) -> None:
+def _write(path: Path, content: str | bytes) -> None:
     with storage_errors(path, "choose another file"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path)
+        write_atomic(path, content)

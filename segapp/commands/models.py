@@ -1,23 +1,19 @@
 """`segapp models`: the networks that a config can name, their size, cost and memory, and whether weights are here.
 
-Networks are measured on the meta device and by a simulation: nothing is downloaded. Torch and the libraries of networks
-take seconds to import: functions import them where they are needed, and the names are kept in a file.
+Networks are measured on the meta device and by a simulation: nothing is downloaded. Functions import torch and the
+libraries of networks, which takes seconds, where they are needed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 from dataclasses import asdict, astuple, dataclass, field
 from fnmatch import fnmatchcase
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError, SegappError, did_you_mean
-from segapp.run.files import write_atomic
 from segapp.run.words import first_line
 
 if TYPE_CHECKING:
@@ -27,7 +23,6 @@ MAX_ROWS = 20
 """Networks that are built for one table; of more matches the names are listed."""
 NUM_CLASSES = 19
 """Classes of the measured networks, those of Cityscapes."""
-_LIBRARIES = ("torchvision", "segmentation_models_pytorch", "timm")
 
 
 @dataclass(frozen=True)
@@ -49,8 +44,6 @@ class ModelFacts:
     """What a run of a network shows.
 
     Attributes:
-        label: its name.
-        num_params: parameters.
         gflops: 1e9 floating-point operations of a forward pass of one image, a multiplication and an addition as two.
         size_px: height and width of that image, the nearest that the network takes.
         stride: pixels per logit along each axis.
@@ -70,17 +63,7 @@ class ModelFacts:
 
 
 def print_models(pattern: str | None, size: str, *, with_memory: bool, as_json: bool) -> None:
-    """Print the names that a pattern matches, and, if they are few, what a run of each network shows.
-
-    Args:
-        pattern: a part of a name, or a glob; None: all.
-        size: of the images, as HEIGHTxWIDTH.
-        with_memory: simulate training steps, too.
-        as_json: print JSON.
-
-    Raises:
-        ConfigError: no name matches, or the size is none.
-    """
+    """Print the names that a pattern matches, and, if they are few, what a run of each network shows."""
     size_px = _parse_size(size)
     names = matching_names(pattern)
     if len(names) > MAX_ROWS:
@@ -119,28 +102,20 @@ def table(facts: list[ModelFacts]) -> list[str]:
         if each.problem is not None:
             rows.append((each.label, "-", "-", "-", "-", "-", each.problem.partition(";")[0]))
             continue
-        memory = "-" if each.image_mib is None else f"{each.image_mib:.0f}"
-        height, width = each.size_px or (0, 0)
-        rows.append(
-            (
-                each.label,
-                f"{each.num_params / 1e6:.1f} M",
-                f"{each.gflops:.1f}",
-                f"{height}x{width}",
-                str(each.stride),
-                memory,
-                ", ".join(each.weights_here) or "-",
-            )
+        cells = (
+            f"{each.num_params / 1e6:.1f} M",
+            f"{each.gflops:.1f}",
+            "x".join(map(str, each.size_px or ())),
+            str(each.stride),
+            "-" if each.image_mib is None else f"{each.image_mib:.0f}",
+            ", ".join(each.weights_here) or "-",
         )
+        rows.append((each.label, *cells))
     return aligned(rows)
 
 
 def matching_names(pattern: str | None) -> list[ModelName]:
-    """Return the networks whose label contains a text, or matches it as a glob; case does not matter.
-
-    Raises:
-        ConfigError: there is none; the message has the nearest.
-    """
+    """Return the networks whose label contains a text, or matches it as a glob; ConfigError if there is none."""
     names = all_names()
     if pattern is None:
         return names
@@ -157,24 +132,7 @@ def matching_names(pattern: str | None) -> list[ModelName]:
 
 
 def all_names() -> list[ModelName]:
-    """Return all networks, from the file that an earlier call wrote if the libraries and this module are the same."""
-    libraries = repr([version(each) for each in _LIBRARIES]).encode()
-    key = hashlib.sha256(libraries + Path(__file__).read_bytes()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"
-    path = folder / f"model-names-{key}.json"
-    try:
-        return [ModelName(*row) for row in json.loads(path.read_text())]
-    except (OSError, ValueError, TypeError):
-        names = _collect()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps([astuple(name) for name in names]))
-    except OSError:
-        pass  # the next call collects them again
-    return names
-
-
-def _collect() -> list[ModelName]:
+    """Return all networks that a config can name."""
     import timm
     from segmentation_models_pytorch.encoders import encoders
 

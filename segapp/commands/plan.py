@@ -23,11 +23,7 @@ from segapp.training.planning.plan import plan_memory
 def print_plan(
     config_name: str | None, overrides: Sequence[str], gpus: str | None, run: str | None, *, as_json: bool
 ) -> None:
-    """Plan the memory of a config or a run, and print it.
-
-    Raises:
-        ConfigError: the config, the GPUs or the run are not valid.
-    """
+    """Plan the memory of a config or a run, and print it."""
     config, measurement = _config_and_measurement(config_name, overrides, run)
     specs = _gpu_specs(gpus, measurement)
     announce_on_terminal("planning the memory")

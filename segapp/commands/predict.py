@@ -36,8 +36,6 @@ class PredictOptions:
     Attributes:
         save: kinds of output; empty: labels, color and overlay (for a video: color and overlay).
         label_ids: write the ids of the data set instead of class ids.
-        slide: predict by sliding window.
-        tta: test-time augmentation: average over flips and several scales.
         batch: pictures per batch; None: by the free memory.
         config: config of the network for bare weights; None: from the file.
     """
@@ -79,13 +77,7 @@ def _names_network(word: str) -> bool:
 
 
 def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, options: PredictOptions) -> None:
-    """Predict files, write the outputs, and print the speed.
-
-    Args:
-        networks: runs, checkpoints, weights or exported files; the probabilities of several are averaged.
-        paths: images, videos, folders and globs.
-        out: folder of the outputs.
-        options: see there.
+    """Predict files, write the outputs, and print the speed; the probabilities of several networks are averaged.
 
     Raises:
         ConfigError: an option does not suit the networks, or their classes differ.
@@ -121,11 +113,7 @@ def _speed(num_images: int, seconds: float) -> str:
 
 
 def parse_batch(text: str) -> int | None:
-    """Return the number given by `--batch`; None for auto.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """Return the number given by `--batch`; None for auto."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:

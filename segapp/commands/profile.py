@@ -55,9 +55,7 @@ class StepProfile:
     """Time and memory of a step.
 
     Attributes:
-        devices: devices used.
-        split: samples on each.
-        source: origin of the images.
+        split: samples on each device.
         phase_s: seconds by phase, means over the steps; `data` is the wait for a batch.
         module_s: seconds of the forward pass by part of the model, without its inner parts; GPU time on a GPU.
         peaks: highest memory of each device, by phase.
@@ -76,31 +74,20 @@ class StepProfile:
 
 
 def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: int, *, as_json: bool) -> None:
-    """Profile a config and print the tables, or JSON.
-
-    Raises:
-        ConfigError: the config cannot be profiled in one process.
-    """
-    found = profile_steps(load_config(named_config(config_name, overrides), overrides), num_steps)
-    print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(profile_lines(found)))
-
-
-def profile_steps(config: RunConfig, num_steps: int = 3) -> StepProfile:
-    """Run and measure steps of a config.
-
-    Raises:
-        ConfigError: it needs several processes or stages, or does not suit this machine.
-    """
-    if not config.train.batch_size:
+    """Profile a config and print the tables, or JSON; ConfigError if it needs several processes or stages."""
+    config = load_config(named_config(config_name, overrides), overrides)
+    train = config.train
+    if not train.batch_size:
         raise ConfigError(
             "train.batch_size = auto: a profile needs a number: add train.batch_size=8", key="train.batch_size"
         )
-    train = config.train
     with numerics(deterministic=train.deterministic, tf32=train.tf32, cudnn_benchmark=train.cudnn_benchmark):
-        return _profiled(config, num_steps)
+        found = profile_steps(config, num_steps)
+    print(json.dumps(asdict(found), indent=2) if as_json else "\n".join(profile_lines(found)))
 
 
-def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
+def profile_steps(config: RunConfig, num_steps: int) -> StepProfile:
+    """Run and measure steps of a config with a number as batch size."""
     plan = plan_devices(config, is_one_process=True)
     if plan.mode not in ("single", "dp"):
         raise ConfigError(
@@ -111,22 +98,10 @@ def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
     if config.train.precision == "auto":
         config = with_train(config, precision=auto_precision(plan.devices))
     seed_everything(config.seed)
-    devices = [str(device) for device in plan.devices]
-    loader = _training_loader(config, plan.devices[0])
-    batches: Iterator[Batch]
-    if loader is None:
-        source = "black images: no data set found"
-        has_distances = needs_distances(config.loss)
-        scheme, crop_px = build_scheme(config.data), config.data.crop_px
-        pixels = build_pixels(config.data)
-        blank = blank_batch(scheme, config.train.batch_size, crop_px, pixels, has_distances=has_distances)
-        batches = itertools.repeat(blank)
-    else:
-        source = f"{len(loader.dataset)} training images"
-        batches = itertools.chain.from_iterable(loader.epoch(number) for number in itertools.count(1))
-    ledger = StorageLedger()
+    devices = tuple(str(device) for device in plan.devices)
+    source, batches, loader = _batches(config, plan.devices[0])
+    ledger, spans = StorageLedger(), _Spans(plan.devices[0])
     gpu0_bsz = None if config.parallel.gpu0_bsz == "auto" else config.parallel.gpu0_bsz
-    spans = _Spans(plan.devices[0])
 
     def mark(phase: str) -> None:
         spans.mark(phase)
@@ -138,23 +113,30 @@ def _profiled(config: RunConfig, num_steps: int) -> StepProfile:
     last = next(batches)
     peaks, module_mib = _record_step(engine, last, ledger, devices)
     advice = None if loader is None else _data_advice(loader, phase_s)
-    split = tuple(engine.split_of(len(last)))
-    return StepProfile(tuple(devices), split, source, phase_s, module_s, peaks, module_mib, advice)
+    return StepProfile(devices, tuple(engine.split_of(len(last))), source, phase_s, module_s, peaks, module_mib, advice)
 
 
-def _training_loader(config: RunConfig, device: torch.device) -> TrainLoader | None:
-    """Return the loader of a training on a device; None if the data set is missing."""
+def _batches(config: RunConfig, device: torch.device) -> tuple[str, Iterator[Batch], TrainLoader | None]:
+    """Return what the images are, endless batches for a device, and their loader; black images without a data set."""
+    data, batch_size, has_distances = config.data, config.train.batch_size, needs_distances(config.loss)
+    scheme = build_scheme(data)
     try:
-        scheme = build_scheme(config.data)
-        split = split_names(config.data)[0]
-        has_distances = needs_distances(config.loss)
         train_set = build_dataset(
-            config.data, scheme, split, is_training=True, seed=config.seed, has_distances=has_distances, ranks=Ranks()
+            data,
+            scheme,
+            split_names(data)[0],
+            is_training=True,
+            seed=config.seed,
+            has_distances=has_distances,
+            ranks=Ranks(),
         )
     except (DataError, OSError):
-        return None
-    options = build_load_options(config.data, train_set, device, config.train.batch_size)
-    return TrainLoader(train_set, config.train.batch_size, seed=config.seed, options=options)
+        blank = blank_batch(scheme, batch_size, data.crop_px, build_pixels(data), has_distances=has_distances)
+        return "black images: no data set found", itertools.repeat(blank), None
+    options = build_load_options(data, train_set, device, batch_size)
+    loader = TrainLoader(train_set, batch_size, seed=config.seed, options=options)
+    batches = itertools.chain.from_iterable(loader.epoch(number) for number in itertools.count(1))
+    return f"{len(train_set)} training images", batches, loader
 
 
 def _data_advice(loader: TrainLoader, phase_s: Mapping[str, float]) -> str | None:

@@ -110,11 +110,7 @@ def _device(facts: Mapping[str, Any]) -> str:
 
 
 def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
-    """Print the committed checkpoints, newest first; `hashes` reads every byte and compares its hash.
-
-    Returns:
-        The exit code: 4 if a committed checkpoint is damaged.
-    """
+    """Print the committed checkpoints, newest first; return 4 if one is damaged, with `hashes` if a byte is."""
     rows = CheckpointFolder(find_run(run).checkpoints).verify(hashes=hashes)
     if as_json:
         print(json.dumps([_checkpoint_facts(row) for row in rows], indent=2))

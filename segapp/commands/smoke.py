@@ -91,14 +91,7 @@ class FullRunEstimate:
 
 
 def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
-    """Run the two short trainings and print the report; the trainings print to stderr.
-
-    Returns:
-        The exit code of a training that was stopped, else 0.
-
-    Raises:
-        SegappError: as the training itself raises it.
-    """
+    """Run the two short trainings, which print to stderr, and print the report; return the exit code."""
     devices = plan_devices(request.config, is_one_process=True)
     if devices.mode == "ddp":
         raise ConfigError(
@@ -107,7 +100,8 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
     try:
         splits = split_names(request.config.data)
         num_train, num_val = (count_images(request.config.data, split) for split in splits)
-        home = _existing_parent(Path("runs") if request.run is None else request.run)
+        path = Path("runs" if request.run is None else request.run).absolute()
+        home = next(parent for parent in path.parents if parent.is_dir())  # on the same disk as the run will be
         with _folder_in(home) as folder:
             # A mode that this process can run: `auto` would start ranks on several GPUs.
             parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
@@ -127,12 +121,6 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
     return 0
 
 
-def _existing_parent(path: Path) -> Path:
-    """Return the nearest existing folder above a run folder; it is on the same disk as the run will be."""
-    path = path.absolute()
-    return next(parent for parent in path.parents if parent.is_dir())
-
-
 @contextlib.contextmanager
 def _folder_in(home: Path) -> Iterator[Path]:
     try:
@@ -146,11 +134,7 @@ def _folder_in(home: Path) -> Iterator[Path]:
 
 
 def _train_twice(config: RunConfig, folder: Path) -> int:
-    """Run the two trainings; return the first exit code that is not 0.
-
-    Raises:
-        CheckpointError: the second one did not resume where the first had ended.
-    """
+    """Run the two trainings; return the first exit code that is not 0."""
     limit = ImageLimit(NUM_STEPS * config.train.accumulate, NUM_VAL)
     with contextlib.redirect_stdout(sys.stderr):
         code = run_session(TrainRequest(_shortened(config, 1), run=folder / "run", limit=limit))
@@ -231,14 +215,12 @@ def estimate_full_run(
     config: RunConfig, batch_size: int, measured: Measured, num_train: int, num_val: int, free_bytes: int
 ) -> FullRunEstimate:
     """Multiply the measurements by the counts of the full config."""
-    section = config.checkpoint
     timetable = build_timetable(config, num_batches(num_train, batch_size, drop_last=True), num_val)
     whole = timetable.whole_run()
     epochs, steps, evaluations = timetable.epochs, whole.steps, whole.evaluations
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
     saves = timetable.saves_within(whole, train_s + eval_s)
-    save_s = saves * measured.copy_s
-    total_s = train_s + eval_s + save_s
+    total_s = train_s + eval_s + saves * measured.copy_s
     published = steps // config.log.every_steps + epochs
     events = (
         published * measured.step_event_bytes
@@ -247,7 +229,7 @@ def estimate_full_run(
     )
     curves = published * measured.tensorboard_step_bytes + evaluations * measured.samples_bytes
     # The kept epochs (at least the two newest), the best, and the one being written before an old one is removed.
-    checkpoints = (max(section.keep, 2) + 2) * measured.checkpoint_bytes
+    checkpoints = (max(config.checkpoint.keep, 2) + 2) * measured.checkpoint_bytes
     return FullRunEstimate(
         num_train=num_train,
         num_val=num_val,
@@ -257,7 +239,7 @@ def estimate_full_run(
         saves=saves,
         train_s=train_s,
         eval_s=eval_s,
-        save_s=save_s,
+        save_s=saves * measured.copy_s,
         total_s=total_s,
         peak_mib=measured.peak_mib,
         checkpoints_bytes=checkpoints,
@@ -272,6 +254,10 @@ def estimate_full_run(
 def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -> list[str]:
     """Return the report as lines of text."""
     peaks = ", ".join(f"{device} {mib:.0f} MiB" for device, mib in full.peak_mib.items())
+    workers = {"auto": ", plus the data workers", 0: ""}.get(
+        config.data.workers, f", plus {config.data.workers} data workers"
+    )
+    cache = "; data.cache = ram adds all decoded images" if config.data.cache == "ram" else ""
     lines = [
         f"smoke run of {printable(config.name)}: trained, evaluated, saved, resumed at step {measured.resumed_step}",
         f"a step {measured.step_s:.3f} s ({measured.data_wait_frac:.0%} of it waiting for data), a validation image "
@@ -281,7 +267,7 @@ def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -
         f"{full.steps} steps, {full.evaluations} evaluations of {full.num_val} images",
         f"  time    {duration(full.total_s)} (steps {duration(full.train_s)}, evaluations "
         f"{duration(full.eval_s)}, saves {duration(full.save_s)})",
-        f"  memory  {peaks} at most{_more_memory(config)}",
+        f"  memory  {peaks} at most{workers}{cache}",
         f"  disk    {size(full.disk_bytes)} (checkpoints {size(full.checkpoints_bytes)}, TensorBoard and samples "
         f"{size(full.tensorboard_bytes)}, events {size(full.events_bytes)}); {size(full.disk_free_bytes)} are free",
     ]
@@ -293,16 +279,3 @@ def report_lines(config: RunConfig, measured: Measured, full: FullRunEstimate) -
     if full.disk_bytes > full.disk_free_bytes:
         lines.append("  the disk is too small: lower checkpoint.keep, or choose another folder with --run")
     return lines
-
-
-def _more_memory(config: RunConfig) -> str:
-    data = config.data
-    workers = (
-        ""
-        if not data.workers
-        else ", plus the data workers"
-        if data.workers == "auto"
-        else (f", plus {data.workers} data workers")
-    )
-    cache = "; data.cache = ram adds all decoded images" if data.cache == "ram" else ""
-    return workers + cache

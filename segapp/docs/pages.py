@@ -37,11 +37,9 @@ class Page(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A place that a search has found."""
+    """A line that a search has found."""
 
     page: Page
-    heading: str
-    """The heading above the place."""
     line: str
 
 
@@ -58,10 +56,7 @@ def pages() -> tuple[Page, ...]:
 
 
 def find_page(topic: str) -> tuple[Page, str]:
-    """Return the page of a topic, and the anchor in it.
-
-    Args:
-        topic: the name of a page, perhaps with the anchor of one of its headings: `screen#the-chart`.
+    """Return the page of a topic such as `screen` or `screen#the-chart`, and the anchor in it.
 
     Raises:
         ConfigError: there is no such page; the message names the nearest ones.
@@ -84,9 +79,12 @@ def find_page(topic: str) -> tuple[Page, str]:
 
 def headings(text: str) -> Iterator[tuple[str, str]]:
     """Yield (anchor, title) of each heading, the anchor as code hosts and Textual make it."""
-    for level, title in _headings(text):
-        if level:
-            yield slug(title), title
+    is_code = False
+    for line in text.splitlines():
+        if line.startswith("```"):
+            is_code = not is_code
+        elif not is_code and (match := re.match(r"#{1,6} (.+)", line)):
+            yield slug(match[1].strip()), match[1].strip()
 
 
 def slug(title: str) -> str:
@@ -98,16 +96,6 @@ def slug(title: str) -> str:
     return re.sub(r"[^\w\- ]", "", title.lower()).strip().replace(" ", "-")
 
 
-def _headings(text: str) -> Iterator[tuple[int, str]]:
-    """Yield (level, title) for each line that is a heading, (0, line) for each other line."""
-    is_code = False
-    for line in text.splitlines():
-        if line.startswith("```"):
-            is_code = not is_code
-        match = None if is_code else re.match(r"(#{1,6}) (.+)", line)
-        yield (len(match[1]), match[2].strip()) if match else (0, line)
-
-
 def search_pages(words: str) -> list[Hit]:
     """Return the best line of each page that has all words, at the beginning of a word; the best pages first.
 
@@ -115,28 +103,19 @@ def search_pages(words: str) -> list[Hit]:
     ['out-of-memory']
     """
     wanted = [re.compile(rf"(?<![a-z0-9]){re.escape(word)}") for word in _plain(words).split()]
+
+    def num_words(text: str) -> int:
+        return sum(bool(word.search(_plain(text))) for word in wanted)
+
     found: list[tuple[int, Hit]] = []
     for page in pages() if wanted else ():
-        title, text = _plain(f"{page.topic} {page.about}"), _plain(page.text())
-        if all(word.search(f"{title} {text}") for word in wanted):
-            num_words, hit = _best_line(page, wanted)
-            is_named = sum(bool(word.search(_plain(page.topic))) for word in wanted)
-            is_told = sum(bool(word.search(title)) for word in wanted)
-            found.append((-4 * is_named - 2 * is_told - num_words, hit))
+        title, text = f"{page.topic} {page.about}", page.text()
+        if num_words(f"{title} {text}") == len(wanted):
+            best = max([*text.splitlines(), page.about], key=num_words)
+            rank = 4 * num_words(page.topic) + 2 * num_words(title) + num_words(best)
+            found.append((-rank, Hit(page, best.strip("# "))))
     return [hit for _, hit in sorted(found, key=lambda each: each[0])][:_MAX_HITS]
 
 
 def _plain(text: str) -> str:
     return text.lower().replace("-", " ")
-
-
-def _best_line(page: Page, wanted: list[re.Pattern[str]]) -> tuple[int, Hit]:
-    """Return the first line with most of the words, and their number; the page's sentence if no line has one."""
-    best, heading = (0, Hit(page, "", page.about)), ""
-    for level, line in _headings(page.text()):
-        if level:
-            heading = line
-        num_words = sum(bool(word.search(_plain(line))) for word in wanted)
-        if num_words > best[0]:
-            best = (num_words, Hit(page, heading, line.strip()))
-    return best
