@@ -199,37 +199,15 @@ def _run_names() -> list[str]:
 
 
 def _keys(incomplete: str) -> Iterator[Candidate]:
-    """Yield `KEY=` for each key of the config, and after `=` the values of a key with a closed set."""
-    from segapp.config import config_schema
+    """Yield `KEY=` for each key of the config, and after `=` the words that the key accepts."""
+    from segapp.config.words import description_of, known_keys, words_of
 
-    schema = config_schema()
-    key, equals, _ = incomplete.partition("=")
-    for name, field in _fields(schema, schema, ""):
-        if not equals:
-            yield Candidate(f"{name}=", field.get("description", ""))
-        elif name == key:
-            yield from (Candidate(f"{name}={value}") for value in _choices(schema, field))
-
-
-def _fields(schema: Mapping[str, Any], node: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    for name, field in node.get("properties", {}).items():
-        inner = _resolved(schema, field)
-        if "properties" in inner:
-            yield from _fields(schema, inner, f"{prefix}{name}.")
-        else:
-            yield prefix + name, field
-
-
-def _resolved(schema: Mapping[str, Any], field: Mapping[str, Any]) -> Mapping[str, Any]:
-    reference = str(field.get("$ref", "")).rpartition("/")[2]
-    found: Mapping[str, Any] = schema["$defs"][reference] if reference else field
-    return found
-
-
-def _choices(schema: Mapping[str, Any], field: Mapping[str, Any]) -> Iterator[str]:
-    field = _resolved(schema, field)
-    for part in field.get("anyOf", ()):
-        yield from _choices(schema, part)
-    kind = field.get("type")
-    yield from map(str, field.get("enum", [field["const"]] if "const" in field else ()))
-    yield from ("true", "false") if kind == "boolean" else ("null",) if kind == "null" else ()
+    name, equals, _ = incomplete.partition("=")
+    if equals:
+        yield from (Candidate(f"{name}={word}") for word in words_of(name.split(".")))
+        return
+    keys = list(known_keys())
+    sections = {key[:-1] for key in keys}
+    for key in keys:
+        if key not in sections:
+            yield Candidate(f"{'.'.join(key)}=", description_of(key).removeprefix(": "))

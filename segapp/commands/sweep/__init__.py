@@ -12,13 +12,12 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from segapp.commands.runs import aligned
 from segapp.commands.sweep.overview import Overview
 from segapp.commands.sweep.plan import SweepPlan, plan_sweep
 from segapp.commands.sweep.runner import SweepRunner, parse_slots
 from segapp.errors import ConfigError
 from segapp.run.sweep import SweepFolder, SweepRun
-from segapp.run.words import printable
+from segapp.run.words import aligned, printable
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 if TYPE_CHECKING:

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from segapp.commands.sweep.grid import combinations, parse_axes
-from segapp.config import RunConfig, dump_config, find_config, load_config
+from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config
 from segapp.config.parts import part_names
 from segapp.custom.trust import check_trusted, remember_parts
 from segapp.errors import ConfigError, did_you_mean, storage_errors
 from segapp.run.files import write_atomic
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info, sweep_folders
 from segapp.run.words import printable
-from segapp.training.telemetry.trackers import flat_settings
 
 _MAX_NAME_CHARS = 80
 _MAX_SHOWN = 20
@@ -198,7 +197,7 @@ def _joined(
 ) -> SweepPlan:
     """Return the plan of the candidates and the earlier runs; equal settings are one run."""
     keys = list(dict.fromkeys([*info.axes, *axes]))
-    earlier = {run.name: _plain(load_config(folder.config_of(run.name))) for run in info.runs}
+    earlier = {run.name: load_config(folder.config_of(run.name)) for run in info.runs}
     _check_base(info, earlier, candidates, keys)
     known: dict[str, SweepRun] = {}
     for run in info.runs:
@@ -206,7 +205,7 @@ def _joined(
         known[_identity(run.config, settings)] = run.model_copy(update={"settings": settings})
     wanted: dict[str, tuple[_Candidate, dict[str, Any]]] = {}
     for candidate in candidates:
-        settings = _settings(_plain(candidate.config), keys)
+        settings = _settings(candidate.config, keys)
         wanted.setdefault(_identity(candidate.label, settings), (candidate, settings))
     all_settings = [*(run.settings for run in known.values()), *(settings for _, settings in wanted.values())]
     varying = [key for key in keys if len({json.dumps(each[key]) for each in all_settings}) > 1]
@@ -231,18 +230,18 @@ def _joined(
 
 
 def _check_base(
-    info: SweepInfo, earlier: Mapping[str, Any], candidates: Sequence[_Candidate], keys: Sequence[str]
+    info: SweepInfo, earlier: Mapping[str, RunConfig], candidates: Sequence[_Candidate], keys: Sequence[str]
 ) -> None:
     """Check that keys outside the grid have the values with which the sweep began."""
     changed: dict[str, None] = {}
     for label in dict.fromkeys(candidate.label for candidate in candidates):
-        before = next((flat_settings(earlier[run.name]) for run in info.runs if run.config == label), None)
+        before = next((earlier[run.name] for run in info.runs if run.config == label), None)
         if before is not None:
-            now = flat_settings(_plain(next(each.config for each in candidates if each.label == label)))
-            for key in {**before, **now}:
-                is_in_grid = any(f"{key}.".startswith(f"{axis}.") for axis in keys)
-                if not is_in_grid and before.get(key) != now.get(key):
-                    changed[f"{key}: {before.get(key)!r} -> {now.get(key)!r}"] = None
+            now = next(each.config for each in candidates if each.label == label)
+            for line in changed_keys(before, now):
+                key = line.partition(":")[0]
+                if not any(f"{key}.".startswith(f"{axis}.") for axis in keys):
+                    changed[line] = None
     if changed:
         lines = "\n".join(f"  {line}" for line in changed)
         raise ConfigError(
@@ -252,15 +251,11 @@ def _check_base(
         )
 
 
-def _plain(config: RunConfig) -> dict[str, Any]:
-    return config.model_dump(mode="json")
-
-
-def _settings(config: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+def _settings(config: RunConfig, keys: Sequence[str]) -> dict[str, Any]:
     """Return the values of keys in a complete config."""
-    found = {}
+    plain, found = config.model_dump(mode="json"), {}
     for key in keys:
-        value: Any = config
+        value: Any = plain
         for part in key.split("."):
             value = value.get(part) if isinstance(value, Mapping) else None
         found[key] = value

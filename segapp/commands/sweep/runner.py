@@ -190,14 +190,8 @@ def parse_slots(text: str | None, environ: Mapping[str, str]) -> list[Slot]:
     # Without a limit each trainer would use a thread for every core.
     threads = {} if len(words) == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(words)))}
     threads = {name: environ.get(name, value) for name, value in threads.items()}
-    return [
-        Slot(word, {**threads, "CUDA_VISIBLE_DEVICES": "" if word == "cpu" else _chosen(word, visible)})
-        for word in words
-    ]
-
-
-def _chosen(word: str, visible: list[str]) -> str:
-    return ",".join(visible[int(number)] for number in word.split("+"))
+    gpus = [",".join(visible[int(number)] for number in word.split("+") if word != "cpu") for word in words]
+    return [Slot(word, {**threads, "CUDA_VISIBLE_DEVICES": own}) for word, own in zip(words, gpus, strict=True)]
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
