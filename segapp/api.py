@@ -278,16 +278,14 @@ def train(
 
     _check_event_types(event_types)
     folder = None if run is None else Path(run)
-    if resume is not None:
-        if not isinstance(config, str | Path | None):
-            raise ConfigError(
-                f"resume = {resume!r} continues with the run's config: leave config out, or name its file"
-            )
-        request = plan_request(None if config is None else str(config), overrides, folder, resume)
-    else:
+    if resume is None:
         if config is None:
             raise ConfigError("config is missing: give a file, a dictionary or a RunConfig")
         request = TrainRequest(_read(config, overrides), run=folder)
+    elif isinstance(config, str | Path | None):
+        request = plan_request(None if config is None else str(config), overrides, folder, resume)
+    else:
+        raise ConfigError(f"resume = {resume!r} continues with the run's config: leave config out, or name its file")
     devices = plan_devices(request.config, is_one_process=True)
     if devices.mode == "ddp":
         raise ConfigError(
@@ -309,11 +307,7 @@ def train(
 
 
 def _check_event_types(types: Collection[str] | None) -> None:
-    """Check the names of events.
-
-    Raises:
-        ConfigError: one is not known.
-    """
+    """Check the names of events; ConfigError if one is not known."""
     from segapp.run.events import EVENT_TYPES
 
     if isinstance(types, str):
@@ -401,16 +395,13 @@ def predict(
     Raises:
         SegappError: the network cannot be used, or a path does not exist.
     """
-    from segapp.commands.predict import PredictOptions, build_predictor
-    from segapp.inference.predict import OutputPlan, find_images, parse_saved, predict_files
+    from segapp.commands.predict import PredictOptions, build_predictor, output_plan
+    from segapp.inference.predict import find_images, parse_saved, predict_files
 
     files = find_images([Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)])
-    predictor = build_predictor(_listed(target), PredictOptions(tta=tta))
-    kinds = parse_saved([save] if isinstance(save, str) else list(save))
-    plan = OutputPlan(Path(out), predictor.scheme, pixels=predictor.pixels)
-    if kinds:
-        plan = replace(plan, kinds=kinds, video_kinds=kinds)
-    return predict_files(predictor, files, plan)
+    options = PredictOptions(parse_saved([save] if isinstance(save, str) else list(save)), tta=tta)
+    predictor = build_predictor(_listed(target), options)
+    return predict_files(predictor, files, output_plan(Path(out), predictor, options))
 
 
 def load(target: str | Path, *, slide: bool = False, tta: bool = False) -> Network:

@@ -377,8 +377,7 @@ def init(
         str | None, option("--unlabelled", "Pixels without a class name: ignore them, or make them a class.", "HOW")
     ] = None,
     palette: Annotated[
-        str | None,
-        option("--palette", "Published data set whose colours the masks have; none: no known one.", "NAME"),
+        str | None, option("--palette", "Published data set whose colours the masks have; none: no known one.", "NAME")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")] = False,
 ) -> None:

@@ -7,9 +7,9 @@ import copy
 import io
 import itertools
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.reduction import ForkingPickler
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -116,22 +116,10 @@ def _reloaded(state: Any) -> Any:
     return torch.load(file, weights_only=True)
 
 
-T = TypeVar("T")
-
-
-def _made(make: Callable[[], T]) -> Generator[Check, None, T | None]:
-    """Yield the check that a part is made as a training makes it; return the part, or None."""
-    found: list[T] = []
-    yield tried("it is imported and made", lambda: found.append(make()))
-    return found[0] if found else None
-
-
 def checks_of_loss(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
     """Yield the checks of the criterion that a loss becomes."""
     term = LossTerm(name=name, options=dict(options))
-    criterion = yield from _made(lambda: own_criterion(term, NUM_CLASSES, IGNORED, None))
-    if criterion is None:
-        return
+    criterion = own_criterion(term, NUM_CLASSES, IGNORED, None)
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(4, NUM_CLASSES, 8, 12, generator=generator, dtype=torch.float64)
     logits = wide.float()
@@ -240,9 +228,7 @@ def checks_of_model(name: str, options: Mapping[str, Any], config: RunConfig | N
         in_channels = 3 if bands is None else len(bands)
         return build_model("python", name, NUM_CLASSES, in_channels=in_channels, options=options)
 
-    model = yield from _made(make)
-    if model is None:
-        return
+    model = make()
     height, width = size_px = model.suitable_size(64, 96)
     sizes_px = [size_px, *([config.data.crop_px] if config is not None and config.data.crop_px else [])]
     images = torch.randn(4, model.in_channels, height, width, generator=torch.Generator().manual_seed(0))
@@ -300,9 +286,7 @@ def checks_of_data(name: str, options: Mapping[str, Any], config: RunConfig | No
         raise ConfigError("data needs the root and the classes of a config: add --config FILE")
     section = config.data.model_copy(update={"format": name, "options": dict(options)})
     train, val = split_names(section)
-    data = yield from _made(lambda: own_data(section, train))
-    if data is None:
-        return
+    data = own_data(section, train)
     sample = data.source.image_and_mask
     indices = sorted({0, len(data) // 2, max(len(data) - 1, 0)})
     pixels, scheme = build_pixels(section), build_scheme(section)
@@ -349,9 +333,7 @@ def checks_of_optimizer(name: str, options: Mapping[str, Any], config: RunConfig
         groups = [{"params": [w], "lr_factor": 1.0, "weight_decay": 0.0} for w in weights]
         return weights, own_optimizer(OptimConfig(name=name, lr=0.01, options=dict(options)), groups)
 
-    made = yield from _made(make)
-    if made is None:
-        return
+    made = make()
 
     def is_moved(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[bool]:
         """Make a step, and return for each weight if it has changed to finite values."""
@@ -390,9 +372,7 @@ def checks_of_optimizer(name: str, options: Mapping[str, Any], config: RunConfig
 def checks_of_schedule(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
     """Yield the checks of a schedule, in a short run."""
     section = ScheduleConfig(name=name, options=dict(options))
-    factor = yield from _made(lambda: own_schedule(section, total_steps=_STEPS, steps_per_epoch=10))
-    if factor is None:
-        return
+    factor = own_schedule(section, total_steps=_STEPS, steps_per_epoch=10)
 
     def is_pure() -> bool:
         steps = range(1, _STEPS + 1)
@@ -416,9 +396,7 @@ def checks_of_transform(name: str, options: Mapping[str, Any], config: RunConfig
             warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
             return TrainTransform((64, 64), [{"ScaledCrop": {}}, *(own[:1] or [{name: {}}])], ignore_index=IGNORED)
 
-    transform = yield from _made(make)
-    if transform is None:
-        return
+    transform = make()
     sizes = list(itertools.product((80, 200), (96, 160)))
     what = "types, class ids, size, and one result for each seed"
     yield tried(what, lambda: check_transform(transform, sizes, (3, np.uint8), np.dtype(np.uint8)))
@@ -459,11 +437,19 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
     for part, part_kind, options in _chosen(name, kind, config):
         remember_parts([part])
         print(f"{printable(part)} as {part_kind}", flush=True)
-        for check in CHECKS[part_kind](part, options, config):
+        for check in _with_making(CHECKS[part_kind](part, options, config)):
             is_failed = is_failed or check.mark == "FAILED"
             problem = f": {printable(check.problem)}" if check.problem else ""
             print(f"  {check.mark:6} {check.what}{problem}", flush=True)
     return EXIT_FAILED if is_failed else 0
+
+
+def _with_making(checks: Iterator[Check]) -> Iterator[Check]:
+    """Yield whether a part is made as a training makes it, which is done before its first check, and all checks."""
+    first: list[Check] = []
+    yield tried("it is imported and made", lambda: first.extend(itertools.islice(checks, 1)))
+    yield from first
+    yield from checks
 
 
 def sorted_words(words: list[str]) -> tuple[str | None, list[str]]:

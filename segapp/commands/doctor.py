@@ -200,7 +200,8 @@ def _gpus(facts: Facts) -> Iterator[Diagnosis]:
     state, fix = _SMI_FIXES[smi["status"]]
     found = smi["error"] or "not on PATH"
     if smi["status"] == "ok":
-        found = f"lists {plural(len(smi['gpus']), 'GPU')}, driver {', '.join({gpu['driver'] for gpu in smi['gpus']})}"
+        drivers = sorted({gpu["driver"] for gpu in smi["gpus"]})
+        found = f"lists {plural(len(smi['gpus']), 'GPU')}, driver {', '.join(drivers)}"
     if is_rocm:
         state, found, fix = "ok" if facts["amd_smi"] else "missing", facts["amd_smi"] or "not on PATH", ""
     needed_for = "" if state == "ok" else "free memory in parallel.devices: auto and on the screen"

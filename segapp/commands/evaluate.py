@@ -306,10 +306,7 @@ def as_json(scored: ScoredSplit) -> dict[str, Any]:
         "num_scored": count_scored(evaluation.scores.iou),
         "num_classes": len(evaluation.scores.iou),
         "classes": list(trained.scheme.names),
-        "iou": list(evaluation.scores.iou),
-        "dice": list(evaluation.scores.dice),
-        "precision": list(evaluation.scores.precision),
-        "recall": list(evaluation.scores.recall),
+        **{name: list(getattr(evaluation.scores, name)) for name in ("iou", "dice", "precision", "recall")},
         "confusion": found.matrix.tolist(),
     }
     if groups:

@@ -9,11 +9,7 @@ from segapp.config import RunConfig, load_config, named_config, part_names
 from segapp.custom.trust import check_trusted
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
-from segapp.memory.plan import (
-    GpuSpec,
-    parse_gpus,
-    plan_as_json,
-)
+from segapp.memory.plan import GpuSpec, parse_gpus, plan_as_json
 from segapp.memory.report import error_lines, plan_lines
 from segapp.run.folder import find_run
 from segapp.run.starting import announce_on_terminal

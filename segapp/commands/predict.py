@@ -85,9 +85,7 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
     """
     files = find_images(paths)
     predictor = build_predictor(networks, options)
-    plan = OutputPlan(out, predictor.scheme, pixels=predictor.pixels, label_ids=options.label_ids)
-    if options.save:
-        plan = replace(plan, kinds=options.save, video_kinds=options.save)
+    plan = output_plan(out, predictor, options)
     with progress_bar(len(files), "predicting", unit="file") as progress:
         tally = predict_files(predictor, files, plan, batch=options.batch, progress=progress)
     for note in tally.notes:
@@ -99,6 +97,12 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
     if tally.problems:
         first_ten = "\n".join(f"  {problem}" for problem in tally.problems[:10])
         raise DataError(f"{len(tally.problems)} of {len(files)} files could not be read:\n{first_ten}")
+
+
+def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> OutputPlan:
+    """Return which files of a prediction are written."""
+    plan = OutputPlan(out, predictor.scheme, pixels=predictor.pixels, label_ids=options.label_ids)
+    return replace(plan, kinds=options.save, video_kinds=options.save) if options.save else plan
 
 
 def _speed(num_images: int, seconds: float) -> str:

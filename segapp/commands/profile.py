@@ -37,8 +37,8 @@ from segapp.datasets.workers import sample_seconds, wait_advice
 from segapp.errors import ConfigError, DataError
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import PHASES, PhasePeak
-from segapp.memory.report import aligned
 from segapp.parallel.distributed import Ranks
+from segapp.run.words import aligned
 from segapp.training.planning.auto import with_train
 from segapp.training.planning.simulate import phase_peaks, watch_modules
 from segapp.training.planning.trial import blank_batch, build_trial_engine
@@ -160,20 +160,14 @@ class _Spans:
         self._device = device
         self._phase = contextlib.ExitStack()
         self._parts = threading.local()  # replicas run in threads
-        self._is_ended = False
 
     def mark(self, phase: str) -> None:
-        """Begin a phase, once the GPU has finished the one before; ignored after `end`."""
-        if not self._is_ended:
-            self._close()
-            self._phase.enter_context(record_function(f"phase:{phase}"))
+        """Begin a phase, once the GPU has finished the one before."""
+        self.end()
+        self._phase.enter_context(record_function(f"phase:{phase}"))
 
     def end(self) -> None:
         """End the last phase."""
-        self._close()
-        self._is_ended = True
-
-    def _close(self) -> None:
         accelerator_of(self._device).synchronize(self._device)
         self._phase.close()
 

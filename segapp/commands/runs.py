@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.folder import find_run, last_start_s
 from segapp.run.sweep import find_sweep, sweep_folders
-from segapp.run.words import duration, printable
+from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.view.summary import RunSummary, list_runs, summarize, summarize_runs, summarize_sweep
 
@@ -113,7 +113,8 @@ def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
     """Print the committed checkpoints, newest first; return 4 if one is damaged, with `hashes` if a byte is."""
     rows = CheckpointFolder(find_run(run).checkpoints).verify(hashes=hashes)
     if as_json:
-        print(json.dumps([_checkpoint_facts(row) for row in rows], indent=2))
+        facts = [{**row.entry.model_dump(), "names": list(row.names), "problem": row.problem} for row in rows]
+        print(json.dumps(facts, indent=2))
     elif not rows:
         print("no committed checkpoint")
     else:
@@ -127,17 +128,6 @@ def _checkpoint_row(row: CheckpointStatus) -> tuple[str, ...]:
     size_mib = f"{entry.size_bytes / 2**20:.1f}"
     names = " ".join(row.names) or f"objects/{entry.object}"
     return (names, str(entry.epoch), str(entry.step), score_text(entry.metric), size_mib, row.problem or "ok")
-
-
-def _checkpoint_facts(row: CheckpointStatus) -> dict[str, Any]:
-    return {**row.entry.model_dump(), "names": list(row.names), "problem": row.problem}
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with aligned columns."""
-    cells = [[printable(cell) for cell in row] for row in rows]
-    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
 def _text(key: str, value: Any) -> str:

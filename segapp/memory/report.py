@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from segapp.memory.calibration import PeakError
 from segapp.memory.peaks import KINDS
 from segapp.memory.plan import Advice, MemoryPlan, PlanRow
+from segapp.run.words import aligned
 
 BAR_CELLS = 48
 MAX_ROWS = 40
@@ -172,9 +173,3 @@ def _ranges(values: Sequence[int]) -> str:
 
 def _joined(split: Sequence[int]) -> str:
     return "+".join(map(str, split))
-
-
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows of cells as lines with columns of equal width."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -123,6 +123,13 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes / 2**20:.1f} MiB" if num_bytes < 100 * 2**20 else f"{num_bytes / 2**20:.0f} MiB"
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of cells as lines with aligned columns."""
+    cells = [[printable(cell) for cell in row] for row in rows]
+    widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells]
+
+
 def _short_exponent(text: str) -> str:
     mantissa, _, exponent = text.partition("e")
     return f"{mantissa}e{int(exponent)}"
