@@ -33,6 +33,7 @@ from segapp.build.trained import TrainedState
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
+from segapp.custom import is_part
 from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
@@ -47,6 +48,7 @@ from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import (
     DataParallelModel,
     RankSplit,
+    Shards,
     balance_stages,
     check_batchnorm,
     convert_sync_batchnorm,
@@ -62,6 +64,10 @@ from segapp.training.step.distill import DistilledInput
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.participant import StepParticipant, UpdateCount
 
+SHARDED_FROM_BYTES = 2**30
+"""Optimizer state and average of a rank from which `parallel.shard_optimizer: auto` divides them over the ranks. Below,
+sending the weights in each step costs more than the memory is worth."""
+
 
 @dataclass(frozen=True)
 class StepLayout:
@@ -73,6 +79,7 @@ class StepLayout:
         gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
         shares: samples of a full batch on each device or rank, in dp and ddp; None: as `gpu0_bsz` says.
         loss: style of the loss; the planner compares segapp's with others.
+        num_ranks: ranks that share a step, in ddp.
     """
 
     mode: Mode
@@ -80,6 +87,7 @@ class StepLayout:
     gpu0_bsz: int | None = None
     shares: tuple[int, ...] | None = None
     loss: LossStyle = "small"
+    num_ranks: int = 1
 
     @property
     def is_batch_divided(self) -> bool:
@@ -337,6 +345,7 @@ class StepAssembler:
         network = self._wrapped(inner, bare, layout, backend, rank_split)
         self._compile(inner, layout, backend)
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
+        shards, average = self._divided(optimizer, model, layout, ranks)
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
         smallest = 1
         is_split = rank_split is not None or isinstance(network, DataParallelModel)
@@ -356,7 +365,7 @@ class StepAssembler:
             criterion,
             optimizer,
             precision,
-            average=self._average(model),
+            average=average,
             clip_grad_norm=config.optim.clip_grad_norm,
             smallest_chunk=smallest,
             rank_split=rank_split,
@@ -364,6 +373,7 @@ class StepAssembler:
             thawed=thawed if model.frozen_parameters else None,
             participants=[*participants, *self._participants(model, network, inner, device, ranks)],
             ranks=ranks,
+            shards=shards,
             mark=mark,
         )
         _tag_state(engine, backend)
@@ -382,9 +392,34 @@ class StepAssembler:
         if backend.has_values:
             inner.compile_training()
 
-    def _average(self, model: SegmentationModel) -> WeightAverage[SegmentationModel] | None:
-        ema = self.config.train.ema
-        return None if ema is None else WeightAverage(model, ema)
+    def _divided(
+        self, optimizer: torch.optim.Optimizer, model: SegmentationModel, layout: StepLayout, ranks: Ranks
+    ) -> tuple[Shards | None, WeightAverage[SegmentationModel] | None]:
+        """Return how ranks divide the optimizer's state, if they do, and the average of the weights.
+
+        Raises:
+            ConfigError: `parallel.shard_optimizer`, and a custom optimizer, which may update parameters together.
+        """
+        wanted, ema = self.config.parallel.shard_optimizer, self.config.train.ema
+        num_ranks = max(layout.num_ranks, ranks.world_size)
+        is_custom = is_part(self.config.optim.name)
+        if is_custom and wanted is True:
+            raise ConfigError(
+                f"parallel.shard_optimizer = true: optim.name = {self.config.optim.name} may update parameters "
+                "together, so its state cannot be divided: use false or auto",
+                key="parallel.shard_optimizer",
+                value=True,
+            )
+        state = (tensor for tensors in optimizer.state.values() for tensor in tensors.values())
+        num_bytes = sum(tensor.nbytes for tensor in state)
+        num_bytes += 0 if ema is None else sum(4 * parameter.numel() for parameter in model.parameters())
+        is_worth = wanted is True or (wanted == "auto" and not is_custom and num_bytes >= SHARDED_FROM_BYTES)
+        if layout.mode != "ddp" or num_ranks == 1 or not is_worth:
+            return None, None if ema is None else WeightAverage(model, ema)
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        shards = Shards(parameters, num_ranks, ranks)
+        shards.keep_own_state(optimizer)
+        return shards, None if ema is None else WeightAverage(model, ema, Shards(model.parameters(), num_ranks, ranks))
 
     def _participants(
         self, model: SegmentationModel, network: nn.Module, inner: NormalizedInput, device: torch.device, ranks: Ranks

@@ -339,6 +339,9 @@ class ParallelConfig(Section):
     """Synchronise BatchNorm statistics over devices (dp, ddp)."""
     gradient_as_bucket_view: bool = True
     """Gradients are views into DDP's buckets, which saves their memory (ddp)."""
+    shard_optimizer: bool | Literal["auto"] = "auto"
+    """Divide the optimizer's state and the average of the weights (train.ema) over the ranks (ddp): the same weights,
+    less memory; the weights are sent in each step. auto: if both take 1 GiB or more on a rank."""
 
     @property
     def has_split(self) -> bool:

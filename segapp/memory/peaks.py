@@ -69,10 +69,17 @@ class PhasePeak:
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation."""
+    """Result of a simulation.
+
+    Attributes:
+        split: samples per simulated device.
+        devices: peaks of each device by phase.
+        is_sharded: True if the ranks of ddp divide the optimizer's state.
+    """
 
     split: tuple[int, ...]
     devices: tuple[dict[str, PhasePeak], ...]
+    is_sharded: bool = False
 
     def peak_mib(self) -> tuple[float, ...]:
         """Return each device's highest peak over all phases, MiB."""

@@ -34,6 +34,7 @@ from segapp.parallel.penalties import gradient_penalty
 from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
 from segapp.parallel.replicas import replicate, run_replicas
 from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
+from segapp.parallel.shards import Shards
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "ReplicaError",
     "ReplicaOutOfMemoryError",
     "ReplicaOutputs",
+    "Shards",
     "SplitCheck",
     "StagePlacement",
     "SyncBatchNorm",

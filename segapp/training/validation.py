@@ -126,12 +126,6 @@ class Validation:
         self._num_checks = max(engine.ranks.gather(len(loader)))
 
     @property
-    def model(self) -> SegmentationModel:
-        """The evaluated model."""
-        average = self._engine.average
-        return self._engine.model if average is None else average.module
-
-    @property
     def num_images(self) -> int:
         """Images of an evaluation, over all ranks."""
         return len(self.loader.dataset)
@@ -149,8 +143,18 @@ class Validation:
         Raises:
             torch.OutOfMemoryError: another rank ran out of memory; this one raises its own error, whatever its type.
         """
+        with self._engine.evaluated() as model:
+            return self._run(model, fallbacks, check, progress)
+
+    def _run(
+        self,
+        model: SegmentationModel,
+        fallbacks: MemoryFallbacks,
+        check: Callable[[], None],
+        progress: Callable[[int], None],
+    ) -> Evaluation:
         if self._precise_bn is not None:
-            self._precise_bn.recompute(self.model, self._inference, self._engine.device, fallbacks.num_bn_pieces)
+            self._precise_bn.recompute(model, self._inference, self._engine.device, fallbacks.num_bn_pieces)
         check()
         settings = EvaluationSettings(
             fallbacks.adapted(self._inference),
@@ -164,7 +168,7 @@ class Validation:
         )
         ranks, count = self._engine.ranks, self._num_checks
         return evaluate(
-            self.model,
+            model,
             self.loader.batches(reads_windows=settings.reads_windows),
             settings,
             check=check,
@@ -174,6 +178,7 @@ class Validation:
         )
 
     def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:
-        """Draw the sample pictures of an epoch."""
-        if self._samples is not None:
-            self._samples.draw(self.model, epoch, fallbacks.adapted, self._host)
+        """Draw the sample pictures of an epoch; every rank must call it."""
+        with self._engine.evaluated() as model:
+            if self._samples is not None:
+                self._samples.draw(model, epoch, fallbacks.adapted, self._host)

@@ -207,7 +207,8 @@ def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_a
         # Without an end of `model.freeze` the simulated network is the frozen one.
         frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
         results = iter(pool.simulate([*asked, *frozen_jobs, *jobs]))
-    model = fit_model(mode, [next(results) for _ in asked])
+    own = [next(results) for _ in asked]
+    model, facts = fit_model(mode, own), {**facts, "is_sharded": own[0].is_sharded}
     frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
     return _Simulated(model, facts, frozen_model, changes, [result.peak_mib()[0] for result in results])
 
@@ -323,6 +324,10 @@ def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tup
         notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
     if planner.model.mode == "ddp":
         notes.append("ddp: the reducer's buckets are modelled, the rest is the real step of one rank")
+    if facts["is_sharded"]:
+        notes.append(
+            f"the optimizer's state and average are divided over {len(planner.gpus)} ranks (parallel.shard_optimizer)"
+        )
     if facts["loss_note"]:
         notes.append(facts["loss_note"])
     return tuple(notes)

@@ -170,7 +170,8 @@ class Simulator:
                     ledger.mark(EVAL)
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
                     ledger.mark("idle")
-        return _result(job, devices, ledger, first_mark)
+            is_sharded = engine.shards is not None
+        return _result(job, devices, ledger, first_mark, is_sharded=is_sharded)
 
     @contextlib.contextmanager
     def prepared(
@@ -184,6 +185,7 @@ class Simulator:
             tuple(torch.device(device) for device in devices),
             shares=job.split if job.mode == "dp" else None,
             loss=job.loss,
+            num_ranks=job.num_ranks,
         )
         source = assembler.prepare(copy.deepcopy(self._plain), layout)
         stages = self._stages(source, devices) if job.mode == "model" else {}
@@ -266,10 +268,12 @@ KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "t
 """Kind of a storage without a tag, by the phase that made it."""
 
 
-def _result(job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, first_mark: int) -> SimulationResult:
+def _result(
+    job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, first_mark: int, *, is_sharded: bool
+) -> SimulationResult:
     peaks = ledger.peaks(first_mark)
     found = [peaks.get(device, {}) for device in devices]
-    return SimulationResult(job.split, tuple(phase_peaks(phases) for phases in found))
+    return SimulationResult(job.split, tuple(phase_peaks(phases) for phases in found), is_sharded)
 
 
 def phase_peaks(moments: Mapping[str, PeakMoment]) -> dict[str, PhasePeak]:

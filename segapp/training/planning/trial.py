@@ -75,7 +75,6 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
         raise _EnoughSeen
 
     try:
-        model = engine.model if engine.average is None else engine.average.module
         settings = EvaluationSettings(
             inference,
             scheme.num_classes,
@@ -85,7 +84,8 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
             host=HostLimit(1 + len(others)),
             other_devices=others,
         )
-        evaluate(model, batches(), settings)
+        with engine.evaluated() as model:
+            evaluate(model, batches(), settings)
     except _EnoughSeen:
         return
 

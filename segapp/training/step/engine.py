@@ -23,7 +23,7 @@ from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import oom_failpoint
 from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
-from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit
+from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit, Shards
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.participant import StepParticipant
@@ -65,6 +65,8 @@ class StepEngine:
             that are trained from now on; None without `model.freeze`.
         participants: take part in every step beside the model.
         ranks: the processes that share every step.
+        shards: the ranks among which the optimizer's state is divided, with its parameters; None: each rank has all of
+            it.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
 
     Attributes:
@@ -90,6 +92,7 @@ class StepEngine:
         thawed: Callable[[Sequence[str]], tuple[nn.Module, list[Mapping[str, Any]]]] | None = None,
         participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
+        shards: Shards | None = None,
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
@@ -97,7 +100,7 @@ class StepEngine:
         self.rank_split, self.needs_samples, self._thawed = rank_split, needs_samples, thawed
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
-        self.ranks = ranks or Ranks()
+        self.ranks, self.shards = ranks or Ranks(), shards
         self._mark = mark
         self.device = device = precision.device
         is_replicated = isinstance(network, DataParallelModel)
@@ -212,6 +215,18 @@ class StepEngine:
             return True
         return all(size == 0 or size >= self.smallest_chunk for size in self.network.plan(num_samples))
 
+    @contextlib.contextmanager
+    def evaluated(self) -> Iterator[SegmentationModel]:
+        """Return a context with the model that is evaluated: the average of the weights if there is one.
+
+        Every rank must enter it.
+        """
+        if self.average is None:
+            yield self.model
+            return
+        with self.average.whole() as module:
+            yield module
+
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next steps; participants scale their own with it."""
         set_lr(self.optimizer, lr)
@@ -236,6 +251,9 @@ class StepEngine:
             self.network = self.network.module  # frees the old buckets before new ones are made
         self.network, groups = self._thawed(names)
         add_groups(self.optimizer, groups)
+        if self.shards is not None:
+            self.shards.add(parameter for group in groups for parameter in group["params"])
+            self.shards.keep_own_state(self.optimizer)
 
     def split_of(self, num_samples: int) -> list[int]:
         """Return the samples on each device, or on each rank, of a batch of `num_samples`."""
@@ -339,11 +357,13 @@ class StepEngine:
         return f"loss or gradient not finite for {in_row} steps in a row", where
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's part of a checkpoint."""
+        """Return the engine's part of a checkpoint, complete on the main rank; every rank must call it."""
         state: dict[str, Any] = {
             "model": self.model.state_dict(),
             "ema": None if self.average is None else self.average.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "optimizer": self.optimizer.state_dict()
+            if self.shards is None
+            else self.shards.whole_state(self.optimizer),
             "precision": self.precision.state_dict(),
             "criterion": self.criterion.state_dict(),
             "bad_steps": self.bad_steps,
@@ -372,7 +392,10 @@ class StepEngine:
         self.model.load_state_dict(state["model"])
         if self.average is not None:
             self.average.load_state_dict(state["ema"])
-        self.optimizer.load_state_dict(state["optimizer"])
+        if self.shards is None:
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.shards.load_own_state(self.optimizer, state["optimizer"])
         self.precision.load_state_dict(state["precision"])
         self.criterion.load_state_dict(state["criterion"])
         self.bad_steps.copy_(state["bad_steps"])
@@ -433,8 +456,13 @@ class StepEngine:
         """Update weights, average, participants and counters in place, with next to no memory."""
         self.is_whole = False
         if may_update(self.optimizer, is_bad):
-            self.optimizer.step()
+            if self.shards is None:
+                self.optimizer.step()
+            else:
+                self.shards.update(self.optimizer)
         self.optimizer.zero_grad(set_to_none=True)
+        if self.shards is not None:
+            self.shards.share_weights(self.optimizer)
         self.precision.masters_to_model()
         self.precision.update(is_bad)
         self.guard.restore_where(is_bad)

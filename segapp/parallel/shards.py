@@ -1,0 +1,162 @@
+"""Tensors divided over ranks: each rank keeps and updates its own, and sends them to the others.
+
+This is stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
+2020) by whole parameters: gradients are reduced as without it, and the same operator updates each parameter, on one
+rank instead of all. The weights are bit for bit the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from segapp.compat.torch import foreach_copy_
+from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
+
+_BUCKET_BYTES = 25 * 2**20
+"""Largest message, as DDP's buckets: the memory of one is needed beside the tensors."""
+
+
+class Shards:
+    """Owners of tensors, and exchanges between them. Every rank must make the same calls.
+
+    Args:
+        tensors: the same on every rank, in the same order and of the same sizes.
+        num_shards: number of ranks that share them.
+        ranks: the ranks; of one rank, nothing is sent, and it takes the place of the rank with the most bytes, as a
+            memory plan wants it.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor], num_shards: int, ranks: Ranks) -> None:
+        self.num_shards, self._ranks = num_shards, ranks
+        self._bytes = [0] * num_shards
+        self._owners: dict[int, int] = {}
+        self._kept: list[Tensor] = []  # so that no `id` is used again
+        self.add(tensors)
+
+    def add(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors: the largest first, each to the rank with the fewest bytes."""
+        added = list(tensors)
+        self._kept += added
+        for tensor in sorted(added, key=lambda each: -each.nbytes):
+            owner = self._bytes.index(min(self._bytes))
+            self._owners[id(tensor)] = owner
+            self._bytes[owner] += tensor.nbytes
+
+    @property
+    def rank(self) -> int:
+        """The shard of this process."""
+        is_alone = self._ranks.world_size == 1
+        return self._bytes.index(max(self._bytes)) if is_alone else self._ranks.rank
+
+    def owner(self, tensor: Tensor) -> int:
+        """Return the rank that a tensor belongs to."""
+        return self._owners[id(tensor)]
+
+    def is_own(self, tensor: Tensor) -> bool:
+        """Return True if a tensor belongs to this rank."""
+        return self.owner(tensor) == self.rank
+
+    @contextlib.contextmanager
+    def all_or_none(self) -> Iterator[None]:
+        """Turn an out-of-memory error of one rank within the context into one of every rank, so that none waits."""
+        failure: torch.OutOfMemoryError | None = None
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            failure = error
+        (is_any,) = self._ranks.any_of(failure is not None)
+        if is_any:
+            raise failure or PeerOutOfMemoryError("another rank ran out of memory for the average of the weights")
+
+    @torch.no_grad()
+    def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Replace the tensors of all ranks by those of their owners.
+
+        Args:
+            tensors: dense, of the same layout on every rank; any, not only those that have owners here.
+            owners: rank of each tensor.
+        """
+        for owner, bucket in _buckets(tensors, owners):
+            flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+            parts, start = [], 0
+            for tensor in bucket:
+                parts.append(flat.as_strided(tensor.shape, tensor.stride(), start))
+                start += tensor.numel()
+            if owner == self.rank:
+                foreach_copy_(parts, bucket)
+            self._ranks.broadcast(flat, owner)
+            if owner != self.rank:
+                foreach_copy_(bucket, parts)
+
+    # --- optimizers --------------------------------------------------------------------------------------------------
+
+    def keep_own_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Free the optimizer's state of the parameters that belong to other ranks."""
+        for parameter in list(optimizer.state):
+            if not self.is_own(parameter):
+                del optimizer.state[parameter]
+
+    def update(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the optimizer's step for the parameters of this rank; the gradients of the others are freed."""
+        for parameter in _parameters(optimizer):
+            if not self.is_own(parameter):
+                parameter.grad = None
+        optimizer.step()
+
+    def share_weights(self, optimizer: torch.optim.Optimizer) -> None:
+        """Send each parameter of the optimizer from its owner to the other ranks."""
+        parameters = _parameters(optimizer)
+        self.share(parameters, [self.owner(parameter) for parameter in parameters])
+
+    def whole_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the `state_dict` of the undivided optimizer on the main rank, with tensors of other ranks on the CPU.
+
+        On other ranks it has only their own state.
+        """
+        state = optimizer.state_dict()
+        own = {(index, key): each for index, tensors in state["state"].items() for key, each in tensors.items()}
+        whole: dict[int, dict[str, Tensor]] = {}
+        for (index, key), tensor in sorted(self._to_main(own).items(), key=lambda entry: entry[0][0]):
+            whole.setdefault(index, {})[key] = tensor
+        return {**state, "state": whole}
+
+    def load_own_state(self, optimizer: torch.optim.Optimizer, whole: Mapping[str, Any]) -> None:
+        """Load this rank's part of the `state_dict` of an undivided optimizer."""
+        own = {index for index, parameter in enumerate(_parameters(optimizer)) if self.is_own(parameter)}
+        state = {index: each for index, each in whole["state"].items() if index in own}
+        optimizer.load_state_dict({**whole, "state": state})
+
+    def _to_main(self, own: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
+        """Return the tensors of all ranks on the main rank; elsewhere this rank's own."""
+        found = dict(own)
+        facts = [(key, tuple(each.shape), each.stride(), each.dtype) for key, each in own.items()]
+        for source, listed in enumerate(self._ranks.gather(facts)):
+            for key, shape, stride, dtype in listed if source else ():
+                if self._ranks.rank == source:
+                    self._ranks.send_to_main(own[key])
+                elif self._ranks.is_main:
+                    found[key] = self._ranks.receive(torch.empty_strided(shape, stride, dtype=dtype), source)
+        return found
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _buckets(tensors: Sequence[Tensor], owners: Sequence[int]) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield lists of tensors of one owner, dtype and device, of at most `_BUCKET_BYTES` unless one alone is larger."""
+    open_ones: dict[Any, list[Tensor]] = {}
+    for tensor, owner in zip(tensors, owners, strict=True):
+        key = owner, tensor.dtype, tensor.device
+        bucket = open_ones.setdefault(key, [])
+        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
+            yield owner, bucket
+            bucket = open_ones[key] = []
+        bucket.append(tensor)
+    for (owner, _, _), bucket in open_ones.items():
+        yield owner, bucket
