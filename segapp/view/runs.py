@@ -5,32 +5,37 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
 
-from segapp.run.events import EventReader
-from segapp.run.folder import RunFolder, run_folders
-from segapp.run.state import FRESH_S, StateFacts, is_trainer_alive
+from segapp.run.folder import run_folders
+from segapp.run.state import StateFacts
+from segapp.view.source import LiveSource
 from segapp.view.summary import RunSummary, small_view, summary_of
-from segapp.view.view import View, fold_events
-
-_SLICE_BYTES = 2**20
-_LIVENESS_S = 2.0
+from segapp.view.view import View
 
 SORTS = ("newest", "name", "state", "mIoU", "sweep")
 
 
-@dataclass
-class FollowedRun:
-    """One run: its events are folded as they are read."""
+class FollowedRun(LiveSource):
+    """One run of the list, with a short loss curve and its summary."""
 
-    folder: RunFolder
-    reader: EventReader
-    view: View = field(default_factory=small_view)
-    summary: RunSummary = field(init=False)
-    is_alive: bool | None = None
-    checked_s: float = -1e9
-    generation: int = 0
+    full_bytes = 0
+    summary: RunSummary
+
+    def new_view(self) -> View:
+        """Return a view of a summary alone."""
+        return small_view()
+
+    def facts(self) -> StateFacts:
+        """Return the facts of the state, without the interval of the steps: most of them are skimmed."""
+        return replace(super().facts(), step_interval_s=0.0)
+
+    def poll(self, budget_s: float = 0.0) -> bool:
+        """Read on as `LiveSource.poll` does, and update the summary."""
+        is_behind = super().poll(budget_s)
+        self.summary = summary_of(self.view, self.folder, self.facts())
+        return is_behind
 
     @property
     def sweep(self) -> str:
@@ -40,8 +45,7 @@ class FollowedRun:
     @property
     def mious(self) -> list[float]:
         """The mIoU of each evaluation that has one."""
-        values = self.view.vals.values("miou")
-        return [value for value in values.tolist() if not math.isnan(value)]
+        return [value for value in self.view.vals.values("miou").tolist() if not math.isnan(value)]
 
     @property
     def devices(self) -> str:
@@ -68,43 +72,12 @@ class RunList:
         """Find new runs and read on, for a limited time; return True if more is waiting."""
         known = {run.folder.path: run for run in self.runs}
         self.runs = [
-            known.get(folder.path) or FollowedRun(folder, EventReader(folder.events))
+            known.get(folder.path) or FollowedRun(folder, self._clock)
             for folder in run_folders(self.root, with_sweeps=True)
         ]
         deadline = time.monotonic() + budget_s
-        is_behind = False
-        for run in self.runs:
-            while self._read(run):
-                if time.monotonic() > deadline:
-                    is_behind = True
-                    break
-        for run in self.runs:
-            self._judge(run)
-        return is_behind
-
-    def _read(self, run: FollowedRun) -> bool:
-        """Fold a slice of a run's events; return True if more is waiting."""
-        items = run.reader.read_skimmed(_SLICE_BYTES)
-        if run.reader.generation != run.generation:
-            run.generation = run.reader.generation
-            run.view = small_view()
-        fold_events(run.view, items)
-        return run.reader.num_bytes_left > 0 and bool(items)
-
-    def _judge(self, run: FollowedRun) -> None:
-        now_s = self._clock()
-        if abs(now_s - run.checked_s) >= _LIVENESS_S:
-            run.checked_s = now_s
-            run.is_alive = is_trainer_alive(run.folder)
-        view = run.view
-        facts = StateFacts(
-            end_status=view.end.status if view.end is not None else None,
-            is_trainer_alive=run.is_alive,
-            event_age_s=None if view.last_s is None else max(0.0, now_s - view.last_s),
-            step_age_s=None if view.last_step_s is None else max(0.0, now_s - view.last_step_s),
-            step_interval_s=FRESH_S / 5,
-        )
-        run.summary = summary_of(view, run.folder, facts)
+        is_behind = [run.poll(deadline - time.monotonic()) for run in self.runs]
+        return any(is_behind)
 
 
 def sorted_runs(runs: list[FollowedRun], sort: str, wanted: str = "") -> list[FollowedRun]:

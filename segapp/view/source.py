@@ -56,11 +56,8 @@ def series_of(path: Path, field: str) -> LossHistory:
     return reader.history
 
 
-_FULL_BYTES = 2**21
-"""Of a longer backlog only this last part is read in full; the rest is skimmed."""
 _BLOCK_BYTES = 2**15
 """Read at once: until they are folded, events take several times their bytes."""
-_SLICE_S = 0.1
 _LIVENESS_S = 2.0
 
 
@@ -104,11 +101,14 @@ class _Found:
 class LiveSource:
     """Follows the events of a run folder."""
 
+    full_bytes = 2**21
+    """Of a longer backlog only this last part is read in full; the rest is skimmed."""
+
     def __init__(
         self, folder: RunFolder, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
     ) -> None:
         self.folder = folder
-        self.view = View()
+        self.view = self.new_view()
         self._reader = EventReader(folder.events)
         self._clock, self._monotonic = clock, monotonic
         self._generation = self._reader.generation
@@ -120,12 +120,16 @@ class LiveSource:
         self._found: _Found | None = None
         self._series: dict[str, SeriesReader] = {}
 
-    def poll(self) -> bool:
-        """Read for at most 0.1 s; return True if more is waiting."""
-        deadline = self._monotonic() + _SLICE_S
+    def new_view(self) -> View:
+        """Return an empty view."""
+        return View()
+
+    def poll(self, budget_s: float = 0.1) -> bool:
+        """Read for a limited time; return True if more is waiting."""
+        deadline = self._monotonic() + budget_s
         while True:
             left = self._reader.num_bytes_left
-            if left > _FULL_BYTES:
+            if left > self.full_bytes:
                 items = self._reader.read_skimmed(_BLOCK_BYTES)
             else:
                 items = list(self._reader.read_raw(_BLOCK_BYTES))
@@ -152,40 +156,39 @@ class LiveSource:
 
     def _take(self, items: list[dict[str, Any] | StepRun]) -> None:
         if self._is_void:  # the file was replaced, truncated or removed; the old view stays until there are new events
-            self.view, self._is_void, self._is_caught_up, self._num_read = View(), False, False, 0
+            self.view, self._is_void, self._is_caught_up, self._num_read = self.new_view(), False, False, 0
         step_before = self.view.last_step_s
         fold_events(self.view, items)
-        self._note_arrival(self.view.last_step_s != step_before)
-
-    def _note_arrival(self, has_step: bool) -> None:
         if self._is_caught_up:
             self._arrived = self._monotonic()
-            if has_step:
+            if self.view.last_step_s != step_before:
                 self._step_arrived = self._arrived
 
-    def status(self) -> Status:
-        """Return the current status.
+    def facts(self) -> StateFacts:
+        """Return the facts from which the state is derived.
 
         Once an event has arrived, ages count from its arrival, so that they do not depend on the trainer's clock.
         """
-        now_s, view = self._clock(), self.view
-        skew_s = self._skew_s(now_s)
-        found = self._look()
-        age_s = self._age_s(view.last_s, self._arrived, now_s)
-        facts = StateFacts(
+        view, found = self.view, self._look()
+        return StateFacts(
             end_status=view.end.status if view.end is not None and not found.is_again else None,
             is_trainer_alive=found.is_alive,
-            event_age_s=age_s,
-            step_age_s=self._age_s(view.last_step_s, self._step_arrived, now_s),
+            event_age_s=self._age_s(view.last_s, self._arrived),
+            step_age_s=self._age_s(view.last_step_s, self._step_arrived),
             step_interval_s=view.step_interval_s,
         )
+
+    def status(self) -> Status:
+        """Return the current status."""
+        now_s, facts, found = self._clock(), self.facts(), self._look()
+        skew_s = self._skew_s(now_s)
         left = self._reader.num_bytes_left
         is_reading = left > 0 and not self._is_caught_up
         process = found.process
         return Status(
             state="busy" if is_reading else derive_state(facts),  # the end may be in what is not read yet
             is_there=found.is_there,
-            age_s=age_s,
+            age_s=facts.event_age_s,
             now_s=now_s + skew_s,
             loaded_frac=self._num_read / (self._num_read + left) if is_reading else 1.0,
             host=process.host if process else None,
@@ -199,10 +202,10 @@ class LiveSource:
         skew_s = self.view.last_s - (now_s - (self._monotonic() - self._arrived))
         return skew_s if abs(skew_s) > 5 else 0.0
 
-    def _age_s(self, event_s: float | None, arrived: float | None, now_s: float) -> float | None:
+    def _age_s(self, event_s: float | None, arrived: float | None) -> float | None:
         if arrived is not None:
             return max(0.0, self._monotonic() - arrived)
-        return None if event_s is None else max(0.0, now_s - event_s)
+        return None if event_s is None else max(0.0, self._clock() - event_s)
 
     def _look(self) -> _Found:
         """Return what the folder says about the trainer; looked up every two seconds."""
@@ -225,7 +228,7 @@ def fold_file(view: View, path: Path) -> None:
     reader = EventReader(path)
     left = reader.num_bytes_left
     while left:
-        fold_events(view, reader.read_skimmed(_FULL_BYTES))
+        fold_events(view, reader.read_skimmed(LiveSource.full_bytes))
         before, left = left, reader.num_bytes_left
         if left >= before:  # an incomplete last line
             break

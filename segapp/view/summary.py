@@ -103,64 +103,50 @@ def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[Run
 
 
 def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
-    """Return the summary of a run.
-
-    Args:
-        view: Its folded events.
-        folder: Its folder.
-        facts: From which its state is derived.
-    """
-    summary = RunSummary(folder.name, str(folder.path), derive_state(facts), age_s=facts.event_age_s)
-    holder, info = folder.read_holder(), folder.read_info()
-    process = holder or (info.process if info else None)
-    if info is not None:
-        summary.id, summary.began_s = info.id, info.created_s
-    if process is not None:
-        summary.host, summary.pid = process.host, process.pid
-    _add_start(summary, view)
-    _add_progress(summary, view)
-    _add_evaluations(summary, view)
-    if view.end is not None and facts.end_status is not None:
-        summary.reason, summary.exit_code = view.end.reason, view.end.exit_code
-    return summary
-
-
-def _add_start(summary: RunSummary, view: View) -> None:
-    start = view.start
-    if start is None:
-        return
-    for name in ("epochs", "steps", "steps_per_epoch", "batch_size", "num_params"):
-        setattr(summary, name, getattr(start, name))
-    summary.num_classes = len(start.classes) or None
-    summary.step = start.resumed_from_step
-
-
-def _add_progress(summary: RunSummary, view: View) -> None:
-    summary.phase, summary.epoch, summary.lr = view.phase, view.epoch, view.lr
-    if view.step is not None:
-        for name in ("step", "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"):
-            setattr(summary, name, getattr(view.step, name))
-    summary.loss, summary.loss_epoch = view.loss.mean, view.loss.epoch
-    summary.gpu0_bsz, summary.split = view.gpu0.value, None if view.split is None else list(view.split)
-    summary.devices = [device.model_dump() for device in view.devices]
-    summary.pending = {command_id: answer.command for command_id, answer in view.pending.items()}
-    if view.checkpoint is not None:
-        summary.checkpoint = view.checkpoint.model_dump(include={"path", "epoch", "step"})
-    if view.oom is not None:
-        summary.last_oom = view.oom.model_dump(include={"device", "phase", "step", "action", "path"})
-    summary.num_alerts = view.num_alerts
-    summary.last_alert = view.last_alerts[-1].message if view.last_alerts else None
+    """Return the summary of a run from its folded events, its folder, and the facts of its state."""
+    info, start, last, best = folder.read_info(), view.start, view.vals[-1] if view.vals else None, view.best
+    is_over = view.end is not None and facts.end_status is not None
+    oom = view.oom.model_dump(include={"device", "phase", "step", "action", "path"}) if view.oom else None
+    return RunSummary(
+        folder.name,
+        str(folder.path),
+        derive_state(facts),
+        id=info.id if info else None,
+        **_fields(folder.read_holder() or (info.process if info else None), "host", "pid"),
+        began_s=info.created_s if info else None,
+        age_s=facts.event_age_s,
+        phase=view.phase,
+        epoch=view.epoch,
+        **_fields(start, "epochs", "steps", "steps_per_epoch", "batch_size", "num_params"),
+        num_classes=(len(start.classes) or None) if start else None,
+        loss=view.loss.mean,
+        loss_epoch=view.loss.epoch,
+        lr=view.lr,
+        **{"step": start.resumed_from_step if start else None}
+        | _fields(view.step, "step", "images_per_s", "data_wait_frac", "eta_epoch_s", "eta_run_s"),
+        gpu0_bsz=view.gpu0.value,
+        split=list(view.split) if view.split is not None else None,
+        val_epoch=last.epoch if last else None,
+        val_loss=last.loss if last else None,
+        **_fields(last, "miou", "pixel_accuracy"),
+        num_scored=count_scored(last.iou) if last else None,
+        scores={name: last.score(name) for name in SCORES} if last else {},
+        best_miou=best.miou if best else None,
+        best_num_scored=count_scored(best.iou) if best else None,
+        best_epoch=best.epoch if best else None,
+        checkpoint=view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,
+        devices=[device.model_dump() for device in view.devices],
+        pending={command_id: answer.command for command_id, answer in view.pending.items()},
+        last_oom=oom,
+        num_alerts=view.num_alerts,
+        last_alert=view.last_alerts[-1].message if view.last_alerts else None,
+        **_fields(view.end if is_over else None, "reason", "exit_code"),
+    )
 
 
-def _add_evaluations(summary: RunSummary, view: View) -> None:
-    if view.vals:
-        last = view.vals[-1]
-        summary.val_epoch, summary.val_loss, summary.miou = last.epoch, last.loss, last.miou
-        summary.num_scored, summary.pixel_accuracy = count_scored(last.iou), last.score("pixel_accuracy")
-        summary.scores = {name: last.score(name) for name in SCORES}
-    if view.best is not None:
-        summary.best_miou, summary.best_epoch = view.best.miou, view.best.epoch
-        summary.best_num_scored = count_scored(view.best.iou)
+def _fields(source: object | None, *names: str) -> dict[str, Any]:
+    """Return fields of an event or a file by their names; none without it."""
+    return {name: getattr(source, name) for name in names} if source is not None else {}
 
 
 def summarize_sweep(sweep: SweepFolder) -> RunSummary:

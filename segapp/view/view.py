@@ -9,8 +9,6 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
 from segapp.memory.judge import SplitJudge, usable_mib
 from segapp.memory.peaks import PeakModel
 from segapp.run.events import (
@@ -387,10 +385,8 @@ def _note_heartbeat(view: View, raw: dict[str, Any]) -> None:
 
 
 def _fold_rare(view: View, raw: dict[str, Any]) -> None:
-    try:
-        event = parse_event(raw)
-    except (ValidationError, ValueError):
-        view.num_bad += 1
+    event = _parsed(view, raw)
+    if event is None:
         return
     if isinstance(event, RunStart | EpochStart | Gpu0Bsz | Oom) and event.judge is not None:
         try:
@@ -406,11 +402,28 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
         view.phase, view.evaluating = "train", None
         _note_split(view, event.split)
     elif isinstance(event, Val):
-        _fold_val(view, event)
+        view.vals.append(event)
+        view.evaluating = None
+        view.best = _best([event] if view.best is None else [view.best, event])
     elif isinstance(event, Checkpoint):
-        _fold_checkpoint(view, event)
-    else:
-        _fold_control(view, event)
+        view.checkpoint = event
+        if event.is_best:
+            view.marks.append(Mark(event.step, "best", f"best, epoch {event.epoch}"))
+    elif isinstance(event, Gpu0Bsz):
+        _fold_gpu0_bsz(view, event)
+    elif isinstance(event, CommandAnswer):
+        _fold_answer(view, event)
+    elif isinstance(event, Alert):
+        view.num_alerts += 1
+        view.last_alerts.append(event)
+        if event.kind not in PASSING_ALERTS:
+            _raise(view, event)
+    elif isinstance(event, Oom):
+        view.oom = event
+    elif isinstance(event, RunEnd):
+        view.end = event
+        view.pending.clear()
+        view.gpu0.pending = None
     if line is not None:
         view.log.append(line)
         if len(view.log) > NUM_WHOLE_EVENTS:
@@ -453,36 +466,6 @@ def _best(vals: Iterable[Val]) -> Val | None:
     return max(found, key=lambda val: val.miou or 0.0, default=None)
 
 
-def _fold_val(view: View, event: Val) -> None:
-    view.vals.append(event)
-    view.evaluating = None
-    view.best = _best([event] if view.best is None else [view.best, event])
-
-
-def _fold_checkpoint(view: View, event: Checkpoint) -> None:
-    view.checkpoint = event
-    if event.is_best:
-        view.marks.append(Mark(event.step, "best", f"best, epoch {event.epoch}"))
-
-
-def _fold_control(view: View, event: Event) -> None:
-    if isinstance(event, Gpu0Bsz):
-        _fold_gpu0_bsz(view, event)
-    elif isinstance(event, CommandAnswer):
-        _fold_answer(view, event)
-    elif isinstance(event, Alert):
-        view.num_alerts += 1
-        view.last_alerts.append(event)
-        if event.kind not in PASSING_ALERTS:
-            _raise(view, event)
-    elif isinstance(event, Oom):
-        view.oom = event
-    elif isinstance(event, RunEnd):
-        view.end = event
-        view.pending.clear()
-        view.gpu0.pending = None
-
-
 def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
     gpu0 = view.gpu0
     if event.status == "pending":
@@ -501,7 +484,9 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
         is_device_0 = event.new is not None and (kept is None or event.new > kept)
         if event.new is not None and is_device_0 and event.ran_out_of_memory:
             gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
-        _raise(view, Alert(kind="reverted", message=_reverted(event), t=event.t))
+        reason = f": {event.reason}" if event.reason else ""
+        text = f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
+        _raise(view, Alert(kind="reverted", message=text, t=event.t))
     _note_split(view, event.split)
     if event.observed_mib and event.split:
         _note_observed(view, event)
@@ -512,11 +497,6 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
 def _raise(view: View, alert: Alert) -> None:
     before = view.alerts.pop(alert.kind, None)
     view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
-
-
-def _reverted(event: Gpu0Bsz) -> str:
-    reason = f": {event.reason}" if event.reason else ""
-    return f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
 
 
 def _note_observed(view: View, event: Gpu0Bsz) -> None:
@@ -545,24 +525,21 @@ def _fold_answer(view: View, event: CommandAnswer) -> None:
 def _parse_latest(view: View) -> None:
     """Parse the latest step and memory sample in full, once per fold instead of once per event."""
     _parse_step(view)
-    if view._raw_memory is not None:
-        try:
-            memory = parse_event(view._raw_memory)
-        except ValueError:
-            view.num_bad += 1
-        else:
-            assert isinstance(memory, Memory)
-            view.devices = memory.devices
-        view._raw_memory = None
+    memory, view._raw_memory = _parsed(view, view._raw_memory), None
+    if isinstance(memory, Memory):
+        view.devices = memory.devices
 
 
 def _parse_step(view: View) -> None:
-    if view._raw_step is not None:
-        try:
-            step = parse_event(view._raw_step)
-        except ValueError:
-            view.num_bad += 1
-        else:
-            assert isinstance(step, Step)
-            view.step, view.epoch, view.lr = step, step.epoch, step.lr
-        view._raw_step = None
+    step, view._raw_step = _parsed(view, view._raw_step), None
+    if isinstance(step, Step):
+        view.step, view.epoch, view.lr = step, step.epoch, step.lr
+
+
+def _parsed(view: View, raw: dict[str, Any] | None) -> Event | None:
+    """Return an event; None without one, or for an invalid one, which is counted."""
+    try:
+        return None if raw is None else parse_event(raw)
+    except ValueError:
+        view.num_bad += 1
+        return None

@@ -42,36 +42,33 @@ class LogLine(NamedTuple):
 
 def log_line(event: Event, classes: Sequence[str], previous: Val | None) -> LogLine | None:
     """Return the log line of an event; None for events that are not logged."""
-    line = _line(event, classes, previous)
-    return None if line is None else line._replace(event=event)
-
-
-def _line(event: Event, classes: Sequence[str], previous: Val | None) -> LogLine | None:
     if isinstance(event, RunStart):
-        return LogLine(event.t, "start", _start(event))
-    if isinstance(event, Weights):
-        return LogLine(event.t, "load", printable(event.message.partition("\n")[0]))
-    if isinstance(event, EpochStart):
+        kind, text = "start", _start(event)
+    elif isinstance(event, Weights):
+        kind, text = "load", printable(event.message.partition("\n")[0])
+    elif isinstance(event, EpochStart):
         split = f", split {dots(event.split)}" if event.split else ""
         thawed = f", {event.num_thawed / 1e6:.1f} M frozen parameters thaw" if event.num_thawed else ""
-        return LogLine(event.t, "epoch", f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}{thawed}")
-    if isinstance(event, Val):
-        return LogLine(event.t, "val", _val(event, classes, previous))
-    if isinstance(event, Checkpoint):
-        return LogLine(event.t, "best" if event.is_best else "saved", _checkpoint(event))
-    if isinstance(event, CommandAnswer):
-        return LogLine(event.t, "ctl", printable(_answer(event)))
-    if isinstance(event, Gpu0Bsz):
-        is_answered = event.status == "cancelled" and event.id is not None  # by the line of the command
-        return None if is_answered else LogLine(event.t, "gpu0", _gpu0_bsz(event))
-    if isinstance(event, Oom):
-        return LogLine(event.t, "oom", printable(_oom(event)))
-    if isinstance(event, Alert):
-        return LogLine(event.t, "alert", printable(event.message))
-    if isinstance(event, RunEnd):
-        reason = f": {event.reason}" if event.reason else ""
-        return LogLine(event.t, "end", printable(f"{event.status}{reason}"))
-    return None
+        kind, text = "epoch", f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}{thawed}"
+    elif isinstance(event, Val):
+        kind, text = "val", _val(event, classes, previous)
+    elif isinstance(event, Checkpoint):
+        kind, text = "best" if event.is_best else "saved", _checkpoint(event)
+    elif isinstance(event, CommandAnswer):
+        kind, text = "ctl", printable(_answer(event))
+    elif isinstance(event, Gpu0Bsz):
+        if event.status == "cancelled" and event.id is not None:
+            return None  # the line of the command says it
+        kind, text = "gpu0", _gpu0_bsz(event)
+    elif isinstance(event, Oom):
+        kind, text = "oom", printable(_oom(event))
+    elif isinstance(event, Alert):
+        kind, text = "alert", printable(event.message)
+    elif isinstance(event, RunEnd):
+        kind, text = "end", printable(f"{event.status}{f': {event.reason}' if event.reason else ''}")
+    else:
+        return None
+    return LogLine(event.t, kind, text, event)
 
 
 def loss(value: float | None, digits: int = 3) -> str:

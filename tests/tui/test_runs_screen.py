@@ -96,7 +96,7 @@ def test_resumed_run_is_not_over_and_repeats_its_epochs(tmp_path: Path) -> None:
     run.epoch()
     run.train(1)
     before = alpha.mious[0]
-    followed.runs[0].checked_s = -1e9
+    followed.runs[0]._found = None
     assert not followed.poll(budget_s=60.0)
     run.folder.release()
     assert (alpha.mious[0], len(alpha.mious), alpha.summary.state) == (before, 2, "live")
