@@ -6,8 +6,6 @@ numbers. Of several plausible candidates the coarser one is taken, because it ke
 candidate is coarser than the others, the choice is a question.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 import os
@@ -15,48 +13,24 @@ import re
 import shlex
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from segapp.datasets.files import shown
 from segapp.errors import ConfigError, DataError
 from segapp.onboarding.layout import Pair
 from segapp.onboarding.survey.questions import Answer, open_question
-from segapp.onboarding.survey.words import SPLIT_WORDS
+from segapp.onboarding.survey.words import SPLIT_WORDS, known_words
 
-MIN_GROUPS = 5
-"""Fewer groups of a kind are used only if there is no other kind."""
+MIN_GROUPS = 5  # fewer groups of a kind are used only if there is no other kind
 _FEW_GROUPS = 3
-_MOST_IN_ONE = 0.8
-"""Largest share of the images in one group, unless a group word names it."""
-_LEAST_STEP_PX = 16
-"""Numbers that are multiples of such a step are positions of tiles."""
+_MOST_IN_ONE = 0.8  # largest share of the images in one group, unless a group word names it
+_LEAST_STEP_PX = 16  # numbers that are multiples of such a step are positions of tiles
 
-EACH_IMAGE = ".+"
-"""`--group` by which each image is its own group."""
+EACH_IMAGE = ".+"  # `--group` by which each image is its own group
 
-_PERSONS = frozenset([
-    "patient", "pat", "pt", "subject", "subj", "sub", "case", "participant", "person", "donor", "specimen",
-    "animal", "mouse", "rat", "pig", "p",
-])  # fmt: skip
-_RECORDINGS = frozenset([
-    "scene", "video", "vid", "sequence", "seq", "clip", "shot", "take", "recording", "track", "trip",
-    "flight", "drive", "ride", "route", "volume", "vol", "scan", "study", "series", "session", "exam",
-    "visit", "slide", "wsi", "well", "plot", "mosaic",
-])  # fmt: skip
-_PLACES = frozenset([
-    "site", "center", "centre", "hospital", "clinic", "station", "city", "town", "area", "region", "zone",
-    "location", "place", "camera", "cam", "plate", "batch", "date", "day",
-])  # fmt: skip
-_IMAGES = frozenset([
-    "image", "img", "images", "frame", "frames", "photo", "picture", "pic", "dsc", "dscn", "slice", "index",
-    "idx", "no", "num", "nr", "number",
-])  # fmt: skip
-_PARTS = frozenset([
-    "tile", "patch", "crop", "view", "section", "layer", "page", "level", "channel", "ch", "aug", "rot",
-    "flip", "part", "z", "t", "x", "y", "f",
-])  # fmt: skip
-
+_PERSONS, _RECORDINGS = known_words("groups", "persons"), known_words("groups", "recordings")
+_IMAGES, _PARTS = known_words("groups", "images"), known_words("groups", "parts")
 _WORD, _GAP = r"[^_\-. /]+", r"[_\-. ]+"
 _DATE = re.compile(
     r"(?<!\d)((?:19|20)\d\d([_\-.]?)(?:0[1-9]|1[0-2])\2(?:0[1-9]|[12]\d|3[01]))"
@@ -75,16 +49,16 @@ class Evidence(IntEnum):
     PERSON = 5
 
 
+_ROLES = {
+    **dict.fromkeys(known_words("groups", "places"), Evidence.WORD),
+    **dict.fromkeys(_RECORDINGS, Evidence.RECORDING),
+    **dict.fromkeys(_PERSONS, Evidence.PERSON),
+}  # what a word of a name speaks for
+
+
 @dataclass(frozen=True)
 class Grouping:
-    """The group of each image.
-
-    Attributes:
-        groups: in the order of the images.
-        kind: the part of the path that names a group.
-        pattern: regular expression that finds the group in the path of an image, if there is one.
-        evidence: what speaks for these groups; None if they were not chosen by it.
-    """
+    """The group of each image, and the part of the path that names it, with a regular expression if there is one."""
 
     groups: tuple[str, ...]
     kind: str
@@ -96,30 +70,18 @@ class Grouping:
         """Number of different groups."""
         return len(set(self.groups))
 
-    @property
-    def sizes(self) -> Counter[str]:
-        """Number of images of each group."""
-        return Counter(self.groups)
-
     def examples(self, images: Sequence[str]) -> str:
         """Return the first two groups in words, each with its number of images and one of them."""
-        members: dict[str, list[str]] = {}
-        for group, image in zip(self.groups, images, strict=True):
-            members.setdefault(group, []).append(image)
+        members = _members(self.groups, images)
         return "; ".join(f"{shown(group)}: {_some(members[group])}" for group in sorted(members)[:2])
 
 
 def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
     """Return the group of each pair.
 
-    Args:
-        pairs: of images.
-        pattern: regular expression that is searched in the image's path; its first group, or else the whole match, is
-            the group. None: the groups of a table, or else the best candidate of the folders and names.
-
-    Raises:
-        ConfigError: the expression is wrong, or an image does not match.
-        OpenQuestionError: several candidates are plausible and divide the images differently.
+    It is the first group, or else the whole match, of a regular expression in the image's path; without a pattern, that
+    of a table, or else the best candidate of the folders and names. Several plausible candidates that divide the images
+    differently are a question.
     """
     images = [pair.image for pair in pairs]
     if pattern is not None:
@@ -134,11 +96,7 @@ def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
 
 
 def find_by_expression(images: Sequence[str], pattern: str) -> tuple[str, ...]:
-    """Return the match of a regular expression in the path of each image: its first group, or else the whole match.
-
-    Raises:
-        ConfigError: the expression is wrong, or an image does not match.
-    """
+    """Return the match of an expression in the path of each image; ConfigError if it is wrong, or an image has none."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -154,75 +112,51 @@ def find_by_expression(images: Sequence[str], pattern: str) -> tuple[str, ...]:
     return tuple(groups)
 
 
-@dataclass(frozen=True)
-class SharedGroups:
-    """Groups with images in both splits.
-
-    Attributes:
-        kind: the part of the path that names a group.
-        pattern: regular expression that finds the group; empty for a column of a table.
-        names: of the shared groups, the largest first.
-        images: split -> group -> its images.
-    """
-
-    kind: str
-    pattern: str
-    names: tuple[str, ...]
-    images: Mapping[str, Mapping[str, Sequence[str]]]
-
-    def __str__(self) -> str:
-        """Return a sentence with two examples and the next move."""
-        first, second = self.images
-        examples = "; ".join(
-            " and ".join(_some(self.images[split][group], f"of {split}") for split in (first, second))
-            for group in self.names[:2]
-        )
-        return (
-            f"{len(self.names)} of the {len(self.images[second])} groups of {second} ({self.kind}) are in {first} too, "
-            f"such as {examples}: scores on {second} are too good; divide anew with segapp init --folds 5"
-            + (f" --group {shlex.quote(self.pattern)}" if self.pattern else "")
-        )
-
-
 def find_shared_groups(
     images: Mapping[str, Sequence[str]], columns: Mapping[str, Sequence[str | None]] | None = None
-) -> SharedGroups | None:
-    """Return the patients, videos or other groups that have images in two splits; a column of a table or names say it.
+) -> str | None:
+    """Return a sentence on the patients, videos or other groups that have images in two splits, with the next move.
 
+    The names of the images of each of the two splits say it, or a column of a table, which may say nothing of an image.
     Numbers that start again in each split, so that the same names are in both, are no evidence.
-
-    Args:
-        images: the paths of the images of each of two splits.
-        columns: their groups by a table; None for an image of which it says nothing.
     """
     (first, firsts), (second, seconds) = images.items()
     if columns is not None and None not in (*columns[first], *columns[second]):
-        return _shared("column of the table", "", images, columns)
+        groups = [str(group) for group in (*columns[first], *columns[second])]
+        return _shared(images, Grouping(tuple(groups), "column of the table"))
     same = len(set(firsts) & set(seconds))
     if not firsts or not seconds or same > min(len(firsts), len(seconds)) / 2:
         return None
     paths = [*firsts, *seconds]
-    scenes = [tuple(path.split("/")[:-1]) for path in paths]
-    for found in sorted(_candidates(paths, scenes), key=lambda one: -(one.evidence or 0)):
-        if found.evidence not in (Evidence.PERSON, Evidence.RECORDING):
-            continue
-        groups = {first: found.groups[: len(firsts)], second: found.groups[len(firsts) :]}
-        if shared := _shared(found.kind, found.pattern, images, groups):
-            return shared
-    return None
+    found = _candidates(paths, [tuple(path.split("/")[:-1]) for path in paths])
+    strong = [each for each in found if each.evidence in (Evidence.PERSON, Evidence.RECORDING)]
+    said = (_shared(images, each) for each in sorted(strong, key=lambda each: -(each.evidence or 0)))
+    return next((one for one in said if one is not None), None)
 
 
-def _shared(
-    kind: str, pattern: str, images: Mapping[str, Sequence[str]], groups: Mapping[str, Sequence[str | None]]
-) -> SharedGroups | None:
-    """Return the groups with images in both splits; None if there are none."""
-    members: dict[str, dict[str, list[str]]] = {split: {} for split in images}
-    for split, paths in images.items():
-        for path, group in zip(paths, groups[split], strict=True):
-            members[split].setdefault(str(group), []).append(path)
-    first, second = members.values()
-    both = sorted((group for group in first if group in second), key=lambda group: (-len(second[group]), group))
-    return SharedGroups(kind, pattern, tuple(both), members) if both else None
+def _shared(images: Mapping[str, Sequence[str]], grouping: Grouping) -> str | None:
+    """Return a sentence on the groups with images in both splits, with two examples; None if there are none."""
+    (first, firsts), (second, seconds) = images.items()
+    trained = _members(grouping.groups[: len(firsts)], firsts)
+    scored = _members(grouping.groups[len(firsts) :], seconds)
+    both = sorted(trained.keys() & scored.keys(), key=lambda group: (-len(scored[group]), group))
+    if not both:
+        return None
+    examples = "; ".join(
+        f"{_some(trained[group], f'of {first}')} and {_some(scored[group], f'of {second}')}" for group in both[:2]
+    )
+    return (
+        f"{len(both)} of the {len(scored)} groups of {second} ({grouping.kind}) are in {first} too, such as "
+        f"{examples}: scores on {second} are too good; divide anew with segapp init --folds 5"
+        + (f" --group {shlex.quote(grouping.pattern)}" if grouping.pattern else "")
+    )
+
+
+def _members(groups: Sequence[str], images: Sequence[str]) -> dict[str, list[str]]:
+    members: dict[str, list[str]] = defaultdict(list)
+    for group, image in zip(groups, images, strict=True):
+        members[group].append(image)
+    return members
 
 
 def _some(images: Sequence[str], whose: str = "") -> str:
@@ -231,11 +165,7 @@ def _some(images: Sequence[str], whose: str = "") -> str:
 
 
 def _chosen(candidates: Sequence[Grouping], images: Sequence[str]) -> Grouping | None:
-    """Return the groups that the strongest evidence names; None if there are none.
-
-    Raises:
-        OpenQuestionError: several candidates of the same evidence divide the images differently.
-    """
+    """Return the groups that the strongest evidence names; None if there are none."""
     of = {kind: [each for each in candidates if each.evidence == kind] for kind in Evidence}
     many = {kind: [each for each in own if each.num_groups >= MIN_GROUPS] for kind, own in of.items()}
     recordings = many[Evidence.RECORDING] + many[Evidence.FOLDER]
@@ -253,11 +183,7 @@ def _chosen(candidates: Sequence[Grouping], images: Sequence[str]) -> Grouping |
 
 
 def _coarsest(plausible: Sequence[Grouping], images: Sequence[str]) -> Grouping:
-    """Return the candidate that keeps the groups of all candidates together.
-
-    Raises:
-        OpenQuestionError: there is none.
-    """
+    """Return the candidate that keeps the groups of all candidates together; ask if there is none."""
     for candidate in sorted(plausible, key=lambda each: each.num_groups):
         if all(_is_coarser(candidate, other) for other in plausible):
             return candidate
@@ -300,12 +226,11 @@ def _candidates(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Ite
 
 
 def _may_be_groups(found: Grouping) -> bool:
-    sizes = found.sizes
+    sizes = Counter(found.groups)
     if found.evidence in (Evidence.PERSON, Evidence.RECORDING):
         return 2 <= len(sizes) < len(found.groups)
-    return _FEW_GROUPS <= len(sizes) <= len(found.groups) / 2 and max(sizes.values()) <= _MOST_IN_ONE * len(
-        found.groups
-    )
+    most = _MOST_IN_ONE * len(found.groups)
+    return _FEW_GROUPS <= len(sizes) <= len(found.groups) / 2 and max(sizes.values()) <= most
 
 
 def _folders(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
@@ -315,7 +240,7 @@ def _folders(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterat
     folders = [image.split("/")[:-1] for image in images]
     for level in range(len(scenes[0])):
         values = [scene[level] for scene in scenes]
-        role = _role(_lead(values))
+        role = _ROLES.get(_lead(values))
         if role is None and _lead(values) in _PARTS | _IMAGES:
             continue
         depth = next((i for i in range(min(map(len, folders))) if [each[i] for each in folders] == values), None)
@@ -338,16 +263,15 @@ def _parts_of_names(images: Sequence[str]) -> Iterator[Grouping]:
         stems = [stem.replace(date[0], "0") for stem, date in zip(stems, dates, strict=True) if date is not None]
     words = [re.findall(_WORD, stem) for stem in stems]
     if len({len(own) for own in words}) == 1:
-        has_dates = all(dates)
         for found in _columns([list(column) for column in zip(*words, strict=True)]):
-            yield found if not has_dates else Grouping(found.groups, found.kind, "", found.evidence)
+            yield found if not all(dates) else replace(found, pattern="")
         return
     for word in sorted(_PERSONS | _RECORDINGS):
         pattern = rf"(?i)(?<![^\W\d_])({word}[_\-. ]?\d+)"
         matches = [re.search(pattern, image) for image in images]
         if all(matches):
             groups = tuple(match[1] for match in matches if match is not None)
-            yield Grouping(groups, _in_words(word, "name"), pattern, _role(word))
+            yield Grouping(groups, _in_words(word, "name"), pattern, _ROLES.get(word))
     for count in range(1, min(max(map(len, words), default=0), 8)):
         pattern = rf"^(?:.*/)?(?:((?:{_WORD}{_GAP}){{1,{count}}})(?={_WORD}[^/]*\.[^./]*$)|{_WORD}(?=\.[^./]*$))"
         groups = tuple(match[1] or match[0] if (match := re.search(pattern, image)) else image for image in images)
@@ -362,16 +286,19 @@ def _columns(columns: Sequence[list[str]]) -> Iterator[Grouping]:
     counted = [number for number in varying if leads[number] in _IMAGES and _is_number(columns[number])]
     if parts and counted:
         counted = counted[:-1] if len(counted) > 1 else []  # several tiles of each image
-    skipped = {*parts, *counted, *(number for number in varying if _are_positions(columns[number]))}
+    digits = [number for number in varying if all(word.isdigit() for word in columns[number])]
+    positions = [number for number in digits if math.gcd(*map(int, columns[number])) >= _LEAST_STEP_PX]
+    skipped = {*parts, *counted, *positions}
     if not parts and not counted:
-        numbers = [number for number in varying if _is_number(columns[number]) and _role(leads[number]) is None]
+        numbers = [number for number in varying if _is_number(columns[number]) and _ROLES.get(leads[number]) is None]
         bare = [number for number in numbers if columns[number][0].isdigit()]
         skipped |= set((bare or numbers)[-1:])
     for number in varying:
-        column, role = columns[number], _role(leads[number])
+        column, role = columns[number], _ROLES.get(leads[number])
         if number in skipped and role is None and not column[0].isdigit():
             continue
-        kind = _in_words(leads[number], "name") if role else _position_in_words(number)
+        position = f"word {number + 1} of the name" if number else "beginning of the name"
+        kind = _in_words(leads[number], "name") if role else position
         before = rf"^(?:.*/)?[_\-. ]*(?:{_WORD}{_GAP}){{{number}}}" if number else r"^(?:.*/)?[_\-. ]*"
         evidence = Evidence.NUMBER if all(word.isdigit() for word in column) else Evidence.WORD
         if role is None and number in skipped:
@@ -398,11 +325,6 @@ def _is_number(column: Sequence[str]) -> bool:
     return len(leads) == 1 and all(word != lead for word in column for lead in leads)
 
 
-def _are_positions(column: Sequence[str]) -> bool:
-    """Return True for numbers such as 0, 256, 512: positions of tiles."""
-    return all(word.isdigit() for word in column) and math.gcd(*map(int, column)) >= _LEAST_STEP_PX
-
-
 def _lead(column: Sequence[str]) -> str:
     """Return the letters that all words begin with, in lower case: patient of patient01, patientA and Patient."""
     runs = {match[0] if (match := re.match(r"[^\W\d_]+", word)) else "" for word in column}
@@ -421,32 +343,17 @@ def _context(columns: Sequence[Sequence[str]], number: int) -> str:
     return before if before.isalpha() else ""
 
 
-def _role(lead: str) -> Evidence | None:
-    if lead in _PERSONS:
-        return Evidence.PERSON
-    if lead in _RECORDINGS:
-        return Evidence.RECORDING
-    return Evidence.WORD if lead in _PLACES else None
-
-
 def _in_words(lead: str, place: str) -> str:
     word = {"pt": "patient", "pat": "patient", "subj": "subject", "sub": "subject"}.get(lead, lead)
     return f"{word} in the {place}"
-
-
-def _position_in_words(number: int) -> str:
-    return "beginning of the name" if number == 0 else f"word {number + 1} of the name"
 
 
 def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -> list[str]:
     """Return "train" or "val" for each pair.
 
     Groups are taken in the order of a hash of their names and the seed, so that images added later hardly change the
-    division; a group goes to the validation images if that brings their share nearer to the wanted one.
-
-    Raises:
-        DataError: there is only one group.
-        ConfigError: one side would be empty.
+    division; a group goes to the validation images if that brings their share nearer to the wanted one. DataError is
+    raised for a single group, ConfigError if one side would be empty.
     """
     sizes = Counter(grouping.groups)
     if len(sizes) < 2:
@@ -471,13 +378,10 @@ def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -
 
 
 def divide_into_folds(grouping: Grouping, num_folds: int, seed: int) -> list[int]:
-    """Return the fold, from 0, of each pair: groups in the order of a hash, each to the fold with fewest images.
+    """Return the fold, from 0, of each pair: large groups first, each to the fold with fewest images.
 
-    Raises:
-        ConfigError: there are fewer groups than folds, or fewer than two folds.
+    Groups of one size are taken in the order of a hash. ConfigError is raised for fewer groups than folds.
     """
-    if num_folds < 2:
-        raise ConfigError(f"--folds {num_folds}: at least 2 folds are possible")
     if grouping.num_groups < num_folds:
         raise ConfigError(
             f"--folds {num_folds}: there are only {grouping.num_groups} groups ({grouping.kind}): fewer folds, or "
@@ -485,11 +389,10 @@ def divide_into_folds(grouping: Grouping, num_folds: int, seed: int) -> list[int
         )
     sizes = Counter(grouping.groups)
     filled = [0] * num_folds
-    fold_of: dict[str, int] = defaultdict(int)
+    fold_of: dict[str, int] = {}
     for group in sorted(sizes, key=lambda group: (-sizes[group], _rank(group, seed))):
-        fold = min(range(num_folds), key=lambda number: filled[number])
-        fold_of[group] = fold
-        filled[fold] += sizes[group]
+        fold_of[group] = filled.index(min(filled))
+        filled[fold_of[group]] += sizes[group]
     return [fold_of[group] for group in grouping.groups]
 
 

@@ -1,7 +1,5 @@
 """The account of a data folder: how many of its files are used, and why each of the others is not."""
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,43 +16,28 @@ _KIND_OF_SUFFIX = {
     **dict.fromkeys((".txt", ".lst", ".names"), "list"),
     **dict.fromkeys((".csv", ".tsv", ".jsonl", ".parquet"), "table"),
 }
-_PLURALS = {
-    "image": "images",
-    "mask": "masks",
-    "picture": "other pictures",
-    "list": "lists",
-    "table": "tables",
-    "sidecar": "sidecars",
-    "file": "files of other kinds",
+_KINDS = {
+    "image": ("images", "no mask belongs to it"),
+    "mask": ("masks", "no image belongs to it"),
+    "picture": ("other pictures", "its folder or name says that it is neither an image nor a mask of classes"),
+    "list": ("lists", "it names no images or classes that are used"),
+    "table": ("tables", "it names no images, masks, splits or classes that are used"),
+    "sidecar": ("sidecars", "it holds no annotations, splits or class names that are used"),
+    "file": ("files of other kinds", "files of this kind are not read"),
 }
-_REASONS = {
-    "image": "no mask belongs to it",
-    "mask": "no image belongs to it",
-    "picture": "its folder or name says that it is neither an image nor a mask of classes",
-    "list": "it names no images or classes that are used",
-    "table": "it names no images, masks, splits or classes that are used",
-    "sidecar": "it holds no annotations, splits or class names that are used",
-    "file": "files of this kind are not read",
-}
+"""The kinds of files: their plural, and the usual reason why one is not used."""
 _MAX_GROUPS = 12
 
 
 @dataclass(frozen=True)
 class Uses:
-    """The files of a folder that a config uses, relative to the root.
+    """The files of a folder that a config uses, relative to the root."""
 
-    Attributes:
-        images: split or fold, in words -> its images.
-        masks: files of masks, or files that masks are made from.
-        sources: lists, tables, class files and annotations that were read.
-        reasons: file -> why it is not used, if that is known.
-        usual_reasons: kind -> why files of it are not used otherwise, if that differs from `_REASONS`.
-    """
-
-    images: Mapping[str, Collection[str]]
-    masks: Collection[str] = ()
-    sources: Collection[str] = ()
-    reasons: Mapping[str, str] = field(default_factory=dict)
+    images: Mapping[str, Collection[str]]  # split or fold, in words -> its images
+    masks: Collection[str] = ()  # files of masks, or files that masks are made from
+    sources: Collection[str] = ()  # lists, tables, class files and annotations that were read
+    reasons: Mapping[str, str] = field(default_factory=dict)  # file -> why it is not used, if that is known
+    # kind -> why files of it are not used otherwise, if that differs from `_KINDS`
     usual_reasons: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -66,21 +49,10 @@ class Unused:
     reason: str
     paths: Sequence[str]
 
-    @property
-    def line(self) -> str:
-        """The group as a line: number, kind, an example and the reason."""
-        such = f" such as {shown(self.paths[0])}" if len(self.paths) > 1 else f" {shown(self.paths[0])}"
-        return f"not used: {_counted(len(self.paths), self.kind)}{such}: {self.reason}"
-
 
 @dataclass(frozen=True)
 class Account:
-    """The files of a folder by kind and use.
-
-    Attributes:
-        used: kind -> use -> number of files.
-        unused: groups of files that are not used, the largest first.
-    """
+    """The files of a folder: kind -> use -> number of files, and groups of files that are not used."""
 
     used: Mapping[str, Mapping[str, int]]
     unused: Sequence[Unused]
@@ -89,14 +61,17 @@ class Account:
     def lines(self) -> list[str]:
         """One line for each kind with its numbers, then one for each group that is not used."""
         lines = []
-        for kind in _PLURALS:
+        for kind in _KINDS:
             uses = self.used.get(kind, {})
             rest = sum(len(group.paths) for group in self.unused if group.kind == kind)
             if uses or rest:
                 total = sum(uses.values()) + rest
                 counts = [f"{count} {use}" for use, count in uses.items()] or ["0 used"]
                 lines.append(f"{_counted(total, kind)}: {', '.join(counts)}, {rest} not used")
-        lines += [group.line for group in self.unused[:_MAX_GROUPS]]
+        for group in self.unused[:_MAX_GROUPS]:
+            such = " such as" if len(group.paths) > 1 else ""
+            count = _counted(len(group.paths), group.kind)
+            lines.append(f"not used: {count}{such} {shown(group.paths[0])}: {group.reason}")
         if len(self.unused) > _MAX_GROUPS:
             rest = sum(len(group.paths) for group in self.unused[_MAX_GROUPS:])
             lines.append(f"not used: {rest} more files in {len(self.unused) - _MAX_GROUPS} groups")
@@ -121,27 +96,19 @@ def account_for(tree: Tree, uses: Uses) -> Account:
         used["image"][split] += len(set(paths))
     if uses.masks:
         used["mask"]["used"] += len(set(uses.masks))
-    images = {path for paths in uses.images.values() for path in paths}
-    masks = set(uses.masks)
+    known = {path for paths in (*uses.images.values(), uses.masks) for path in paths}
     read = set(uses.sources)
     words = _Words(uses, tree)
     unused: dict[tuple[str, str], list[str]] = defaultdict(list)
-
-    def add(path: str, kind: str, *, is_used: bool) -> None:
-        if is_used:
+    images = {path: "mask" if path in read else words.kind(path) for path in tree.images if path not in known}
+    others = {path: _KIND_OF_SUFFIX.get(PurePosixPath(path).suffix.lower(), "sidecar") for path in tree.others}
+    for path, kind in (images | others | dict.fromkeys(tree.rest, "file")).items():
+        if path in read:
             used[kind]["used"] += 1
         else:
             unused[kind, uses.reasons.get(path) or words.reason(kind, path)].append(path)
-
-    for path in tree.images:
-        if path not in images and path not in masks:
-            add(path, "mask" if path in read else words.kind(path), is_used=path in read)
-    for path in tree.others:
-        add(path, _KIND_OF_SUFFIX.get(PurePosixPath(path).suffix.lower(), "sidecar"), is_used=path in read)
-    for path in tree.rest:
-        add(path, "file", is_used=path in read)
     groups = [Unused(kind, reason, paths) for (kind, reason), paths in unused.items()]
-    order = list(_PLURALS)
+    order = list(_KINDS)
     return Account(used, sorted(groups, key=lambda group: (order.index(group.kind), -len(group.paths), group.reason)))
 
 
@@ -154,7 +121,7 @@ class _Words:
         self._images = {_pattern(file) for file in images}
         self._masks = {_pattern(parse_file(path)) for path in (*uses.masks, *uses.sources)}
         self._splits = {file.split for file in images}
-        self._usual = {**_REASONS, **uses.usual_reasons}
+        self._usual_reasons = uses.usual_reasons
 
     def kind(self, path: str) -> str:
         """Return "image", "mask" or "picture"."""
@@ -184,7 +151,7 @@ class _Words:
             if kind == "mask" and split not in self._splits_with_images:
                 return f"no image belongs to it: the {split} split has none"
             return f"of the {split} split, which the config does not use"
-        return self._usual[kind]
+        return self._usual_reasons.get(kind, _KINDS[kind][1])
 
 
 def _pattern(file: SurveyedImage) -> tuple[object, ...]:
@@ -193,7 +160,6 @@ def _pattern(file: SurveyedImage) -> tuple[object, ...]:
 
 
 def _counted(count: int, kind: str) -> str:
-    plural = _PLURALS[kind]
     if count != 1:
-        return f"{count} {plural}"
-    return f"1 {plural.removesuffix('s')}" if kind != "file" else "1 file of another kind"
+        return f"{count} {_KINDS[kind][0]}"
+    return f"1 {_KINDS[kind][0].removesuffix('s')}" if kind != "file" else "1 file of another kind"

@@ -4,8 +4,6 @@ A file gives names by the value in the mask, by colour, or in an order; a file t
 nothing. Every reader takes text, so that a test needs no file.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -19,61 +17,21 @@ import yaml
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color
 from segapp.onboarding.survey.tree import Tree
+from segapp.onboarding.survey.words import known_words
 
 _MAX_FILE_BYTES = 64 * 2**20
 _MAX_DEPTH = 3
-_LIST_NAMES = re.compile(
-    r"(?i)^(_?class(es)?|labels?|label_?names?|class_?names?|categor(y|ies)|names|obj|codes|predefined_classes|"
-    r"object_?names?|.*_(classes|class_names|labels))\.(txt|names|lst)$"
-)
-_COLOR_LISTS = re.compile(
-    r"(?i)^(?:.*[_-])?(label_?map|label_?colou?rs|colou?r_?map|class_?dict|palette|class_?colou?rs)\.txt$"
-)
-_TABLES = re.compile(r"(?i)^.*(class|label|categor|colou?r|palette).*\.csv$")
-_JSONS = re.compile(
-    r"(?i)^(dataset|meta|config.*|id2label|class_?list|classes|labels|categories|_?annotations.*"
-    r"|obj_class_to_machine_color)\.json$"
-)
-_YAMLS = re.compile(r"(?i)^(data|dataset|classes|labels|.*data.*)\.ya?ml$")
-
-
-def nearest_first(files: Sequence[ClassFile], mask: str) -> list[ClassFile]:
-    """Return class files in their order, but those that share most words with the path of a mask first.
-
-    Two versions of labels have a class file each: `config_v2.0.json` names the classes of `v2.0/labels`.
-    """
-    words = set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", mask.lower()))
-
-    def shared(file: ClassFile) -> int:
-        return len(words & set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", file.source.rpartition(".")[0].lower())))
-
-    return sorted(files, key=lambda file: -shared(file))
+_VOID_NAMES = known_words("classes", "void")
 
 
 @dataclass(frozen=True)
 class ClassFile:
-    """Class names from a file.
-
-    Attributes:
-        source: the file, relative to the root.
-        names: in the order of the file.
-        ids: value in the mask -> name, if the file says it.
-        colors: colour in the mask -> name, if the file says it.
-    """
+    """Class names in the order of a file; by value or colour in the mask, if the file says it."""
 
     source: str
     names: tuple[str, ...]
     ids: Mapping[int, str] = field(default_factory=dict)
     colors: Mapping[Color, str] = field(default_factory=dict)
-
-
-VOID_NAMES = frozenset(
-    [
-        "void", "ignore", "ignored", "unlabeled", "unlabelled", "unknown", "nodata", "undefined", "unannotated",
-        "unclassified", "dontcare",
-    ]
-)  # fmt: skip
-"""Names of pixels that count nowhere, without their blanks and marks; `background` and `other` are classes."""
 
 
 def is_void(name: str) -> bool:
@@ -85,7 +43,7 @@ def is_void(name: str) -> bool:
     (True, False)
     """
     parts = re.split(r"--| - ", name)  # Mapillary Vistas: groups and names
-    return any(re.sub(r"[\W_]+", "", part).lower() in VOID_NAMES for part in (name, parts[-1]))
+    return any(re.sub(r"[\W_]+", "", part).lower() in _VOID_NAMES for part in (name, parts[-1]))
 
 
 def is_background(name: str) -> bool:
@@ -98,7 +56,7 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
     found = []
     for path in tree.others_named(".csv", ".txt", ".names", ".lst", ".json", ".yaml", ".yml"):
         name = path.rpartition("/")[2]
-        reader = _reader_of(name)
+        reader = next((read for pattern, read in _READERS if re.fullmatch(pattern, name, re.IGNORECASE)), None)
         if reader is None or path.count("/") > _MAX_DEPTH:
             continue
         data = tree.read(path, _MAX_FILE_BYTES + 1)
@@ -113,18 +71,16 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
     return sorted(found, key=lambda one: not (one.ids or one.colors))
 
 
-def _reader_of(name: str) -> Callable[[str, str], ClassFile | None] | None:
-    if name.lower() == "objectinfo150.txt":
-        return read_object_info
-    if _TABLES.match(name):
-        return read_table
-    if _COLOR_LISTS.match(name):
-        return read_color_list
-    if _LIST_NAMES.match(name):
-        return read_name_list
-    if _JSONS.match(name):
-        return read_json
-    return read_yaml if _YAMLS.match(name) else None
+def nearest_first(files: Sequence[ClassFile], mask: str) -> list[ClassFile]:
+    """Return class files in their order, but those that share most words with the path of a mask first.
+
+    Two versions of labels have a class file each: `config_v2.0.json` names the classes of `v2.0/labels`.
+    """
+
+    def words(text: str) -> set[str]:
+        return set(re.findall(r"[a-z]+|\d+(?:\.\d+)*", text.lower()))
+
+    return sorted(files, key=lambda file: -len(words(mask) & words(file.source.rpartition(".")[0])))
 
 
 def read_table(text: str, source: str) -> ClassFile | None:
@@ -135,10 +91,8 @@ def read_table(text: str, source: str) -> ClassFile | None:
     >>> read_table("name,r,g,b\nroad,128,64,128", "").colors
     {(128, 64, 128): 'road'}
     """
-    rows = [
-        [cell.strip() for cell in row] for row in csv.reader(io.StringIO(text)) if any(cell.strip() for cell in row)
-    ]
-    if len(rows) == 0:
+    rows = [row for cells in csv.reader(io.StringIO(text)) if any(row := [cell.strip() for cell in cells])]
+    if not rows:
         return None
     header = [cell.lower() for cell in rows[0]]
     name_at = _column(header, "name", "class", "label", "class_name", "class name", "category", "classes", "title")
@@ -149,10 +103,8 @@ def read_table(text: str, source: str) -> ClassFile | None:
         return ClassFile(source, tuple(ids.values()), ids) if len(ids) == len(rows) else None
     rows = [row for row in rows[1:] if len(row) > name_at and row[name_at]]
     names = tuple(row[name_at] for row in rows)
-    colors = {}
-    if None not in rgb_at:
-        red, green, blue = (int(at) for at in rgb_at if at is not None)
-        colors = {(int(row[red]), int(row[green]), int(row[blue])): row[name_at] for row in rows}
+    columns = [at for at in rgb_at if at is not None]
+    colors = {_color([row[at] for at in columns]): row[name_at] for row in rows} if len(columns) == 3 else {}
     ids = {int(row[id_at]): row[name_at] for row in rows} if id_at is not None and id_at != name_at else {}
     return ClassFile(source, names, ids, colors)
 
@@ -171,8 +123,7 @@ def read_color_list(text: str, source: str) -> ClassFile | None:
             return read_name_list(text, source)
         name = (line[: numbers.start()] + " " + line[numbers.end() :]).strip(" \t:,;")
         name = re.sub(r"^\d+[\s:,]+(?=\D)", "", name)  # its number in the list
-        red, green, blue = (int(number) for number in numbers.groups())
-        colors[red, green, blue] = name
+        colors[_color(numbers.groups())] = name
         names.append(name)
     return ClassFile(source, tuple(names), {}, colors)
 
@@ -222,8 +173,7 @@ def read_yaml(text: str, source: str) -> ClassFile | None:
     if isinstance(named, Mapping):
         ids = {int(key): str(name) for key, name in named.items()}
         return ClassFile(source, tuple(ids.values()), ids)
-    names = tuple(str(name) for name in named)
-    return ClassFile(source, names)
+    return ClassFile(source, tuple(str(name) for name in named))
 
 
 def read_json(text: str, source: str) -> ClassFile | None:
@@ -234,18 +184,13 @@ def read_json(text: str, source: str) -> ClassFile | None:
             return ClassFile(source, tuple(content))
         content = {"categories": content}
     if "categories" in content:
-        ids = {int(one["id"]): str(one["name"]) for one in content["categories"]}
-        colors = {_color(one["color"]): str(one["name"]) for one in content["categories"] if "color" in one}
-        return ClassFile(source, tuple(ids.values()), ids, colors)
+        return _of_entries(source, content["categories"], "name", [int(one["id"]) for one in content["categories"]])
     if isinstance(content.get("classes"), list) and all(isinstance(one, dict) for one in content["classes"]):
-        names = tuple(str(one["title"]) for one in content["classes"])
-        colors = {_color(one["color"]): str(one["title"]) for one in content["classes"] if "color" in one}
-        return ClassFile(source, names, {}, colors)
+        return _of_entries(source, content["classes"], "title")
     labels = content.get("labels", content)
     if isinstance(labels, list):
-        names = tuple(str(one.get("readable") or one["name"]) for one in labels)
-        colors = {_color(one["color"]): name for one, name in zip(labels, names, strict=True) if "color" in one}
-        return ClassFile(source, names, dict(enumerate(names)), colors)
+        key = "readable" if all(one.get("readable") for one in labels) else "name"
+        return _of_entries(source, labels, key, range(len(labels)))
     if labels and all(re.fullmatch(r"#[0-9a-fA-F]{6}", key) for key in labels):  # A2D2: colour -> name
         colors = {_color(key): str(name) for key, name in labels.items()}
         return ClassFile(source, tuple(colors.values()), {}, colors)
@@ -255,6 +200,12 @@ def read_json(text: str, source: str) -> ClassFile | None:
         ids = {int(value): str(name) for name, value in labels.items() if not isinstance(value, list | dict | str)}
     ids = dict(sorted(ids.items()))
     return ClassFile(source, tuple(ids.values()), ids)
+
+
+def _of_entries(source: str, entries: Sequence[Any], key: str, ids: Sequence[int] = ()) -> ClassFile:
+    names = tuple(str(one[key]) for one in entries)
+    colors = {_color(one["color"]): name for one, name in zip(entries, names, strict=True) if "color" in one}
+    return ClassFile(source, names, dict(zip(ids, names, strict=False)), colors)
 
 
 def _color(value: Any) -> Color:
@@ -269,3 +220,22 @@ def described(found: ClassFile) -> str:
     """Return a file and what it holds as text."""
     kind = "by colour" if found.colors else "by value" if found.ids else "in order"
     return f"{shown(found.source)} ({len(found.names)} names {kind})"
+
+
+_READERS: Sequence[tuple[str, Callable[[str, str], ClassFile | None]]] = (
+    (r"objectinfo150\.txt", read_object_info),
+    (r".*(class|label|categor|colou?r|palette).*\.csv", read_table),
+    (r"(.*[_-])?(label_?map|label_?colou?rs|colou?r_?map|class_?dict|palette|class_?colou?rs)\.txt", read_color_list),
+    (
+        r"(_?class(es)?|labels?|label_?names?|class_?names?|categor(y|ies)|names|obj|codes|predefined_classes"
+        r"|object_?names?|.*_(classes|class_names|labels))\.(txt|names|lst)",
+        read_name_list,
+    ),
+    (
+        r"(dataset|meta|config.*|id2label|class_?list|classes|labels|categories|_?annotations.*"
+        r"|obj_class_to_machine_color)\.json",
+        read_json,
+    ),
+    (r"(data|dataset|classes|labels|.*data.*)\.ya?ml", read_yaml),
+)
+"""Names of files -> what reads them; the first pattern that fits a name counts."""

@@ -7,15 +7,15 @@ images that find a mask, and the pixels of a few pairs say how likely it is.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from pathlib import Path
+from itertools import takewhile
+from pathlib import Path, PurePosixPath
 from statistics import mean
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,40 +37,30 @@ from segapp.onboarding.survey.words import (
     tokens,
 )
 
+Group = TypeVar("Group")
+
 _MAX_PROBED_PX = 40_000_000
 _FEW_VALUES = 64
 _THUMBNAIL_PX = 48
 _MAX_FAMILIES = 40
-_MIN_NUMBERED = 3
-"""Number of folders with the same name but for a number from which they are scenes rather than splits."""
-MIN_COVERAGE = 0.5
-"""Share of the images that must have a mask."""
-CLOSE = 0.9
-"""A second hypothesis of at least this share of the first's confidence makes the choice the user's."""
+_MIN_NUMBERED = 3  # number of folders with the same name but for a number from which they are scenes rather than splits
+MIN_COVERAGE = 0.5  # share of the images that must have a mask
+CLOSE = 0.9  # a second hypothesis of at least this share of the first's confidence makes the choice the user's
 _NUM_PROBED = 5
-_MAX_VERSIONS = 8
-"""Most folders of annotators or versions that are told apart; more are scenes."""
-_FEW = 0.25
-"""Share of the pairs of a better layout with the same masks below which a layout is none of its own."""
-_PART = 0.75
-"""Share of the images of another layout below which a layout with masks for them alone is less likely."""
+_MAX_VERSIONS = 8  # most folders of annotators or versions that are told apart; more are scenes
+_FEW = 0.25  # share of the pairs of a better layout with the same masks below which a layout is none of its own
+_PART = 0.75  # share of the images of another layout below which a layout with masks for them alone is less likely
 _COLOR_FOLDERS = ("color", "colour", "colors")
 """Folders of images with depth or masks next to them; of masks, colour is a word of pictures made from them."""
-_LONE_WEIGHT = 0.75
-"""Least weight of the words in the names of a layout that has no rival."""
-_MIN_SPARSE = 3
-"""Least number of masks of a video whose other frames have none."""
+_LONE_WEIGHT = 0.75  # least weight of the words in the names of a layout that has no rival
+_MIN_SPARSE = 3  # least number of masks of a video whose other frames have none
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a file holds.
+    """What a file holds: its upright height and width, and, unless it is too large to look, what its pixels are.
 
-    Attributes:
-        size_px: upright height and width.
-        num_values: distinct values or colours; None: too large to look.
-        flatness: share of the pixels that equal their left neighbour.
-        thumbnail: 48 x 48 of its pixels, as numbers.
+    Flatness is the share of the pixels that equal their left neighbour; the thumbnail has 48 x 48 pixels, as numbers.
     """
 
     size_px: tuple[int, int]
@@ -130,21 +120,14 @@ def are_all_alike(probes: list[Probe]) -> bool:
 
 @dataclass(frozen=True)
 class SurveyedImage:
-    """An image file below the root.
-
-    Attributes:
-        path: relative to the root.
-        pattern: its folders: those with words of roles as they are, a split as `{split}`, any other as `*`.
-        scenes: the folders that are `*`.
-        split: "train", "val" or "test", if a folder says it.
-        split_word: the split as the folder writes it.
-    """
+    """An image file below the root."""
 
     path: str
+    # its folders: those with words of roles as they are, a split as `{split}`, any other as `*`
     pattern: tuple[str, ...]
-    scenes: tuple[str, ...]
-    split: str | None
-    split_word: str | None
+    scenes: tuple[str, ...]  # the folders that are `*`
+    split: str | None  # "train", "val" or "test", if a folder says it
+    split_word: str | None  # the split as the folder writes it
 
     @cached_property
     def name(self) -> str:
@@ -163,12 +146,7 @@ class SurveyedImage:
 
 
 def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> SurveyedImage:
-    """Return an image file with the words of its folders.
-
-    Args:
-        path: relative to the root.
-        scenes_named: folders whose names hold the word of a split by chance, as `Case_Training_001`.
-    """
+    """Return an image file; `scenes_named` hold the word of a split by chance, as `Case_Training_001`."""
     pattern: list[str] = []
     scenes: list[str] = []
     split = word = None
@@ -178,8 +156,7 @@ def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> Surveye
         if said is None and is_trainval(folder) and not any(splits):
             split, word = "train", folder
             pattern.append("{split}")
-            continue
-        if said is not None:
+        elif said is not None:
             split, shape = said
             start = shape.index("{split}")
             word = folder[start : len(folder) - (len(shape) - start - len("{split}"))]
@@ -194,13 +171,7 @@ def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> Surveye
 
 @dataclass(frozen=True)
 class Family:
-    """Files that follow one pattern.
-
-    Attributes:
-        pattern: of their folders.
-        ending: prefix and ending of their names, if the family is restricted to them: `img_*`, `*_mask`, `*.png`.
-        files: in the order of the paths.
-    """
+    """Files whose folders follow one pattern, and perhaps their names too: an ending is `img_*`, `*_mask`, `*.png`."""
 
     pattern: tuple[str, ...]
     ending: str
@@ -208,56 +179,43 @@ class Family:
 
     @cached_property
     def varying(self) -> tuple[int, ...]:
-        """Positions in `ImageFile.scenes` that differ between files."""
-        if not self.files or not self.files[0].scenes:
-            return ()
+        """Positions in `SurveyedImage.scenes` that differ between files."""
         first = self.files[0].scenes
         return tuple(i for i in range(len(first)) if any(file.scenes[i] != first[i] for file in self.files))
 
     def divided_at(self, position: int) -> list[Family]:
-        """Return one family for each folder at a position of `ImageFile.scenes`, with its name in the pattern."""
-        places = [i for i, part in enumerate(self.pattern) if part == "*"]
-        by_folder: dict[str, list[SurveyedImage]] = defaultdict(list)
-        for file in self.files:
-            by_folder[file.scenes[position]].append(file)
-        divided = []
-        for folder, files in by_folder.items():
-            pattern = list(self.pattern)
-            pattern[places[position]] = folder
-            divided.append(Family(tuple(pattern), self.ending, tuple(files)))
-        return divided
+        """Return one family for each folder at a position of `SurveyedImage.scenes`, with its name; none for many."""
+        place = [i for i, part in enumerate(self.pattern) if part == "*"][position]
+        before, behind = self.pattern[:place], self.pattern[place + 1 :]
+        by_folder = _by(self.files, lambda file: file.scenes[position])
+        if len(by_folder) > _MAX_VERSIONS:
+            return []
+        return [Family((*before, name, *behind), self.ending, tuple(files)) for name, files in by_folder.items()]
 
     @cached_property
     def label(self) -> str:
         """A short name: the folders that are not one of many, and the ending."""
-        folders = [part for part in self.pattern if part not in ("*", "{split}")]
-        words = [part.replace("{split}", "").strip("_-. ") for part in folders]
-        return "/".join([*(word for word in words if word), *([self.ending] if self.ending else [])]) or "."
+        return self._named(part for part in self.pattern if part != "*")
 
     @cached_property
     def place(self) -> str:
         """The label with the folders that all files share, whatever their names say."""
-        first = iter(enumerate(self.files[0].scenes if self.files else ()))
-        shared = []
-        for part in self.pattern:
-            position, folder = next(first, (0, part)) if part == "*" else (-1, part)
-            if position not in self.varying:
-                shared.append(folder.replace("{split}", "").strip("_-. "))
-        return "/".join([*(word for word in shared if word), *([self.ending] if self.ending else [])]) or "."
+        scenes = iter(enumerate(self.files[0].scenes))
+        folders = [next(scenes) if part == "*" else (-1, part) for part in self.pattern]
+        return self._named(folder for position, folder in folders if position not in self.varying)
+
+    def _named(self, folders: Iterable[str]) -> str:
+        words = [folder.replace("{split}", "").strip("_-. ") for folder in folders]
+        return "/".join(word for word in (*words, self.ending) if word) or "."
 
 
 def find_families(paths: Iterable[str]) -> list[Family]:
     """Return the families of image files: by folders, also with ending or extension; largest first."""
-    by_folder: dict[tuple[str, ...], list[SurveyedImage]] = defaultdict(list)
     listed = list(paths)
     scenes_named = _scenes_with_split_words({folder for path in listed for folder in path.split("/")[:-1]})
-    for path in listed:
-        file = parse_file(path, scenes_named)
-        by_folder[file.pattern].append(file)
-    total = sum(len(files) for files in by_folder.values())
-    least = max(1, min(2, total // 4), total // 200)
+    least = max(1, min(2, len(listed) // 4), len(listed) // 200)
     families: list[Family] = []
-    for pattern, files in by_folder.items():
+    for pattern, files in _by((parse_file(path, scenes_named) for path in listed), lambda file: file.pattern).items():
         families.append(Family(pattern, "", tuple(files)))
         for groups in (
             _by(files, _affix_pattern),
@@ -278,10 +236,10 @@ def _scenes_with_split_words(folders: Iterable[str]) -> frozenset[str]:
     return frozenset(folder for same in by_shape.values() if len(same) >= _MIN_NUMBERED for folder in same)
 
 
-def _by(files: Iterable[SurveyedImage], key: object) -> dict[str, list[SurveyedImage]]:
-    groups: dict[str, list[SurveyedImage]] = defaultdict(list)
+def _by(files: Iterable[SurveyedImage], key: Callable[[SurveyedImage], Group]) -> dict[Group, list[SurveyedImage]]:
+    groups: dict[Group, list[SurveyedImage]] = defaultdict(list)
     for file in files:
-        groups[key(file)].append(file)  # type: ignore[operator]
+        groups[key(file)].append(file)
     return groups
 
 
@@ -296,13 +254,6 @@ def inner_stem(file: SurveyedImage) -> str:
     return head if dot and last.lower() in ("jpg", "jpeg", "png", "tif", "tiff", "bmp") else file.stem
 
 
-def split_of_name(stem: str) -> str | None:
-    """Return the split that the first or the last word of a file's stem says."""
-    words = [token.word for token in tokens(stem)]
-    said = {SPLIT_WORDS[word] for word in (words[:1] + words[-1:]) if SPLIT_WORDS.get(word)}
-    return said.pop() if len(said) == 1 else None
-
-
 def common_affixes(stems: Iterable[str]) -> tuple[str, str]:
     """Return prefix and ending that all stems share, without digits at their inner ends.
 
@@ -312,19 +263,15 @@ def common_affixes(stems: Iterable[str]) -> tuple[str, str]:
     listed = list(stems)
     if len(listed) < 2:
         return "", ""
-    low, high = min(listed), max(listed)
-    prefix = common_beginning(low, high)
-    low, high = min(s[::-1] for s in listed), max(s[::-1] for s in listed)
-    ending = common_beginning(low, high)[::-1]
-    return prefix.rstrip("0123456789"), ending.lstrip("0123456789")
+    turned = [stem[::-1] for stem in listed]
+    ending = common_beginning(min(turned), max(turned))[::-1]
+    return common_beginning(min(listed), max(listed)).rstrip("0123456789"), ending.lstrip("0123456789")
 
 
 def common_beginning(first: str, second: str) -> str:
     """Return the characters that both texts begin with."""
-    length = next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )
-    return first[:length]
+    same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+    return "".join(character for character, _ in same)
 
 
 def frequent_endings(image_stems: set[str], mask_stems: list[str], most: int = 3) -> list[tuple[str, str]]:
@@ -362,10 +309,9 @@ def find_layouts(tree: Tree) -> list[Layout]:
     found = [layout for images in families for masks in families for layout in _readings(tree.root, images, masks)]
     ranked: list[Layout] = []
     for layout in sorted(found, key=lambda one: (-one.confidence, -len(one.pairs), len(one.name))):
-        if not any(_repeats(layout.files, better) for better in ranked):
+        if not any(_repeats(layout, better) for better in ranked):
             ranked.append(layout)
-    ranked = [_weighed_against(layout, ranked) for layout in ranked]
-    ranked.sort(key=lambda one: -one.confidence)
+    ranked = sorted((_weighed_against(layout, ranked) for layout in ranked), key=lambda one: -one.confidence)
     if len(ranked) == 1:  # unusual words of names matter only if there is another layout to choose
         only = ranked[0]
         ranked = [replace(only, confidence=only.confidence / only.name_weight * max(_LONE_WEIGHT, only.name_weight))]
@@ -381,9 +327,9 @@ def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
     return layout
 
 
-def _repeats(pairs: AbstractSet[tuple[str, str]], better: Layout) -> bool:
+def _repeats(layout: Layout, better: Layout) -> bool:
     """Return True if a better hypothesis has most of the pairs, most images as masks, or far more of the masks."""
-    known = better.files
+    pairs, known = layout.files, better.files
     masks = {mask for _, mask in known}
     half = 0.5 * len(pairs)
     if len(pairs) < _FEW * len(known) and sum(mask in masks for _, mask in pairs) >= half:
@@ -393,26 +339,18 @@ def _repeats(pairs: AbstractSet[tuple[str, str]], better: Layout) -> bool:
 
 def _named_apart(ranked: list[Layout]) -> list[Layout]:
     """Return the layouts with different names: of the masks, and if those are equal, of the images too."""
-    by_name: dict[str, list[Layout]] = {}
-    for layout in ranked:
-        by_name.setdefault(layout.name, []).append(layout)
-    renamed: dict[int, Layout] = {}
-    for name, same in by_name.items():
-        images, namings = ({getattr(one, key) for one in same} for key in ("image_name", "naming"))
-        for one in same:
-            if len(same) == 1:
-                own = name
-            elif len(images) == len(same):
-                own = f"{one.image_name} -> {name}"
-            elif len(namings) == len(same):
-                own = one.naming or name
-            else:
-                own = f"{one.image_name} -> {name} {one.naming}".rstrip()
-            renamed[id(one)] = replace(one, name=own)
     apart: dict[str, Layout] = {}
-    for layout in ranked:
-        one = renamed[id(layout)]
-        apart.setdefault(one.name, one)  # of layouts that cannot be told apart, the most likely is kept
+    for one in ranked:
+        name = one.name
+        same = [other for other in ranked if other.name == name]
+        images, namings = ({getattr(other, key) for other in same} for key in ("image_name", "naming"))
+        if len(same) > 1 and len(images) == len(same):
+            name = f"{one.image_name} -> {name}"
+        elif len(same) > 1 and len(namings) == len(same):
+            name = one.naming or name
+        elif len(same) > 1:
+            name = f"{one.image_name} -> {name} {one.naming}".rstrip()
+        apart.setdefault(name, replace(one, name=name))  # of layouts that cannot be told apart, the most likely is kept
     return list(apart.values())
 
 
@@ -430,9 +368,9 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
     if found and not found[0].unpaired:
         return
     if len(masks.varying) > len(images.varying):
-        parts = [(images, own) for position in masks.varying for own in _few_folders(masks, position)]
+        parts = [(images, own) for position in masks.varying for own in masks.divided_at(position)]
     elif len(images.varying) > len(masks.varying) and images is not masks:
-        parts = [(own, masks) for position in images.varying for own in _few_folders(images, position)]
+        parts = [(own, masks) for position in images.varying for own in images.divided_at(position)]
     else:
         return
     for one, other in parts:
@@ -442,17 +380,12 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
 def _holds_copies(family: Family) -> bool:
     """Return True if folders hold the same names in another format each, such as `PNG/1.png` and `TIF/1.tif`."""
     for position in family.varying:
-        folders = _few_folders(family, position)
+        folders = family.divided_at(position)
         suffixes = [{file.suffix for file in own.files} for own in folders]
         stems = [{file.stem for file in own.files} for own in folders]
         if len(folders) > 1 and all(len(own) == 1 for own in suffixes) and len(set().union(*suffixes)) == len(folders):
             return all(len(own & stems[0]) >= 0.9 * len(own | stems[0]) for own in stems)
     return False
-
-
-def _few_folders(family: Family, position: int) -> list[Family]:
-    divided = family.divided_at(position)
-    return divided if len(divided) <= _MAX_VERSIONS else []
 
 
 def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
@@ -506,7 +439,7 @@ def _core(file: SurveyedImage) -> str:
     return affixes(inner_stem(file))[1]
 
 
-def _stripper(prefix: str, ending: str) -> Callable[[SurveyedImage], str | None]:
+def _stripper(prefix: str, ending: str) -> _Key:
     def strip(file: SurveyedImage) -> str | None:
         stem = file.stem
         if not (stem.startswith(prefix) and stem.endswith(ending)) or len(stem) <= len(prefix + ending):
@@ -516,7 +449,7 @@ def _stripper(prefix: str, ending: str) -> Callable[[SurveyedImage], str | None]
     return strip
 
 
-def _learned(family: Family) -> Callable[[SurveyedImage], str | None]:
+def _learned(family: Family) -> _Key:
     by_split = {
         split: common_affixes(file.stem for file in family.files if file.split == split) for split in (None, *SPLITS)
     }
@@ -528,13 +461,12 @@ def _learned(family: Family) -> Callable[[SurveyedImage], str | None]:
     return core
 
 
-def _varying_words(family: Family) -> Callable[[SurveyedImage], str | None]:
+def _varying_words(family: Family) -> _Key:
     """Return a function that gives the words of a name without those that all names of the family have."""
     words = {file.stem: re.split(r"[_\-. ]+", file.stem) for file in family.files}
-    count = len(next(iter(words.values()))) if words else 0
-    if any(len(own) != count for own in words.values()):
+    if len({len(own) for own in words.values()}) > 1:
         return lambda file: None
-    varying = [i for i in range(count) if len({own[i] for own in words.values()}) > 1]
+    varying = [i for i, column in enumerate(zip(*words.values(), strict=True)) if len(set(column)) > 1]
     return lambda file: "_".join(words[file.stem][i] for i in varying) or None
 
 
@@ -575,29 +507,33 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
         is_sparse = not any(naming.image_key(file) in paired for file in images.files if file.path in alone)
     if not pairs or (coverage < MIN_COVERAGE and not is_sparse):
         return None
-    return _weighed(root, (images, masks), _split_by_name(pairs), unpaired, naming, is_sparse=is_sparse)
+    return _weighed(root, images, masks, _split_by_name(pairs), unpaired, naming, is_sparse=is_sparse)
 
 
 def _split_by_name(pairs: list[Pair]) -> list[Pair]:
-    """Return the pairs with the splits that their names say, where no folder says them and all names do."""
+    """Return the pairs with the splits that the first or last word of their names says, if no folder says a split."""
     if any(pair.split for pair in pairs):
         return pairs
-    said = [split_of_name(os.path.basename(pair.image).rpartition(".")[0]) for pair in pairs]
-    if not all(said) or len(set(said)) < 2:
-        return pairs
-    return [replace(pair, split=split) for pair, split in zip(pairs, said, strict=True)]
+    divided = []
+    for pair in pairs:
+        words = [token.word for token in tokens(PurePosixPath(pair.image).stem)]
+        said = {SPLIT_WORDS[word] for word in (words[:1] + words[-1:]) if word in SPLIT_WORDS}
+        if len(said) != 1:
+            return pairs
+        divided.append(replace(pair, split=said.pop()))
+    return divided if len({pair.split for pair in divided}) > 1 else pairs
 
 
 def _weighed(
     root: Path,
-    families: tuple[Family, Family],
+    images: Family,
+    masks: Family,
     pairs: list[Pair],
     unpaired: list[str],
     naming: _Naming,
     *,
     is_sparse: bool,
 ) -> Layout:
-    images, masks = families
     coverage = len(pairs) / (len(pairs) + len(unpaired))
     rest = len(masks.files) - len(pairs) - (len(images.files) if images is masks else 0)
     covered_masks = len(pairs) / (len(pairs) + max(0, rest))
@@ -612,7 +548,8 @@ def _weighed(
         evidence.append("images have masks of other endings too")
     name_weight = _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
     confidence *= name_weight
-    seen = list(_probes(root, pairs))
+    probed = [(probe(root / pair.image), probe(root / pair.mask)) for pair in evenly(pairs, _NUM_PROBED)]
+    seen = [(image, mask) for image, mask in probed if image is not None and mask is not None]
     if seen:
         same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
         evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs looked at")
@@ -646,7 +583,7 @@ def _weighed(
 def _have_other_masks(pairs: list[Pair], masks: Family) -> bool:
     """Return True if most masks without a pair begin or end with the stem of an image that has a mask."""
     used = {pair.mask for pair in pairs}
-    stems = {os.path.basename(pair.image).rpartition(".")[0] for pair in pairs}
+    stems = {PurePosixPath(pair.image).stem for pair in pairs}
     rest = [file.stem for file in masks.files if file.path not in used]
     known = sum(
         any(stem[:length] in stems or stem[-length:] in stems for length in range(len(stem) - 1, 0, -1))
@@ -673,10 +610,3 @@ def _name_weight(family: Family, *, is_mask: bool) -> float:
         return weight * (0.6 if any(role.is_other for role in roles) else 1.0)
     weight = 0.97 if said is None else 1.0 if said.is_image else 0.5
     return weight * (0.8 if anywhere else 1.0)
-
-
-def _probes(root: Path, pairs: list[Pair]) -> Iterator[tuple[Probe, Probe]]:
-    for pair in evenly(pairs, _NUM_PROBED):
-        image, mask = probe(root / pair.image), probe(root / pair.mask)
-        if image is not None and mask is not None:
-            yield image, mask

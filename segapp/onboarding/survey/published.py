@@ -1,7 +1,5 @@
 """Recognition of published data sets by the colours in masks or the names of files."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Collection
@@ -18,8 +16,7 @@ PALETTES = tuple(known for known in PUBLISHED.values() if known.colors)
 """The data sets whose masks may be images of colours."""
 _LEAST_SHARE = 0.4
 _LEAST_COLORS = 4
-_MIN_RARE = 2
-"""Number of colours of no other palette that do not occur by chance."""
+_MIN_RARE = 2  # number of colours of no other palette that do not occur by chance
 
 
 def recognise(colors: Collection[Color]) -> list[PublishedSet]:
@@ -33,21 +30,17 @@ def recognise(colors: Collection[Color]) -> list[PublishedSet]:
     return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
 
 
-def is_certain(palette: PublishedSet, colors: Collection[Color], masks: str) -> bool:
+def is_certain(palette: PublishedSet, colors: Collection[Color], mask: str) -> bool:
     """Return True if the colours can hardly be those of another data set.
 
     All colours of the palette occur, or two that no other palette has, or a folder is named after the data set. Few
     colours may be those of a data set that is not known here: black, red, green and blue occur in most palettes.
-
-    Args:
-        palette: that has all the colours.
-        colors: in the masks.
-        masks: path of a mask, with the name of the data folder.
     """
     own = set(colors) & set(palette.colors)
     others = {color for other in PALETTES if _family(other) != _family(palette) for color in other.colors}
-    num_rare = sum(color not in others and not _is_plain(color) for color in own)
-    return num_rare >= _MIN_RARE or len(own) == len(set(palette.colors)) or _family(palette) in masks.lower()
+    plain = {color for color in own if set(color) <= {0, 255} or set(color) <= {0, 128}}  # red, green, blue, their sums
+    num_rare = len(own - plain - others)
+    return num_rare >= _MIN_RARE or len(own) == len(set(palette.colors)) or _family(palette) in mask.lower()
 
 
 def _family(palette: PublishedSet) -> str:
@@ -55,18 +48,8 @@ def _family(palette: PublishedSet) -> str:
     return palette.title.lower().replace("pascal ", "").split()[0]
 
 
-def _is_plain(color: Color) -> bool:
-    """Return True for red, green, blue and their sums, full or half."""
-    return set(color) <= {0, 255} or set(color) <= {0, 128}
-
-
 def recognise_values(mask: str, values: Collection[int]) -> PublishedSet | None:
-    """Return the data set whose folders and values these are.
-
-    Args:
-        mask: path of a mask below the root.
-        values: in the masks, 255 left out.
-    """
+    """Return the data set whose folders (of a mask) and values, apart from 255, these are."""
     for known in PUBLISHED.values():
         if known.masks and re.search(known.masks, mask) and set(values) <= known.values.keys() | set(known.ignored_ids):
             return known
@@ -88,13 +71,9 @@ def published_layout(tree: Tree) -> Layout | None:
 
 
 def pairs_of_format(root: Path, format: str, split: str, **keys: Any) -> list[Pair]:
-    """Return the pairs that a format finds, with paths relative to the root; none if it finds no complete split.
+    """Return the pairs that a format of `DATASETS` finds, relative to the root; none if it finds no complete split.
 
-    Args:
-        root: of the data set.
-        format: a key of `DATASETS`.
-        split: name of the split.
-        **keys: further attributes of `DataLocation`.
+    The keys are further attributes of `DataLocation`.
     """
     try:
         found = find_pairs(DataLocation(format, root, **keys, allow_outside_root=True), split)

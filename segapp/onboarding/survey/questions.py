@@ -1,15 +1,12 @@
 """Questions that a folder leaves open; each names the option of `segapp init` that answers it."""
 
-from __future__ import annotations
-
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from segapp.errors import DataError
 
-SURE = 0.6
-"""Confidence below which a reading is asked about, even if there is no other."""
+SURE = 0.6  # confidence below which a reading is asked about, even if there is no other
 
 
 @dataclass(frozen=True)
@@ -27,7 +24,7 @@ class OpenQuestionError(DataError):
 
     Attributes:
         question: the sentence without the answers.
-        option: that answers it, such as `--layout`; the attribute of `InitRequest` has the same name.
+        option: that answers it, such as `--layout`.
         answers: the possible values, the most likely first.
     """
 
@@ -42,14 +39,7 @@ class OpenQuestionError(DataError):
 
 
 def open_question(question: str, option: str, answers: Sequence[Answer], advice: str = "") -> OpenQuestionError:
-    """Return the error that asks a question.
-
-    Args:
-        question: what is unknown, as a sentence without an end mark.
-        option: that answers it.
-        answers: the most likely first; at least one.
-        advice: what else helps.
-    """
+    """Return the error that asks a question, a sentence without an end mark; the most likely answer is the first."""
     listed = "; ".join(f"{option} {shlex.quote(answer.value)} ({answer.words})" for answer in answers)
     error = OpenQuestionError(f"{question}: answer with {listed}" + (f"; {advice}" if advice else ""))
     error.question, error.option, error.answers = question, option, tuple(answers)

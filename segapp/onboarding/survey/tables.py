@@ -20,29 +20,28 @@ from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair, by_image
 from segapp.onboarding.survey.hypotheses import common_affixes
 from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import SPLIT_WORDS, affixes, is_trainval, role_of, tokens, without_zeros
+from segapp.onboarding.survey.words import (
+    SPLIT_WORDS,
+    affixes,
+    is_trainval,
+    known_words,
+    role_of,
+    tokens,
+    without_zeros,
+)
 
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_SIDECARS = 20
 """More files of one kind in a folder describe one image each; they are annotations rather than tables."""
-_SUFFIXES = (".txt", ".lst", ".csv", ".tsv", ".json", ".jsonl")
-_MIN_FOUND = 0.9
-"""Share of a list's names that must be images."""
-_SPLIT_HEADERS = frozenset(["split", "set", "subset", "phase", "partition", "usage", "fold", "mode", "stage"])
-_GROUP_HEADERS = frozenset(
-    ["patient", "subject", "case", "scene", "video", "sequence", "site", "slide", "group", "study", "series"]
-)
+_MIN_FOUND = 0.9  # share of a list's names that must be images
+_SPLIT_HEADERS, _GROUP_HEADERS = known_words("columns", "splits"), known_words("columns", "groups")
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table.
+    """A table as rows of text; its header is empty if it is unknown.
 
-    Attributes:
-        path: relative to the root.
-        header: names of the columns; empty: unknown.
-        rows: the cells of each row, as text.
-        row_splits: the split of each row, if the file divides its rows into splits; empty: it does not.
+    The splits of its rows are known if the file divides them into splits; else there are none.
     """
 
     path: str
@@ -84,14 +83,12 @@ def split_of_words(name: str) -> str | None:
 
 def read_tables(tree: Tree) -> list[Table]:
     """Return the tables of a folder: those in folders of segmentation lists first, then those near the root."""
-    paths = tree.others_named(*_SUFFIXES)
-    crowds = Counter((path.rpartition("/")[0], PurePosixPath(path).suffix.lower()) for path in paths)
+    paths = {path: PurePosixPath(path) for path in tree.others_named(".txt", ".lst", ".csv", ".tsv", ".json", ".jsonl")}
+    crowds = Counter((path.parent, path.suffix.lower()) for path in paths.values())
     found = []
-    for path in paths:
-        is_sidecar = crowds[path.rpartition("/")[0], PurePosixPath(path).suffix.lower()] > _MAX_SIDECARS
-        if is_sidecar and split_of_words(PurePosixPath(path).stem) is None:
-            continue
-        if (table := read_table(tree, path)) is not None:
+    for name, path in paths.items():
+        is_sidecar = crowds[path.parent, path.suffix.lower()] > _MAX_SIDECARS and split_of_words(path.stem) is None
+        if not is_sidecar and (table := read_table(tree, name)) is not None:
             found.append(table)
     return sorted(found, key=lambda table: ("seg" not in table.folder.lower(), table.folder.count("/"), table.path))
 
@@ -149,12 +146,10 @@ def _from_json(path: str, content: Any) -> Table | None:
     by_split = [(split_of_words(str(key)), value) for key, value in content.items() if isinstance(value, list)]
     if len(by_split) >= 2 and all(split is not None for split, _ in by_split):
         return _from_records(path, [(split, one) for split, value in by_split for one in value])
-    records = [value for value in content.values() if isinstance(value, list) and _are_flat(value)]
-    return _from_records(path, [(None, one) for one in records[0]]) if len(content) == len(records) == 1 else None
-
-
-def _are_flat(records: Sequence[Any]) -> bool:
-    return bool(records) and all(isinstance(one, Mapping) for one in records)
+    records = next(iter(content.values())) if len(content) == 1 else None
+    if not isinstance(records, list) or not all(isinstance(one, Mapping) for one in records):
+        return None
+    return _from_records(path, [(None, one) for one in records])
 
 
 def _from_records(path: str, records: Sequence[tuple[str | None, Any]]) -> Table | None:
@@ -182,8 +177,7 @@ def _cell(value: Any) -> str:
 def paired_lists(tree: Tree, tables: Sequence[Table]) -> tuple[Layout | None, dict[str, str]]:
     """Return the layout of tables that name an image and its mask in each row; and why other such tables are not used.
 
-    Raises:
-        DataError: an image is in two splits, or has two masks.
+    DataError is raised if an image is in two splits, or has two masks.
     """
     finder = _Files(tree.images)
     by_folder: dict[str, list[Table]] = defaultdict(list)
@@ -237,11 +231,7 @@ def _pair_columns(table: Table, finder: _Files) -> tuple[int, int] | None:
     images.sort(key=lambda number: not found[number].is_image)
     if masks and images:
         return images[0], masks[0]
-    return (
-        (images[0], images[1])
-        if len(images) == 2 and not any(found[number].is_image for number in images[1:])
-        else None
-    )
+    return (images[0], images[1]) if len(images) == 2 and not found[images[1]].is_image else None
 
 
 def _rows_of(table: Table, columns: tuple[int, int], finder: _Files) -> Iterable[Pair]:
@@ -282,97 +272,66 @@ def _row_groups(table: Table) -> list[str] | None:
 def with_listed_splits(tables: Sequence[Table], layout: Layout) -> tuple[Layout, dict[str, str]]:
     """Return the layout with the splits that tables say, if no folder says them; and why others are not used.
 
-    Raises:
-        DataError: an image is in the list of two splits.
+    DataError is raised if an image is in the lists of two splits.
     """
     names = _NamedPairs(layout.pairs)
-    by_folder: dict[str, list[_Said]] = defaultdict(list)
+    by_folder: dict[str, dict[str, _Said]] = defaultdict(dict)
     for table in tables:
-        if (said := _said_by(table, names)) is not None:
-            by_folder[table.folder].append(said)
+        if said := _said_by(table, names):
+            by_folder[table.folder][table.path] = said
+    splits = {pair.split for pair in layout.pairs}
+    is_divided = "train" in splits and not splits.isdisjoint(("val", "test"))
     result, unused = layout, dict[str, str]()
-    is_divided = {"train", "val"} <= layout.splits.keys() or {"train", "test"} <= layout.splits.keys()
     for lists in by_folder.values():
-        if is_divided or result is not layout:
+        if not is_divided and result is layout:
+            result = _divided(layout, lists) or layout
+        if result is not layout or (is_divided and layout.name == "lists"):
+            reason = f"the splits are those of {', '.join(result.sources)}"
+        elif is_divided:
             reason = "the folders and names of the images say the splits"
-            if result is not layout:
-                reason = f"the splits are those of {', '.join(result.sources)}"
-            elif layout.name == "lists":
-                reason = f"the splits are those of {', '.join(layout.sources)}"
-            unused |= {one.path: reason for one in lists if one.path not in layout.sources}
-            continue
-        divided = _divided(layout, _without_sums(lists))
-        if divided is None:
+        else:
             reason = "it names images, but no list of the folder says which train and which validate"
-            unused |= {one.path: reason for one in lists if one.path not in layout.sources}
-            continue
-        result = divided
-        unused |= {
-            one.path: f"the splits are those of {', '.join(divided.sources)}"
-            for one in lists
-            if one.path not in divided.sources
-        }
-    for one in (one for lists in by_folder.values() for one in lists):
-        if one.path in result.sources:
-            unused.pop(one.path, None)
+        unused |= {path: reason for path in lists if path not in result.sources}
     return result, unused
 
 
-@dataclass(frozen=True)
-class _Said:
-    """The splits that a table says of the pairs of a layout."""
-
-    path: str
-    is_sum: bool
-    pairs: tuple[tuple[str | None, Pair], ...]
+_Said = Sequence[tuple[str | None, Pair]]
+"""The pairs that a table names, each with the split that it says."""
 
 
-def _said_by(table: Table, names: _NamedPairs) -> _Said | None:
-    """Return what a table says of the pairs; None if it does not name images of them."""
-    splits = _row_splits(table)
-    best: tuple[int, list[tuple[Pair, ...]]] | None = None
-    for number in range(table.num_columns):
-        found = [names.find(cell) if cell else () for cell in table.column(number)]
-        count = sum(map(bool, found))
-        if count >= max(1, _MIN_FOUND * len(table.rows)) and (best is None or count > best[0]):
-            best = (count, found)
-    if best is None:
-        return None
-    pairs = tuple((split, pair) for split, own in zip(splits, best[1], strict=True) for pair in own)
-    stem = PurePosixPath(table.path).stem
-    is_sum = (
-        table.split == "train" and split_of_words(stem.lower().replace("val", "")) == "train" and "val" in stem.lower()
-    )
-    return _Said(table.path, is_sum, pairs)
+def _said_by(table: Table, names: _NamedPairs) -> _Said:
+    """Return what a table says of the pairs; nothing if most of its rows name none of them."""
+    columns = [
+        [names.find(cell) if cell else () for cell in table.column(number)] for number in range(table.num_columns)
+    ]
+    best = max(columns, key=lambda column: sum(map(bool, column)), default=[])
+    if sum(map(bool, best)) < max(1, _MIN_FOUND * len(table.rows)):
+        return ()
+    return [(split, pair) for split, own in zip(_row_splits(table), best, strict=True) for pair in own]
 
 
-def _without_sums(lists: Sequence[_Said]) -> list[_Said]:
-    """Return the lists without trainval, if train and val have their own."""
-    own = {split for one in lists if not one.is_sum for split, _ in one.pairs}
-    return [one for one in lists if not one.is_sum] if {"train", "val"} <= own else list(lists)
-
-
-def _divided(layout: Layout, lists: Sequence[_Said]) -> Layout | None:
+def _divided(layout: Layout, lists: Mapping[str, _Said]) -> Layout | None:
     """Return the layout with the splits of lists; None if they do not divide it."""
-    said: dict[str, dict[str, Pair]] = defaultdict(dict)
-    used = []
-    for one in lists:
-        if any(split is not None for split, _ in one.pairs):
-            used.append(one.path)
-        for split, pair in one.pairs:
+    plain = {path: pairs for path, pairs in lists.items() if not is_trainval(PurePosixPath(path).stem)}
+    if {"train", "val"} <= {split for pairs in plain.values() for split, _ in pairs}:
+        lists = plain
+    said: dict[str, set[str]] = defaultdict(set)
+    for pairs in lists.values():
+        for split, pair in pairs:
             if split is not None:
-                said[split][pair.image] = pair
+                said[split].add(pair.image)
+    used = [path for path, pairs in lists.items() if any(split is not None for split, _ in pairs)]
     if "train" not in said or len(said) < 2:
         return None
     evaluated = said.get("val") or said["test"]
-    if both := sorted(said["train"].keys() & evaluated.keys()):
+    if both := sorted(said["train"] & evaluated):
         raise DataError(_overlap(both))
-    splits = {image: split for split in ("test", "val", "train") for image in said.get(split, {})}
-    pairs = tuple(replace(p, split=splits[p.image], split_word=None) for p in layout.pairs if p.image in splits)
+    splits = {image: split for split in ("test", "val", "train") for image in said.get(split, ())}
+    divided = tuple(replace(p, split=splits[p.image], split_word=None) for p in layout.pairs if p.image in splits)
     evidence = [f"the splits are those of {', '.join(used)}"]
-    if left_out := len(layout.pairs) - len(pairs):
+    if left_out := len(layout.pairs) - len(divided):
         evidence.append(f"{left_out} pairs are in no list and are left out")
-    return replace(layout, pairs=pairs, evidence=(*layout.evidence, *evidence), sources=(*layout.sources, *used))
+    return replace(layout, pairs=divided, evidence=(*layout.evidence, *evidence), sources=(*layout.sources, *used))
 
 
 def _overlap(both: list[str]) -> str:
@@ -394,14 +353,10 @@ class _Files:
     def find(self, cell: str, folder: str) -> list[str]:
         """Return the files: by path from the root, the table's folder or those above it; else by the end of a path."""
         clean = os.path.normpath(cell.replace("\\", "/")).lstrip("/")
-        base = folder
-        while True:
-            place = os.path.normpath(os.path.join(base, clean))
+        for base in (PurePosixPath(folder), *PurePosixPath(folder).parents):
+            place = os.path.normpath(base / clean)
             if place in self._paths:
                 return [place]
-            if not base:
-                break
-            base = base.rpartition("/")[0]
         tail = clean
         while "/" in tail:  # the name of the data set's own folder in front, or an absolute path of another machine
             tail = tail.partition("/")[2]
@@ -438,22 +393,17 @@ class _NamedPairs:
 
     def find(self, line: str) -> tuple[Pair, ...]:
         """Return the pairs; none if there are none, or if a name is that of several images."""
-        line = line.strip().replace("\\", "/")
-        line = line.removeprefix("./").lstrip("/")
+        line = line.strip().replace("\\", "/").removeprefix("./").lstrip("/")
         name = PurePosixPath(line).name
+        stem = name.rpartition(".")[0] if name.lower().endswith(IMAGE_SUFFIXES) else name
         for table, key in (
             (self._by_name, line),
             (self._by_name, name),
-            (self._by_name, _stem(line)),
+            (self._by_name, stem),
             (self._scenes, line.rstrip("/")),
-            (self._loose, _stem(line)),
-            (self._loose, without_zeros(_stem(line))),
+            (self._loose, stem),
+            (self._loose, without_zeros(stem)),
         ):
             if found := table.get(key):
                 return found
         return ()
-
-
-def _stem(line: str) -> str:
-    name = PurePosixPath(line).name
-    return name.rpartition(".")[0] if name.lower().endswith(IMAGE_SUFFIXES) else name

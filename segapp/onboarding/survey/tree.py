@@ -1,7 +1,5 @@
 """The files below a folder: which are images, and which may describe them. Only names are read."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections import Counter
@@ -22,7 +20,7 @@ _ARRAYS = (
 _VOLUMES = f"nii, mat and h5 files are not read: save their slices as PNG or npy; or {_OWN_READER}"
 _VIDEOS = "videos are not read: save the frames that have masks as images, with the names of their masks"
 _ARCHIVES = "archives are not read: unpack them"
-UNREAD_KINDS = {
+_UNREAD_KINDS = {
     **dict.fromkeys((".npy", ".npz"), _ARRAYS),
     ".dcm": f"DICOM files are read with masks of their names (dicom/a.dcm and masks/a.png); else {_OWN_READER}",
     **dict.fromkeys((".nii", ".gz", ".mat", ".h5", ".hdf5"), _VOLUMES),
@@ -38,12 +36,7 @@ OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".pa
 class Tree:
     """The files below a folder, as paths relative to it in their byte order.
 
-    Attributes:
-        root: the folder.
-        images: files with the extension of an image.
-        others: files that may hold annotations, class names or lists.
-        rest: files of other kinds.
-        leads_outside: files or folders are links to places outside root.
+    The others may hold annotations, class names or lists; the rest are files of other kinds.
     """
 
     root: Path
@@ -52,18 +45,13 @@ class Tree:
     leads_outside: bool
     rest: tuple[str, ...] = ()
 
-    @property
-    def held(self) -> str:
-        """The numbers of its images, and of other files of pixels by their kind."""
+    def described(self) -> str:
+        """Return the numbers of images and of other files of pixels by their kind, and what to do with such files."""
         kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.rest)
-        counts = [f"{kinds[suffix]} {suffix[1:]}" for suffix in UNREAD_KINDS if kinds[suffix]]
-        return ", ".join([f"{len(self.images)} images", *counts])
-
-    @property
-    def advice_on_kinds(self) -> tuple[str, ...]:
-        """What to do with files of pixels that are no images, for each kind that it holds."""
-        held = {PurePosixPath(path).suffix.lower() for path in self.rest}
-        return tuple(dict.fromkeys(advice for suffix, advice in UNREAD_KINDS.items() if suffix in held))
+        held = [suffix for suffix in _UNREAD_KINDS if kinds[suffix]]
+        counts = [f"{len(self.images)} images", *(f"{kinds[suffix]} {suffix[1:]}" for suffix in held)]
+        advice = dict.fromkeys(_UNREAD_KINDS[suffix] for suffix in held)
+        return f"({', '.join(counts)}); " + "".join(f"{one}; " for one in advice)
 
     def others_named(self, *suffixes: str) -> list[str]:
         """Return the files with one of the extensions that are no images, those nearest to the root first."""
@@ -87,19 +75,13 @@ class Tree:
 
 
 def survey_tree(root: Path) -> Tree:
-    """Return the files below a folder; hidden ones are left out, links to folders are followed once.
-
-    Raises:
-        ConfigError: it is no folder.
-    """
+    """Return the files below a folder; hidden ones are left out, links to folders are followed once."""
     if not root.is_dir():
         raise ConfigError(
             f"{shown(root)} is not a folder: give the folder that holds the images and the masks", path=root
         )
     guard = RootGuard(root)
-    images: list[str] = []
-    others: list[str] = []
-    rest: list[str] = []
+    images, others, rest = list[str](), list[str](), list[str]()
     leads_outside = False
     for place, names in walk_once(root):
         below = os.path.relpath(place, root)
@@ -107,13 +89,10 @@ def survey_tree(root: Path) -> Tree:
             continue
         leads_outside |= not guard.holds(place)
         for name in names:
-            suffix = os.path.splitext(name)[1].lower()
             if name[0] == ".":
                 continue
-            path = name if below == "." else f"{below}/{name}"
-            if suffix not in IMAGE_SUFFIXES + OTHER_SUFFIXES:
-                rest.append(path)
-                continue
-            (images if suffix in IMAGE_SUFFIXES else others).append(path)
-            leads_outside |= not guard.holds(os.path.join(place, name))
+            suffix = os.path.splitext(name)[1].lower()
+            kind = images if suffix in IMAGE_SUFFIXES else others if suffix in OTHER_SUFFIXES else rest
+            kind.append(name if below == "." else f"{below}/{name}")
+            leads_outside |= kind is not rest and not guard.holds(os.path.join(place, name))
     return Tree(root, tuple(images), tuple(others), leads_outside, tuple(rest))

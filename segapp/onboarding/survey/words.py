@@ -1,49 +1,35 @@
-"""Words in the names of folders and files that tell images from masks, and the splits.
+"""Words in the names of folders and files that tell images from masks, and the splits; `words.toml` lists them.
 
-Only lists of words; how they are weighed is in `hypotheses`.
+How they are weighed is in `hypotheses`.
 """
 
 import itertools
 import re
+import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
-IMAGE_WORDS = frozenset([
-    "image", "images", "img", "imgs", "jpegimages", "jpeg", "rgb", "camera", "frame", "frames", "photo", "photos",
-    "picture", "pictures", "pic", "pics", "input", "inputs", "ortho", "tiles", "raw", "original", "originals",
-    "source", "data",
-])  # fmt: skip
-MASK_WORDS = frozenset([
-    "mask", "masks", "label", "labels", "labeled", "labelled", "annotation", "annotations", "annot", "annots",
-    "ann", "anno", "annos", "gt", "groundtruth", "truth", "segmentation", "segmentations", "seg", "segs",
-    "semantic", "target", "targets", "manual", "trimap", "trimaps", "parsing", "labelmap", "labelmaps",
-    "labelimages", "lbl", "matte", "silhouette", "ho", "stuffthingmaps", "truths", "masque", "masques", "l",
-])  # fmt: skip
-OTHER_WORDS = frozenset([
-    "instance", "instances", "panoptic", "color", "colors", "colour", "colours", "colormap", "colormaps", "depth",
-    "edge", "edges", "boundary", "boundaries", "visualization", "visualizations", "visualisation", "vis", "viz",
-    "overlay", "overlays", "preview", "object", "objects", "disparity", "ref", "reference", "inv", "invalid",
-    "uncertainty", "polygons", "pred", "preds", "prediction", "predictions",
-])  # fmt: skip
-"""Words of pictures that are made from masks or lie beside them, and are no masks of classes."""
-GLUE_WORDS = frozenset(
-    ["id", "ids", "train", "png", "dir", "image", "color", "rgb", "class", "classes", "st", "nd", "visible"]
-)
-"""Words that continue an ending such as `_labelTrainIds` or `_instance_color_RGB`."""
+_TABLES = tomllib.loads(Path(__file__).parents[1].joinpath("words.toml").read_text(encoding="utf-8"))
 
-SPLIT_WORDS = {
-    "train": "train", "training": "train", "tr": "train", "trn": "train",
-    "val": "val", "valid": "val", "validation": "val", "dev": "val", "valset": "val", "trainset": "train",
-    "test": "test", "testing": "test", "te": "test", "ts": "test", "tst": "test", "testset": "test",
-}  # fmt: skip
+
+def known_words(table: str, key: str) -> frozenset[str]:
+    """Return the words of `words.toml` that say one thing."""
+    return frozenset(_TABLES[table][key].split())
+
+
+IMAGE_WORDS, MASK_WORDS = known_words("roles", "images"), known_words("roles", "masks")
+OTHER_WORDS, GLUE_WORDS = known_words("roles", "others"), known_words("roles", "glue")
+ROLE_WORDS = IMAGE_WORDS | MASK_WORDS | OTHER_WORDS
+SPLIT_WORDS = {word: split for split, words in _TABLES["splits"].items() for word in words.split()}
 SPLITS = ("train", "val", "test")
 _SHORT = {"tr", "te", "ts", "trn", "tst"}
 
 _TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
-@dataclass(frozen=True)
-class Token:
+class Token(NamedTuple):
     """A word of a name, in lower case, and where it stands."""
 
     word: str
@@ -107,8 +93,7 @@ def inner_role_word(stem: str) -> str:
     ('seg', '', '')
     """
     found = tokens(stem)
-    roles = IMAGE_WORDS | MASK_WORDS | OTHER_WORDS
-    return next((token.word for token in found[1:-1] if token.word in roles and len(token.word) > 1), "")
+    return next((token.word for token in found[1:-1] if token.word in ROLE_WORDS and len(token.word) > 1), "")
 
 
 def without_zeros(text: str) -> str:
@@ -144,14 +129,13 @@ def affixes(stem: str) -> tuple[str, str, str]:
     (('img_', '0001', ''), ('', '0001', '_mask'), ('', 'a', '_labelTrainIds'), ('masks', '', ''))
     """
     found = tokens(stem)
-    roles = IMAGE_WORDS | MASK_WORDS | OTHER_WORDS
     first = 0
-    while first < len(found) and found[first].word in roles - {"l", "ho", "data", "raw"}:
+    while first < len(found) and found[first].word in ROLE_WORDS - {"l", "ho", "data", "raw"}:
         first += 1
     last = len(found)
-    while last > first and found[last - 1].word in roles | GLUE_WORDS and not _is_side(stem, found[last - 1]):
+    while last > first and found[last - 1].word in ROLE_WORDS | GLUE_WORDS and not _is_side(stem, found[last - 1]):
         last -= 1
-    while last < len(found) and found[last].word not in roles:  # an ending begins with a word of a role
+    while last < len(found) and found[last].word not in ROLE_WORDS:  # an ending begins with a word of a role
         last += 1
     if first == len(found) and first > 0:
         return stem, "", ""
