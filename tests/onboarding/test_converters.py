@@ -185,6 +185,18 @@ def test_cvat_shapes_become_masks_by_z_order(tmp_path: Path) -> None:
     assert (written(tmp_path, "images/0001") == wanted).all()
 
 
+def test_names_of_annotation_files_say_the_split(tmp_path: Path) -> None:
+    cvat(tmp_path / "d")
+    path = tmp_path / "d" / "annotations.xml"
+    head, *entries = re.split(r"(?=<image )", path.read_text().removesuffix("</annotations>"))
+    path.unlink()
+    for split, own in (("train", entries[:4]), ("val", entries[4:])):
+        (tmp_path / "d" / f"{split}.xml").write_text(f"{head}{''.join(own)}</annotations>")
+    _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert (len(names["train"]), len(names["val"])) == (4, 2)
+    assert "splits: 4 training images (train), 2 validation images (val)" in result.lines
+
+
 def test_supervisely_polygons_with_holes_and_bitmaps(tmp_path: Path) -> None:
     supervisely(tmp_path / "d")
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from segapp.onboarding.convert.yolo import _painter
+from segapp.onboarding.convert.conversion import painter
+from segapp.onboarding.convert.yolo import _area, _draw
 from segapp.onboarding.survey.content import MaskContent, dominant_levels, nearest_level
 
 RED, BLUE = (200, 0, 0), (0, 0, 200)
@@ -55,11 +57,12 @@ def test_pixels_get_the_nearest_level() -> None:
 def test_polygons_of_yolo_are_drawn_largest_first() -> None:
     images: Any = SimpleNamespace(size_of=lambda path: (10, 10))
     small, large = b"0 0.35 0.35 0.55 0.35 0.55 0.55 0.35 0.55", b"1 0.05 0.05 0.95 0.05 0.95 0.95 0.05 0.95"
-    for content in (small + b"\n" + large, large + b"\n\n" + small + b"\n"):
-        mask = _painter(images, "a.png", content, 2)()
+    draw = partial(_draw, num_classes=2)
+    for lines in ([small, large], [large, small]):
+        mask = painter(images, "a.png", lines, draw, "polygon", _area)()
         wanted = np.full((10, 10), 2)
         wanted[3:6, 3:6] = 1
         np.testing.assert_array_equal(mask, wanted)
     for number in (b"-1", b"2"):
         with pytest.raises(ValueError, match=f"class {number.decode()} has no name"):
-            _painter(images, "a.png", number + large[1:], 2)()
+            painter(images, "a.png", [number + large[1:]], draw, "polygon", _area)()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import decode_starts
+from segapp.onboarding.convert.rle import decode_starts
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.survey.questions import OpenQuestionError
 from tests.support.drawn_folders import draw_image, proposed, seeded, targets_read

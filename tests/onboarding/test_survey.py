@@ -10,10 +10,10 @@ from PIL import Image
 
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import Images
-from segapp.onboarding.convert.yolo import _classes_in
+from segapp.onboarding.convert.yolo import _largest_class, _lines
 from segapp.onboarding.survey.class_files import ClassFile
 from segapp.onboarding.survey.content import MaskContent, count_pixels
-from segapp.onboarding.survey.encoding import binary_classes, is_stray, read_classes
+from segapp.onboarding.survey.encoding import MaskChoices, binary_classes, is_stray, read_classes
 from segapp.onboarding.survey.tables import read_tables
 from segapp.onboarding.survey.tree import Tree, survey_tree
 
@@ -101,7 +101,7 @@ def test_smoothed_borders_above_a_hundredth_are_refused(others: dict[int, int], 
     values = Counter({0: 9000 - sum(others.values()), 255: 1000, **others})
     content = MaskContent(1, 1, values=values, masks_with=Counter(dict.fromkeys(values, 1)))
     with pytest.raises(DataError, match=rf"smoothed or saved with loss: {share} of the pixels .*--clean-masks"):
-        read_classes(content, (), ["masks/a.png"])
+        read_classes(content, (), ["masks/a.png"], MaskChoices())
 
 
 def content_of(values: dict[int, int], *, num_all: int = 100) -> MaskContent:
@@ -127,12 +127,12 @@ def content_of(values: dict[int, int], *, num_all: int = 100) -> MaskContent:
 def test_unnamed_ids_are_classes_from_zero(
     values: list[int], num_all: int, names: str, label_map: dict[int, int]
 ) -> None:
-    found = read_classes(content_of(dict.fromkeys(values, 5000), num_all=num_all), (), ["masks/a.png"])
+    found = read_classes(content_of(dict.fromkeys(values, 5000), num_all=num_all), (), ["masks/a.png"], MaskChoices())
     assert (found.names, found.label_map) == (tuple(names.split()), label_map)
 
 
 def test_values_of_few_pixels_in_few_masks_are_ignored() -> None:
-    found = read_classes(content_of({0: 9_000_000, 1: 800_000, 2: 4, 99: 1}), (), ["masks/a.png"])
+    found = read_classes(content_of({0: 9_000_000, 1: 800_000, 2: 4, 99: 1}), (), ["masks/a.png"], MaskChoices())
     assert (found.names, found.label_map) == (("class_0", "class_1", "class_2"), {99: 255})
     assert "stray values are ignored: 99 (1 px): below 0.001% of the pixels" in found.notes
     content = MaskContent(100, 100, values=Counter({1: 3, 2: 4, 3: 30}), masks_with=Counter({1: 2, 2: 2, 3: 3}))
@@ -170,7 +170,9 @@ def test_names_of_a_file_are_taken_where_they_fit(
     names: str, named: dict[int, str], ids: list[int], expected: tuple[str, dict[int, int]] | None
 ) -> None:
     content = content_of(dict.fromkeys(ids, 5000))
-    found = read_classes(content, [ClassFile("classes.txt", tuple(names.split()), named)], ["masks/a.png"])
+    found = read_classes(
+        content, [ClassFile("classes.txt", tuple(names.split()), named)], ["masks/a.png"], MaskChoices()
+    )
     if expected is None:
         assert "does not fit" in found.notes[0]
         assert all(name.startswith(("class_", "background", "object")) for name in found.names)
@@ -182,7 +184,7 @@ def test_largest_class_is_that_of_any_line_of_a_label_file(tmp_path: Path) -> No
     (tmp_path / "a.txt").write_text("0 0.1 0.1 0.9 0.1 0.5 0.9\n12 0.1 0.1 0.9 0.1 0.5 0.9\n\n3 0 0 1 0 1 1\n")
     (tmp_path / "b.txt").write_text("")
     tree = Tree(tmp_path, (), ("a.txt", "b.txt"), leads_outside=False)
-    assert [_classes_in(tree, name) for name in ("a.txt", "b.txt")] == [12, 0]
+    assert [_largest_class(_lines(tree, name)) for name in ("a.txt", "b.txt")] == [12, 0]
 
 
 @pytest.mark.parametrize(

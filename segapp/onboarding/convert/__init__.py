@@ -1,9 +1,6 @@
 """The converters to masks, each by the annotations or pixels that it knows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import replace
 
 from segapp.errors import DataError
@@ -38,12 +35,8 @@ CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
 def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list[str]]:
     """Return what the converters find, and why a converter cannot read the annotations of its kind.
 
-    Args:
-        tree: the folder.
-        has_masks: there are masks already: they are preferred to masks that are drawn, not to readings of these masks.
-
-    Raises:
-        DataError: a converter needs a package that is not installed, and there are no masks.
+    Masks that are there already are preferred to masks that are drawn, not to readings of these masks. Without them,
+    DataError is raised if a converter needs a package that is not installed.
     """
     found: list[Layout] = []
     problems, known = [], set(tree.images)
@@ -72,12 +65,10 @@ def with_layouts(readings: Sequence[Layout], layouts: Sequence[Layout]) -> list[
     of several channels) and so reads more; a reading of several masks for each image is left out if a layout has its
     pairs.
     """
-    sources = [set(one.sources) for one in readings if one.is_drawn]
     pairs = {layout.files for layout in layouts}
     kept = [one for one in readings if one.is_drawn or one.files not in pairs]
-    return [*kept, *(layout for layout in layouts if not any(_is_part(layout, own) for own in sources))]
-
-
-def _is_part(layout: Layout, sources: AbstractSet[str]) -> bool:
-    """Return True if all masks or all images of a layout are files that a conversion reads for its own."""
-    return {pair.mask for pair in layout.pairs} <= sources or {pair.image for pair in layout.pairs} <= sources
+    for layout in layouts:
+        images, masks = ({getattr(pair, side) for pair in layout.pairs} for side in ("image", "mask"))
+        if not any(one.is_drawn and (images.issubset(one.sources) or masks.issubset(one.sources)) for one in readings):
+            kept.append(layout)
+    return kept

@@ -6,15 +6,15 @@ shapes say the axes. Images of 8 bits are written as PNG, others as TIFF. Files 
 Shapes: N images, H, W height and width in pixels, C channels.
 """
 
-from __future__ import annotations
-
+import contextlib
+import itertools
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,15 +22,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import (
-    as_ids,
-    digest_of,
-    encode_png,
-    file_state,
-    is_image_of,
-    mask_target,
-    missing_extra,
-)
+from segapp.onboarding.convert.conversion import as_ids, encode_png, file_state, mask_target, missing_extra
 from segapp.onboarding.convert.pieces import MAX_SETS, combine
 from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
 from segapp.onboarding.survey.content import stored_pixels
@@ -38,7 +30,6 @@ from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
 from segapp.run.words import first_line
 
-ARRAY_SUFFIXES = (".npy", ".npz", ".dcm")
 _IMAGE_WORDS = IMAGE_WORDS | {"x", "dicom", "dcm", "ct", "mr"}
 _MASK_WORDS = MASK_WORDS | {"y"}
 _MAX_CHANNELS, _MAX_CLASSES = 16, 64
@@ -48,19 +39,12 @@ _NUM_LOOKED = 8
 
 @dataclass(frozen=True)
 class _Side:
-    """An array or an image file.
-
-    Attributes:
-        path: relative to the root.
-        key: name of the array in an .npz.
-        shape: of the array; of a file: height and width.
-        dtype: of the array; of a file: None.
-    """
+    """An array, or an image file without a dtype; `key` is the name of an array in an .npz."""
 
     path: str
-    key: str
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any] | None
+    key: str = ""
+    shape: tuple[int, ...] = (0, 0)
+    dtype: np.dtype[Any] | None = None
 
     @property
     def words(self) -> list[list[str]]:
@@ -90,14 +74,16 @@ class _Side:
         said = {split for words in self.words for word in words if (split := SPLIT_WORDS.get(word)) is not None}
         return said.pop() if len(said) == 1 else None
 
+    def length(self, axes: str, axis: str) -> int:
+        """Return the length of one of its axes; 1 without it."""
+        return self.shape[axes.index(axis)] if axis in axes else 1
+
     def __str__(self) -> str:
-        return (
-            shown(self.path) + (f"[{shown(self.key)}]" if self.key else "") + (f" {self.shape}" if self.shape else "")
-        )
+        key = f"[{shown(self.key)}]" if self.key else ""
+        return f"{shown(self.path)}{key}" + ("" if self.dtype is None else f" {self.shape}")
 
 
-@dataclass(frozen=True)
-class _Axes:
+class _Axes(NamedTuple):
     """The axes of the images and the masks: letters of NHWC; the masks have C for one channel of each class."""
 
     image: str
@@ -109,21 +95,22 @@ def find_arrays(tree: Tree) -> list[Layout]:
 
     Raises:
         ValueError: there are pairs whose axes do not agree, or only arrays of objects.
-        DataError: pydicom is not installed, and there are pairs of DICOM files.
+        DataError: pydicom is not installed, and there are DICOM files.
     """
-    paths = tree.others_named(*ARRAY_SUFFIXES)
+    paths = tree.others_named(".npy", ".npz", ".dcm")
     if not paths:
         return []
     problems: list[str] = []
     sides = [side for path in paths for side in _sides(tree, path, problems)]
-    files = [_Side(path, "", (), None) for path in tree.images]
-    pairs = _pairs(sides, files)
+    pairs = [
+        (_with_size(tree, image), _with_size(tree, mask)) for image, mask in _pairs([*sides, *map(_Side, tree.images)])
+    ]
     if not pairs:
         if problems:
             raise ValueError(problems[0])
         return []
     pairs = [pair for pair in pairs if _kind(pair) == _kind(pairs[0])]
-    found = [axes for axes in _possible(tree, pairs[0]) if all(_agree(tree, pair, axes) for pair in pairs)]
+    found = [axes for axes in _possible(tree, pairs[0]) if all(_agree(pair, axes) for pair in pairs)]
     if not found:
         image, mask = pairs[0]
         raise ValueError(f"the axes of {image} and {mask} do not agree")
@@ -138,7 +125,7 @@ def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
     try:
         heads = _heads(tree.root / path)
     except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
-        problems.append(f"{shown(path)}: {str(error).partition(chr(10))[0] or type(error).__name__}")
+        problems.append(f"{shown(path)}: {first_line(error)}")
         return
     for key, (shape, dtype) in heads.items():
         if dtype.hasobject:
@@ -171,10 +158,10 @@ def _head(content: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
     return tuple(shape), dtype
 
 
-def _pairs(sides: Sequence[_Side], files: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
+def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
     """Return images with their masks: those of the same names but for words of roles; at least one is an array."""
     by_match: dict[object, dict[str, list[_Side]]] = defaultdict(lambda: defaultdict(list))
-    for side in [*sides, *files]:
+    for side in sides:
         by_match[side.match][side.role or "neither"].append(side)
     pairs = []
     for own in by_match.values():
@@ -191,6 +178,16 @@ def _pairs(sides: Sequence[_Side], files: Sequence[_Side]) -> list[tuple[_Side, 
     return sorted(pairs, key=lambda pair: (pair[0].path, pair[0].key))
 
 
+def _with_size(tree: Tree, side: _Side) -> _Side:
+    """Return a side with height and width; a file that cannot be read has none."""
+    if side.dtype is not None:
+        return side
+    with contextlib.suppress(DataError):
+        header = read_header(tree.root / side.path)
+        return replace(side, shape=(header.height_px, header.width_px))
+    return side
+
+
 def _kind(pair: tuple[_Side, _Side]) -> tuple[object, ...]:
     return tuple((side.dtype is None, len(side.shape)) for side in pair)
 
@@ -198,12 +195,11 @@ def _kind(pair: tuple[_Side, _Side]) -> tuple[object, ...]:
 def _possible(tree: Tree, pair: tuple[_Side, _Side]) -> list[_Axes]:
     """Return the ways to read the axes of a pair; masks with one channel per class only if the values are 0 and 1."""
     mask = pair[1]
-    axes_of_image, axes_of_mask = (("file",) if side.dtype is None else _axes_of(side.shape) for side in pair)
-    fitting = [axes for own in axes_of_image for other in axes_of_mask if _agree(tree, pair, axes := _Axes(own, other))]
-    fitting = [axes for axes in fitting if {axes.image, axes.mask} != {"NHW", "HWN"}]
+    possible = itertools.starmap(_Axes, itertools.product(*(_axes_of(side.shape) for side in pair)))
+    fitting = [axes for axes in possible if _agree(pair, axes) and {*axes} != {"NHW", "HWN"}]
     if len(fitting) > 1:
-        fitting = [axes for axes in fitting if _num_classes(mask, axes) < 2 or _is_one_hot(tree, mask, axes.mask)]
-    one_hot = [axes for axes in fitting if _num_classes(mask, axes) > 1]
+        fitting = [axes for axes in fitting if mask.length(axes.mask, "C") < 2 or _is_one_hot(tree, mask, axes.mask)]
+    one_hot = [axes for axes in fitting if mask.length(axes.mask, "C") > 1]
     return one_hot or fitting
 
 
@@ -218,43 +214,26 @@ def _axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
     return tuple(axes for axes in _AXES[3] if axes != ("NHW" if shape[0] == shape[1] else "HWN"))
 
 
-def _num_classes(mask: _Side, axes: _Axes) -> int:
-    return mask.shape[axes.mask.index("C")] if axes.mask != "file" and "C" in axes.mask else 1
-
-
-def _agree(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes) -> bool:
+def _agree(pair: tuple[_Side, _Side], axes: _Axes) -> bool:
     """Return True if the image and the mask have the same number of images, height and width, and few channels."""
     image, mask = pair
-    sizes = [_sizes(tree, side, own) for side, own in ((image, axes.image), (mask, axes.mask))]
-    if any(one is None for one in sizes):
+    if any(len(own) != len(side.shape) for own, side in zip(axes, pair, strict=True)):
         return False
-    (first, channels), (second, classes) = (one for one in sizes if one is not None)
-    least = min(second[1:])
-    return first == second and channels <= min(_MAX_CHANNELS, least) and classes <= min(_MAX_CLASSES, least)
-
-
-def _sizes(tree: Tree, side: _Side, axes: str) -> tuple[tuple[int, int, int], int] | None:
-    """Return number of images (0 without that axis), height, width; and channels. None if it has other axes."""
-    if side.dtype is None:
-        try:
-            header = read_header(tree.root / side.path)
-        except DataError:
-            return None
-        return (0, header.height_px, header.width_px), 1
-    if len(axes) != len(side.shape):
-        return None
-    of = dict(zip(axes, side.shape, strict=True))
-    return (of.get("N", 0), of["H"], of["W"]), of.get("C", 1)
+    if ("N" in axes.image) != ("N" in axes.mask):
+        return False
+    least = min(mask.length(axes.mask, "H"), mask.length(axes.mask, "W"))
+    return (
+        all(image.length(axes.image, axis) == mask.length(axes.mask, axis) for axis in "NHW")
+        and image.length(axes.image, "C") <= min(_MAX_CHANNELS, least)
+        and mask.length(axes.mask, "C") <= min(_MAX_CLASSES, least)
+    )
 
 
 def _is_one_hot(tree: Tree, mask: _Side, axes: str) -> bool:
     """Return True if each pixel of the first images of a mask of one channel per class has a value in one channel."""
-    count = mask.shape[axes.index("N")] if "N" in axes else 1
-    for number in range(min(count, _NUM_LOOKED)):
-        planes = _image_of(tree.root / mask.path, mask, axes, number)
-        if not ((planes > 0).sum(axis=2) == 1).all():
-            return False
-    return True
+    looked = range(min(mask.length(axes, "N"), _NUM_LOOKED))
+    planes = (_image_of(tree.root / mask.path, mask, axes, number) for number in looked)
+    return all(((own > 0).sum(axis=2) == 1).all() for own in planes)
 
 
 @lru_cache(maxsize=2)
@@ -286,18 +265,22 @@ def _conversion(
     tree: Tree, pairs: Sequence[tuple[_Side, _Side]], axes: _Axes, num_ways: int, notes: tuple[str, ...]
 ) -> Layout:
     image, mask = pairs[0]
-    num_classes = _num_classes(mask, axes)
+    num_classes = mask.length(axes.mask, "C")
     is_sets = num_classes > 1 and not _is_one_hot(tree, mask, axes.mask)
     if is_sets and num_classes > MAX_SETS:
         raise ValueError(f"{mask}: masks of sets hold {MAX_SETS} classes, not {num_classes}")
+    way = "-".join("file" if side.dtype is None else own for side, own in zip(pairs[0], axes, strict=True))
     made = [own for pair in pairs for own in _pairs_of(tree, pair, axes, is_sets, several=len(pairs) > 1)]
     files = tuple({side.path: None for pair in pairs for side in pair if side.dtype is not None})
-    evidence = [f"{len(made)} images in {len(files)} files", _side_words(image, axes.image, "images")]
-    evidence.append(_side_words(mask, axes.mask, "masks"))
+    evidence = [
+        f"{len(made)} images in {len(files)} files",
+        _side_words(image, axes.image, "images"),
+        _side_words(mask, axes.mask, "masks"),
+    ]
     if num_classes > 1:
         evidence.append(f"{num_classes} channels are the classes")
     return Layout(
-        "arrays" if num_ways == 1 else f"arrays-{axes.image}-{axes.mask}".lower(),
+        "arrays" if num_ways == 1 else f"arrays-{way}".lower(),
         made,
         0.95,
         tuple(evidence),
@@ -324,29 +307,29 @@ def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool,
     states = [(side.path, side.key, *file_state(file)) for side, file in zip(pair, files, strict=True)]
     known, own = (image, axes.image) if image.dtype is not None else (mask, axes.mask)
     has_many = "N" in own
-    count = known.shape[own.index("N")] if has_many else 1
-    for number in range(count):
+    for number in range(known.length(own, "N")):
         stem = mask_target(image.path) + (f"-{image.key}" if has_many and image.key else "")
         name = f"{stem}/{number:05}" if has_many else stem
-        origin = str(known) + (f": image {number}" if has_many else "")
-        paint = partial(_mask_of, files[1], mask, axes.mask, number, is_sets)
-        drawing = Drawing(origin, (states, number, axes.mask, is_sets), paint, is_mask_there=mask.dtype is None)
         image_path, mask_path = image.path, f"{mask_target(image.path)}.png"
+        image_bytes = None
         if image.dtype is not None:
-            digest = digest_of((states, number, axes.image))
             image_path = f"images/{name}.{'png' if _is_png(image, axes.image) else 'tif'}"
-            mask_path = f"masks/{name}.png"
-            image_bytes = partial(_image_bytes, files[0], image, axes.image, number, digest)
-            drawing = replace(drawing, image_bytes=image_bytes, has_image=partial(is_image_of, digest=digest))
+            mask_path = f"masks/{name}.png" if mask.dtype is not None else mask.path
+            image_bytes = partial(_image_bytes, files[0], image, axes.image, number)
+        drawing = Drawing(
+            str(known) + (f": image {number}" if has_many else ""),
+            (states, number, axes.image, axes.mask, is_sets),
+            partial(_mask_of, files[1], mask, axes.mask, number, is_sets),
+            is_mask_there=mask.dtype is None,
+            image_bytes=image_bytes,
+        )
         scene = (stem,) if has_many and several else ()
-        mask_path = mask.path if drawing.is_mask_there else mask_path
         yield Pair(image_path, mask_path, image.split or mask.split, scene=scene, drawing=drawing)
 
 
 def _is_png(image: _Side, axes: str) -> bool:
     """Return True for images of 8 bits with one or three channels."""
-    channels = image.shape[axes.index("C")] if "C" in axes else 1
-    return image.dtype is not None and image.dtype.name in ("uint8", "bool") and channels in (1, 3)
+    return image.dtype is not None and image.dtype.name in ("uint8", "bool") and image.length(axes, "C") in (1, 3)
 
 
 def _image_bytes(file: Path, side: _Side, axes: str, number: int, digest: str) -> bytes:
@@ -361,11 +344,7 @@ def _image_bytes(file: Path, side: _Side, axes: str, number: int, digest: str) -
 
 
 def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> WideMask:
-    """Return a mask.
-
-    Raises:
-        ValueError: its values are no ids of 8 bits.
-    """
+    """Return a mask; raise ValueError if its values are no ids of 8 bits."""
     if side.dtype is None:
         return np.asarray(stored_pixels(file, as_rgb=False)[0], np.uint8)
     planes = _image_of(file, side, axes, number)
@@ -378,12 +357,7 @@ def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> 
 
 
 def _dataset(file: Path, *, has_pixels: bool) -> Any:
-    """Return the data set of a file.
-
-    Raises:
-        DataError: pydicom is not installed.
-        ValueError: the file is no DICOM file of pixels.
-    """
+    """Return the data set of a file; raise ValueError for other files, DataError if pydicom is not installed."""
     try:
         import pydicom
         from pydicom.errors import InvalidDicomError
@@ -399,12 +373,7 @@ def _dataset(file: Path, *, has_pixels: bool) -> Any:
 
 
 def dicom_head(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and the type of `dicom_array`.
-
-    Raises:
-        DataError: pydicom is not installed.
-        ValueError: the file is no DICOM file of pixels.
-    """
+    """Return the shape and the type of `dicom_array`; the errors are those of `_dataset`."""
     dataset = _dataset(file, has_pixels=False)
     frames, samples = int(dataset.get("NumberOfFrames") or 1), int(dataset.get("SamplesPerPixel") or 1)
     shape = (int(dataset.Rows), int(dataset.Columns))
@@ -415,11 +384,8 @@ def dicom_head(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
 def dicom_array(file: Path) -> NDArray[Any]:
     """Return the pixels of a file: colours of 8 bits, or values with rescale slope and intercept applied, as float32.
 
-    Values of MONOCHROME1, where the largest is black, are negated, so that larger is brighter.
-
-    Raises:
-        DataError: pydicom is not installed.
-        ValueError: the pixels cannot be decoded.
+    Values of MONOCHROME1, where the largest is black, are negated, so that larger is brighter. ValueError is raised if
+    the pixels cannot be decoded.
     """
     dataset = _dataset(file, has_pixels=True)
     try:

@@ -21,25 +21,12 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.pixel_format import PixelFormat
-from segapp.datasets.images.raster import (
-    Georeference,
-    Window,
-    encode_bands,
-    read_bands,
-    read_georeference,
-)
+from segapp.datasets.images.raster import Georeference, Window, encode_bands, read_bands, read_georeference
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.images.tiff_tags import TIFF_SUFFIXES, has_rasterio
 from segapp.datasets.masks import color_codes
 from segapp.errors import ConfigError, DataError
-from segapp.onboarding.convert.conversion import (
-    as_ids,
-    digest_of,
-    encode_png,
-    file_state,
-    is_image_of,
-    mask_target,
-)
+from segapp.onboarding.convert.conversion import as_ids, encode_png, file_state, mask_target
 from segapp.onboarding.layout import Drawing, Layout, Pair
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.questions import Answer, open_question
@@ -47,22 +34,14 @@ from segapp.onboarding.survey.tree import Tree
 
 MIN_BLOCK_PX = 64
 _SIZES = (1024, 512, 256, 128)
-_FEW_IMAGES = 4
-"""Up to this many images each gives a part to both splits; more are divided as whole images."""
+_FEW_IMAGES = 4  # up to this many images each gives a part to both splits; more are divided as whole images
 _MAX_COUNTED_PX = 2**23
-_MIN_SHARE = 0.001
-"""Share of the pixels above which a class should be in both splits."""
+_MIN_SHARE = 0.001  # share of the pixels above which a class should be in both splits
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Blocks of an image.
-
-    Attributes:
-        train: rows and columns of the training blocks.
-        val: of the validation blocks.
-        unused_share: of the pixels, which are in the margins.
-    """
+    """Rows and columns of the blocks of an image, and the share of its pixels that is in the margins."""
 
     train: tuple[Window, ...]
     val: tuple[Window, ...]
@@ -75,13 +54,10 @@ def margin_of(block_px: int) -> int:
 
 
 def plan_cut(size: tuple[int, int], strip: tuple[int, int] | None, block_px: int) -> Cut:
-    """Return the blocks of an image, whose sides are about equal to `block_px`.
+    """Return the blocks of an image of a height and a width, whose sides are about equal to `block_px`.
 
-    Args:
-        size: height and width.
-        strip: first and last (excluded) row or column, along the longer side, of the validation strip; None: there is
-            none, and all blocks are training blocks.
-        block_px: wanted side of a block.
+    The strip is the first and last (excluded) row or column that validates, along the longer side; without one, all
+    blocks are training blocks.
     """
     length = max(size)
     margin = margin_of(block_px)
@@ -91,15 +67,14 @@ def plan_cut(size: tuple[int, int], strip: tuple[int, int] | None, block_px: int
         sides = [((0, first - margin), False), ((last + margin, length), False), ((first, last), True)]
     blocks: dict[bool, list[Window]] = {False: [], True: []}
     across = _edges(0, min(size), block_px)
+    used_px = 0
     for (start, stop), is_val in sides:
         if stop - start < (1 if is_val else margin):  # too narrow to learn from
             continue
+        used_px += (stop - start) * min(size)
         for along in _edges(start, stop, block_px):
             blocks[is_val] += [(along, other) if size[0] >= size[1] else (other, along) for other in across]
-    used = sum(
-        (rows.stop - rows.start) * (columns.stop - columns.start) for own in blocks.values() for rows, columns in own
-    )
-    return Cut(tuple(blocks[False]), tuple(blocks[True]), 1 - used / (size[0] * size[1]))
+    return Cut(tuple(blocks[False]), tuple(blocks[True]), 1 - used_px / (size[0] * size[1]))
 
 
 def _edges(start: int, stop: int, block_px: int) -> list[slice]:
@@ -112,14 +87,8 @@ def _edges(start: int, stop: int, block_px: int) -> list[slice]:
 def choose_strip(counts: NDArray[np.int64], length: int, share: float, margin: int) -> tuple[int, int] | None:
     """Return the strip whose classes are most like those of the whole, which leaves each frequent class to both splits.
 
-    Args:
-        counts: (P, K) pixels of each class in P equal parts of the longer side.
-        length: of the longer side, in pixels.
-        share: of the pixels in the strip.
-        margin: unused pixels beside it.
-
-    Returns:
-        First and last (excluded) row or column; None if no training block is left.
+    The strip is its first and last (excluded) row or column; None if no training block is left. Counts are the (P, K)
+    pixels of each class in P equal parts of the longer side; `length` and `margin` are in pixels.
     """
     num_parts = len(counts)
     wide = max(1, round(share * length))
@@ -143,17 +112,10 @@ def choose_strip(counts: NDArray[np.int64], length: int, share: float, margin: i
 
 
 def cut_into_blocks(tree: Tree, layout: Layout, block_px: int, share: float) -> Layout:
-    """Return the layout of the blocks of a layout's images and masks.
+    """Return the layout of the blocks of a layout's images and masks; pairs of a split give blocks of that split.
 
-    Args:
-        tree: the folder.
-        layout: its images and masks; pairs of a split give blocks of that split.
-        block_px: wanted side of a block.
-        share: of the pixels of each image that validate.
-
-    Raises:
-        ConfigError: blocks are smaller than 64 px.
-        DataError: an image is too small for both splits, or image and mask differ in size.
+    Of other images, `share` of the pixels validates. DataError is raised if an image is too small for both splits, or
+    image and mask differ in size.
     """
     if block_px < MIN_BLOCK_PX:
         raise ConfigError(f"--blocks {block_px}: blocks have at least {MIN_BLOCK_PX} px, such as --blocks 512")
@@ -193,11 +155,7 @@ def cut_into_blocks(tree: Tree, layout: Layout, block_px: int, share: float) -> 
 
 
 def _strip_of(pair: Pair, image: _Pixels, mask: _Pixels, block_px: int, share: float) -> tuple[int, int]:
-    """Return first and last (excluded) row or column of the validation strip.
-
-    Raises:
-        DataError: the image is too small.
-    """
+    """Return first and last (excluded) row or column of the validation strip; DataError for a small image."""
     strip = choose_strip(_counts(mask), max(image.size), share, margin_of(block_px))
     if strip is None:
         raise DataError(
@@ -252,11 +210,7 @@ class _Pixels:
         return _whole_image(self.path)[window]
 
     def mask(self, window: Window) -> NDArray[Any]:
-        """Return the ids (H, W) or the colors (H, W, 3) of the mask.
-
-        Raises:
-            ValueError: it holds numbers with fractions, negative ones or ones beyond 16 bits.
-        """
+        """Return the ids (H, W) or the colors (H, W, 3) of the mask; ValueError for other values than ids."""
         stored = read_header(self.path).stored
         if self.is_tiff and stored is not None:
             values = read_bands(self.path, (1, 2, 3) if stored.bands >= 3 else (1,), window)
@@ -298,14 +252,11 @@ def _block(pair: Pair, image: _Pixels, mask: _Pixels, window: Window, split: str
     rows, columns = window
     name = f"{mask_target(pair.image)}/{rows.start:05}-{columns.start:05}"
     place = (rows.start, rows.stop, columns.start, columns.stop)
-    states = [(str(one.path), *file_state(one.path)) for one in (image, mask)]
-    digest = digest_of((states, place))
     drawing = Drawing(
         f"{shown(pair.image)}: rows {rows.start} to {rows.stop - 1}, columns {columns.start} to {columns.stop - 1}",
-        (states, place),
+        ([(str(one.path), *file_state(one.path)) for one in (image, mask)], place),
         partial(mask.mask, window),
-        image_bytes=partial(_image_bytes, image, window, digest),
-        has_image=partial(is_image_of, digest=digest),
+        image_bytes=partial(_image_bytes, image, window),
     )
     image_path = f"images/{name}.{'tif' if _is_written_as_tiff(image) else 'png'}"
     scene = (mask_target(pair.image),)
@@ -323,12 +274,9 @@ def _image_bytes(image: _Pixels, window: Window, digest: str) -> bytes:
         return encode_png(np.ascontiguousarray(pixels), digest)
     names = [f"band {band}" for band in range(1, pixels.shape[2] + 1)]
     place = read_georeference(image.path) if image.is_tiff else None
+    if place is not None:
+        a, b, c, d, e, f = place.transform
+        row, column = window[0].start, window[1].start
+        place = Georeference(place.crs, (a, b, c + a * column + b * row, d, e, f + d * column + e * row))
     is_rgb = pixels.dtype == np.uint8 and pixels.shape[2] == 3
-    return encode_bands(pixels, names, digest, None if place is None else _moved(place, window), is_rgb=is_rgb)
-
-
-def _moved(place: Georeference, window: Window) -> Georeference:
-    """Return the georeference of a window."""
-    a, b, c, d, e, f = place.transform
-    row, column = window[0].start, window[1].start
-    return Georeference(place.crs, (a, b, c + a * column + b * row, d, e, f + d * column + e * row))
+    return encode_bands(pixels, names, digest, place, is_rgb=is_rgb)

@@ -4,9 +4,8 @@ Larger objects are drawn first, so that smaller ones lie on top; a crowd region 
 annotation are background.
 """
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -17,18 +16,16 @@ from segapp.datasets.files import shown
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
     IGNORED,
-    ON_TOP,
+    Annotated,
+    Annotations,
     Images,
     area_of,
-    blank_mask,
     check_classes,
     coverage_words,
     decode_runs,
-    drawn_pair,
     fill_polygon,
     json_files,
     missing_extra,
-    painter,
 )
 from segapp.onboarding.layout import Layout, Mask
 from segapp.onboarding.survey.class_files import is_background
@@ -57,42 +54,33 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> L
     if own_background is not None:
         value_of[own_background] = 0
     names = check_classes(["background", *(categories[number] for number in others)], next(iter(files)))
-    images, pairs, total = Images(tree), [], 0
+    found = Annotations("coco", "COCO", "annotation", Images(tree))
     for path, content in files.items():
         by_image: dict[Any, list[Any]] = {}
         for annotation in content["annotations"]:
             by_image.setdefault(annotation.get("image_id"), []).append(annotation)
         for entry in content["images"]:
-            total += 1
-            file_name = str(entry.get("file_name", ""))
-            found = images.find(file_name, path)
+            found.total += 1
+            name = str(entry.get("file_name", ""))
+            image = found.images.find(name, path)
             own = by_image.get(entry.get("id"), [])
-            if found is None or (is_panoptic and not own):
-                continue
-            if is_panoptic:
-                paint = _panoptic(tree, path, own, value_of)
-            else:
-                paint = painter(images, found, own, partial(_draw, value_of=value_of), "annotation", _area)
-            pairs.append(drawn_pair(found, f"{shown(path)}: image {shown(file_name)}", own, paint, near=path))
-    if not pairs:
+            if image is not None and (own or not is_panoptic):
+                objects = [(path, own[0])] if is_panoptic else own
+                found.found.append(Annotated(path, f"{shown(path)}: image {shown(name)}", image, objects))
+    if not found.found:
         return None
-    kind = "panoptic" if is_panoptic else "instance"
     evidence = (
-        f"{len(files)} COCO files of {kind} annotations",
-        coverage_words(len(pairs), total, "entries"),
+        f"{len(files)} COCO files of {'panoptic' if is_panoptic else 'instance'} annotations",
+        coverage_words(len(found.found), found.total, "entries"),
         f"{len(categories)} categories",
     )
-    return Layout(
-        "coco",
-        pairs,
-        0.97 * len(pairs) / total,
-        evidence,
-        (*files, *(_pngs_of(tree, files) if is_panoptic else ())),
-        title="COCO",
-        classes=names,
-        classes_reason=f"the categories of {shown(next(iter(files)))}",
-        notes=() if is_panoptic else (ON_TOP,),
-    )
+    reason = f"the categories of {shown(next(iter(files)))}"
+    if not is_panoptic:
+        return found.layout(partial(_draw, value_of=value_of), evidence, names, reason, [*files], _area)
+    folders = tuple(f"{path.rpartition('.')[0]}/" for path in files)  # of the PNGs of segments
+    sources = [*files, *(path for path in tree.images if path.startswith(folders))]
+    draw = partial(_draw_segments, tree=tree, value_of=value_of)
+    return replace(found.layout(draw, evidence, names, reason, sources), notes=())
 
 
 def _draw(mask: Mask, annotation: Mapping[str, Any], value_of: Mapping[int, int]) -> None:
@@ -111,12 +99,7 @@ def _corners(flat: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def draw_segmentation(mask: Mask, segmentation: Any, value: int) -> None:
-    """Draw a COCO segmentation in place: a list of polygons, or run lengths by columns, compressed or not.
-
-    Raises:
-        ValueError: the run lengths have another size than the mask.
-        DataError: compressed run lengths without pycocotools.
-    """
+    """Draw a COCO segmentation in place: a list of polygons, or run lengths by columns, compressed or not."""
     if isinstance(segmentation, list):
         for flat in segmentation:
             fill_polygon(mask, [_corners(flat)], value)
@@ -139,31 +122,17 @@ def _decompressed(segmentation: Mapping[str, Any]) -> NDArray[np.bool_]:
     return np.asarray(coco_masks.decode(encoded)).astype(bool)
 
 
-def _panoptic(tree: Tree, path: str, annotations: Sequence[Any], value_of: Mapping[int, int]) -> Callable[[], Mask]:
-    def paint() -> Mask:
-        annotation = annotations[0]
-        png = _panoptic_png(tree, path, str(annotation["file_name"]))
-        pixels = stored_pixels(tree.root / png, as_rgb=True)[0].astype(np.int64)
-        ids = pixels[..., 0] + 256 * pixels[..., 1] + 65536 * pixels[..., 2]
-        mask = blank_mask(ids.shape[0], ids.shape[1], IGNORED)  # pixels of no segment are unlabelled
-        for segment in annotation["segments_info"]:
-            mask[ids == int(segment["id"])] = value_of[int(segment["category_id"])]
-        return mask
-
-    return paint
-
-
-def _pngs_of(tree: Tree, files: Iterable[str]) -> list[str]:
-    """Return the PNGs of segments in the folders named as the files of panoptic annotations."""
-    folders = tuple(f"{path.rpartition('.')[0]}/" for path in files)
-    return [path for path in tree.images if path.startswith(folders)]
-
-
-def _panoptic_png(tree: Tree, path: str, name: str) -> str:
-    """Return the PNG of segments: in the folder named as the JSON file, or the only one whose folder says panoptic."""
-    folder = path.rpartition(".")[0]
+def _draw_segments(mask: Mask, entry: tuple[str, Any], tree: Tree, value_of: Mapping[int, int]) -> None:
+    """Draw the segments of a panoptic annotation, whose file comes first; pixels of no segment are unlabelled."""
+    path, annotation = entry
+    name = str(annotation["file_name"])
+    folder = path.rpartition(".")[0]  # named as the JSON file, or else the only one whose folder says panoptic
     places = [one for one in tree.images if one.rpartition("/")[2] == name and "panoptic" in one.lower()]
-    exact = [one for one in places if one == f"{folder}/{name}"]
-    if len(exact or places) != 1:
+    places = [one for one in places if one == f"{folder}/{name}"] or places
+    if len(places) != 1:
         raise DataError(f"{shown(folder)}/{shown(name)}: the PNG of segments is missing: restore it", path=folder)
-    return (exact or places)[0]
+    pixels = stored_pixels(tree.root / places[0], as_rgb=True)[0].astype(np.int64)
+    ids = pixels @ [1, 256, 65536]
+    mask.fill(IGNORED)
+    for segment in annotation["segments_info"]:
+        mask[ids == int(segment["id"])] = value_of[int(segment["category_id"])]

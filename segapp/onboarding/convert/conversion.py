@@ -13,8 +13,9 @@ import hashlib
 import io
 import os
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -24,34 +25,28 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
+from tqdm import tqdm
 
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import read_description
 from segapp.errors import DataError, storage_errors
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
-from segapp.onboarding.survey.class_files import is_background, is_void
 from segapp.onboarding.survey.hypotheses import parse_file
 from segapp.onboarding.survey.tree import Tree
 from segapp.run.files import remove_dead_temporaries, remove_quietly, write_atomic
+from segapp.run.words import first_line
 
 IGNORED = 255
 MAX_CLASSES = 255
 _DIGEST_KEY = "segapp-annotation"
-_RULES = "1"
-"""Version of the drawing rules: masks of another one are drawn again."""
+_RULES = "1"  # version of the drawing rules: masks of another one are drawn again
 _MAX_NAMED = 5
 
 BAD_ENTRY: tuple[type[Exception], ...] = (
-    ValueError,
-    KeyError,
-    TypeError,
-    IndexError,
-    AttributeError,
-    OverflowError,
-    zlib.error,
-    cv2.error,
-)
+    ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zlib.error, cv2.error,
+)  # fmt: skip
 """What reading an entry raises that has other types, numbers or keys than its format says."""
+UNUSABLE: tuple[type[Exception], ...] = (DataError, OSError, SyntaxError, *BAD_ENTRY)  # what drawing an entry raises
 
 ON_TOP = (
     "each pixel has one class: where objects of two classes overlap, the one drawn last covers the other; if both "
@@ -62,26 +57,68 @@ _MAX_SIDE_PX = 65_536
 _MAX_CORNER = 2**24
 
 
+@dataclass(frozen=True)
+class Annotated:
+    """An image with its objects, as the file `path` holds them; `origin` is the file and the entry, for messages."""
+
+    path: str
+    origin: str
+    image: str
+    objects: Sequence[Any]
+
+
+@dataclass
+class Annotations:
+    """The annotated images of a folder that a converter finds, and the number of all entries.
+
+    The name is that of the layout, the title that of the format, the noun that of an object.
+    """
+
+    name: str
+    title: str
+    noun: str
+    images: Images
+    found: list[Annotated] = field(default_factory=list)
+    total: int = 0
+
+    def layout(
+        self,
+        draw: Callable[[Mask, Any], None],
+        evidence: Sequence[str],
+        classes: tuple[str, ...],
+        reason: str,
+        sources: Sequence[str],
+        area: Callable[[Any], float] | None = None,
+    ) -> Layout:
+        """Return the conversion to masks of the classes; `draw` draws an object in place, see `painter`."""
+        pairs = []
+        for one in self.found:
+            paint = painter(self.images, one.image, one.objects, draw, self.noun, area)
+            pairs.append(drawn_pair(one.image, one.origin, one.objects, paint, near=one.path))
+        return Layout(
+            self.name,
+            pairs,
+            0.97 * len(pairs) / self.total,
+            tuple(evidence),
+            tuple(sources),
+            title=self.title,
+            classes=classes,
+            classes_reason=reason,
+            notes=(ON_TOP,),
+        )
+
+
 def drawn_pair(image: str, origin: str, content: Any, paint: Callable[[], WideMask], near: str = "") -> Pair:
     """Return an image of the data with a mask of its path that is painted; see `Drawing`.
 
-    Args:
-        image: whose folders or name may say the split.
-        origin: file and entry of the annotation.
-        content: what the mask depends on.
-        paint: returns the mask.
-        near: file whose folders or name say the split if those of the image do not.
+    The folders or the name of the file `near` say the split if those of the image do not.
     """
     split = split_said(image) or split_said(near)
     return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, content, paint))
 
 
 def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the names.
-
-    Raises:
-        DataError: there are more than fit into uint8 masks.
-    """
+    """Return the names; raise DataError if there are more than fit into uint8 masks."""
     if len(names) > MAX_CLASSES:
         raise DataError(
             f"{shown(source)}: {len(names)} classes, but masks of 8 bits hold {MAX_CLASSES}: keep fewer classes in it",
@@ -90,30 +127,16 @@ def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
     return tuple(names)
 
 
-def write_files(
-    layout: Layout, folder: Path, progress: Callable[[Iterable[Pair], int], Iterable[Pair]]
-) -> tuple[list[Pair], list[str], int]:
+def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], int]:
     """Write the masks and images of a layout that are drawn and not there yet.
 
-    Args:
-        layout: what to write.
-        folder: where they are written, made if needed.
-        progress: shows how far the pairs are; gets them and their number.
-
-    Returns:
-        The pairs that were written; a sentence for each bad entry; the number of pairs of which everything was there
-        already.
-
-    Raises:
-        DataError: every entry is bad.
-        StorageError: a file cannot be written.
+    Returned are the pairs that were written, sentences on the bad entries, and the number of pairs of which everything
+    was there already. DataError is raised if every entry is bad.
     """
     pairs, problems, num_kept = [], [], 0
-    with storage_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
     made: set[Path] = set()
     masks: set[str] = set()
-    for pair in progress(layout.pairs, len(layout.pairs)):
+    for pair in tqdm(layout.pairs, "writing", unit="image", disable=None, leave=False):
         assert pair.drawing is not None
         origin = pair.drawing.origin
         if pair.mask in masks:
@@ -121,26 +144,30 @@ def write_files(
             continue
         masks.add(pair.mask)
         wanted = _wanted(pair, pair.drawing, layout.classes, folder)
-        for path in wanted:
-            if path.parent not in made:
-                with storage_errors(path.parent):
-                    path.parent.mkdir(parents=True, exist_ok=True)
-                    remove_dead_temporaries(path.parent)
-                made.add(path.parent)
+        for place in {path.parent for path in wanted} - made:
+            with storage_errors(place):
+                place.mkdir(parents=True, exist_ok=True)
+                remove_dead_temporaries(place)
+            made.add(place)
         try:
             missing = [path for path, (is_there, _) in wanted.items() if not is_there(path)]
             for path in missing:
-                _write(path, wanted[path][1]())
-        except (DataError,) + BAD_ENTRY as error:  # noqa: RUF005 - mypy does not see through the star
+                data = wanted[path][1]()
+                with storage_errors(path):
+                    write_atomic(path, data)
+        except UNUSABLE as error:
             for path in wanted:
                 remove_quietly(path)
-            problems.append(f"{origin}: {_reason(error)}")
+            reason = f"the entry cannot be read ({problem_of(error)}): correct or remove it"
+            problems.append(f"{origin}: {error if isinstance(error, DataError) else reason}")
             continue
         num_kept += not missing
         pairs.append(pair)
     if not pairs:
         named = "; ".join(problems[:_MAX_NAMED])
         raise DataError(f"no entry of {layout.title} can be converted: {named}: correct the annotations")
+    if (more := len(problems) - _MAX_NAMED) > 0:
+        problems[_MAX_NAMED:] = [f"and {more} more"]
     return pairs, problems, num_kept
 
 
@@ -150,18 +177,13 @@ def _wanted(
     """Return the files of a pair that are written: whether one is there and complete, and its content."""
     wanted: dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]] = {}
     if drawing.image_bytes is not None:
-        wanted[folder / pair.image] = (drawing.has_image, drawing.image_bytes)
+        digest_of_image = digest_of(drawing.content)
+        is_there = partial(_is_file_of, digest=digest_of_image) if drawing.has_digest else Path.is_file
+        wanted[folder / pair.image] = (is_there, partial(drawing.image_bytes, digest_of_image))
     if not drawing.is_mask_there:
         digest = digest_of((classes, drawing.content))
-        wanted[folder / pair.mask] = (partial(is_png_of, digest=digest), lambda: encode_png(drawing.paint(), digest))
+        wanted[folder / pair.mask] = (partial(_is_file_of, digest=digest), lambda: encode_png(drawing.paint(), digest))
     return wanted
-
-
-def some_problems(problems: Sequence[str]) -> Iterator[str]:
-    """Yield the first few problems, and the number of the others."""
-    yield from problems[:_MAX_NAMED]
-    if len(problems) > _MAX_NAMED:
-        yield f"and {len(problems) - _MAX_NAMED} more"
 
 
 def digest_of(content: Any) -> str:
@@ -170,36 +192,23 @@ def digest_of(content: Any) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def _reason(error: Exception) -> str:
-    if isinstance(error, DataError):
-        return str(error)
-    return f"the entry cannot be read ({problem_of(error)}): correct or remove it"
-
-
 def problem_of(error: Exception) -> str:
     """Return what is wrong with an entry, of one of the errors of BAD_ENTRY."""
-    if isinstance(error, KeyError):
-        return f"{error} is missing"
-    return str(error).strip().partition("\n")[0] or "no reason given"
+    return f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
 
 
-def is_png_of(path: Path, digest: str) -> bool:
-    """Return True for a complete PNG of this content; reads the header and the end of the file."""
+def _is_file_of(path: Path, digest: str) -> bool:
+    """Return True for a complete PNG or TIFF of this content; reads the header and the end of the file."""
     if not path.is_file():
         return False
+    if path.suffix != ".png":
+        return read_description(path) == digest
     try:
         read_header(path)
         with Image.open(path) as image:
             return image.format == "PNG" and image.info.get(_DIGEST_KEY) == digest
     except (DataError, OSError, SyntaxError, ValueError):
         return False
-
-
-def is_image_of(path: Path, digest: str) -> bool:
-    """Return True for a complete PNG or TIFF of this content."""
-    if path.suffix == ".png":
-        return is_png_of(path, digest)
-    return path.is_file() and read_description(path) == digest
 
 
 def file_state(path: Path) -> tuple[int, int]:
@@ -209,15 +218,7 @@ def file_state(path: Path) -> tuple[int, int]:
 
 
 def as_ids(values: NDArray[Any], largest: int) -> WideMask:
-    """Return values as ids of 8 bits, or of 16 if there are some beyond 255.
-
-    Args:
-        values: of a mask, of any type.
-        largest: id that is allowed.
-
-    Raises:
-        ValueError: a value is larger, negative, or has a fraction.
-    """
+    """Return values of any type as ids of 8 bits, or of 16 if there are some beyond 255; ValueError for no ids."""
     if values.dtype == np.uint8:
         return values
     low, high = values.min(initial=0), values.max(initial=0)
@@ -238,13 +239,6 @@ def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16], digest: str) -> b
     return buffer.getvalue()
 
 
-def _write(path: Path, data: bytes) -> None:
-    """Write a file that is there whole or not at all, after a power cut too."""
-    with storage_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, data)
-
-
 def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[str, Any]]:
     """Yield path and content of the JSON files that hold an object (`dict`) or a `list`, in folders that end so."""
     first = b"{" if kind is dict else b"["
@@ -261,19 +255,17 @@ class Images:
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
         self._paths = set(tree.images)
-        self._by_name: dict[str, list[str]] = {}
-        self._by_stem: dict[str, list[str]] = {}
+        self._by_name: dict[str, list[str]] = defaultdict(list)
+        self._by_stem: dict[str, list[str]] = defaultdict(list)
         for path in tree.images:
             name = PurePosixPath(path)
-            self._by_name.setdefault(name.name.casefold(), []).append(path)
-            self._by_stem.setdefault(name.stem.casefold(), []).append(path)
+            self._by_name[name.name.casefold()].append(path)
+            self._by_stem[name.stem.casefold()].append(path)
 
     def find(self, said: str, near: str = "") -> str | None:
-        """Return the image that an annotation names; None if there is none, or several that suit equally.
+        """Return the image of a path, a name or a URL; None if there is none, or several that suit equally.
 
-        Args:
-            said: a path or a name, perhaps a URL, with either kind of slash.
-            near: the annotation file: of several images of the name, the one with most of its folders is taken.
+        Of several images, the one with most folders of the annotation file `near` is taken.
         """
         clean = unquote(said).replace("\\", "/").split("?")[0]
         folder = near.rpartition("/")[0]
@@ -284,11 +276,9 @@ class Images:
         found = self._by_name.get(name) or self._by_stem.get(name) or []
         if not found and "-" in name:  # Label Studio writes its own id in front of an uploaded name
             found = self._by_name.get(name.partition("-")[2], [])
-        if len(found) < 2:
-            return found[0] if found else None
         ends = [path for path in found if clean.casefold().endswith(path.casefold())]
-        if len(ends) == 1:
-            return ends[0]
+        if len(found) < 2 or len(ends) == 1:
+            return next(iter(ends or found), None)
         said_split = split_said(near)
         scored = Counter(
             {
@@ -301,11 +291,7 @@ class Images:
         return best[0][0] if best[0][1] > best[1][1] else None
 
     def size_of(self, path: str) -> tuple[int, int]:
-        """Return the upright height and width of an image.
-
-        Raises:
-            DataError: it cannot be read.
-        """
+        """Return the upright height and width of an image; raise DataError if it cannot be read."""
         header = read_header(self._tree.root / path)
         return header.height_px, header.width_px
 
@@ -320,13 +306,8 @@ def painter(
 ) -> Callable[[], Mask]:
     """Return a function that paints the mask of an image: its objects one after the other, later ones on top.
 
-    Args:
-        images: of the folder.
-        image: whose mask is painted.
-        objects: as the annotation holds them.
-        draw: draws an object in place.
-        noun: of an object; the function raises ValueError with it and the object's number for an error of BAD_ENTRY.
-        area: of an object; the larger ones are drawn first. None: all are drawn in their order.
+    `draw` draws an object in place. The function raises ValueError with the noun and the number of an object for an
+    error of BAD_ENTRY. With `area`, the larger objects are drawn first.
     """
 
     def paint() -> Mask:
@@ -359,68 +340,23 @@ def coverage_words(found: int, total: int, what: str) -> str:
     return f"{found} of {total} {what} name an image that is there"
 
 
-def check_objects(objects: Iterable[Sequence[Any]]) -> None:
-    """Check that some image has an object.
-
-    Args:
-        objects: of each image.
-
-    Raises:
-        ValueError: no image has one.
-    """
-    listed = list(objects)
-    if not any(listed):
-        raise ValueError(f"there are no objects in its {len(listed)} images; annotate some and export them again")
-
-
-def class_values(labels: Iterable[str], origin: str) -> tuple[tuple[str, ...], dict[str, int]]:
-    """Return the class names in order, and the value in the mask of every label; ignored labels are no classes.
-
-    Raises:
-        DataError: there are more classes than fit into uint8 masks.
-    """
-    known = list(labels)
-    names = check_classes(ordered_names(name for name in known if not is_void(name)), origin)
-    return names, {name: i for i, name in enumerate(names)} | {name: IGNORED for name in known if is_void(name)}
-
-
-def ordered_names(names: Iterable[str]) -> list[str]:
-    """Return the class names in alphabetical order, background first; it is added where it is missing.
-
-    >>> ordered_names(["road", "_background_", "car"])
-    ['_background_', 'car', 'road']
-    """
-    known = set(names)
-    first = sorted(name for name in known if is_background(name))
-    return [*first, *sorted(known - set(first))] if first else ["background", *sorted(known)]
-
-
 def missing_extra(package: str, what: str, extra: str = "import") -> DataError:
     """Return the error for a reader that is not installed."""
     return DataError(f"{what} need {package}, which is not installed: python3 -m pip install 'segapp[{extra}]'")
 
 
-def blank_mask(height_px: int, width_px: int, value: int = 0) -> NDArray[np.uint8]:
-    """Return a mask of one value.
-
-    Raises:
-        ValueError: it would be too large.
-    """
+def blank_mask(height_px: int, width_px: int, value: int = 0) -> Mask:
+    """Return a mask of one value; raise ValueError if it would be too large."""
     if not (0 < height_px <= _MAX_SIDE_PX and 0 < width_px <= _MAX_SIDE_PX and height_px * width_px <= 2**28):
         raise ValueError(f"a size of {width_px} x {height_px} pixels")
     return np.full((height_px, width_px), value, np.uint8)
 
 
-def fill_polygon(mask: NDArray[np.uint8], rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
+def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
     """Fill an outline, without the holes that follow it, in place.
 
-    Args:
-        mask: (H, W).
-        rings: the outline and its holes, each a list of (x, y) in pixels; (0, 0) is the centre of the first pixel.
-        value: of the filled pixels.
-
-    Raises:
-        ValueError: a ring has fewer than three corners, or a corner is not finite.
+    Rings are lists of (x, y) in pixels; (0, 0) is the centre of the first pixel. ValueError is raised if one has fewer
+    than three corners, or a corner is not finite.
     """
     corners = []
     for ring in rings:
@@ -446,7 +382,7 @@ def area_of(ring: Sequence[Sequence[float]]) -> float:
     return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
 
 
-def paste(mask: NDArray[np.uint8], piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
+def paste(mask: Mask, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
     """Set the pixels of a piece, in place; parts outside the mask are cut off."""
     x0, y0 = max(left, 0), max(top, 0)
     x1, y1 = min(left + piece.shape[1], mask.shape[1]), min(top + piece.shape[0], mask.shape[0])
@@ -455,50 +391,13 @@ def paste(mask: NDArray[np.uint8], piece: NDArray[np.bool_], left: int, top: int
 
 
 def decode_runs(counts: Sequence[int], height_px: int, width_px: int, order: str = "C") -> NDArray[np.bool_]:
-    """Return the pixels of run lengths that begin with a run of background.
+    """Return the pixels (H, W) of run lengths of background and object in turn, which begin with background.
 
-    Args:
-        counts: lengths of background and object in turn.
-        height_px: of the result.
-        width_px: of the result.
-        order: "C": rows one after the other (CVAT); "F": columns (COCO).
-
-    Raises:
-        ValueError: the runs do not fill the size.
+    They run along the rows ("C": CVAT) or down the columns ("F": COCO). ValueError is raised if they do not fill the
+    size.
     """
     lengths = np.asarray(counts, np.int64)
     if (lengths < 0).any() or lengths.sum() != height_px * width_px:
         raise ValueError(f"run lengths of {lengths.sum()} pixels for {width_px} x {height_px}")
     values = np.arange(len(lengths)) % 2 == 1
     return np.repeat(values, lengths).reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]
-
-
-def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, order: str = "F") -> NDArray[np.bool_]:
-    """Return the pixels of runs "start length start length ...", as in Kaggle's tables; no runs are no pixels.
-
-    >>> decode_starts("1 2 4 1", 2, 2).astype(int).tolist()
-    [[1, 0], [1, 1]]
-
-    Args:
-        runs: the start and the length of each run, with spaces between them.
-        height_px: of the result.
-        width_px: of the result.
-        first: number of the first pixel, 0 or 1.
-        order: "F": pixels are numbered down the columns; "C": along the rows.
-
-    Raises:
-        ValueError: a number is missing or none, or a run leaves the image.
-    """
-    numbers = np.array(runs.split(), np.int64)
-    if len(numbers) % 2:
-        raise ValueError(f"{len(numbers)} numbers, which are no pairs of a start and a length")
-    starts, lengths = numbers[0::2] - first, numbers[1::2]
-    size = height_px * width_px
-    if (wrong := (starts < 0) | (lengths < 0) | (starts + lengths > size)).any():
-        start, length = starts[wrong][0] + first, lengths[wrong][0]
-        raise ValueError(f"the run {start} {length} leaves the image of {width_px} x {height_px} pixels")
-    changes = np.zeros(size + 1, np.int32)
-    np.add.at(changes, starts, 1)
-    np.add.at(changes, starts + lengths, -1)
-    covered = np.cumsum(changes[:-1]) > 0
-    return covered.reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]

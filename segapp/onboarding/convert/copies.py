@@ -1,7 +1,5 @@
 """Copies of masks whose pixels are no class ids: saved with loss or smoothed, numbers of instances, opacity."""
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -30,21 +28,11 @@ from segapp.onboarding.survey.content import (
 from segapp.onboarding.survey.encoding import INSTANCE_STEP, MASK_KINDS, Classes, MaskChoices, read_classes
 from segapp.onboarding.survey.tree import Tree
 
-Read = Callable[[str], Mask]
-"""Returns the copy of a mask, (H, W), by its path below the root."""
-
 
 def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) -> Layout | None:
     """Return the conversion of a layout's masks to masks of class ids; None if they can be used as they are.
 
-    Args:
-        tree: the files.
-        layout: the pairs.
-        choices: of the user, who may say that the masks hold instances.
-        clean: set each pixel to the nearest of the frequent values.
-
-    Raises:
-        DataError: with `clean`, the masks have no frequent values.
+    With `clean`, each pixel gets the nearest of the frequent values; DataError is raised if there are none.
     """
     if clean:
         return cleaned(tree, layout, choices)
@@ -62,12 +50,16 @@ def _copied(
     tree: Tree,
     layout: Layout,
     kind: str,
-    read: Read,
+    read: Callable[[str], Mask],
     note: str,
     classes: Classes | None = None,
     more: Any = None,
 ) -> Layout:
-    """Return the conversion that writes a copy of each mask; without `classes` the copies say them."""
+    """Return the conversion that writes a copy of each mask, which `read` returns for its path.
+
+    Without `classes` the copies say them; they depend on `more` besides the mask.
+    """
+    classes = classes or Classes((), "")
     pairs = []
     for pair in layout.pairs:
         content = (kind, pair.mask, more, os.stat(tree.root / pair.mask).st_size)
@@ -80,18 +72,14 @@ def _copied(
         layout.evidence,
         tuple(dict.fromkeys([*layout.sources, *(pair.mask for pair in layout.pairs)])),
         title=f"{layout.name}, {kind}",
-        classes=() if classes is None else classes.names,
-        classes_reason="" if classes is None else classes.names_reason,
-        notes=(note, *(() if classes is None else classes.notes)),
+        classes=classes.names,
+        classes_reason=classes.names_reason,
+        notes=(note, *classes.notes),
     )
 
 
 def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Layout:
-    """Return the conversion of a layout's masks to masks with only the values that are frequent in them.
-
-    Raises:
-        DataError: the masks have no frequent values.
-    """
+    """Return the conversion of a layout's masks to masks with only the values that are frequent in them."""
     pairs = [ImagePair(tree.root / pair.image, tree.root / pair.mask, pair.image) for pair in layout.pairs]
     content = read_contents(pairs)
     levels = dominant_levels(content)
@@ -124,24 +112,12 @@ def _with_levels(content: MaskContent, levels: list[Color] | list[int]) -> MaskC
     for one, number in zip(stored, nearest_level(np.array([stored]), levels)[0].tolist(), strict=True):
         nearest[levels[number]] += content.pixels_of(one)
     masks_with: Counter[Value] = Counter(dict.fromkeys([*levels], content.num_masks))
-    of_colors = bool(content.colors)
-    return replace(
-        content,
-        values=Counter() if of_colors else nearest,
-        colors=nearest if of_colors else Counter(),
-        masks_with=masks_with,
-        counts_up_to=Counter(),
-        num_lossy=0,
-        num_smooth=0,
-    )
+    values, colors = (Counter(), nearest) if content.colors else (nearest, Counter())
+    return MaskContent(content.num_masks, content.num_all, values=values, colors=colors, masks_with=masks_with)
 
 
 def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
-    """Return the classes of a mask of instances.
-
-    Raises:
-        DataError: a class does not fit into 8 bits.
-    """
+    """Return the classes of a mask of instances; raise DataError if a class does not fit into 8 bits."""
     stored, _ = stored_pixels(tree.root / mask, as_rgb=False)
     classes: NDArray[Any]
     if kind == "object":
@@ -158,11 +134,7 @@ def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
 
 
 def _are_opacity(tree: Tree, layout: Layout) -> bool:
-    """Return True for masks of one colour, the same in all, whose opacity is 0 and 255.
-
-    Raises:
-        DataError: the opacity of masks of one colour has other values.
-    """
+    """Return True for masks of one colour, the same in all, whose opacity is 0 and 255; DataError for other values."""
     colors: set[tuple[int, ...]] = set()
     opacities: set[int] = set()
     try:

@@ -6,13 +6,11 @@ that was not cancelled is taken. labelme has a JSON file for each image. Supervi
 for each img/NAME. Objects that come later lie on top.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from xml.etree import ElementTree
@@ -24,20 +22,20 @@ from numpy.typing import NDArray
 from segapp.datasets.files import read_bytes, shown
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
-    ON_TOP,
+    IGNORED,
+    Annotated,
+    Annotations,
     Images,
-    check_objects,
-    class_values,
+    check_classes,
     coverage_words,
     decode_runs,
-    drawn_pair,
     fill_box,
     fill_polygon,
     json_files,
-    painter,
     paste,
 )
 from segapp.onboarding.layout import Layout, Mask
+from segapp.onboarding.survey.class_files import is_background, is_void
 from segapp.onboarding.survey.tree import Tree
 
 _CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
@@ -47,96 +45,55 @@ _MAX_PIECE_BYTES = 2**28
 _CvatShape = tuple[str, Mapping[str, str]]
 
 
-@dataclass(frozen=True)
-class _Export:
-    """What the exports of one tool hold.
+@dataclass
+class _Export(Annotations):
+    """The exports of one tool; the labels of all objects become classes."""
 
-    Attributes:
-        name: of the conversion.
-        title: of the tool.
-        entries: what there is for each image: "files".
-        noun: of an object.
-        draw: draws an object in a mask, with the values of the labels as `values`.
-        classes_reason: where the class names are from.
-    """
+    labels: set[str] = field(default_factory=set)
 
-    name: str
-    title: str
-    entries: str
-    noun: str
-    draw: Callable[..., None]
-    classes_reason: str = "the labels, by name"
-
-    def conversion(
+    def by_label(
         self,
-        images: Images,
-        found: Sequence[_Annotated],
-        labels: Iterable[str],
-        total: int,
+        draw: Callable[..., None],
+        entries: str = "files",
         sources: Sequence[str] = (),
+        reason: str = "the labels, by name",
     ) -> Layout | None:
-        """Return the conversion to masks; None without images.
+        """Return the conversion; None without images.
 
-        Args:
-            images: of the folder.
-            found: the annotated images that are there.
-            labels: of all objects.
-            total: number of entries, with those whose images are not there.
-            sources: files that are read besides those of `found`.
-
-        Raises:
-            ValueError: no image has an object.
-            DataError: there are more classes than fit into uint8 masks.
+        `draw` draws an object in a mask, with the values of the labels as `values`; `sources` are files that are read
+        besides the annotations. ValueError is raised if no image has an object.
         """
-        if not found:
+        if not self.found:
             return None
-        check_objects(one.objects for one in found)
-        names, values = class_values(labels, found[0].path)
-        draw = partial(self.draw, values=values)
-        pairs = [
-            drawn_pair(one.image, one.origin, one.objects, painter(images, one.image, one.objects, draw, self.noun))
-            for one in found
-        ]
-        return Layout(
-            self.name,
-            pairs,
-            0.97 * len(pairs) / total,
-            (
-                f"{total} {self.entries} of {self.title}",
-                coverage_words(len(pairs), total, self.entries),
-                f"{len(names)} classes",
-            ),
-            (*sources, *dict.fromkeys(one.path for one in found)),
-            title=self.title,
-            classes=names,
-            classes_reason=self.classes_reason,
-            notes=(ON_TOP,),
+        if not any(one.objects for one in self.found):
+            raise ValueError(
+                f"there are no objects in its {len(self.found)} images; annotate some and export them again"
+            )
+        void = {label for label in self.labels if is_void(label)}
+        names = check_classes(ordered_names(self.labels - void), self.found[0].path)
+        values = {label: number for number, label in enumerate(names)} | dict.fromkeys(void, IGNORED)
+        evidence = (
+            f"{self.total} {entries} of {self.title}",
+            coverage_words(len(self.found), self.total, entries),
+            f"{len(names)} classes",
         )
+        files = [*sources, *dict.fromkeys(one.path for one in self.found)]
+        return self.layout(partial(draw, values=values), evidence, names, reason, files)
 
 
-@dataclass(frozen=True)
-class _Annotated:
-    """An image with its objects in the order in which they are drawn.
+def ordered_names(names: Iterable[str]) -> list[str]:
+    """Return the class names in alphabetical order, background first; it is added where it is missing.
 
-    Attributes:
-        path: of the annotation file.
-        origin: file and entry of the annotation, for messages.
-        image: relative to the data's root.
-        objects: as the file holds them.
+    >>> ordered_names(["road", "_background_", "car"])
+    ['_background_', 'car', 'road']
     """
-
-    path: str
-    origin: str
-    image: str
-    objects: Sequence[Any]
+    ordered = sorted(names, key=lambda name: (not is_background(name), name))
+    return ordered if ordered and is_background(ordered[0]) else ["background", *ordered]
 
 
 def find_cvat(tree: Tree) -> Layout | None:
     """Return the conversion of CVAT's XML files."""
-    images = Images(tree)
-    found: list[_Annotated] = []
-    labels: dict[str, None] = {}
-    total = 0
+    export = _Export("cvat", "CVAT", "shape", Images(tree))
     for path in tree.others_named(".xml"):
         if b"<annotations" not in tree.read(path, 4096):
             continue
@@ -147,18 +104,17 @@ def find_cvat(tree: Tree) -> Layout | None:
             top = ElementTree.fromstring(data)
         except (ElementTree.ParseError, DataError):
             continue
-        labels |= dict.fromkeys(one.text for one in top.iterfind("./meta//labels/label/name") if one.text)
+        export.labels.update(one.text for one in top.iterfind("./meta//labels/label/name") if one.text)
         for entry in top.iterfind("image"):
-            total += 1
+            export.total += 1
             name = entry.get("name", "")
-            image = images.find(name, path)
+            image = export.images.find(name, path)
             if image is not None:
                 shapes: list[_CvatShape] = [(one.tag, dict(one.attrib)) for one in entry if one.tag in _CVAT_KINDS]
                 shapes.sort(key=lambda shape: float(shape[1].get("z_order") or 0))
-                found.append(_Annotated(path, f"{shown(path)}: image {shown(name)}", image, shapes))
-                labels |= dict.fromkeys(shape["label"] for _, shape in shapes if "label" in shape)
-    export = _Export("cvat", "CVAT", "entries in XML", "shape", _draw_cvat)
-    return export.conversion(images, found, labels, total)
+                export.found.append(Annotated(path, f"{shown(path)}: image {shown(name)}", image, shapes))
+                export.labels.update(shape["label"] for _, shape in shapes if "label" in shape)
+    return export.by_label(_draw_cvat, "entries in XML")
 
 
 def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]) -> None:
@@ -183,16 +139,14 @@ def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]
 
 def find_label_studio(tree: Tree) -> Layout | None:
     """Return the conversion of Label Studio's tasks."""
-    images = Images(tree)
-    found: list[_Annotated] = []
-    total = 0
+    export = _Export("label-studio", "Label Studio", "region", Images(tree))
     for path, tasks in json_files(tree, list):
         for number, task in enumerate(tasks):
             if not isinstance(task, dict) or not isinstance(task.get("annotations"), list) or "data" not in task:
                 continue
-            total += 1
+            export.total += 1
             said = next((value for value in task["data"].values() if isinstance(value, str)), "")
-            image = images.find(said, path)
+            image = export.images.find(said, path)
             annotations = [one for one in task["annotations"] if isinstance(one, dict)]
             kept = [one for one in annotations if not one.get("was_cancelled")]
             if image is not None and kept:
@@ -201,10 +155,9 @@ def find_label_studio(tree: Tree) -> Layout | None:
                     for one in kept[0].get("result", [])
                     if not isinstance(one, dict) or one.get("type") in _LABEL_STUDIO_KINDS
                 ]
-                found.append(_Annotated(path, f"{shown(path)}: task {number}", image, regions))
-    labels = {name for one in found for region in one.objects if isinstance(region, dict) for name in _labels(region)}
-    export = _Export("label-studio", "Label Studio", "tasks", "region", _draw_label_studio)
-    return export.conversion(images, found, labels, total)
+                export.found.append(Annotated(path, f"{shown(path)}: task {number}", image, regions))
+                export.labels.update(name for one in regions if isinstance(one, dict) for name in _labels(one))
+    return export.by_label(_draw_label_studio, "tasks")
 
 
 def _labels(region: Mapping[str, Any]) -> list[str]:
@@ -272,27 +225,21 @@ def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[
 
 def find_labelme(tree: Tree) -> Layout | None:
     """Return the conversion of labelme files."""
-    images, total = Images(tree), 0
-    labels: set[str] = set()
-    found: list[_Annotated] = []
+    export = _Export("labelme", "labelme", "shape", Images(tree))
     for path, content in json_files(tree, dict):
         if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
             continue
-        total += 1
+        export.total += 1
         stem = path.rpartition("/")[2].rpartition(".")[0]
-        image = images.find(str(content["imagePath"]), path) or images.find(stem, path)
-        labels |= {str(shape.get("label")) for shape in content["shapes"] if isinstance(shape, dict)}
+        image = export.images.find(str(content["imagePath"]), path) or export.images.find(stem, path)
+        export.labels.update(str(shape.get("label")) for shape in content["shapes"] if isinstance(shape, dict))
         if image is not None:
-            found.append(_Annotated(path, shown(path), image, content["shapes"]))
-    return _Export("labelme", "labelme", "files", "shape", _draw_labelme).conversion(images, found, labels, total)
+            export.found.append(Annotated(path, shown(path), image, content["shapes"]))
+    return export.by_label(_draw_labelme)
 
 
 def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int]) -> None:
-    """Draw a shape in place: polygon, rectangle, circle, mask, linestrip; points are left out.
-
-    Raises:
-        ValueError: its kind is unknown, or it has too few points.
-    """
+    """Draw a shape in place; points are left out. Raise ValueError if its kind is unknown, or it has too few points."""
     value = values[str(shape["label"])]
     kind, points = shape.get("shape_type") or "polygon", shape["points"]
     if kind == "polygon":
@@ -313,11 +260,7 @@ def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int
 
 
 def _piece(png: bytes, flags: int) -> NDArray[np.bool_]:
-    """Return the pixels of a PNG that are not 0, (H, W); of several channels the last one counts.
-
-    Raises:
-        ValueError: it is no PNG.
-    """
+    """Return the pixels of a PNG that are not 0, (H, W); of several channels the last one counts."""
     piece = cv2.imdecode(np.frombuffer(png, np.uint8), flags)
     if piece is None:
         raise ValueError("its bitmap is no PNG")
@@ -327,26 +270,25 @@ def _piece(png: bytes, flags: int) -> NDArray[np.bool_]:
 
 def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project."""
-    images, total = Images(tree), 0
-    found: list[_Annotated] = []
+    export = _Export("supervisely", "Supervisely", "object", Images(tree))
     for path, content in json_files(tree, dict, folder="ann"):
-        if not isinstance(content.get("objects"), list):
+        objects = content.get("objects")
+        if not isinstance(objects, list):
             continue
-        total += 1
+        export.total += 1
         folder, _, name = path.removesuffix(".json").rpartition("/")
-        image = images.find(f"{folder[: -len('ann')]}img/{name}", path)
+        image = export.images.find(f"{folder[: -len('ann')]}img/{name}", path)
         if image is not None:
-            found.append(_Annotated(path, shown(path), image, content["objects"]))
+            export.found.append(Annotated(path, shown(path), image, objects))
+            export.labels.update(
+                str(one["classTitle"]) for one in objects if isinstance(one, dict) and "classTitle" in one
+            )
     metas = [path for path in tree.others_named(".json") if path.endswith("meta.json")][:1]
-    meta = tree.read_json(metas[0]) if metas and found else None
+    meta = tree.read_json(metas[0]) if metas and export.found else None
     classes = meta.get("classes") if isinstance(meta, dict) else None
-    known = [one for one in classes if isinstance(one, dict)] if isinstance(classes, list) else []
-    labels = dict.fromkeys(str(one["title"]) for one in known if "title" in one)
-    objects = [one for annotated in found for one in annotated.objects if isinstance(one, dict)]
-    labels |= dict.fromkeys(str(one["classTitle"]) for one in objects if "classTitle" in one)
-    reason = "the classes of the project, by name"
-    export = _Export("supervisely", "Supervisely", "files", "object", _draw_supervisely, reason)
-    return export.conversion(images, found, labels, total, metas)
+    known = classes if isinstance(classes, list) else []
+    export.labels.update(str(one["title"]) for one in known if isinstance(one, dict) and "title" in one)
+    return export.by_label(_draw_supervisely, sources=metas, reason="the classes of the project, by name")
 
 
 def _draw_supervisely(mask: Mask, one: Mapping[str, Any], values: Mapping[str, int]) -> None:

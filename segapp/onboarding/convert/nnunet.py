@@ -4,12 +4,9 @@ The files of a case are the bands of one image, which is written as a TIFF; the 
 one file needs no conversion.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -20,13 +17,8 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.images.raster import encode_bands
 from segapp.datasets.images.reading import read_image
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import (
-    digest_of,
-    file_state,
-    is_image_of,
-    split_said,
-)
-from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
+from segapp.onboarding.convert.conversion import file_state, split_said
+from segapp.onboarding.layout import Drawing, Layout, Pair
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.tree import Tree
 
@@ -88,25 +80,19 @@ def _channel_names(tree: Tree, count: int) -> list[str]:
 def _pair(tree: Tree, image: str, channels: Sequence[str], mask: str, names: Sequence[str]) -> Pair:
     files = [tree.root / path for path in channels]
     states = [(path, *file_state(file)) for path, file in zip(channels, files, strict=True)]
-    digest = digest_of((states, list(names)))
     drawing = Drawing(
         shown(channels[0]),
-        states,
-        partial(_mask_of, tree.root / mask),
+        (states, list(names)),
+        lambda: np.asarray(stored_pixels(tree.root / mask, as_rgb=False)[0], np.uint8),
         is_mask_there=True,
-        image_bytes=lambda: encode_bands(_stacked(files), names, digest),
-        has_image=partial(is_image_of, digest=digest),
+        image_bytes=lambda digest: encode_bands(_stacked(files), names, digest),
         preview=channels[0],
     )
     return Pair(image, mask, split_said(image), drawing=drawing)
 
 
 def _stacked(files: Sequence[Path]) -> NDArray[np.generic]:
-    """Return the bands of all files, (H, W, B).
-
-    Raises:
-        DataError: a file cannot be read, or they differ in size or type.
-    """
+    """Return the bands of all files, (H, W, B); raise DataError if they differ in size or type."""
     planes = []
     for file in files:
         stored = read_header(file).stored
@@ -119,7 +105,3 @@ def _stacked(files: Sequence[Path]) -> NDArray[np.generic]:
             f"{shown(files[0])}: the channels of the case differ in size or type: make them alike", path=files[0]
         )
     return np.concatenate(planes, axis=2)
-
-
-def _mask_of(path: Path) -> Mask:
-    return np.asarray(stored_pixels(path, as_rgb=False)[0], np.uint8)

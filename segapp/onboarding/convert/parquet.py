@@ -1,7 +1,5 @@
 """Hugging Face parquet files with a column of images and one of masks. Both are written next to the config."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
@@ -21,11 +19,7 @@ _IMAGES = ("image", "img", "pixel_values", "images", "jpg")
 
 
 def find_parquet(tree: Tree) -> Layout | None:
-    """Return the conversion of parquet files.
-
-    Raises:
-        DataError: pyarrow is not installed.
-    """
+    """Return the conversion of parquet files; raise DataError if pyarrow is not installed."""
     paths = tree.others_named(".parquet")
     if not paths:
         return None
@@ -56,6 +50,7 @@ def find_parquet(tree: Tree) -> Layout | None:
                     (path, row, *state),
                     partial(_mask_of, read, number),
                     image_bytes=partial(_image_of, read, number),
+                    has_digest=False,
                 )
                 pairs.append(Pair(f"images/{name}{suffix}", f"masks/{name}.png", split_said(path), drawing=drawing))
             first_row += num_rows
@@ -82,16 +77,12 @@ def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[list[
     return table.column(columns[0]).to_pylist(), table.column(columns[1]).to_pylist()
 
 
-def _image_of(read: _Read, number: int) -> bytes:
+def _image_of(read: _Read, number: int, _digest: str) -> bytes:
     return bytes(read()[0][number]["bytes"])
 
 
 def _mask_of(read: _Read, number: int) -> Mask:
-    """Return the ids of the mask in a row.
-
-    Raises:
-        ValueError: it holds colours, or ids beyond 255.
-    """
+    """Return the ids of the mask in a row; raise ValueError if it holds colours, or ids beyond 255."""
     data = read()[1][number]["bytes"]
     image = open_bytes(data, Path("mask"), MAX_PIXELS)
     if image.mode not in ("L", "P", "1", "I", "I;16"):

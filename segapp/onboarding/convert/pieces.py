@@ -3,21 +3,19 @@
 Classes are folders (masks/road/a.png), ends of names (a_road.png) or names in a folder of the image (masks/a/road.png).
 A class without a file is absent from the image. Objects are files in a folder of the image (a/masks/1.png).
 
-
 Masks of single classes become one mask: of classes that exclude each other, or of sets of classes. Which of the two is
 measured: by the share of the labelled pixels that belong to several classes.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path, PurePosixPath
 from statistics import mean
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,9 +29,8 @@ from segapp.onboarding.survey.hypotheses import probe
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import (
     GLUE_WORDS,
-    IMAGE_WORDS,
     MASK_WORDS,
-    OTHER_WORDS,
+    ROLE_WORDS,
     SPLIT_WORDS,
     role_of,
     split_in,
@@ -46,8 +43,7 @@ Plane = NDArray[np.bool_]
 FEW, MANY = 0.005, 0.05
 """Shares of the labelled pixels with several classes: below the first, classes exclude each other (borders that touch);
 above the second they do not; between them the choice is the user's."""
-MAX_SETS = 16
-"""Most classes of masks of sets: the bits of a PNG's value."""
+MAX_SETS = 16  # most classes of masks of sets: the bits of a PNG's value
 _UNLIKELY = 0.5
 _ANNOTATOR = re.compile(
     r"(annotators?|raters?|experts?|readers?|observers?|doctors?|graders?|users?|labell?ers?|manual|person|[aroe])"
@@ -56,28 +52,19 @@ _ANNOTATOR = re.compile(
 )
 _ALIKE = 0.5
 """Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
-_OPEN = 0.9
-"""Confidence of readings of which one must be named."""
+_OPEN = 0.9  # confidence of readings of which one must be named
 _NUM_LOOKED = 24
 _MIN_MATCHED = 0.95
-_ROLE_WORDS = MASK_WORDS | IMAGE_WORDS | OTHER_WORDS | GLUE_WORDS
 
 Files = dict[str, dict[str, str]]
 """Image -> name of a class, an object or an annotator -> mask."""
 
 
 def combine(planes: Mapping[int, Plane], shape: tuple[int, int], num_classes: int, *, is_multilabel: bool) -> WideMask:
-    """Return the mask of an image (H, W).
+    """Return the mask (H, W) of the planes (H, W) of classes, counted from 0 without the background.
 
-    Args:
-        planes: the pixels (H, W) of each class, counted from 0 without the background.
-        shape: height and width.
-        num_classes: without the background.
-        is_multilabel: the value is a set of classes, bit c for class c; else class c is c + 1, 0 is the background,
-            and smaller areas lie on top of larger ones.
-
-    Raises:
-        ValueError: a plane has another shape.
+    With `is_multilabel` a value is a set of classes, bit c for class c; else class c is c + 1, 0 is the background, and
+    smaller areas lie on top of larger ones. ValueError is raised if a plane has another shape.
     """
     for plane in planes.values():
         if plane.shape != shape:
@@ -108,70 +95,67 @@ def overlap_share(images: Iterable[Sequence[Plane]]) -> float:
     return several / labelled if labelled else 0.0
 
 
-def both_readings(share: float, names: Sequence[str], build: Callable[[tuple[str, ...], bool], Layout]) -> list[Layout]:
+def pairs_of_planes(
+    images: Images,
+    entries: Mapping[str, tuple[str, Any, str]],
+    planes_of: Callable[[str, tuple[int, int]], Mapping[int, Plane]],
+    num_classes: int,
+    is_multilabel: bool,
+) -> list[Pair]:
+    """Return a pair for each image, whose mask is combined from the planes of its classes, see `combine`.
+
+    The entry of an image is its file and entry for messages, what its planes depend on, and a file that may say its
+    split; `planes_of` gets its path, and its height and width.
+    """
+
+    def paint(image: str) -> WideMask:
+        size = images.size_of(image)
+        return combine(planes_of(image, size), size, num_classes, is_multilabel=is_multilabel)
+
+    return [
+        drawn_pair(image, origin, (content, is_multilabel), partial(paint, image), near)
+        for image, (origin, content, near) in sorted(entries.items())
+    ]
+
+
+def both_readings(
+    share: float, names: Sequence[str], base: Layout, pairs_of: Callable[[bool], list[Pair]]
+) -> list[Layout]:
     """Return the conversions to classes that exclude each other and to sets of classes, the likelier one first.
 
-    Args:
-        share: of the labelled pixels that belong to several classes.
-        names: of the classes, without the background.
-        build: returns a conversion for names with the background and False, or without it and True.
-
-    Raises:
-        DataError: classes overlap that are too many for sets.
+    `share` is that of the labelled pixels with several classes; the names are those without the background; `pairs_of`
+    returns the pairs, of sets if it is True. DataError is raised if classes overlap that are too many for sets.
     """
-    if len(names) == 1:
-        return [build(("background", *names), False)]
     said = f"{share:.1%} of the labelled pixels belong to several classes"
-    exclusive = build(("background", *names), False)
+    exclusive = replace(base, classes=("background", *names), pairs=pairs_of(False))
+    if len(names) == 1:
+        return [exclusive]
     if len(names) > MAX_SETS:
         if share > MANY:
             raise DataError(
                 f"{said}, and masks of sets hold {MAX_SETS} classes, not {len(names)}: list a mask for each class with "
                 "data.multilabel: files (segapp docs multilabel)"
             )
-        return [replace(exclusive, evidence=(*exclusive.evidence, said))]
-    sets = build(tuple(names), True)
+        return [replace(exclusive, evidence=(*base.evidence, said))]
+    name = f"{base.name}-multilabel"
+    sets = replace(base, name=name, classes=tuple(names), pairs=pairs_of(True), is_multilabel=True)
+    exclusive = replace(exclusive, evidence=(*base.evidence, f"{said}: one class per pixel"))
+    sets = replace(sets, evidence=(*base.evidence, f"{said}: several classes per pixel"))
     likely, unlikely = (exclusive, sets) if share < (FEW + MANY) / 2 else (sets, exclusive)
-    is_open = FEW < share < MANY
-    rest = likely.confidence * (1 if is_open else _UNLIKELY)
-    words = {False: "one class per pixel", True: "several classes per pixel"}
-    return [
-        replace(one, confidence=confidence, evidence=(*one.evidence, f"{said}: {words[one.is_multilabel]}"))
-        for one, confidence in ((likely, likely.confidence), (unlikely, rest))
-    ]
-
-
-@dataclass(frozen=True)
-class _ImageNames:
-    """The images of a folder by split and stem; numbers without leading zeros."""
-
-    by_key: Mapping[tuple[str | None, str], str]
-    has_splits: bool
-
-    def find(self, mask: str, stem: str) -> str | None:
-        """Return the image of a stem, in the split of the mask if both have splits."""
-        split = split_said(mask) if self.has_splits else None
-        return self.by_key.get((split, _normal(stem))) or (
-            self.by_key.get((None, _normal(stem))) if split is not None else None
-        )
-
-
-def _normal(stem: str) -> str:
-    return without_zeros(stem) or stem.casefold()
+    factor = 1 if FEW < share < MANY else _UNLIKELY
+    return [likely, replace(unlikely, confidence=factor * base.confidence)]
 
 
 def find_pieces(tree: Tree) -> list[Layout]:
     """Return the conversions of several masks for each image; a layout for each annotator."""
     masks = [path for path in tree.images if _mask_folder(path) is not None]
-    images = [path for path in tree.images if _is_in_folder_of_images(path)]
-    known = set(masks) | set(images)
-    images = images or [path for path in tree.images if path not in known]
-    beside = {path for path in tree.images if path not in known} if not masks else set()
-    if beside:
-        images, masks = _beside_each_other(sorted(beside))
-    names = _names(images)
-    for kind, found in _found(tree, masks, names):
-        by_image, unmatched = found
+    others = [path for path in tree.images if _mask_folder(path) is None]
+    images = [path for path in others if any(role_of(part).is_image for part in path.split("/")[:-1])]
+    beside = sorted(set(others) - set(images))
+    images = images or others
+    if beside and not masks:
+        images, masks = _beside_each_other(beside)
+    for kind, by_image, unmatched in _found(tree, masks, _finder(images)):
         total = sum(map(len, by_image.values()))
         if not by_image or total < _MIN_MATCHED * (total + unmatched) or max(map(len, by_image.values())) < 2:
             continue
@@ -196,19 +180,32 @@ def _mask_folder(path: str) -> int | None:
     return positions[-1]
 
 
-def _is_in_folder_of_images(path: str) -> bool:
-    return any(role_of(part).is_image for part in path.split("/")[:-1]) and _mask_folder(path) is None
+_Find = Callable[[str, str], str | None]
+"""Returns the image of a stem, by a mask and the stem."""
 
 
-def _names(images: Sequence[str]) -> _ImageNames:
-    """Return the images by name; of images/rgb/a.jpg and images/nir/a.jpg those in color."""
-    keys = {path: (split_said(path), _normal(PurePosixPath(path).stem)) for path in images}
+def _finder(images: Sequence[str]) -> _Find:
+    """Return a function that finds images by stem, and by the split of the mask if both have splits.
+
+    Numbers have no leading zeros. Of images/rgb/a.jpg and images/nir/a.jpg, those in color are found.
+    """
+
+    def normal(stem: str) -> str:
+        return without_zeros(stem) or stem.casefold()
+
+    keys = {path: (split_said(path), normal(PurePosixPath(path).stem)) for path in images}
     counts = Counter(keys.values())
     if max(counts.values(), default=0) > 1:
         colored = {path: key for path, key in keys.items() if "rgb" in path.lower().split("/")[:-1]}
         keys, counts = (colored, Counter(colored.values())) if colored else (keys, counts)
     by_key = {key: path for path, key in keys.items() if counts[key] == 1}
-    return _ImageNames(by_key, any(split for split, _ in keys.values()))
+    has_splits = any(split for split, _ in keys.values())
+
+    def find(mask: str, stem: str) -> str | None:
+        split = split_said(mask) if has_splits else None
+        return by_key.get((split, normal(stem))) or by_key.get((None, normal(stem)))
+
+    return find
 
 
 def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -230,21 +227,17 @@ def _cuts(stem: str) -> Iterator[tuple[str, str]]:
             yield stem[: match.start()], stem[match.end() :]
 
 
-def _found(tree: Tree, masks: Sequence[str], names: _ImageNames) -> Iterator[tuple[str, tuple[Files, int]]]:
+def _found(tree: Tree, masks: Sequence[str], find: _Find) -> Iterator[tuple[str, Files, int]]:
     """Yield the masks by image in each of the ways, and how many masks have no image: kind, files, number."""
-    yield "classes", _gathered(masks, lambda path: _in_folder_of_class(path, names))
-    yield "classes", _gathered(masks, lambda path: _named_after_class(path, names))
-    by_image, unmatched = _gathered(masks, lambda path: _in_folder_of_image(path, names))
+    yield "classes", *_gathered(masks, partial(_in_folder_of_class, find=find))
+    yield "classes", *_gathered(masks, partial(_named_after_class, find=find))
+    by_image, unmatched = _gathered(masks, partial(_in_folder_of_image, find=find))
     if not by_image:
         by_image, unmatched = _gathered(masks, partial(_in_folder_of_sample, samples=_samples(tree)))
-    by_image = {image: _without_stem(image, own) for image, own in by_image.items()}
-    yield _kind_of_names(Counter(name for own in by_image.values() for name in own)), (by_image, unmatched)
-
-
-def _without_stem(image: str, own: Mapping[str, str]) -> dict[str, str]:
-    """Return the masks of an image by their names without the name of the image."""
-    stem = PurePosixPath(image).stem
-    return {name.removeprefix(stem).lstrip("_-. ") or name: path for name, path in own.items()}
+    for image, own in by_image.items():  # the names of objects or classes have not that of the image
+        stem = PurePosixPath(image).stem
+        by_image[image] = {name.removeprefix(stem).lstrip("_-. ") or name: path for name, path in own.items()}
+    yield _kind_of_names(Counter(name for own in by_image.values() for name in own)), by_image, unmatched
 
 
 def _kind_of_names(counts: Counter[str]) -> str:
@@ -284,30 +277,30 @@ def _folders_to_masks(path: str) -> tuple[str, ...]:
     return tuple(part if split is None else split[1] for part, split in said)
 
 
-def _in_folder_of_class(path: str, names: _ImageNames) -> tuple[str, str] | None:
+def _in_folder_of_class(path: str, find: _Find) -> tuple[str, str] | None:
     """Return image and class of masks/road/a.png: the only folder with neither a word of masks nor a split."""
     parts, stem = path.split("/")[:-1], PurePosixPath(path).stem
     below = [part for part in parts[(_mask_folder(path) or 0) + 1 :] if split_in(part) is None]
     if len(below) != 1:
         return None
     for own in (stem, stem.removesuffix(f"_{below[0]}"), stem.removesuffix("_mask")):
-        if (image := names.find(path, own)) is not None:
+        if (image := find(path, own)) is not None:
             return image, below[0]
     return None
 
 
-def _named_after_class(path: str, names: _ImageNames) -> tuple[str, str] | None:
+def _named_after_class(path: str, find: _Find) -> tuple[str, str] | None:
     """Return image and class of a_road.png."""
     for head, end in _cuts(PurePosixPath(path).stem):
-        if (image := names.find(path, head)) is not None and image != path:
+        if (image := find(path, head)) is not None and image != path:
             return image, end
     return None
 
 
-def _in_folder_of_image(path: str, names: _ImageNames) -> tuple[str, str] | None:
+def _in_folder_of_image(path: str, find: _Find) -> tuple[str, str] | None:
     """Return image and object or class of masks/a/1.png."""
     place = PurePosixPath(path)
-    image = names.find(path, place.parent.name) if (_mask_folder(path) or 0) < len(place.parts) - 2 else None
+    image = find(path, place.parent.name) if (_mask_folder(path) or 0) < len(place.parts) - 2 else None
     return None if image is None else (image, place.stem)
 
 
@@ -329,11 +322,7 @@ def _in_folder_of_sample(path: str, samples: Mapping[str, str]) -> tuple[str, st
 
 
 def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
-    """Return the pixels of a mask that are not 0; enlarged if each side of the image is the same multiple of it.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
+    """Return the pixels of a mask that are not 0; enlarged if each side of the image is the same multiple of it."""
     try:
         pixels, _ = stored_pixels(file, as_rgb=False)
     except UNREADABLE as error:
@@ -346,20 +335,19 @@ def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
     return np.asarray(plane)
 
 
-def _spread(by_image: Files) -> Sequence[dict[str, str]]:
+def _some(by_image: Files) -> Sequence[dict[str, str]]:
     """Return the masks of some images that have several, evenly spread."""
-    found = [own for own in by_image.values() if len(own) > 1]
-    return evenly(found, _NUM_LOOKED)
+    return evenly([own for own in by_image.values() if len(own) > 1], _NUM_LOOKED)
 
 
 def _are_binary(tree: Tree, by_image: Files) -> bool:
     """Return True if the masks of some images hold at most two values."""
-    probes = [probe(tree.root / path) for own in _spread(by_image) for path in list(own.values())[:4]]
+    probes = [probe(tree.root / path) for own in _some(by_image) for path in list(own.values())[:4]]
     return all(one is not None and (one.num_values or 0) <= 2 for one in probes)
 
 
 def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
-    for own in _spread(by_image):
+    for own in _some(by_image):
         try:
             yield [_plane(tree.root / path) for path in own.values()]
         except ValueError:
@@ -392,7 +380,7 @@ def _class_name(end: str) -> str:
     ('road', 'u_lip', '', '')
     """
     words = tokens(end)
-    kept = [word for word in words if word.word not in _ROLE_WORDS]
+    kept = [word for word in words if word.word not in ROLE_WORDS | GLUE_WORDS]
     if not kept or all(word.word.isdigit() or word.word in SPLIT_WORDS for word in kept):
         return ""
     first = next(i for i, word in enumerate(words) if word.word not in MASK_WORDS - {"l", "ho"})
@@ -420,14 +408,11 @@ def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[
             f"{len(pairs)} of {num_images} images have a mask of {shown(name)}",
             f"{len(named)} masks of each image: opinions of several annotators, such as {shown(pairs[0].mask)}",
         )
-        unpaired = tuple(image for image, own in sorted(by_image.items()) if name not in own)
-        layouts.append(Layout(name if name not in folder else folder, pairs, _OPEN, evidence, unpaired=unpaired))
+        layouts.append(Layout(name if name not in folder else folder, pairs, _OPEN, evidence))
     return layouts
 
 
 def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Sequence[str]) -> list[Layout]:
-    ordered = sorted(classes, key=lambda name: classes[name].casefold())
-    reader = _Reader(tree.root, Images(tree), {name: number for number, name in enumerate(ordered)})
     share = overlap_share(_planes_of(tree, by_image))
     counts = Counter(name for own in by_image.values() for name in own)
     absent = {name: len(by_image) - count for name, count in counts.items() if count < len(by_image)}
@@ -440,34 +425,31 @@ def _classes(tree: Tree, by_image: Files, classes: Mapping[str, str], images: Se
     if without := [image for image in images if image not in by_image]:
         notes.append(f"{len(without)} images have no mask of any class and are not used, such as {shown(without[0])}")
     example = next(path for own in by_image.values() for path in own.values())
-    evidence = (
-        f"{len(by_image)} of {len(images)} images have masks of single classes, such as {shown(example)}",
-        f"{len(classes)} classes",
+    base = Layout(
+        "class-masks",
+        (),
+        0.97,
+        (
+            f"{len(by_image)} of {len(images)} images have masks of single classes, such as {shown(example)}",
+            f"{len(classes)} classes",
+        ),
+        tuple(path for own in by_image.values() for path in own.values()),
+        title="masks of single classes",
+        classes_reason="from the names of the masks",
+        notes=tuple(notes),
     )
-
-    def build(names: tuple[str, ...], is_multilabel: bool) -> Layout:
-        return Layout(
-            "class-masks-multilabel" if is_multilabel else "class-masks",
-            reader.pairs(by_image, is_multilabel=is_multilabel),
-            0.97,
-            evidence,
-            tuple(path for own in by_image.values() for path in own.values()),
-            title="masks of single classes",
-            classes=names,
-            classes_reason="from the names of the masks",
-            notes=tuple(notes),
-            is_multilabel=is_multilabel,
-        )
-
-    return both_readings(share, [classes[name] for name in ordered], build)
+    ordered = sorted(classes, key=lambda name: classes[name].casefold())
+    number_of = {name: number for number, name in enumerate(ordered)}
+    return both_readings(
+        share, [classes[name] for name in ordered], base, partial(_pairs_of, tree, by_image, number_of)
+    )
 
 
 def _objects(tree: Tree, by_image: Files) -> Layout:
     masks = [path for own in by_image.values() for path in own.values()]
-    reader = _Reader(tree.root, Images(tree), dict.fromkeys((name for own in by_image.values() for name in own), 0))
     return Layout(
         "object-masks",
-        reader.pairs(by_image, is_multilabel=False),
+        _pairs_of(tree, by_image, dict.fromkeys((name for own in by_image.values() for name in own), 0)),
         0.95,
         (f"{len(by_image)} images with {len(masks)} masks of single objects, such as {shown(masks[0])}",),
         tuple(masks),
@@ -478,33 +460,22 @@ def _objects(tree: Tree, by_image: Files) -> Layout:
     )
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Pairs of images with several masks.
+def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int], is_multilabel: bool = False) -> list[Pair]:
+    """Return a pair for each image; `number_of` are the classes of the names, without the background."""
 
-    Attributes:
-        root: of the files.
-        images: of the folder.
-        number_of: name of a class or an object -> number of its class, without the background.
-    """
-
-    root: Path
-    images: Images
-    number_of: Mapping[str, int]
-
-    def pairs(self, by_image: Files, *, is_multilabel: bool) -> list[Pair]:
-        """Return a pair for each image."""
-        found = []
-        for image, own in sorted(by_image.items()):
-            states = [(name, path, *file_state(self.root / path)) for name, path in own.items()]
-            paint = partial(self._mask, image, own, is_multilabel)
-            found.append(drawn_pair(image, f"masks of {shown(image)}", (states, is_multilabel), paint))
+    def planes(image: str, size: tuple[int, int]) -> dict[int, Plane]:
+        found: dict[int, Plane] = {}
+        for name, path in by_image[image].items():
+            plane, number = _plane(tree.root / path, size), number_of[name]
+            found[number] = found[number] | plane if number in found else plane
         return found
 
-    def _mask(self, image: str, own: Mapping[str, str], is_multilabel: bool) -> WideMask:
-        shape = self.images.size_of(image)
-        planes: dict[int, Plane] = {}
-        for name, path in own.items():
-            plane, number = _plane(self.root / path, shape), self.number_of[name]
-            planes[number] = planes[number] | plane if number in planes else plane
-        return combine(planes, shape, len(set(self.number_of.values())), is_multilabel=is_multilabel)
+    entries = {
+        image: (
+            f"masks of {shown(image)}",
+            [(name, path, *file_state(tree.root / path)) for name, path in own.items()],
+            "",
+        )
+        for image, own in by_image.items()
+    }
+    return pairs_of_planes(Images(tree), entries, planes, len(set(number_of.values())), is_multilabel)

@@ -4,15 +4,12 @@ Rows of an image are united. Pixels are numbered down the columns or along the r
 in one order and smooth in the other tell which; for square images the table's column names do.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -20,54 +17,37 @@ import numpy as np
 
 from segapp.datasets.files import open_regular, shown
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import (
-    BAD_ENTRY,
-    Images,
-    check_classes,
-    decode_starts,
-    drawn_pair,
-)
-from segapp.onboarding.convert.pieces import Plane, both_readings, combine, overlap_share
-from segapp.onboarding.layout import Layout, Pair, WideMask, evenly
+from segapp.onboarding.convert.conversion import UNUSABLE, Images, check_classes
+from segapp.onboarding.convert.pieces import Plane, both_readings, overlap_share, pairs_of_planes
+from segapp.onboarding.layout import Layout, evenly
 from segapp.onboarding.survey.tree import Tree
-from segapp.onboarding.survey.words import role_of
+from segapp.onboarding.survey.words import known_words, role_of
 
 _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
 _EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}
-_RUN_NAMES = {"encodedpixels", "rlemask", "maskrle", "rle", "encoding", "segmentation", "annotation", "mask", "runs"}
-_CLASS_NAMES = {"class", "classid", "classname", "label", "labelid", "category", "categoryid", "categoryname"}
+_RUN_NAMES, _CLASS_NAMES = known_words("columns", "run_lengths"), known_words("columns", "classes")
 _BY_ROWS = {("img", "rlemask"), ("id", "segmentation"), ("id", "annotation")}
 """Columns of the image and the runs in published tables that number the pixels along the rows: Carvana, UW-Madison
 tract, Sartorius. Other published tables number them down the columns: Severstal, TGS, Airbus, clouds, HuBMAP."""
 _NUM_LOOKED = 200
 _NUM_DECODED = 24
-_RAGGED = 1.2
-"""Borders are this much longer in the wrong order."""
+_RAGGED = 1.2  # borders are this much longer in the wrong order
 _MIN_FOUND = 0.3
 _ORDERS = {"F": "columns", "C": "rows"}
 
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of run lengths.
-
-    Attributes:
-        path: of the file.
-        columns: of the image, the class ("" without one) and the runs, as written.
-        is_joined: the class is the end of the image's column: a.jpg_Fish.
-        rows: image as written, class, runs ("": none).
-    """
+    """A table of run lengths: the names of the columns of image and runs, and image, class and runs of each row."""
 
     path: str
-    columns: tuple[str, str, str]
-    is_joined: bool
+    columns: tuple[str, str]
     rows: tuple[tuple[str, str, str], ...]
 
 
 def find_rle(tree: Tree) -> list[Layout]:
     """Return the conversions of tables of run lengths: one, or one for each way in which they can be read."""
-    masks = {path for path in tree.images if _is_in_folder_of_masks(path)}
-    images = Images(replace(tree, images=tuple(path for path in tree.images if path not in masks)))
+    images = Images(replace(tree, images=tuple(path for path in tree.images if not _is_in_folder_of_masks(path))))
     paths = [path for path in tree.others_named(".csv") if "submission" not in path.rpartition("/")[2].lower()]
     tables = [table for path in paths if (table := _read(tree, path, images)) is not None]
     if not tables:
@@ -84,26 +64,19 @@ def _normal(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _cells(tree: Tree, path: str) -> Generator[list[str], None, None]:
-    """Yield the rows of a table; cells may hold megabytes."""
-    limit = csv.field_size_limit(sys.maxsize)
+def _read(tree: Tree, path: str, images: Images) -> _Table | None:
+    """Return a table; None for a file that holds no runs of images that are there."""
+    limit = csv.field_size_limit(sys.maxsize)  # cells may hold megabytes
     try:
         with io.TextIOWrapper(open_regular(tree.root / path, None), "utf-8-sig", "replace", newline="") as file:
-            yield from csv.reader(file)
+            return _parse(path, csv.reader(file), images)
     except (OSError, DataError, csv.Error):
-        return
+        return None
     finally:
         csv.field_size_limit(limit)
 
 
-def _read(tree: Tree, path: str, images: Images) -> _Table | None:
-    """Return a table; None for other files."""
-    with closing(_cells(tree, path)) as cells:
-        return _parse(path, cells, images)
-
-
 def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Table | None:
-    """Return a table from its rows, the head first; None if it holds no runs of images that are there."""
     head = next(cells, [])
     if not 2 <= len(head) <= 100:
         return None
@@ -132,7 +105,7 @@ def _parse(path: str, cells: Iterator[list[str]], images: Images) -> _Table | No
         name = row[label] if label is not None else value.rpartition("_")[2] if is_joined else ""
         text = row[runs].strip()
         rows.append((_image_in(value, is_joined), name.strip(), "" if text.lower() in _EMPTY else text))
-    return _Table(path, (head[column], head[label] if label is not None else "", head[runs]), is_joined, tuple(rows))
+    return _Table(path, (head[column], head[runs]), tuple(rows))
 
 
 def _image_in(value: str, is_joined: bool) -> str:
@@ -140,7 +113,7 @@ def _image_in(value: str, is_joined: bool) -> str:
 
 
 def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the column of the runs: by its name, or the only one of ascending runs."""
+    """Return the column of the runs: by its name, or the only one whose runs ascend."""
     by_name, by_content = [], []
     for i, name in enumerate(head):
         cells = [row[i] for row in rows if row[i].strip().lower() not in _EMPTY]
@@ -148,15 +121,13 @@ def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | Non
             continue
         if _normal(name) in _RUN_NAMES:
             by_name.append(i)
-        elif all(_ascends(cell) for cell in cells) and any(len(cell.split()) >= 6 for cell in cells):
+            continue
+        runs = [np.array(cell.split(), np.int64) for cell in cells]
+        ascend = all((own[2::2] >= own[:-2:2] + own[1:-2:2]).all() for own in runs)
+        if ascend and any(len(own) >= 6 for own in runs):
             by_content.append(i)
     found = by_name or by_content
     return found[0] if len(found) == 1 else None
-
-
-def _ascends(cell: str) -> bool:
-    numbers = np.array(cell.split(), np.int64)
-    return bool((numbers[2::2] > numbers[:-2:2] + numbers[1:-2:2] - 1).all())
 
 
 def _current(tables: Sequence[_Table]) -> list[_Table]:
@@ -188,17 +159,27 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[L
     )
     coverage = len(by_image) / total
     notes = _notes_on_empty(tree, tables, by_image)
-    labels = sorted({name for rows in by_image.values() for name, _ in rows}, key=_by_number)
+    labels_said = {name for rows in by_image.values() for name, _ in rows}
+    labels = sorted(labels_said, key=lambda name: (int(name), "") if name.isdigit() else (sys.maxsize, name))
     names = ["object"] if labels in ([], [""]) else [f"class_{name}" if name.isdigit() else name for name in labels]
     check_classes(["background", *names], tables[0].path)
     is_named = labels != [""] and not labels[0].isdigit()
     first = 0 if any(runs.split(" ", 1)[0] == "0" for table in tables for _, _, runs in table.rows) else 1
     orders = _orders(images, by_image, tables[0], first)
-    reading = _Reading(images, by_image, tables_of, {name: number for number, name in enumerate(labels)}, first)
-    share = overlap_share(list(reading.planes(one, "F").values()) for one in reading.samples()) if names[1:] else 0.0
+
+    def planes(order: str, image: str, size: tuple[int, int]) -> dict[int, Plane]:
+        united: dict[int, list[str]] = defaultdict(list)
+        for name, runs in by_image[image]:
+            if runs:
+                united[labels.index(name)].append(runs)
+        return {number: decode_starts(" ".join(runs), *size, first, order) for number, runs in united.items()}
+
+    several = [image for image, rows in by_image.items() if len({name for name, runs in rows if runs}) > 1]
+    samples = evenly(several, _NUM_DECODED) if len(names) > 1 else []
+    share = overlap_share(list(planes("F", image, images.size_of(image)).values()) for image in samples)
     found = []
     for order, (confidence, reason) in orders.items():
-        of_order = Layout(
+        base = Layout(
             "rle" if len(orders) == 1 else f"rle-{_ORDERS[order]}",
             (),
             confidence * coverage,
@@ -208,7 +189,13 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[L
             classes_reason="from the table" if is_named else "replace with their names",
             notes=notes,
         )
-        found += both_readings(share, names, partial(reading.conversion, of_order, order))
+        entries = {}
+        for image, rows in by_image.items():
+            path = tables_of[image].path if image in tables_of else ""
+            origin = f"{shown(path)}: image {shown(image)}" if path else f"{shown(image)} without a row"
+            entries[image] = (origin, (order, first, rows), path)
+        pairs_of = partial(pairs_of_planes, images, entries, partial(planes, order), len(labels))
+        found += both_readings(share, names, base, pairs_of)
     return found
 
 
@@ -236,67 +223,11 @@ def _notes_on_empty(
     return tuple(notes)
 
 
-def _by_number(name: str) -> tuple[int, str]:
-    return (int(name), "") if name.isdigit() else (sys.maxsize, name)
-
-
-@dataclass(frozen=True)
-class _Reading:
-    """The rows of each image as planes of classes, and as pairs.
-
-    Attributes:
-        images: of the folder.
-        by_image: class and runs of the rows of each image.
-        tables_of: the table of an image.
-        number_of: class in the table -> its number, without the background.
-        first: number of the first pixel.
-    """
-
-    images: Images
-    by_image: dict[str, list[tuple[str, str]]]
-    tables_of: dict[str, _Table]
-    number_of: dict[str, int]
-    first: int
-
-    def samples(self) -> Sequence[str]:
-        """Return some images of which several classes have pixels, evenly spread."""
-        found = [image for image, rows in self.by_image.items() if len({name for name, runs in rows if runs}) > 1]
-        return evenly(found, _NUM_DECODED)
-
-    def planes(self, image: str, order: str) -> dict[int, Plane]:
-        """Return the pixels of each class of an image."""
-        height, width = self.images.size_of(image)
-        united: dict[int, list[str]] = defaultdict(list)
-        for name, runs in self.by_image[image]:
-            if runs:
-                united[self.number_of[name]].append(runs)
-        return {
-            number: decode_starts(" ".join(runs), height, width, self.first, order) for number, runs in united.items()
-        }
-
-    def conversion(self, found: Layout, order: str, classes: tuple[str, ...], is_multilabel: bool) -> Layout:
-        """Return a layout with its classes and a pair for each image."""
-        pairs = [self._pair(image, order, is_multilabel) for image in sorted(self.by_image)]
-        name = f"{found.name}-multilabel" if is_multilabel else found.name
-        return replace(found, name=name, classes=classes, pairs=pairs, is_multilabel=is_multilabel)
-
-    def _pair(self, image: str, order: str, is_multilabel: bool) -> Pair:
-        table = self.tables_of.get(image)
-        origin = f"{shown(table.path)}: image {shown(image)}" if table is not None else f"{shown(image)} without a row"
-        content = (order, self.first, is_multilabel, self.by_image[image])
-        paint = partial(self._mask, image, order, is_multilabel)
-        return drawn_pair(image, origin, content, paint, near="" if table is None else table.path)
-
-    def _mask(self, image: str, order: str, is_multilabel: bool) -> WideMask:
-        shape = self.images.size_of(image)
-        return combine(self.planes(image, order), shape, len(self.number_of), is_multilabel=is_multilabel)
-
-
 def _orders(
     images: Images, by_image: dict[str, list[tuple[str, str]]], table: _Table, first: int
 ) -> dict[str, tuple[float, str]]:
     """Return the possible orders of the pixels, each with how sure it is and why, the likelier one first."""
-    borders = Counter({"F": 0, "C": 0})
+    borders = Counter({"F": 0, "C": 0})  # neighbours that differ
     longest = sorted(
         ((image, runs) for image, rows in by_image.items() for _, runs in rows if runs), key=lambda one: -len(one[1])
     )
@@ -306,22 +237,41 @@ def _orders(
             if height == width:
                 continue
             for order in borders:
-                borders[order] += _border(decode_starts(runs, height, width, first, order))
-        except (DataError,) + BAD_ENTRY:  # noqa: RUF005 - mypy does not see through the star
+                mask = decode_starts(runs, height, width, first, order)
+                borders[order] += int((mask[1:] != mask[:-1]).sum() + (mask[:, 1:] != mask[:, :-1]).sum())
+        except UNUSABLE:
             continue
     (worst, most), (best, least) = borders.most_common()
     if most > _RAGGED * least:
         return {best: (0.97, f"by {_ORDERS[worst]} the shapes are {most / max(1, least):.1f} times as ragged")}
-    columns = (_normal(table.columns[0]), _normal(table.columns[2]))
+    columns = tuple(map(_normal, table.columns))
     if columns in _BY_ROWS or columns[1] in _RUN_NAMES - {"mask", "runs", "segmentation", "annotation"}:
-        own = "C" if columns in _BY_ROWS else "F"
-        said = f"as in published tables with the column {table.columns[2]}"
-        other = "F" if own == "C" else "C"
+        own, other = ("C", "F") if columns in _BY_ROWS else ("F", "C")
+        said = f"as in published tables with the column {table.columns[1]}"
         return {own: (0.95, said), other: (0.3, "unlike published tables with such columns")}
     why = "the shapes of square images do not tell"
     return {"F": (0.9, why), "C": (0.9, why)}
 
 
-def _border(mask: Plane) -> int:
-    """Return the number of neighbours that differ."""
-    return int((mask[1:] != mask[:-1]).sum() + (mask[:, 1:] != mask[:, :-1]).sum())
+def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, order: str = "F") -> Plane:
+    """Return the pixels (H, W) of runs "start length start length ..."; no runs are no pixels.
+
+    >>> decode_starts("1 2 4 1", 2, 2).astype(int).tolist()
+    [[1, 0], [1, 1]]
+
+    Pixels are numbered from `first` (0 or 1) down the columns ("F") or along the rows ("C"). ValueError is raised if a
+    number is missing or none, or a run leaves the image.
+    """
+    numbers = np.array(runs.split(), np.int64)
+    if len(numbers) % 2:
+        raise ValueError(f"{len(numbers)} numbers, which are no pairs of a start and a length")
+    starts, lengths = numbers[0::2] - first, numbers[1::2]
+    size = height_px * width_px
+    if (wrong := (starts < 0) | (lengths < 0) | (starts + lengths > size)).any():
+        start, length = starts[wrong][0] + first, lengths[wrong][0]
+        raise ValueError(f"the run {start} {length} leaves the image of {width_px} x {height_px} pixels")
+    changes = np.zeros(size + 1, np.int32)
+    np.add.at(changes, starts, 1)
+    np.add.at(changes, starts + lengths, -1)
+    covered = np.cumsum(changes[:-1]) > 0
+    return covered.reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]

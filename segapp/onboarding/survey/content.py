@@ -1,13 +1,13 @@
 """Contents of masks: their values or colours with pixels and numbers of masks, evenly over a data set."""
 
-from __future__ import annotations
-
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +19,10 @@ from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 
 MAX_HEADERS, MAX_MASKS = 400, 2000
-MAX_MASK_PX = 400_000_000
-"""Pixels of masks that are read: all masks of a small data set, and so every value in them."""
+MAX_MASK_PX = 400_000_000  # pixels of masks that are read: all masks of a small data set, and so every value in them
 MAX_COLORS = 256
 """Colours of one mask that are counted, the most frequent; a mask with more is a photograph, or saved with loss."""
-
-UNREADABLE = (DataError, OSError, ValueError, SyntaxError)
-"""What `stored_pixels` raises for a mask that cannot be read."""
-
+UNREADABLE = (DataError, OSError, ValueError, SyntaxError)  # what `stored_pixels` raises for a mask that cannot be read
 
 Value = int | Color
 """A value in masks of ids, or a colour in RGB masks."""
@@ -34,48 +30,24 @@ Value = int | Color
 
 @dataclass
 class MaskContent:
-    """Contents of masks.
+    """Contents of masks."""
 
-    Attributes:
-        num_masks: number of masks read.
-        num_all: number of masks there are.
-        unread: masks that could not be read.
-        values: pixels by value, of masks of ids.
-        colors: pixels by RGB colour, of RGB masks.
-        masks_with: masks by value or colour.
-        counts_up_to: masks whose values are 0 or 1 to n, by n.
-        num_lossy: masks that are JPEGs.
-        num_smooth: masks with more than MAX_COLORS colours.
-        sizes_px: height and width of every image whose header was read.
-        example: masks by what is said of them: "lossy", "smooth".
-    """
-
-    num_masks: int = 0
-    num_all: int = 0
-    unread: list[Path] = field(default_factory=list)
-    values: Counter[int] = field(default_factory=Counter)
-    colors: Counter[Color] = field(default_factory=Counter)
-    masks_with: Counter[Value] = field(default_factory=Counter)
-    counts_up_to: Counter[int] = field(default_factory=Counter)
-    num_lossy: int = 0
-    num_smooth: int = 0
+    num_masks: int = 0  # masks that were read
+    num_all: int = 0  # masks there are
+    unread: list[Path] = field(default_factory=list)  # masks that could not be read
+    values: Counter[int] = field(default_factory=Counter)  # pixels by value, of masks of ids
+    colors: Counter[Color] = field(default_factory=Counter)  # pixels by RGB colour, of RGB masks
+    masks_with: Counter[Value] = field(default_factory=Counter)  # masks by value or colour
+    counts_up_to: Counter[int] = field(default_factory=Counter)  # masks whose values are 0 or 1 to n, by n
+    lossy: list[Path] = field(default_factory=list)  # masks that are JPEGs
+    smooth: list[Path] = field(default_factory=list)  # masks with more than MAX_COLORS colours
+    # height and width of every image whose header was read
     sizes_px: list[tuple[int, int]] = field(default_factory=list)
-    example: dict[str, Path] = field(default_factory=dict)
 
     @property
     def median_px(self) -> tuple[int, int]:
         """Median height and width."""
         return int(median(h for h, _ in self.sizes_px)), int(median(w for _, w in self.sizes_px))
-
-    @property
-    def num_px(self) -> int:
-        """Number of pixels read."""
-        return self.values.total() + self.colors.total()
-
-    @property
-    def num_counting(self) -> int:
-        """Number of masks whose values are 0 or 1 to n."""
-        return self.counts_up_to.total()
 
     @property
     def pixels(self) -> dict[Value, int]:
@@ -86,52 +58,42 @@ class MaskContent:
         """Return the number of pixels of a value or a colour."""
         return self.colors[stored] if isinstance(stored, tuple) else self.values[stored]
 
-    @property
-    def is_complete(self) -> bool:
-        """True if every mask was read."""
-        return self.num_masks == self.num_all
+    def share(self, stored: Iterable[Value]) -> float:
+        """Return the share of the pixels read that have one of some values or colours."""
+        return sum(map(self.pixels_of, stored)) / max(1, self.values.total() + self.colors.total())
+
+    def percent(self, stored: Iterable[Value]) -> str:
+        """Return the share of some values or colours as text: "4.2% of the pixels"."""
+        share = self.share(stored)
+        number = f"{share:.1%}" if share >= 0.01 else f"{share:.3%}" if share >= 1e-5 else "below 0.001%"
+        return f"{number} of the pixels" + ("" if self.num_masks == self.num_all else " read")
 
 
 def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
     """Read headers of images and whole masks, evenly over the pairs; unreadable files are counted.
 
-    Masks of ids are read as colours where some masks are colour images.
-
-    Raises:
-        DataError: no image can be read.
+    Masks of ids are read as colours where some masks are colour images. DataError is raised if no image can be read.
     """
-    content = MaskContent(num_all=len(pairs))
     with ThreadPool(4) as pool:
-        for size in pool.map(_size, _evenly(pairs, MAX_HEADERS)):
-            if not isinstance(size, DataError):
-                content.sizes_px.append(size)
-    if not content.sizes_px:
-        reason = str(_size(pairs[0])).partition(": ")[2]
-        raise DataError(f"none of {len(pairs)} images can be read, such as {shown(pairs[0].image)}: {reason}")
+        sizes = [size for size in pool.map(_size, _evenly(pairs, MAX_HEADERS)) if not isinstance(size, DataError)]
+    if not sizes:
+        raise DataError(f"none of {len(pairs)} images can be read, such as {_size(pairs[0])}")
+    content = MaskContent(num_all=len(pairs), sizes_px=sizes)
     height, width = content.median_px
     chosen = _evenly(pairs, min(MAX_MASKS, max(20, MAX_MASK_PX // (height * width))))
-    _count_all(content, chosen, as_rgb=False)
+    masks = [pair.mask for pair in chosen if pair.mask is not None]
+    _count_all(content, masks, as_rgb=False)
     if content.values and content.colors:
-        content.values.clear()
-        content.colors.clear()
-        content.masks_with.clear()
-        content.counts_up_to.clear()
-        content.num_masks = content.num_lossy = content.num_smooth = 0
-        content.unread.clear()
-        _count_all(content, chosen, as_rgb=True)
+        content = MaskContent(num_all=len(pairs), sizes_px=sizes)
+        _count_all(content, masks, as_rgb=True)
     return content
 
 
-def _count_all(content: MaskContent, chosen: Sequence[ImagePair], *, as_rgb: bool) -> None:
-    def count(pair: ImagePair) -> _Counted | None:
-        return None if pair.mask is None else count_pixels(pair.mask, as_rgb=as_rgb)
-
+def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> None:
     with ThreadPool(4) as pool:
-        for pair, counted in zip(chosen, pool.map(count, chosen), strict=True):
-            if pair.mask is None:
-                continue
+        for mask, counted in zip(masks, pool.map(partial(count_pixels, as_rgb=as_rgb), masks), strict=True):
             if counted is None:
-                content.unread.append(pair.mask)
+                content.unread.append(mask)
                 continue
             content.num_masks += 1
             content.values.update(counted.values)
@@ -139,15 +101,14 @@ def _count_all(content: MaskContent, chosen: Sequence[ImagePair], *, as_rgb: boo
             content.masks_with.update([*counted.values, *counted.colors])
             if (last := max(counted.values, default=0)) and counted.values.keys() | {0} == set(range(last + 1)):
                 content.counts_up_to[last] += 1
-            for kind in ("lossy", "smooth"):
-                if getattr(counted, f"is_{kind}"):
-                    setattr(content, f"num_{kind}", getattr(content, f"num_{kind}") + 1)
-                    content.example.setdefault(kind, pair.mask)
+            if counted.is_lossy:
+                content.lossy.append(mask)
+            if counted.is_smooth:
+                content.smooth.append(mask)
 
 
-def _evenly(pairs: Sequence[ImagePair], count: int) -> list[ImagePair]:
-    step = -(-len(pairs) // count)
-    return list(pairs[::step])
+def _evenly(pairs: Sequence[ImagePair], count: int) -> Sequence[ImagePair]:
+    return pairs[:: -(-len(pairs) // count)]
 
 
 def _size(pair: ImagePair) -> tuple[int, int] | DataError:
@@ -158,8 +119,7 @@ def _size(pair: ImagePair) -> tuple[int, int] | DataError:
     return header.height_px, header.width_px
 
 
-@dataclass(frozen=True)
-class _Counted:
+class _Counted(NamedTuple):
     values: dict[int, int]
     colors: dict[Color, int]
     is_lossy: bool
@@ -172,12 +132,13 @@ def count_pixels(path: Path, *, as_rgb: bool) -> _Counted | None:
         pixels, format = stored_pixels(path, as_rgb=as_rgb)
     except UNREADABLE:
         return None
+    is_lossy = format in ("JPEG", "MPO")
     if pixels.ndim == 2:
-        return _Counted(_histogram(pixels), {}, format in ("JPEG", "MPO"), False)
+        return _Counted(_histogram(pixels), {}, is_lossy, False)
     histogram = _histogram(color_codes(pixels))
     most = sorted(histogram, key=lambda code: -histogram[code])[:MAX_COLORS]
     colors = {(code >> 16, code >> 8 & 255, code & 255): histogram[code] for code in most}
-    return _Counted({}, colors, format in ("JPEG", "MPO"), len(histogram) > MAX_COLORS)
+    return _Counted({}, colors, is_lossy, len(histogram) > MAX_COLORS)
 
 
 def reason_unread(path: Path) -> str:
@@ -192,19 +153,14 @@ def reason_unread(path: Path) -> str:
 def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], str]:
     """Return the ids (H, W) or the colours (H, W, 3) of a mask as stored, and its format.
 
-    Raises:
-        DataError: it cannot be opened.
-        OSError, ValueError, SyntaxError: it is damaged, or holds numbers with fractions.
+    An error of UNREADABLE is raised if the file is damaged, or holds numbers with fractions.
     """
     data = read_bytes(path)
     image = open_bytes(data, path)
-    if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr"):
+    if as_rgb or image.mode in ("RGB", "RGBA", "CMYK", "YCbCr", "LA", "PA"):
         return np.asarray(image.convert("RGB")), str(image.format)
     if image.mode == "F":
         raise ValueError("numbers with fractions")
-    if image.mode in ("LA", "PA"):
-        image = image.convert("RGB")
-        return np.asarray(image), str(image.format)
     pixels = unscaled(np.asarray(image), image, data)
     return pixels.astype(np.uint8 if pixels.dtype in (np.uint8, np.bool_) else np.int64), str(image.format)
 
@@ -219,15 +175,10 @@ def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dic
 
 def dominant_levels(content: MaskContent, most: int = 64) -> list[Color] | list[int]:
     """Return the values or colours that masks saved with loss had before: frequent ones that lie apart."""
-    counts: Counter[Color] = Counter()
-    if content.colors:
-        counts.update(content.colors)
-    else:
-        counts.update({(value, value, value): count for value, count in content.values.items()})
-    total = sum(counts.values())
+    counts = content.colors or Counter({(value, value, value): count for value, count in content.values.items()})
     kept: list[Color] = []
     for color, count in counts.most_common():
-        if len(kept) == most or count < 0.005 * total:
+        if len(kept) == most or count < 0.005 * counts.total():
             break
         apart = all(max(abs(a - b) for a, b in zip(color, other, strict=True)) > 40 for other in kept)
         if apart and not any(
