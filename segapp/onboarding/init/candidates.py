@@ -1,22 +1,21 @@
 """What a folder may be: layouts and annotations that can become masks, the choice between them, and a page of them."""
 
-from __future__ import annotations
-
+import io
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-import cv2
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
+from PIL import Image
 
 from segapp.datasets.files import shown
 from segapp.datasets.images.reading import read_picture_of
 from segapp.datasets.layouts.published_classes import bit_palette
 from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.onboarding.convert import find_conversions, with_layouts
-from segapp.onboarding.convert.conversion import BAD_ENTRY
+from segapp.onboarding.convert.conversion import UNUSABLE
 from segapp.onboarding.layout import Layout, Pair, evenly
 from segapp.onboarding.survey.content import stored_pixels
 from segapp.onboarding.survey.hypotheses import CLOSE, find_layouts
@@ -33,23 +32,14 @@ _THUMBNAIL_PX = 240
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder may be.
-
-    Attributes:
-        candidates: the most likely first.
-        unused: tables that name images but are not used -> why, by the name of the candidate.
-    """
+    """What a folder may be, the most likely first, and by candidate why tables that name images are not used."""
 
     candidates: Sequence[Layout]
     unused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def find_candidates(tree: Tree) -> Found:
-    """Return what a folder may be.
-
-    Raises:
-        DataError: it can be nothing that is known; or an image is in the lists of two splits.
-    """
+    """Return what a folder may be; raise DataError if that is nothing known, or if lists contradict each other."""
     published = published_layout(tree)
     if published is not None:
         return Found([published])
@@ -88,12 +78,7 @@ def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
-    """Return the named candidate, or the most likely one.
-
-    Raises:
-        ConfigError: there is none of the name.
-        OpenQuestionError: the second is nearly as likely, and none is named.
-    """
+    """Return the candidate of a name or a number, or the most likely one; ask if the second is nearly as likely."""
     if name is not None:
         for number, candidate in enumerate(found, start=1):
             if name in (candidate.name, str(number)):
@@ -103,60 +88,47 @@ def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
     close = [candidate for candidate in found if candidate.confidence >= CLOSE * found[0].confidence]
     if len(close) == 1:
         return found[0]
-    question = f"{shown(root)} can be read in {len(close)} ways"
-    raise _layout_question(question, close)
+    raise _layout_question(f"{shown(root)} can be read in {len(close)} ways", close)
 
 
 def confirm(root: Path, found: Sequence[Layout], chosen: Layout, name: str | None) -> None:
-    """Check that a reading is likely enough to be used without a question, unless it was named.
-
-    Raises:
-        OpenQuestionError: it is not.
-    """
+    """Ask if a reading is not likely enough to be used without a question, and was not named."""
     if name is None and chosen.confidence < SURE:
         question = f"no reading of {shown(root)} is likely enough to be used without a question"
         raise _layout_question(question, [chosen, *(one for one in found[:_MAX_SHOWN] if one is not chosen)])
 
 
 def _layout_question(question: str, candidates: Sequence[Layout]) -> OpenQuestionError:
-    answers = [Answer(one.name, evidence_of(one)) for one in candidates]
+    answers = [Answer(one.name, _evidence_of(one)) for one in candidates]
     return open_question(question, "--layout", answers, "--html FILE shows pictures")
 
 
-def described(candidate: Layout) -> str:
-    """Return name, confidence and evidence as text."""
-    return f"{shown(candidate.name)} ({evidence_of(candidate)})"
-
-
-def evidence_of(candidate: Layout) -> str:
-    """Return confidence and evidence as text."""
+def _evidence_of(candidate: Layout) -> str:
     return f"{candidate.confidence:.0%} sure: {', '.join(candidate.evidence)}"
 
 
 def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
     """Return what is believed, and what else is possible."""
-    lines = [f"layout: {described(chosen)}"]
-    return lines + [f"also possible: --layout {described(one)}" for one in found[:_MAX_SHOWN] if one is not chosen]
+    lines = [f"also possible: --layout {_described(one)}" for one in found[:_MAX_SHOWN] if one is not chosen]
+    return [f"layout: {_described(chosen)}", *lines]
+
+
+def _described(candidate: Layout) -> str:
+    return f"{shown(candidate.name)} ({_evidence_of(candidate)})"
 
 
 def _nothing_known(tree: Tree) -> str:
     entries = sorted(entry.name for entry in tree.root.iterdir() if not entry.name.startswith("."))
     there = ", ".join(shown(name) for name in entries[:8]) + (" and more" if len(entries) > 8 else "")
-    advice = "".join(f"{one}; " for one in tree.advice_on_kinds)
     return (
         f"{shown(tree.root)} has no images with masks that belong together by their names, and no known "
-        f"annotations: it holds {there or 'nothing'} ({tree.held}); {advice}give every mask the name "
-        "of its image, such as images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its "
-        "mask a line"
+        f"annotations: it holds {there or 'nothing'} {tree.described()}give every mask the name of its image, such as "
+        "images/a.jpg and masks/a.png, or write train.txt and val.txt with an image and its mask a line"
     )
 
 
 def save_candidates(out: Path, tree: Tree, found: Sequence[Layout]) -> None:
-    """Write the page.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a page with pictures of the most likely candidates."""
     from segapp.report.render import render, save_page  # loads torch, which no config needs
 
     values = {
@@ -170,38 +142,35 @@ def _pictures(tree: Tree, candidate: Layout) -> Iterator[tuple[str, Markup, Mark
     """Yield the names and the pictures of some pairs; those that cannot be read are left out."""
     for pair in evenly(candidate.pairs, _MAX_PAIRS):
         try:
-            image = _picture(tree, pair)
             if pair.drawing is None:
                 name = f"{shown(pair.image)} + {shown(pair.mask)}"
-                mask, _ = stored_pixels(tree.root / pair.mask, as_rgb=False)
+                mask: NDArray[np.integer] = stored_pixels(tree.root / pair.mask, as_rgb=False)[0]
             else:
-                name, mask = shown(pair.image), pair.drawing.paint().astype(np.int64)
-            yield name, _thumbnail(image), _thumbnail(_colored(mask))
-        except (DataError, OSError, SyntaxError) + BAD_ENTRY:  # noqa: RUF005 - mypy does not see through the star
+                name, mask = shown(pair.image), pair.drawing.paint()
+            yield name, _thumbnail(_picture(tree, pair)), _thumbnail(_colored(mask))
+        except UNUSABLE:
             continue
 
 
 def _picture(tree: Tree, pair: Pair) -> NDArray[np.uint8]:
-    if pair.drawing is None or pair.drawing.image_bytes is None:
-        return read_picture_of(tree.root / pair.image)
-    if pair.drawing.preview is not None:
-        return read_picture_of(tree.root / pair.drawing.preview)
-    decoded = cv2.imdecode(np.frombuffer(pair.drawing.image_bytes(), np.uint8), cv2.IMREAD_COLOR)
-    return np.asarray(np.asarray(decoded)[..., ::-1], np.uint8)
+    drawing = pair.drawing
+    if drawing is not None and drawing.image_bytes is not None and drawing.preview is None:
+        return np.asarray(Image.open(io.BytesIO(drawing.image_bytes(""))).convert("RGB"))
+    preview = None if drawing is None else drawing.preview
+    return read_picture_of(tree.root / (preview or pair.image))
 
 
-def _colored(mask: NDArray[np.uint8] | NDArray[np.uint8 | np.int64]) -> NDArray[np.uint8]:
+def _colored(mask: NDArray[np.integer]) -> NDArray[np.uint8]:
     """Return a mask as colours: ids (H, W) get distinct ones, colours stay."""
     if mask.ndim == 3:
         return mask.astype(np.uint8)
     colors = np.array([(0, 0, 0), *bit_palette(254, first=1), (255, 255, 255)], np.uint8)
-    return np.asarray(colors[np.asarray(mask) & 255])
+    return np.asarray(colors[mask.astype(np.int64) & 255])
 
 
 def _thumbnail(pixels: NDArray[np.uint8]) -> Markup:
     from segapp.report.render import data_url
 
-    factor = min(1.0, _THUMBNAIL_PX / max(pixels.shape[:2]))
-    size = (max(1, round(pixels.shape[1] * factor)), max(1, round(pixels.shape[0] * factor)))
-    small = cv2.resize(np.ascontiguousarray(pixels), size, interpolation=cv2.INTER_NEAREST)
+    small = Image.fromarray(pixels)
+    small.thumbnail((_THUMBNAIL_PX, _THUMBNAIL_PX), Image.Resampling.NEAREST)
     return Markup(data_url(np.asarray(small), ".png"))

@@ -1,7 +1,5 @@
 """Which images train and which validate: the splits of the data, or a division by groups, or folds."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,51 +28,30 @@ TEST_VALIDATES = (
     "a part of train instead"
 )
 _MAX_IMAGES = 100
-_MAX_PX = 2**25
-"""Pixels that are read: half a second."""
+_MAX_PX = 2**25  # pixels that are read: half a second
 
 
 @dataclass(frozen=True)
 class Division:
-    """The images of the splits.
-
-    Attributes:
-        train: pairs of the training split; with folds: of the first fold.
-        val: pairs of the validation split.
-        words: "train" and the validation split -> their names on disk.
-        lists: name of a list -> its pairs.
-        num_folds: 0 without folds.
-        is_new: the division is not that of the data.
-        lines: how it was made.
-        kind: the part of the paths that names a group of a new division; "image" if there is none.
-    """
+    """The images of the splits, with folds those of the first fold."""
 
     train: Sequence[Pair]
     val: Sequence[Pair]
-    words: Mapping[str, str]
-    lists: Mapping[str, Sequence[Pair]]
-    num_folds: int = 0
-    is_new: bool = True
-    lines: tuple[str, ...] = field(default=())
-    kind: str = ""
+    words: Mapping[str, str]  # "train" and the validation split -> their names on disk
+    lists: Mapping[str, Sequence[Pair]]  # name of a list -> its pairs
+    num_folds: int = 0  # 0 without folds
+    is_new: bool = True  # the division is not that of the data
+    lines: tuple[str, ...] = field(default=())  # how it was made
+    kind: str = ""  # the part of the paths that names a group of a new division; "image" if there is none
 
 
 def divided(
     pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, *, is_published: bool
 ) -> Division:
-    """Return which pairs train and which validate.
+    """Return which pairs train and which validate; the options are those of `InitRequest`.
 
-    Args:
-        pairs: of the data.
-        share: of the validation images where the data have no splits; None: `DEFAULT_SHARE`.
-        group: regular expression of a group; None: found from folders and names.
-        folds: number of folds; None: one division.
-        seed: of the division.
-        is_published: of a published data set, whose splits have its names.
-
-    Raises:
-        ConfigError: the data have splits and a share or groups are given, or a side would be empty.
-        OpenQuestionError: several parts of the names may name the group of an image.
+    The splits of a published data set keep their names. ConfigError is raised if the data have splits and a share or
+    groups are given, or if a side would be empty.
     """
     splits = {pair.split for pair in pairs}
     val_split = next((split for split in ("val", "test") if split in splits), None)
@@ -101,11 +78,9 @@ def divided(
         if has_only_test:
             lines.append(f"val_split: {words['test']} - {TEST_VALIDATES}")
         published = {"train": train, val_split: val}
-        both = find_shared_groups(
-            {split: [pair.image for pair in own] for split, own in published.items()},
-            {split: [pair.group for pair in own] for split, own in published.items()},
-        )
-        if both is not None:
+        images = {split: [pair.image for pair in own] for split, own in published.items()}
+        columns = {split: [pair.group for pair in own] for split, own in published.items()}
+        if (both := find_shared_groups(images, columns)) is not None:
             lines.append(f"warning: {both}")
         return Division(train, val, words, {"train": train, "val": val}, is_new=False, lines=tuple(lines))
     share = DEFAULT_SHARE if share is None else share
@@ -118,18 +93,28 @@ def divided(
         f"splits: {known}: {len(train)} training and {len(val)} validation images, {grouping.num_groups} "
         f"groups ({grouping.kind}) divided by --val-share {share:g}"
     )
-    lists, said = {"train": train, "val": val}, (line, _group_line(pairs, grouping))
-    return Division(train, val, {"train": "train", "val": "val"}, lists, lines=said, kind=grouping.kind)
+    lists = {"train": train, "val": val}
+    return _new(pairs, grouping, {"train": "train", "val": "val"}, lists, line)
 
 
-def _group_line(pairs: Sequence[Pair], grouping: Grouping) -> str:
+def _new(
+    pairs: Sequence[Pair],
+    grouping: Grouping,
+    words: Mapping[str, str],
+    lists: Mapping[str, Sequence[Pair]],
+    line: str,
+    num_folds: int = 0,
+) -> Division:
+    """Return a division that is not that of the data, with a line about its groups."""
     images = [pair.image for pair in pairs]
-    if grouping.kind != "image":
-        return f"groups: {grouping.examples(images)}"
-    return (
-        f"groups: none is named by {shown(images[0])} to {shown(images[-1])}; if neighbours show the same scene, keep "
-        "them together with --group REGEX"
-    )
+    groups = f"groups: {grouping.examples(images)}"
+    if grouping.kind == "image":
+        groups = (
+            f"groups: none is named by {shown(images[0])} to {shown(images[-1])}; if neighbours show the same scene, "
+            "keep them together with --group REGEX"
+        )
+    train, val = (lists[word] for word in words.values())
+    return Division(train, val, words, lists, num_folds, lines=(line, groups), kind=grouping.kind)
 
 
 def _folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> Division:
@@ -141,21 +126,14 @@ def _folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> D
         lists[f"fold{fold}-val"] = [pair for pair, own in zip(pairs, fold_of, strict=True) if own == fold]
     sizes = ", ".join(str(len(lists[f"fold{fold}-val"])) for fold in range(folds))
     line = f"folds: {sizes} validation images; {grouping.num_groups} groups ({grouping.kind}) were divided"
-    lines = (line, _group_line(pairs, grouping))
-    names = {"train": "fold0-train", "val": "fold0-val"}
-    return Division(lists["fold0-train"], lists["fold0-val"], names, lists, folds, lines=lines, kind=grouping.kind)
+    return _new(pairs, grouping, {"train": "fold0-train", "val": "fold0-val"}, lists, line, folds)
 
 
 def neighbor_lines(division: Division, root: Path, pixels: PixelFormat | None, size_px: tuple[int, int]) -> list[str]:
     """Return a warning if validation images look like training images; no line if the names have groups.
 
-    The first images in the order of their names are compared, as many as are read in about half a second.
-
-    Args:
-        division: of the images.
-        root: of the images.
-        pixels: bands and type of the images; None: 8-bit RGB.
-        size_px: usual height and width of an image.
+    The first images in the order of their names are compared, as many as are read in about half a second; `size_px` is
+    the usual height and width of an image.
     """
     if not division.is_new or division.kind != "image":
         return []

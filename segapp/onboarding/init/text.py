@@ -1,7 +1,5 @@
 """The text of a config, each line with the reason for its value."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -20,27 +18,15 @@ from segapp.onboarding.survey.content import MaskContent
 from segapp.onboarding.survey.encoding import Classes
 from segapp.run.words import printable
 
-LARGE_PX = 8_000_000
-"""Images beyond this are evaluated in windows: whole, they need gigabytes on the device."""
-RARE_SHARE = 0.01
-"""Share of the pixels below which class weights are proposed."""
+LARGE_PX = 8_000_000  # images beyond this are evaluated in windows: whole, they need gigabytes on the device
+RARE_SHARE = 0.01  # share of the pixels below which class weights are proposed
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a data set.
+    """What is known of a data set: its root is that of the images, and `keys` are further keys of the `data` section.
 
-    Attributes:
-        name: of the config.
-        root: of the images.
-        format: a key of `DATASETS`.
-        keys: further keys of the `data` section.
-        division: of the images into splits.
-        classes: of the masks.
-        content: of the masks.
-        pixels: bands, type and measured range of images that are not 8-bit RGB.
-        leads_outside: files below the root are links to files outside it.
-        fold: number of the fold, if there are folds.
+    The pixels of images of 8-bit RGB are None.
     """
 
     name: str
@@ -53,14 +39,6 @@ class Facts:
     pixels: PixelFormat | None = None
     leads_outside: bool = False
     fold: int | None = None
-
-
-@dataclass(frozen=True)
-class ConfigLine:
-    """A line of a config, and the reason for its value."""
-
-    text: str
-    reason: str = ""
 
 
 def config_text(facts: Facts) -> str:
@@ -78,65 +56,70 @@ def config_text(facts: Facts) -> str:
         *division.lines,
         *(f"note: {note}" for note in facts.classes.notes),
     ]
-    body = "\n".join(_rendered(line) for line in _lines(facts))
-    return "\n".join(f"# {printable(line)}" for line in header) + "\n" + body + "\n"
+    return "".join(f"{line}\n" for line in (*(f"# {printable(line)}" for line in header), *_lines(facts)))
 
 
-def _rendered(line: ConfigLine) -> str:
-    return f"{line.text}  # {printable(line.reason)}" if line.reason else line.text
+def _line(text: str, reason: str = "") -> str:
+    """Return a line of a config, with the reason for its value as a comment."""
+    return f"{text}  # {printable(reason)}" if reason else text
 
 
 def _quoted(value: object) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
-def _lines(facts: Facts) -> Iterator[ConfigLine]:
+_GPU_MODEL = """\
+  name: deeplabv3_resnet50  # accurate; deeplabv3_mobilenet_v3_large is five times faster
+  weights_backbone: IMAGENET1K_V1  # downloaded once; null trains from scratch"""
+_CPU_MODEL = "  name: lraspp_mobilenet_v3_large  # no GPU here: the fastest model, from scratch"
+_MULTILABEL_LOSS = """\
+  name: bce  # a pixel may have several classes, or none
+  plus: [{name: dice}]  # counts small classes as much as large ones"""
+
+
+def _lines(facts: Facts) -> Iterator[str]:
+    """Yield the sections of a config, each without its last line break."""
     content, num_train = facts.content, len(facts.division.train)
     num_gpus = count_visible_gpus()
-    crop, crop_reason = _crop(content)
+    (height, width), crop_reason = _crop(content)
     batch, batch_reason = _batch(num_gpus, num_train)
     steps = max(1, num_train // batch)
     wanted = 20_000 if num_gpus else 2_000
     epochs = min(300, max(10, round(wanted / steps)))
-    yield ConfigLine(f"name: {_quoted(facts.name)}")
+    yield f"name: {_quoted(facts.name)}"
     yield from _data_lines(facts)
-    yield ConfigLine(f"  crop_px: [{crop[0]}, {crop[1]}]", crop_reason)
+    yield f"  crop_px: [{height}, {width}]  # {crop_reason}"
     if sum(h * w * 4 for h, w in content.sizes_px) / len(content.sizes_px) * num_train < 2 << 30:
-        yield ConfigLine("  cache: ram", "the decoded data set needs less than 2 GiB")
-    yield ConfigLine("model:")
-    yield ConfigLine("  library: torchvision")
-    if num_gpus:
-        yield ConfigLine("  name: deeplabv3_resnet50", "accurate; deeplabv3_mobilenet_v3_large is five times faster")
-        yield ConfigLine("  weights_backbone: IMAGENET1K_V1", "downloaded once; null trains from scratch")
-    else:
-        yield ConfigLine("  name: lraspp_mobilenet_v3_large", "no GPU here: the fastest model, from scratch")
-    yield ConfigLine("loss:")
+        yield "  cache: ram  # the decoded data set needs less than 2 GiB"
+    yield "model:\n  library: torchvision"
+    yield _GPU_MODEL if num_gpus else _CPU_MODEL
+    yield "loss:"
     if "multilabel" in facts.keys:
-        yield ConfigLine("  name: bce", "a pixel may have several classes, or none")
-        yield ConfigLine("  plus: [{name: dice}]", "counts small classes as much as large ones")
+        yield _MULTILABEL_LOSS
     else:
-        yield ConfigLine("  name: ce")
-        yield from _weight_lines(facts)
-    lr = 5e-4 * math.sqrt(batch / 8)
-    yield ConfigLine("optim:")
-    yield ConfigLine("  name: adamw")
-    yield ConfigLine(f"  lr: {lr:.1e}", "5e-4 x sqrt(batch_size / 8)")
-    yield ConfigLine("  weight_decay: 0.01")
-    yield ConfigLine("schedule:")
-    yield ConfigLine("  name: poly")
-    yield ConfigLine("  power: 0.9")
-    yield ConfigLine(f"  warmup_steps: {min(500, max(20, epochs * steps // 20))}", "5 % of the run, at most 500")
-    yield ConfigLine("train:")
-    yield ConfigLine(f"  epochs: {epochs}", f"about {epochs * steps} steps, {steps} per epoch")
-    yield ConfigLine(f"  batch_size: {batch}", batch_reason)
+        yield "  name: ce"
+        counts = [count for value, count in content.pixels.items() if facts.classes.class_of(value) is not None]
+        rarest = min(counts, default=0) / max(1, sum(counts))
+        if len(counts) > 1 and rarest < RARE_SHARE:
+            yield f"  class_weights: enet  # the rarest class has {rarest:.2%} of the pixels"
+    yield f"""\
+optim:
+  name: adamw
+  lr: {5e-4 * math.sqrt(batch / 8):.1e}  # 5e-4 x sqrt(batch_size / 8)
+  weight_decay: 0.01
+schedule:
+  name: poly
+  power: 0.9
+  warmup_steps: {min(500, max(20, epochs * steps // 20))}  # 5 % of the run, at most 500
+train:
+  epochs: {epochs}  # about {epochs * steps} steps, {steps} per epoch
+  batch_size: {batch}  # {batch_reason}"""
     if num_gpus:
-        yield ConfigLine("  precision: amp-bf16", "half the activation memory; use fp32 on GPUs older than Ampere")
-    yield ConfigLine("eval:")
-    every = max(1, epochs // 20)
-    yield ConfigLine(f"  every_epochs: {every}", "about twenty evaluations")
+        yield "  precision: amp-bf16  # half the activation memory; use fp32 on GPUs older than Ampere"
+    yield f"eval:\n  every_epochs: {max(1, epochs // 20)}  # about twenty evaluations"
     largest_px = max(h * w for h, w in content.sizes_px)
     if largest_px > LARGE_PX:
-        yield ConfigLine("  slide: true", f"windows of crop_px: the largest image has {largest_px / 1e6:.0f} Mpx")
+        yield f"  slide: true  # windows of crop_px: the largest image has {largest_px / 1e6:.0f} Mpx"
 
 
 def _crop(content: MaskContent) -> tuple[tuple[int, int], str]:
@@ -158,52 +141,43 @@ def _batch(num_gpus: int, num_train: int) -> tuple[int, str]:
     return batch, "small, because there is no GPU"
 
 
-def _data_lines(facts: Facts) -> Iterator[ConfigLine]:
+def _data_lines(facts: Facts) -> Iterator[str]:
     """Yield the lines that say where the files are, and what the masks hold."""
-    yield ConfigLine("data:")
-    yield ConfigLine(f"  format: {facts.format}")
-    yield ConfigLine(f"  root: {_quoted(str(facts.root))}")
+    yield "data:"
+    yield f"  format: {facts.format}"
+    yield f"  root: {_quoted(str(facts.root))}"
     if facts.leads_outside:
-        yield ConfigLine("  allow_outside_root: true", "links lead outside: remove this line if you do not trust them")
+        yield _line("  allow_outside_root: true", "links lead outside: remove this line if you do not trust them")
     for key, value in facts.keys.items():
-        yield ConfigLine(f"  {key}: {_quoted(value)}")
+        yield f"  {key}: {_quoted(value)}"
     if facts.pixels is not None:
         values = config_values(facts.pixels)
-        yield ConfigLine(f"  bands: {values['bands']}", "pictures show the first three as RGB: reorder them to choose")
-        yield ConfigLine(f"  dtype: {values['dtype']}", "as in the image files")
+        yield _line(f"  bands: {values['bands']}", "pictures show the first three as RGB: reorder them to choose")
+        yield _line(f"  dtype: {values['dtype']}", "as in the image files")
         low, high = PERCENTILES
-        yield ConfigLine(f"  value_range: {values['value_range']}", f"{low:g} % and {high:g} % of the values, measured")
+        yield _line(f"  value_range: {values['value_range']}", f"{low:g} % and {high:g} % of the values, measured")
     words = facts.division.words
     if facts.fold is not None:
         words = {split: f"fold{facts.fold}-{split}" for split in words}
     if facts.format != "list" or facts.fold is not None:
         for (split, own), key in zip(words.items(), ("train", "val"), strict=True):
             if own not in (key, DATASETS[facts.format].splits.get(key)):
-                yield ConfigLine(f"  {key}_split: {_quoted(own)}", "" if split == key else TEST_VALIDATES)
+                yield _line(f"  {key}_split: {_quoted(own)}", "" if split == key else TEST_VALIDATES)
     yield from _class_lines(facts)
 
 
-def _class_lines(facts: Facts) -> Iterator[ConfigLine]:
+def _class_lines(facts: Facts) -> Iterator[str]:
     classes = facts.classes
     if DATASETS[facts.format].names:
-        yield ConfigLine(f"  # classes: {classes.names_reason}")
+        yield f"  # classes: {classes.names_reason}"
         return
     names = yaml.safe_dump(list(classes.names), default_flow_style=True, width=10**9, allow_unicode=True).strip()
-    yield ConfigLine(f"  classes: {names}", classes.names_reason)
+    yield _line(f"  classes: {names}", classes.names_reason)
     if classes.palette:
-        yield ConfigLine("  rgb_masks: true")
-        yield ConfigLine(f"  palette: {[list(color) for color in classes.palette]}", classes.palette_reason)
+        yield "  rgb_masks: true"
+        yield _line(f"  palette: {[list(color) for color in classes.palette]}", classes.palette_reason)
     if classes.label_map:
         mapping = ", ".join(f"{value}: {to}" for value, to in classes.label_map.items())
-        yield ConfigLine(f"  label_map: {{{mapping}}}", classes.label_map_reason)
+        yield _line(f"  label_map: {{{mapping}}}", classes.label_map_reason)
     if classes.ignore_index is not None:
-        yield ConfigLine(f"  ignore_index: {classes.ignore_index}")
-
-
-def _weight_lines(facts: Facts) -> Iterator[ConfigLine]:
-    """Yield the line that asks for class weights, if a class is rare."""
-    classes, content = facts.classes, facts.content
-    counts = [count for value, count in content.pixels.items() if classes.class_of(value) is not None]
-    rarest = min(counts, default=0) / max(1, sum(counts))
-    if len(counts) > 1 and rarest < RARE_SHARE:
-        yield ConfigLine("  class_weights: enet", f"the rarest class has {rarest:.2%} of the pixels")
+        yield f"  ignore_index: {classes.ignore_index}"
