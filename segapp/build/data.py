@@ -18,9 +18,8 @@ from segapp.custom import is_part
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
 from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.augment.probe import check_transform
-from segapp.datasets.cache.pixel_cache import PixelCache
-from segapp.datasets.cache.places import CacheFiles, cache_digest, default_folder, disk_files, memory_files
-from segapp.datasets.dataset import OwnDataset, SegmentationDataset, image_sizes
+from segapp.datasets.cache import CacheFiles, PixelCache, default_folder, disk_files, memory_files
+from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
@@ -98,7 +97,7 @@ def build_dataset(
     if is_part(data.format):
         source = own_data(data, split)
         chosen = _chosen(range(len(source)), most)
-        own = OwnDataset(source, scheme, pixels, seed=seed, indices=chosen, has_distances=has_distances)
+        own = SegmentationDataset(source.pairs(chosen), scheme, pixels=pixels, seed=seed, has_distances=has_distances)
         first_sizes = own.sizes(range(min(len(own), NUM_TRIED)))  # each is read for that
         own.transform, own.mix = _transform(data, scheme, first_sizes, pixels, is_training=is_training), mix
         own.targets, own.largest_px = read(source.pairs(), first_sizes), _largest(first_sizes)
@@ -112,7 +111,7 @@ def build_dataset(
     notes: list[str] = []
     if data.cache != "none" and ranks is not None:
         try:
-            files = _cache_files(data, split, scheme, ranks)
+            files = _cache_files(data, split, scheme, pixels, ranks)
             cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels)
         except OSError as error:
             notes.append(
@@ -156,15 +155,13 @@ def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, i
     return image_sizes(build_pairs(data, split)[:most])
 
 
-def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks) -> CacheFiles:
+def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, pixels: PixelFormat, ranks: Ranks) -> CacheFiles:
     """Return the files of a split's cache; those in memory are made by one rank of each machine for all of them.
 
     Raises:
         ConfigError: `data.cache_dir` lies in the data set.
         OSError: they cannot be made.
     """
-    pixels = build_pixels(data)
-    digest = cache_digest(data.root, split, scheme, pixels)
     if data.cache == "disk":
         folder = Path(data.cache_dir).expanduser() if data.cache_dir is not None else default_folder()
         root = Path(os.path.realpath(data.root))
@@ -174,13 +171,13 @@ def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, ranks: Ranks
                 key="data.cache_dir",
                 value=folder,
             )
-        return disk_files(folder, split, digest, scheme.dtype, pixels)
+        return disk_files(folder, data.root, split, scheme, pixels)
     hosts = ranks.gather(socket.gethostname())
     first_here = hosts.index(hosts[ranks.rank])
     own: CacheFiles | OSError | None = None
     if ranks.rank == first_here:
         try:
-            own = memory_files(digest)
+            own = memory_files()
         except OSError as error:
             own = error
     found = ranks.gather(own)[first_here]

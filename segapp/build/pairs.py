@@ -10,8 +10,9 @@ from segapp.custom import build_part, is_part
 from segapp.custom.contracts import DataSource
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat, per_band
-from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
 from segapp.datasets.layouts.published_classes import PUBLISHED
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.own_data import OwnData
 from segapp.errors import ConfigError, DataError, accepted_words
 

@@ -17,7 +17,7 @@ from segapp.build.own_parts import changed_parts
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, load_config, part_names, validate_config
 from segapp.custom.trust import check_trusted
-from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel

@@ -23,9 +23,10 @@ from segapp.build.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
 from segapp.config import LiveSettings, RunConfig, config_hash
-from segapp.datasets.dataset import OwnDataset, SegmentationDataset, compute_class_frequencies
+from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.loader import EvalLoader, TrainLoader
+from segapp.datasets.own_data import OwnPair
 from segapp.datasets.sampling import Order
 from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError
@@ -348,7 +349,7 @@ def _frequencies(dataset: SegmentationDataset, scheme: ClassScheme) -> ClassFreq
     targets = dataset.targets
     if targets is not None and targets.is_complete and targets.num_masks == len(dataset):
         return targets.frequencies
-    if isinstance(dataset, OwnDataset):
+    if isinstance(dataset.pairs[0], OwnPair):
         return compute_class_frequencies(dataset)
     masks = [path for pair in dataset.pairs for path in pair.masks]
     return cached_frequencies(masks, repr(dataclasses.astuple(scheme)), lambda: compute_class_frequencies(dataset))

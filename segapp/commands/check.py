@@ -30,8 +30,9 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport, examine, group_findings
-from segapp.datasets.layouts.formats import ClassScheme, leftovers, split_list
+from segapp.datasets.layouts.formats import leftovers, split_list
 from segapp.datasets.layouts.root_guard import OutsideError, PartialError
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.sampling import uniform_order
 from segapp.errors import DataError, storage_errors

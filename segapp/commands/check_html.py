@@ -15,7 +15,7 @@ from segapp.datasets.files import open_bytes, read_bytes, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
 from segapp.datasets.inspection import DataProblem, FindingGroup, SplitReport
-from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import ID_MODES, read_masks
 from segapp.datasets.sampling import Order
 from segapp.errors import DataError

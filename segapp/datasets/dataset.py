@@ -6,28 +6,27 @@ Large TIFFs of an evaluation are indexed like tensors, of which only the asked p
 Shapes: H, W height and width in pixels; B bands, 3 for RGB.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 from types import EllipsisType
-from typing import Any, Protocol
+from typing import Any
 
 import cv2
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.custom.loading import shown_error
 from segapp.datasets.augment.mix import PairMix
-from segapp.datasets.cache.pixel_cache import PixelCache
+from segapp.datasets.cache import PixelCache
 from segapp.datasets.distances import with_distances
 from segapp.datasets.files import MAX_PIXELS, ImagePair, check_same_size, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import LARGE_PX, ImageWindows, MaskWindows, image_windows, mask_windows
+from segapp.datasets.images.windows import LARGE_PX, Windows, image_windows, mask_windows
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_masks
-from segapp.datasets.own_data import OwnData
+from segapp.datasets.own_data import OwnPair
 from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, mix_seed
 from segapp.datasets.targets import ClassFrequencies, Targets, class_frequencies, count_mask
@@ -36,40 +35,26 @@ from segapp.errors import DataError
 
 @dataclass(frozen=True)
 class Sample:
-    """One image and its target.
+    """One image and its target."""
 
-    Attributes:
-        image: The bands, shape (B, H, W), of the type of the files, not normalised.
-        target: Train ids and `ignore_index`, shape (H, W), uint8 or int16; with distances int32 (1 + C, H, W).
-        index: Index in the data set.
-    """
-
-    image: Tensor
-    target: Tensor
-    index: int
+    image: Tensor  # the bands, shape (B, H, W), of the type of the files, not normalised
+    target: Tensor  # train ids and `ignore_index`, shape (H, W), uint8 or int16; with distances int32 (1 + C, H, W)
+    index: int  # in the data set
 
 
-class SampleTransform(Protocol):
-    """Transform of an image and its mask; a function of both, the seed and the aim alone."""
-
-    def __call__(self, image: Pixels, mask: Pixels, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
-        """Return the transformed image (H, W, B) and mask (H, W)."""
-        ...
+SampleTransform = Callable[[Pixels, Pixels, int, int | None], tuple[Pixels, Pixels]]
+"""Transform of an image (H, W, B) and its mask (H, W): a function of both, the seed and the aim alone."""
 
 
 @dataclass(frozen=True)
 class TensorOnDisk:
-    """An image (1, B, H, W) or a target (1, H, W) on disk; `large[..., rows, columns]` is a tensor.
+    """An image (1, B, H, W) or a target (1, H, W) on disk; `large[..., rows, columns]` is a tensor."""
 
-    Attributes:
-        pixels: The image (H, W, B) or the mask (H, W), to be read in windows; or a mask that has been read.
-    """
-
-    pixels: ImageWindows | MaskWindows | NDArray[Any]
+    pixels: Windows | Pixels  # the image (H, W, B) or the mask (H, W), which may have been read
 
     @property
     def shape(self) -> torch.Size:
-        """As of a tensor."""
+        """The shape as of a tensor."""
         height, width, *bands = self.pixels.shape
         return torch.Size((1, *bands, height, width))
 
@@ -77,88 +62,52 @@ class TensorOnDisk:
         return 1
 
     def __getitem__(self, key: tuple[EllipsisType, slice, slice]) -> Tensor:
-        """Return some rows and columns.
-
-        Raises:
-            DataError: They cannot be read.
-        """
+        """Return some rows and columns."""
         part = torch.from_numpy(self.pixels[key[1:]])
         return (part if part.dim() == 2 else part.permute(2, 0, 1).contiguous())[None]
 
 
 @dataclass(frozen=True)
 class LargeBatch:
-    """A batch of one large image.
+    """A batch of one large image: a `Batch` whose tensors are read when they are needed."""
 
-    Attributes:
-        images: (1, B, H, W), not normalised.
-        target: (1, H, W) train ids.
-        indices: Of the image in the data set.
-    """
-
-    images: TensorOnDisk
-    target: TensorOnDisk
+    images: TensorOnDisk  # (1, B, H, W), not normalised
+    target: TensorOnDisk  # (1, H, W) train ids
     indices: tuple[int, ...]
 
 
+@dataclass(eq=False, repr=False)
 class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     """Image and mask pairs as samples; `dataset[(epoch, index)]` is the same in every process and call.
-
-    Args:
-        pairs: The files. The target of a pair without a mask is all `scheme.ignore_index`.
-        scheme: Classes and the ids of the masks.
-        pixels: Bands and type of the images.
-        transform: Applied with a seed of (seed, epoch, index); None: no transform, full size.
-        seed: Seed of the augmentation.
-        cache: Of the decoded images and masks, filled at the first read; None: every read decodes.
-        notes: Sentences for the user about how the images are read.
-        has_distances: Targets hold the distance maps of the classes too, computed here for the boundary loss.
-
-    Attributes:
-        mix: Mixes each sample with that of another image; None at first.
-        targets: Counts of the masks of the split, as far as they were read before a training; None: not read.
-        largest_px: Height of the highest and width of the widest image, as far as their sizes are known.
 
     Raises:
         DataError: No pairs.
     """
 
-    def __init__(
-        self,
-        pairs: Sequence[ImagePair],
-        scheme: ClassScheme,
-        transform: SampleTransform | None = None,
-        *,
-        pixels: PixelFormat = RGB8,
-        seed: int = 0,
-        cache: PixelCache | None = None,
-        notes: Sequence[str] = (),
-        has_distances: bool = False,
-    ) -> None:
-        if not pairs:
+    pairs: Sequence[ImagePair]  # the target of a pair without a mask is all `scheme.ignore_index`
+    scheme: ClassScheme
+    transform: SampleTransform | None = None  # applied with a seed of (seed, epoch, index); None: full size
+    _: KW_ONLY
+    pixels: PixelFormat = RGB8
+    seed: int = 0  # of the augmentation
+    cache: PixelCache | None = None  # filled at the first read; None: every read decodes
+    notes: Sequence[str] = ()  # sentences for the user about how the images are read
+    has_distances: bool = False  # targets hold the distance maps of the classes too, for the boundary loss
+    mix: PairMix | None = None  # mixes each sample with that of another image
+    targets: Targets | None = None  # counts of the masks, as far as they were read before a training
+    # Height of the highest and width of the widest image, as far as their sizes are known
+    largest_px: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.pairs:
             raise DataError("the data set has no images: check data.root and the split", key="data.root")
-        self.pairs = tuple(pairs)
-        self.scheme = scheme
-        self.pixels = pixels
-        self.transform = transform
-        self.seed = seed
-        self.cache = cache
-        self.notes = tuple(notes)
-        self.mix: PairMix | None = None
-        self.has_distances = has_distances
-        self.targets: Targets | None = None
-        self.largest_px: tuple[int, int] | None = None
-        self._read_in_windows: dict[int, ImageWindows | None] = {}
+        self._read_in_windows: dict[int, Windows | None] = {}
 
     def __len__(self) -> int:
         return len(self.pairs)
 
     def __getitem__(self, key: SampleKey | tuple[int, int]) -> Sample:
-        """Return the sample of a key; (epoch, index) is enough.
-
-        Raises:
-            DataError: The image or the mask cannot be used, or the transform fails; the message names the file.
-        """
+        """Return the sample of a key; (epoch, index) is enough. A DataError names the file."""
         epoch, index, draw, aim = SampleKey(*key)
         again = (draw,) if draw else ()
         image, mask = self._augmented(index, mix_seed("sample", self.seed, epoch, index, *again), aim)
@@ -206,7 +155,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         assert found is not None
         return LargeBatch(TensorOnDisk(found[0]), TensorOnDisk(found[1]), (index,))
 
-    def _windows(self, index: int) -> tuple[ImageWindows, MaskWindows | Pixels] | None:
+    def _windows(self, index: int) -> tuple[Windows, Windows | Pixels] | None:
         """Return image and mask to be read in windows; None where the whole is read."""
         image = self._image_windows(index)
         if image is None:
@@ -217,23 +166,24 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         check_same_size(pair, image.shape[:2], mask.shape[:2])
         return image, mask
 
-    def _image_windows(self, index: int) -> ImageWindows | None:
+    def _image_windows(self, index: int) -> Windows | None:
         """Return an image to be read in windows; with a cache it is decoded once, unless it is too large for that."""
+        pair = self.pairs[index]
+        if isinstance(pair, OwnPair):
+            return None
         if index not in self._read_in_windows:
             least_px = LARGE_PX if self.cache is None else MAX_PIXELS + 1
-            self._read_in_windows[index] = image_windows(self.pairs[index].image, self.pixels, least_px)
+            self._read_in_windows[index] = image_windows(pair.image, self.pixels, least_px)
         return self._read_in_windows[index]
 
     def read(self, index: int) -> tuple[Pixels, Pixels]:
-        """Return the decoded image (H, W, B) and mask (H, W) of train ids, before the transform; read-only.
-
-        Raises:
-            DataError: One of the files cannot be used, or their sizes differ.
-        """
+        """Return the decoded image (H, W, B) and mask (H, W) of train ids, before the transform; read-only."""
+        pair = self.pairs[index]
+        if isinstance(pair, OwnPair):
+            return pair.read(self.scheme, self.pixels)
         cached = self.cache.get(index) if self.cache is not None else None
         if cached is not None:
             return cached
-        pair = self.pairs[index]
         image = read_image(pair.image, self.pixels)
         mask = self.read_mask(index, image.shape[:2])
         check_same_size(pair, image.shape[:2], mask.shape[:2])
@@ -242,58 +192,20 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         return image, mask
 
     def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the upright (height, width) of images in pixels, from the headers."""
+        """Return the upright (height, width) of images in pixels, from the headers; own data are read for that."""
+        if isinstance(self.pairs[0], OwnPair):
+            shapes = (self.read(index)[0].shape for index in indices)
+            return [(shape[0], shape[1]) for shape in shapes]
         return image_sizes([self.pairs[index] for index in indices])
 
     def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
         """Return the mask (H, W) of train ids; without a file, all `ignore_index`, of size `size_px`."""
-        masks = self.pairs[index].masks
-        if not masks:
+        pair = self.pairs[index]
+        if isinstance(pair, OwnPair):
+            return pair.read(self.scheme, self.pixels)[1]
+        if not pair.masks:
             return np.full(size_px, self.scheme.ignore_index, self.scheme.dtype)
-        return read_masks(masks, self.scheme)
-
-
-class OwnDataset(SegmentationDataset):
-    """Samples of own data; `transform` is set afterwards, because it is checked with the sizes of some images.
-
-    Args:
-        data: of a split.
-        scheme: of the classes; `label_map` applies to the masks.
-        pixels: number of bands and type of the images.
-        seed: of the augmentation.
-        indices: the images to use.
-        has_distances: see `SegmentationDataset`.
-    """
-
-    def __init__(
-        self,
-        data: OwnData,
-        scheme: ClassScheme,
-        pixels: PixelFormat = RGB8,
-        *,
-        seed: int,
-        indices: Sequence[int],
-        has_distances: bool = False,
-    ) -> None:
-        self._own = data.pairs(indices)
-        super().__init__(self._own, scheme, pixels=pixels, seed=seed, has_distances=has_distances)
-
-    def _image_windows(self, index: int) -> None:
-        return None
-
-    def read(self, index: int) -> tuple[Pixels, Pixels]:
-        """Return the image (H, W, B) and mask (H, W) of train ids, before the transform."""
-        pair = self._own[index]
-        return pair.data.read(pair.index, self.scheme, self.pixels)
-
-    def read_mask(self, index: int, size_px: tuple[int, ...]) -> Pixels:
-        """Return the mask (H, W) of train ids."""
-        return self.read(index)[1]
-
-    def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Return height and width of images in pixels; each is read for that."""
-        shapes = (self.read(index)[0].shape for index in indices)
-        return [(shape[0], shape[1]) for shape in shapes]
+        return read_masks(pair.masks, self.scheme)
 
 
 def to_planes(image: Pixels) -> Tensor:
@@ -311,15 +223,7 @@ def image_sizes(pairs: Sequence[ImagePair]) -> list[tuple[int, int]]:
 
 
 def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2) -> ClassFrequencies:
-    """Return the counts over all masks of a data set; every mask is read, and so checked, once.
-
-    Args:
-        dataset: The data set; its transform is not applied.
-        threads: Number of decoding threads.
-
-    Raises:
-        DataError: A mask cannot be used.
-    """
+    """Return the counts over all masks of a data set; every mask is read, and so checked, once."""
     scheme = dataset.scheme
     masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
     with ThreadPool(max(1, threads)) as pool:

@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from segapp.datasets.layouts.schemes import ClassScheme
 
-Ids = NDArray[Any]
 
-
-def with_distances(mask: Ids, num_classes: int, ignore_index: int, *, multilabel: bool = False) -> NDArray[np.int32]:
+def with_distances(
+    mask: NDArray[Any], num_classes: int, ignore_index: int, *, multilabel: bool = False
+) -> NDArray[np.int32]:
     """Return a mask followed by the squared signed distances of each class, (1 + C, H, W).
 
     Outside a class the squared distance to its nearest pixel, inside minus that to the nearest valid pixel that is not
@@ -37,7 +37,8 @@ def with_distances(mask: Ids, num_classes: int, ignore_index: int, *, multilabel
             others = valid & ~own[c]
             inside = squared_distance(others) if others.any() else None
         else:
-            inside = _smallest([squared for other, squared in outside.items() if other != c])
+            of_others = [squared for other, squared in outside.items() if other != c]
+            inside = np.minimum.reduce(of_others) if of_others else None
         if inside is not None:
             result[1 + c] = np.where(own[c], -inside, squared)
     return result
@@ -57,7 +58,3 @@ def squared_distance(pixels: NDArray[np.bool_]) -> NDArray[np.int32]:
     distance = cv2.distanceTransform((~pixels).astype(np.uint8), cv2.DIST_L2, cv2.DIST_MASK_PRECISE)
     squared: NDArray[np.int32] = np.rint(np.square(distance.astype(np.float64))).astype(np.int32)
     return squared
-
-
-def _smallest(distances: list[NDArray[np.int32]]) -> NDArray[np.int32] | None:
-    return np.asarray(np.minimum.reduce(distances)) if distances else None

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
-from PIL import Image
+from PIL import ExifTags, Image
 
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
 from segapp.datasets.images.tiff_tags import TiffTags, is_tiff, read_tiff_tags
@@ -35,7 +35,6 @@ MAX_FILE_BYTES = 2**30
 warnings.filterwarnings("ignore", module=r"PIL\.")
 logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it cannot read is reported as an error
 
-_ORIENTATION_TAG = 0x0112
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR}
 _TAIL_BYTES = 4096
 _PNG_END = b"IEND\xaeB`\x82"  # the name of the last chunk and its checksum
@@ -43,19 +42,12 @@ _PNG_END = b"IEND\xaeB`\x82"  # the name of the last chunk and its checksum
 
 @dataclass(frozen=True)
 class ImagePair:
-    """One image of a data set and its mask.
-
-    Attributes:
-        image: The image file.
-        mask: The mask file; None where the split has no ground truth.
-        name: The image's path below the image folder without its extension; outputs are named after it.
-        others: With a mask of its own for each class, those of the classes after the first.
-    """
+    """One image of a data set and its mask."""
 
     image: Path
-    mask: Path | None
-    name: str
-    others: tuple[Path, ...] = ()
+    mask: Path | None  # None where the split has no ground truth
+    name: str  # the image's path below the image folder without its extension; outputs are named after it
+    others: tuple[Path, ...] = ()  # with a mask of its own for each class, those of the classes after the first
 
     @property
     def masks(self) -> tuple[Path, ...]:
@@ -70,36 +62,27 @@ class ImagePair:
 
 @dataclass(frozen=True)
 class Header:
-    """Header of an image file.
+    """Header of an image file."""
 
-    Attributes:
-        format: Pillow's name.
-        mode: Pillow's name of the pixels; "" for a TIFF.
-        height_px: Height with the EXIF orientation applied.
-        width_px: Width with the EXIF orientation applied.
-        stored: The pixels of a PNG or a TIFF; None for other formats, whose decoder says.
-    """
-
-    format: str
-    mode: str
-    height_px: int
-    width_px: int
-    stored: StoredPixels | None = None
+    format: str  # Pillow's name
+    mode: str  # Pillow's name of the pixels; "" for a TIFF
+    height_px: int  # height with the EXIF orientation applied
+    width_px: int  # width with the EXIF orientation applied
+    stored: StoredPixels | None = None  # the pixels of a PNG or a TIFF; None for other formats, whose decoder says
 
 
 def shared_images(first: Iterable[ImagePair], second: Iterable[ImagePair]) -> list[Path]:
     """Return the images of `second` that are files of `first` too, by any name of the file."""
-    known = {_identity(pair.image) for pair in first}
-    return [pair.image for pair in second if _identity(pair.image) in known]
 
+    def identity(path: Path) -> tuple[int, int] | str:
+        try:
+            status = path.stat()
+        except OSError:
+            return str(path)
+        return status.st_dev, status.st_ino
 
-def _identity(path: Path) -> tuple[int, int] | str:
-    """Return what all names of a file have in common; its path where it cannot be examined."""
-    try:
-        status = path.stat()
-    except OSError:
-        return str(path)
-    return status.st_dev, status.st_ino
+    known = {identity(pair.image) for pair in first}
+    return [pair.image for pair in second if identity(pair.image) in known]
 
 
 def shown(path: str | os.PathLike[str]) -> str:
@@ -112,66 +95,50 @@ def shown(path: str | os.PathLike[str]) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
-def read_bytes(path: Path, *, tries: int = 3) -> bytes:
-    """Return the contents of a regular file; retry transient errors of the storage.
-
-    Raises:
-        DataError: The file is missing, empty, larger than `MAX_FILE_BYTES`, not a regular file or not readable.
-    """
+def read_bytes(path: Path) -> bytes:
+    """Return the contents of a regular file of at most `MAX_FILE_BYTES`; retry transient errors of the storage."""
 
     def read() -> bytes:
         with open_regular(path) as file:
             return file.read()
 
-    return _retried(read, path, tries)
+    return _retried(read, path)
 
 
-def _retried(read: Callable[[], Read], path: Path, tries: int = 3) -> Read:
+def _retried(read: Callable[[], Read], path: Path, attempt: int = 1) -> Read:
     """Return what `read` does; retry transient errors of the storage, and raise DataError for others."""
-    for attempt in range(1, tries + 1):
-        try:
-            return read()
-        except OSError as error:
-            if error.errno not in _TRANSIENT or attempt == tries:
-                raise DataError(f"{shown(path)}: {_os_reason(error)}", path=path) from error
-            time.sleep(0.05 * attempt)
-    raise AssertionError("unreachable: the last try returns or raises")
+    try:
+        return read()
+    except OSError as error:
+        if error.errno not in _TRANSIENT or attempt == 3:
+            raise DataError(f"{shown(path)}: {_os_reason(error)}", path=path) from error
+    time.sleep(0.05 * attempt)
+    return _retried(read, path, attempt + 1)
 
 
 def open_regular(path: Path, max_bytes: int | None = MAX_FILE_BYTES) -> BinaryIO:
-    """Return a regular, non-empty file of acceptable size, open for reading; never blocks on a pipe.
+    """Return a regular, non-empty file of acceptable size, open for reading.
 
     Raises:
         DataError: It is a pipe, a device or a folder, empty, or larger than `max_bytes`.
         OSError: It cannot be opened.
     """
-    if not stat.S_ISREG(os.stat(path).st_mode):
+    status = os.stat(path)
+    if not stat.S_ISREG(status.st_mode):
         raise DataError(f"{shown(path)}: not a regular file: replace it with an image file", path=path)
-    file = open(path, "rb", opener=_open_nonblocking)  # noqa: SIM115 - the caller's
-    try:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):  # replaced since the first check
-            raise DataError(f"{shown(path)}: not a regular file: replace it with an image file", path=path)
-        if status.st_size == 0:
-            raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again", path=path)
-        if max_bytes is not None and status.st_size > max_bytes:
-            raise DataError(
-                f"{shown(path)}: too large ({status.st_size} bytes, at most {max_bytes} are read): "
-                "cut it into tiles, or save it compressed",
-                path=path,
-            )
-    except BaseException:
-        file.close()
-        raise
-    return file
-
-
-def _open_nonblocking(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_NONBLOCK)
+    if status.st_size == 0:
+        raise DataError(f"{shown(path)}: the file is empty (0 bytes): copy or download it again", path=path)
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise DataError(
+            f"{shown(path)}: too large ({status.st_size} bytes, at most {max_bytes} are read): "
+            "cut it into tiles, or save it compressed",
+            path=path,
+        )
+    return open(path, "rb")
 
 
 def _os_reason(error: OSError) -> str:
-    """Return why the system could not open or read a file, and what to do."""
+    """Return why a file could not be read, and what to do."""
     if isinstance(error, FileNotFoundError):
         return "the file does not exist: restore it, or take it out of the split"
     if isinstance(error, PermissionError):
@@ -179,12 +146,13 @@ def _os_reason(error: OSError) -> str:
     return f"the file cannot be read ({error.strerror or error}): check the disk, or copy the file again"
 
 
-def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Return a Pillow image whose pixels are not decoded yet, of at most `max_pixels`.
+def open_bytes(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Return `open_image` of bytes in memory."""
+    return open_image(io.BytesIO(data), path, max_pixels)
 
-    Raises:
-        DataError: An unknown image format, a damaged header, or more than `max_pixels`.
-    """
+
+def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
+    """Return a Pillow image whose pixels are not decoded yet, of at most `max_pixels`."""
     try:
         image = Image.open(file)
     except Image.DecompressionBombError as error:
@@ -267,9 +235,6 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
     """Return a file's format, pixels and upright size, and check its end marker; reads a few kilobytes.
 
     A TIFF that can be read in windows may be of any size.
-
-    Raises:
-        DataError: The file is missing, empty, of an unknown format, too large or truncated.
     """
     tags = tiff_tags(path)
     if tags is not None:
@@ -290,11 +255,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
 
 
 def tiff_tags(path: Path) -> TiffTags | None:
-    """Return the tags of a TIFF of any size; None for other formats, and for a TIFF that only Pillow may know.
-
-    Raises:
-        DataError: The file is missing, empty, or not readable.
-    """
+    """Return the tags of a TIFF of any size; None for other formats, and for a TIFF that only Pillow may know."""
 
     def read() -> TiffTags | None:
         with open_regular(path, max_bytes=None) as file:
@@ -320,18 +281,22 @@ def _stored_in_png(file: BinaryIO) -> StoredPixels | None:
 
 
 def _upright_size(image: Image.Image) -> tuple[int, int]:
-    """Return height and width with the EXIF orientation applied; a damaged EXIF block is ignored."""
+    """Return height and width with the EXIF orientation applied."""
     height_px, width_px = image.height, image.width
     if image.format in {"PNG", "WEBP"} and "exif" not in image.info:
         return height_px, width_px  # Pillow would decode the pixels to look for a late block
-    try:
-        turns_sideways = image.getexif().get(_ORIENTATION_TAG, 1) in {5, 6, 7, 8}
-    except Exception:
-        return height_px, width_px
     if image.format == "TIFF":  # some versions of Pillow have swapped these sides already
         tags = getattr(image, "tag_v2", {})
         height_px, width_px = int(tags.get(257, height_px)), int(tags.get(256, width_px))
-    return (width_px, height_px) if turns_sideways else (height_px, width_px)
+    return (width_px, height_px) if exif_orientation(image) in {5, 6, 7, 8} else (height_px, width_px)
+
+
+def exif_orientation(image: Image.Image) -> int:
+    """Return the EXIF orientation of an image; 1 (upright) for a damaged EXIF block."""
+    try:
+        return int(image.getexif().get(ExifTags.Base.Orientation, 1))
+    except Exception:
+        return 1
 
 
 def is_complete(data: bytes, image_format: str) -> bool:
@@ -359,13 +324,8 @@ def check_pairs(
     Finds missing and empty files, unreadable headers, truncated files, JPEG masks, masks of another size than their
     image, and images of another pixel format. Damage inside a file is found only when it is decoded.
 
-    Args:
-        pairs: The pairs of a split.
-        pixels: Format of the images.
-        max_named: Number of problems in the message; the others are counted.
-
     Raises:
-        DataError: One or more pairs cannot be used; all problems in one error.
+        DataError: Some pairs cannot be used. The message has `max_named` problems and counts the others.
     """
     sizes: list[tuple[int, int]] = []
     problems: list[DataError] = []
@@ -394,22 +354,14 @@ def _check_pair(pair: ImagePair, pixels: PixelFormat) -> tuple[int, int]:
 
 
 def check_pixels(path: Path, stored: StoredPixels | None, pixels: PixelFormat) -> None:
-    """Check that an image can be read in a format without loss.
-
-    Raises:
-        DataError: It cannot; the message names its bands, their type and the next move.
-    """
+    """Raise DataError for an image that cannot be read in a format without loss."""
     problem = None if stored is None else pixels.problem(stored)
     if problem is not None:
         raise DataError(f"{shown(path)}: {problem}", path=path)
 
 
 def check_mask_format(path: Path, image_format: str) -> None:
-    """Check that a mask's format stores ids unchanged.
-
-    Raises:
-        DataError: The mask is a JPEG.
-    """
+    """Raise DataError for a mask saved as JPEG, which changes ids."""
     if image_format in {"JPEG", "MPO"}:
         raise DataError(
             f"{shown(path)}: a mask saved as JPEG has wrong ids (lossy compression): export the masks as PNG", path=path
@@ -417,11 +369,7 @@ def check_mask_format(path: Path, image_format: str) -> None:
 
 
 def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[int, ...]) -> None:
-    """Check that a mask has the size of its image.
-
-    Raises:
-        DataError: The sizes differ.
-    """
+    """Raise DataError for a mask of another size than its image."""
     if image_px == mask_px or pair.mask is None:
         return
     hint = (
@@ -432,8 +380,3 @@ def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[i
         f"{image_px[1]}x{image_px[0]} ({hint}): make both the same size",
         path=pair.mask,
     )
-
-
-def open_bytes(data: bytes, path: Path, max_pixels: int = MAX_PIXELS) -> Image.Image:
-    """Return `open_image` of bytes in memory."""
-    return open_image(io.BytesIO(data), path, max_pixels)

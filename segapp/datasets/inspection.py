@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from segapp.datasets.files import ImagePair, check_same_size, jpeg_damage, read_bytes, read_header, shown
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.images.windows import ImageWindows, image_windows, mask_blocks
+from segapp.datasets.images.windows import Windows, image_windows, mask_blocks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.lookalikes import Look, find_copies, find_lookalikes, look_of
 from segapp.datasets.masks import UnknownIds, UnknownIdsError, all_unknown, summary_of_ids
@@ -72,42 +72,25 @@ KINDS = {
 
 @dataclass(frozen=True)
 class DataProblem:
-    """An error or a warning about a data set.
+    """An error or a warning about a data set."""
 
-    Attributes:
-        severity: an error makes the data unusable.
-        kind: a key of `KINDS`.
-        split: name of the split.
-        message: a sentence with the file and the next move.
-        pair: the pair concerned, or None.
-        other: the other pair of a `leak`, `duplicate` or `lookalike`.
-        num_px: number of wrong pixels, if counted.
-    """
-
-    severity: Literal["error", "warning"]
-    kind: str
+    severity: Literal["error", "warning"]  # an error makes the data unusable
+    kind: str  # a key of `KINDS`
     split: str
-    message: str
+    message: str  # a sentence with the file and the next move
     pair: ImagePair | None = None
-    other: ImagePair | None = None
-    num_px: int = 0
+    other: ImagePair | None = None  # the other pair of a `leak`, `duplicate` or `lookalike`
+    num_px: int = 0  # number of wrong pixels, if counted
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many images of a split were compared with the training images, and how many look like one.
+    """How many images of a split were compared with the training images, and how many look like one."""
 
-    Attributes:
-        num_images: of the split.
-        num_plain: images with too little structure to be compared.
-        num_alike: images that look like a training image, copies included.
-        num_others: training images.
-    """
-
-    num_images: int
-    num_plain: int
-    num_alike: int
-    num_others: int
+    num_images: int  # of the split
+    num_plain: int  # images with too little structure to be compared
+    num_alike: int  # images that look like a training image, copies included
+    num_others: int  # training images
 
     def lines(self, split: str) -> list[str]:
         """Return how many images of a split look like training images, and which look-alikes cannot be seen."""
@@ -123,31 +106,18 @@ class Comparison:
 
 @dataclass(frozen=True)
 class SplitReport:
-    """Contents of a split.
-
-    Attributes:
-        split: its name.
-        num_pairs: number of pairs.
-        num_masks: number of pairs with a mask.
-        sizes: number of readable images by (height, width), px.
-        frequencies: counts over the readable masks.
-        findings: in the order of the pairs.
-        unknown_ids: None if every id is known.
-        valid_px: pixels of the readable masks that are not ignored.
-        ignored: the share of ignored pixels with its cause; None if it is small.
-        comparison: of the images with those of the first split; None for the first split.
-    """
+    """Contents of a split."""
 
     split: str
     num_pairs: int
-    num_masks: int
-    sizes: Mapping[tuple[int, int], int]
-    frequencies: ClassFrequencies
-    findings: tuple[DataProblem, ...]
-    unknown_ids: UnknownIds | None = None
-    valid_px: int = 0
-    ignored: str | None = None
-    comparison: Comparison | None = None
+    num_masks: int  # pairs with a mask
+    sizes: Mapping[tuple[int, int], int]  # number of readable images by (height, width), px
+    frequencies: ClassFrequencies  # counts over the readable masks
+    findings: tuple[DataProblem, ...]  # in the order of the pairs
+    unknown_ids: UnknownIds | None = None  # None if every id is known
+    valid_px: int = 0  # pixels of the readable masks that are not ignored
+    ignored: str | None = None  # the share of ignored pixels with its cause; None if it is small
+    comparison: Comparison | None = None  # of the images with those of the first split; None for the first split
 
 
 @dataclass(frozen=True)
@@ -173,6 +143,17 @@ class _Examined:
     mask: MaskCounts | None = None
     ids: UnknownIdsError | None = None
     problems: list[tuple[str, str, int]] = field(default_factory=list)  # kind, message, pixels
+
+    @contextlib.contextmanager
+    def noting(self, kind: str) -> Iterator[None]:
+        """Note an error of reading as a problem of a kind, or as one of ids."""
+        try:
+            yield
+        except UnknownIdsError as error:
+            self.ids = error
+            self.problems.append(("ids", str(error), sum(error.unknown.values())))
+        except DataError as error:
+            self.problems.append((kind, str(error), 0))
 
 
 def examine(
@@ -213,36 +194,31 @@ def examine(
     twice = _seen_twice(examined, allow_overlap=allow_overlap)
     reports = []
     first_split = next(iter(examined), "")
-    for number, (name, pairs) in enumerate(examined.items()):
-        is_training = number == 0
-        alike, comparison = (
-            ([], None) if is_training else _lookalikes(name, pairs, first_split, examined[first_split], twice[name])
-        )
+    for name, pairs in examined.items():
+        is_training = name == first_split
         counted = [each.mask for each in pairs if each.mask is not None]
         targets = Targets.of(name, counted, scheme.num_classes, num_masks=len(counted), num_images=len(pairs))
-        findings = [
-            *_of_pairs(name, pairs),
-            *twice[name],
-            *alike,
-            *_of_targets(targets, scheme, is_training=is_training),
-        ]
+        findings = [*_of_pairs(name, pairs), *twice[name]]
+        comparison = None
+        if not is_training:
+            alike, comparison = _lookalikes(name, pairs, first_split, examined[first_split], twice[name])
+            findings += alike
+        findings += _of_targets(targets, scheme, is_training=is_training)
         if is_training:
             findings += _of_crop(name, pairs, crop_px, resize_px)
         sizes = Counter(pair.size for pair in pairs if pair.size is not None)
-        num_masks = sum(pair.pair.mask is not None for pair in pairs)
-        unknown = all_unknown([each.ids for each in pairs if each.ids is not None], scheme)
         reports.append(
             SplitReport(
-                name,
-                len(pairs),
-                num_masks,
-                dict(sizes),
-                targets.frequencies,
-                tuple(findings),
-                unknown,
-                targets.valid_px,
-                ignored_note(targets, scheme),
-                comparison,
+                split=name,
+                num_pairs=len(pairs),
+                num_masks=sum(pair.pair.mask is not None for pair in pairs),
+                sizes=dict(sizes),
+                frequencies=targets.frequencies,
+                findings=tuple(findings),
+                unknown_ids=all_unknown([each.ids for each in pairs if each.ids is not None], scheme),
+                valid_px=targets.valid_px,
+                ignored=ignored_note(targets, scheme),
+                comparison=comparison,
             )
         )
     return reports
@@ -251,7 +227,10 @@ def examine(
 def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> _Examined:
     found = _Examined(pair)
     if isinstance(pair, OwnPair):
-        _examine_own(found, pair, scheme, pixels)
+        with found.noting("unreadable"):
+            image, mask = pair.read(scheme, pixels)
+            _note_image(found, image, pixels)
+            found.mask = count_mask([mask], scheme)
         return found
     try:
         header = read_header(pair.image)
@@ -265,47 +244,28 @@ def _examine_pair(pair: ImagePair, scheme: ClassScheme, pixels: PixelFormat) -> 
 
 def _examine_files(found: _Examined, scheme: ClassScheme, pixels: PixelFormat) -> None:
     pair = found.pair
-    try:
+    with found.noting("unreadable"):
         windows = image_windows(pair.image, pixels)
         _note_image(found, read_image(pair.image, pixels) if windows is None else windows, pixels)
         if pair.image.suffix.lower() in (".jpg", ".jpeg"):
             found.damage = jpeg_damage(read_bytes(pair.image))
-    except DataError as error:
-        found.problems.append(("unreadable", str(error), 0))
     if pair.mask is None:
         return
-    try:
+    with found.noting("mask"):
         found.mask = count_mask(mask_blocks(pair.masks, scheme), scheme)
-        if found.size is not None:
+    if found.size is not None and found.mask is not None:
+        with found.noting("size"):
             check_same_size(pair, found.size, found.mask.size)
-    except UnknownIdsError as error:
-        found.ids = error
-        found.problems.append(("ids", str(error), sum(error.unknown.values())))
-    except DataError as error:
-        found.problems.append(("size" if found.mask is not None else "mask", str(error), 0))
 
 
-def _examine_own(found: _Examined, pair: OwnPair, scheme: ClassScheme, pixels: PixelFormat) -> None:
-    try:
-        image, mask = pair.data.read(pair.index, scheme, pixels)
-    except UnknownIdsError as error:
-        found.ids = error
-        found.problems.append(("ids", str(error), sum(error.unknown.values())))
-    except DataError as error:
-        found.problems.append(("unreadable", str(error), 0))
-    else:
-        _note_image(found, image, pixels)
-        found.mask = count_mask([mask], scheme)
-
-
-def _note_image(found: _Examined, image: NDArray[Any] | ImageWindows, pixels: PixelFormat) -> None:
+def _note_image(found: _Examined, image: NDArray[Any] | Windows, pixels: PixelFormat) -> None:
     digest = hashlib.sha256(repr(image.shape).encode())
     small = []
-    for rows in [slice(None)] if isinstance(image, np.ndarray) else image.row_blocks():
+    for rows in image.row_blocks() if isinstance(image, Windows) else [slice(None)]:
         block = image[rows]
         digest.update(np.ascontiguousarray(block).data)
         grey = cv2.cvtColor(pixels.as_rgb(block), cv2.COLOR_RGB2GRAY)
-        if isinstance(image, ImageWindows):
+        if isinstance(image, Windows):
             size = (-(-grey.shape[1] // _SHRINK), -(-grey.shape[0] // _SHRINK))
             grey = np.asarray(cv2.resize(grey, size, interpolation=cv2.INTER_AREA))
         small.append(grey)
@@ -325,16 +285,11 @@ def _of_pairs(split: str, pairs: Iterable[_Examined]) -> list[DataProblem]:
             message = f"{shown(each.pair.image)}: {each.damage}: a part of its pixels is wrong; replace it with a copy"
             findings.append(DataProblem("warning", "damaged", split, message, each.pair))
         if each.mask is not None and not each.mask.valid_px:
-            findings.append(
-                DataProblem(
-                    "warning",
-                    "all_ignored",
-                    split,
-                    f"{shown(each.pair.mask or each.pair.image)}: every pixel is ignored; check "
-                    "data.label_map and data.ignore_index, or remove it from the split",
-                    each.pair,
-                )
+            message = (
+                f"{shown(each.pair.mask or each.pair.image)}: every pixel is ignored; check data.label_map and "
+                "data.ignore_index, or remove it from the split"
             )
+            findings.append(DataProblem("warning", "all_ignored", split, message, each.pair))
     return findings
 
 
@@ -346,11 +301,12 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: b
     for split, each in everything:
         first_split, first = first_of.setdefault(each.digest, (split, each))
         if first is not each:
-            findings[split].append(_twice(split, each, first_split, first, is_exact=True, is_error=not allow_overlap))
+            found = _twice(split, each, first_split, first, "the same pixels as", is_error=not allow_overlap)
+            findings[split].append(found)
     distinct = list(first_of.values())
     for one, other in find_copies([None if each.look is None else each.look.hash for _, each in distinct]):
         (first_split, first), (split, each) = distinct[one], distinct[other]
-        findings[split].append(_twice(split, each, first_split, first, is_exact=False, is_error=False))
+        findings[split].append(_twice(split, each, first_split, first, "looks like", is_error=False))
     return findings
 
 
@@ -372,10 +328,9 @@ def _lookalikes(
 
 
 def _twice(
-    split: str, each: _Examined, first_split: str, first: _Examined, *, is_exact: bool, is_error: bool
+    split: str, each: _Examined, first_split: str, first: _Examined, likeness: str, *, is_error: bool
 ) -> DataProblem:
     is_leak = split != first_split
-    likeness = "the same pixels as" if is_exact else "looks like"
     what = f"{shown(each.pair.image)}: {likeness} {shown(first.pair.image)}"
     if is_leak:
         move = f"of split {first_split}: scores on {split} would be too good; remove it from one of them"
@@ -432,8 +387,8 @@ def group_findings(reports: Sequence[SplitReport], before: Sequence[DataProblem]
     sizes = {report.split: report.num_pairs for report in reports}
     order = list(KINDS)
     groups = []
-    for (severity, kind, split), findings in sorted(found.items(), key=lambda i: (i[0][0], order.index(i[0][1]))):
-        ids = unknown.get(split)
+    for severity, kind, split in sorted(found, key=lambda key: (key[0], order.index(key[1]))):
+        findings, ids = found[severity, kind, split], unknown.get(split)
         if kind == "ids" and ids is not None:
             summary = summary_of_ids(ids)
         elif kind == "lookalike":

@@ -1,13 +1,14 @@
 """Loaders of training and evaluation batches, divided among the ranks.
 
 The contents of a batch depend on (seed, epoch, position) alone: not on the number of workers, on timing or on where a
-run was interrupted.
+run was interrupted. A file that cannot be used raises DataError; a worker that died or gave no batch within `timeout_s`
+raises WorkerError.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
-from segapp.datasets.dataset import LargeBatch, Sample, SegmentationDataset, TensorOnDisk
+from segapp.datasets.dataset import LargeBatch, SegmentationDataset
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
@@ -16,20 +17,8 @@ from segapp.datasets.sampling import (
     num_batches,
     part_of,
     plan_shares,
-    share_of,
     uniform_order,
 )
-
-__all__ = [
-    "Batch",
-    "EvalLoader",
-    "LargeBatch",
-    "LoadOptions",
-    "Sample",
-    "SegmentationDataset",
-    "TensorOnDisk",
-    "TrainLoader",
-]
 
 _IN_PROCESS = LoadOptions()
 
@@ -46,9 +35,9 @@ class TrainLoader:
         seed: Seed of the order.
         options: How batches are loaded; by default in this process.
         drop_last: Drop a last batch that is not full; never the only batch of an epoch.
-        rank: This process's rank, 0 to world_size - 1.
+        rank: 0 to world_size - 1.
         world_size: Number of ranks, which share each batch.
-        order: Returns the samples of an epoch; None: every image once, shuffled.
+        order: The samples of an epoch; None: every image once, shuffled.
         divide: Returns the samples of every rank for a batch of so many; called when an epoch begins. None: even
             shares.
 
@@ -94,15 +83,10 @@ class TrainLoader:
         """Return the batches of an epoch from `start_batch` (counted from 0) on; earlier ones are not loaded.
 
         A new call ends an epoch that is still being read.
-
-        Raises:
-            DataError: A file cannot be used.
-            WorkerError: A worker died, or no batch came within `timeout_s`.
         """
         order = self._order(epoch)
-        batches = (global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self)))
-        shares = (part_of(samples, self.rank, self._divide(len(samples))) for samples in batches)
-        return self._pool.run(list(shares))
+        batches = [global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self))]
+        return self._pool.run([part_of(samples, self.rank, self._divide(len(samples))) for samples in batches])
 
     def close(self) -> None:
         """Stop the workers."""
@@ -116,7 +100,7 @@ class EvalLoader:
         dataset: The samples.
         options: How batches are loaded; by default in this process.
         batch_size: Largest batch of consecutive images of one size.
-        rank: This process's rank, 0 to world_size - 1.
+        rank: 0 to world_size - 1.
         world_size: Number of ranks, which share the data set.
 
     Raises:
@@ -136,7 +120,7 @@ class EvalLoader:
         if batch_size < 1 or not 0 <= rank < world_size:
             raise ValueError(f"batch_size={batch_size}, rank={rank}, world_size={world_size}: out of range")
         self.dataset = dataset
-        indices = share_of(list(range(len(dataset))), rank, world_size)
+        indices = part_of(list(range(len(dataset))), rank, plan_shares(len(dataset), world_size))
         self._batches = _equal_size_batches(dataset, indices, batch_size)
         self._pool = BatchPool(dataset, options)
 
@@ -148,14 +132,9 @@ class EvalLoader:
         return self.batches(reads_windows=False)
 
     def batches(self, *, reads_windows: bool) -> Iterator[Batch | LargeBatch]:
-        """Return all batches; a new call ends a pass that is still being read.
+        """Return all batches; with `reads_windows` a large TIFF is not decoded, but is a `LargeBatch`.
 
-        Args:
-            reads_windows: Large TIFFs are not decoded, but returned as a `LargeBatch` each.
-
-        Raises:
-            DataError: A file cannot be used.
-            WorkerError: A worker died, or no batch came within `timeout_s`.
+        A new call ends a pass that is still being read.
         """
         alone = [batch[0] for batch in self._batches if reads_windows and len(batch) == 1]
         large = {index for index in alone if self.dataset.is_large(index)}

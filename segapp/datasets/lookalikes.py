@@ -43,19 +43,12 @@ _BLOCK = 256
 
 @dataclass(frozen=True)
 class Look:
-    """The appearance of an image in about 2 KiB.
+    """The appearance of an image in about 2 KiB."""
 
-    Attributes:
-        hash: difference hash, 32 bytes; None for a flat image.
-        points: positions of local features, (n, 2), px.
-        descriptors: their descriptors, (n, 32) bytes.
-        side_px: shorter side of the image of the features.
-    """
-
-    hash: bytes | None
-    points: NDArray[np.int16]
-    descriptors: NDArray[np.uint8]
-    side_px: int
+    hash: bytes | None  # difference hash, 32 bytes; None for a flat image
+    points: NDArray[np.int16]  # positions of local features, (n, 2), px
+    descriptors: NDArray[np.uint8]  # their descriptors, (n, 32) bytes
+    side_px: int  # shorter side of the image of the features
 
     @property
     def is_plain(self) -> bool:
@@ -66,7 +59,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Lookalike:
-    """The number of an image, the number of the image that it looks like, and how much they have in common."""
+    """The numbers of an image and of the image that it looks like, and what they have in common."""
 
     number: int
     other: int
@@ -117,10 +110,6 @@ def find_lookalikes(looks: Sequence[Look], others: Sequence[Look]) -> list[Looka
     """Return the images that look like one of some others, each once with the most similar one.
 
     The time grows with the product of the numbers only for the hashes: 5 000 images against 20 000 take seconds.
-
-    Args:
-        looks: of the images, such as those of the validation split.
-        others: of the images that they are compared with.
     """
     found = {each.number: each for each in _by_features(looks, others)}
     found |= {each.number: each for each in _by_hash(looks, others)}

@@ -1,6 +1,6 @@
 """Decode masks, and map the ids in them to train ids.
 
-Masks are decoded by Pillow, which keeps palette indices and 16-bit ids.
+Masks are decoded by Pillow, which keeps palette indices and 16-bit ids. A mask that cannot be used raises DataError.
 
 Shapes: H, W the upright height and width in pixels.
 """
@@ -33,15 +33,10 @@ _MAX_NAMED = 8
 
 
 class UnknownIdsError(DataError):
-    """A mask holds ids that are no class.
+    """A mask holds ids that are no class."""
 
-    Attributes:
-        present: every id in the mask -> its pixels.
-        unknown: those of them that the scheme does not know.
-    """
-
-    present: Mapping[int, int] = MappingProxyType({})
-    unknown: Mapping[int, int] = MappingProxyType({})
+    present: Mapping[int, int] = MappingProxyType({})  # every id in the mask -> its pixels
+    unknown: Mapping[int, int] = MappingProxyType({})  # those of them that the scheme does not know
 
 
 @dataclass(frozen=True)
@@ -83,29 +78,11 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
         ids = np.array(image.convert("RGB") if scheme.rgb else image, np.uint8 if image.mode == "1" else None)
     except Exception as error:  # as above
         raise damaged(path, error) from error
-    return ids_as_train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme)
-
-
-def ids_as_train_ids(values: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
-    """Return the train ids (H, W) of the ids (H, W) or, with `scheme.rgb`, the colours (H, W, 3) of a mask.
-
-    Args:
-        values: as stored.
-        path: the mask, for messages.
-        scheme: meaning of the ids.
-
-    Raises:
-        DataError: an id or a colour has no class.
-    """
-    return _ids_of_colors(values, path, scheme) if scheme.rgb else train_ids(values, path, scheme)
+    return train_ids(ids if scheme.rgb else unscaled(ids, image, data), path, scheme)
 
 
 def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
-    """Return the mask (H, W) of train ids of an image; with `multilabel: files` from the mask of each class.
-
-    Raises:
-        DataError: As `read_mask`, or the masks differ in size.
-    """
+    """Return the mask (H, W) of train ids of an image; with `multilabel: files` from the mask of each class."""
     if scheme.multilabel != "files":
         return read_mask(paths[0], scheme)
     one = replace(scheme, names=("one",), multilabel="channels")
@@ -126,11 +103,7 @@ def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
 
 
 def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
-    """Return the set of classes of each pixel, (H, W): bit c for class c, `ignore_index` for ignored pixels.
-
-    Raises:
-        DataError: The file cannot be used, or does not hold what `data.multilabel` says.
-    """
+    """Return the set of classes of each pixel, (H, W): bit c for class c, `ignore_index` for ignored pixels."""
     data = read_bytes(path)
     image = open_bytes(data, path)
     check_mask_format(path, str(image.format))
@@ -213,9 +186,10 @@ def unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]
 
 
 def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
-    """Return the train ids (H, W) of file ids (H, W); raise UnknownIdsError for an id without one."""
-    is_mapped = scheme.train_id_suffix is None or not path.name.endswith(scheme.train_id_suffix)
-    table = scheme.table if is_mapped else scheme.train_id_table
+    """Return the train ids (H, W) of the ids (H, W) or the colours (H, W, 3) of a mask."""
+    if ids.ndim == 3:
+        return _ids_of_colors(ids, path, scheme)
+    table = _table(path, scheme)
     ignored = None
     if ids.dtype == np.uint8:
         table = table[:256]
@@ -223,33 +197,37 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
         if scheme.ignore_index < 0 and (ids == scheme.ignore_index).any():
             ignored = ids == scheme.ignore_index
             ids = np.where(ignored, 0, ids)
-        ids = _as_uint16(ids, path, scheme)
+        outside = (ids < 0) | (ids > 65_535)
+        if outside.any():
+            raise unknown_ids_error(path, scheme, count_values(ids[outside]))
+        ids = ids.astype(np.uint16)
     unused = scheme.unused_id
     usable = np.where(table == UNKNOWN_ID, unused, table).astype(scheme.dtype)
     mapped = np.asarray(cv2.LUT(ids, usable) if ids.dtype == np.uint8 else usable[ids])
     if (mapped == unused).any():
-        present, counts = np.unique(ids, return_counts=True)
-        is_unknown = table[present] == UNKNOWN_ID
-        raise _unknown_ids(path, scheme, present, counts, is_unknown)
+        raise unknown_ids_error(path, scheme, count_values(ids))
     if ignored is not None:
         mapped[ignored] = scheme.ignore_index
     return mapped
 
 
-def _as_uint16(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> NDArray[np.uint16]:
-    """Return ids as uint16; raise UnknownIdsError for values beyond 16 bits."""
-    outside = (ids < 0) | (ids > 65_535)
-    if outside.any():
-        values, counts = np.unique(ids[outside], return_counts=True)
-        raise _unknown_ids(path, scheme, values, counts, np.ones(len(values), bool))
-    return ids.astype(np.uint16)
+def _table(path: Path, scheme: ClassScheme) -> NDArray[np.int16]:
+    """Return the table id in a mask file -> train id."""
+    has_train_ids = scheme.train_id_suffix is not None and path.name.endswith(scheme.train_id_suffix)
+    return scheme.train_id_table if has_train_ids else scheme.table
 
 
-def _unknown_ids(
-    path: Path, scheme: ClassScheme, values: NDArray[Any], counts: NDArray[Any], is_unknown: NDArray[Any]
-) -> UnknownIdsError:
-    present = {int(value): int(count) for value, count in zip(values, counts, strict=True)}
-    unknown = {int(value): present[int(value)] for value in values[is_unknown]}
+def count_values(values: NDArray[Any]) -> dict[int, int]:
+    """Return value -> number of pixels."""
+    found, counts = np.unique(values, return_counts=True)
+    return dict(zip(found.tolist(), counts.tolist(), strict=True))
+
+
+def unknown_ids_error(path: Path, scheme: ClassScheme, present: Mapping[int, int]) -> UnknownIdsError:
+    """Return the error of a mask with ids that are no class; `present` has the pixels of every id in it."""
+    table = _table(path, scheme)
+    is_known = {value: 0 <= value <= 65_535 and table[value] != UNKNOWN_ID for value in present}
+    unknown = {value: present[value] for value in sorted(present) if not is_known[value]}
     error = UnknownIdsError(
         f"{shown(path)}: the mask holds ids outside the {scheme.num_classes} classes: {name_ids(unknown)}. "
         f"{likely_cause(scheme, set(present), set(unknown))}",
@@ -258,19 +236,6 @@ def _unknown_ids(
     )
     error.present, error.unknown = present, unknown
     return error
-
-
-def unknown_ids_error(path: Path, scheme: ClassScheme, present: Mapping[int, int]) -> UnknownIdsError:
-    """Return the error of a mask with ids that are no class.
-
-    Args:
-        path: the mask, for the message.
-        scheme: meaning of the ids.
-        present: every id in it -> its pixels.
-    """
-    values = np.array(sorted(present))
-    is_unknown = (values < 0) | (scheme.table[values.clip(0)] == UNKNOWN_ID)
-    return _unknown_ids(path, scheme, values, np.array([present[int(value)] for value in values]), is_unknown)
 
 
 def name_ids(pixels: Mapping[int, int]) -> str:
@@ -305,13 +270,7 @@ def summary_of_ids(unknown: UnknownIds) -> str:
 
 
 def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> str:
-    """Return the likely cause of ids outside the classes, and what to do.
-
-    Args:
-        scheme: the classes.
-        present: all ids of the masks; more masks give a better guess.
-        unknown: those that are no class.
-    """
+    """Return the likely cause of ids outside the classes, and what to do; `present` are all ids of the masks."""
     last = scheme.num_classes - 1
     if scheme.label_map is not None:
         return f"Add them to data.label_map, mapped to a class or to ignore_index={scheme.ignore_index}"

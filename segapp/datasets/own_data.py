@@ -20,12 +20,7 @@ _RENAME = "rename __getitem__, and return the image and the class ids as NumPy a
 
 
 class OwnData:
-    """A checked reader around an object of the user's code.
-
-    Args:
-        source: of the user's code.
-        part: name of the part, for messages.
-        split: name of the split.
+    """A checked reader around an object of the user's code, the `part` of a config.
 
     Raises:
         ConfigError: the object has not these methods.
@@ -51,43 +46,34 @@ class OwnData:
 
     def pairs(self, indices: Sequence[int] | None = None) -> list[OwnPair]:
         """Return images by their indices, by default all."""
-        chosen = range(len(self)) if indices is None else indices
-        named = ((index, self.name(index)) for index in chosen)
+        named = ((index, self.name(index)) for index in (range(len(self)) if indices is None else indices))
         return [OwnPair(Path(name), Path(name), name, data=self, index=index) for index, name in named]
 
     def read(self, index: int, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> tuple[Pixels, Pixels]:
-        """Return the image (H, W, B), uint8 RGB by default, and the mask (H, W) of train ids.
-
-        Raises:
-            DataError: the source fails, or gives something else.
-        """
+        """Return the image (H, W, B) and the mask (H, W) of train ids; raise DataError for anything else."""
         what = f"{self.part} {self.name(index)}"
+
+        def error(problem: str) -> DataError:
+            message = f"{what}: {problem}"
+            return DataError(message, key="data.format", value=self.part, path=self.name(index))
+
         try:
             image, mask = self.source.image_and_mask(index)
-        except Exception as error:
-            raise DataError(
-                f"{what}: image_and_mask({index}) of data.format = {self.part} fails with {shown_error(error)}: "
-                "correct it; segapp check-part --config FILE shows the component in every way that a training uses it",
-                key="data.format",
-                value=self.part,
-                path=self.name(index),
-            ) from error
+        except Exception as cause:
+            raise error(
+                f"image_and_mask({index}) of data.format = {self.part} fails with {shown_error(cause)}: "
+                "correct it; segapp check-part --config FILE shows the component in every way that a training uses it"
+            ) from cause
         image, mask = np.asarray(image), np.asarray(mask)
         if image.dtype != pixels.numpy_dtype or image.ndim != 3 or image.shape[2] != pixels.num_bands:
-            raise DataError(
-                f"{what}: the image is {image.dtype} of shape {image.shape}: return {pixels.layout} of shape "
-                f"(H, W, {pixels.num_bands}), or change data.dtype and data.bands",
-                key="data.format",
-                value=self.part,
-                path=self.name(index),
+            raise error(
+                f"the image is {image.dtype} of shape {image.shape}: return {pixels.layout} of shape "
+                f"(H, W, {pixels.num_bands}), or change data.dtype and data.bands"
             )
         if mask.dtype.kind not in "iu" or mask.shape != image.shape[:2]:
-            raise DataError(
-                f"{what}: the mask is {mask.dtype} of shape {mask.shape}: return class ids, integers of shape "
-                f"{image.shape[:2]}, the image's",
-                key="data.format",
-                value=self.part,
-                path=self.name(index),
+            raise error(
+                f"the mask is {mask.dtype} of shape {mask.shape}: return class ids, integers of shape "
+                f"{image.shape[:2]}, the image's"
             )
         return image, train_ids(mask, Path(what), scheme)
 
@@ -98,3 +84,7 @@ class OwnPair(ImagePair):
 
     data: OwnData
     index: int
+
+    def read(self, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> tuple[Pixels, Pixels]:
+        """Return `OwnData.read` of this image."""
+        return self.data.read(self.index, scheme, pixels)

@@ -17,7 +17,7 @@ from multiprocessing import get_all_start_methods, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawArray
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import cv2
 import numpy as np
@@ -41,39 +41,21 @@ _POLL_S = 1.0
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Options of batch loading: workers, timeout, page-locked memory.
+    """How batches are loaded."""
 
-    Attributes:
-        workers: Processes that load; 0 loads in this one.
-        timeout_s: Longest wait for a batch of the workers; 0 waits for ever.
-        pin_memory: Return batches in page-locked memory.
-
-    Raises:
-        ValueError: A number is negative.
-    """
-
-    workers: int = 0
-    timeout_s: float = 120.0
-    pin_memory: bool = False
-
-    def __post_init__(self) -> None:
-        if self.workers < 0 or self.timeout_s < 0:
-            raise ValueError(f"workers={self.workers}, timeout_s={self.timeout_s}: neither can be negative")
+    workers: int = 0  # processes that load; 0 loads in this one
+    timeout_s: float = 120.0  # longest wait for a batch of the workers; 0 waits for ever
+    pin_memory: bool = False  # return batches in page-locked memory
 
 
 @dataclass
 class Batch:
-    """A batch of images and targets.
+    """A batch of images and targets."""
 
-    Attributes:
-        images: The bands, shape (N, B, H, W), of the type of the files, not normalised, contiguous.
-        target: Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W).
-        indices: Indices in the data set, in the order of the batch.
-    """
-
-    images: Tensor
+    images: Tensor  # the bands, shape (N, B, H, W), of the type of the files, not normalised, contiguous
+    # Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W)
     target: Tensor
-    indices: tuple[int, ...]
+    indices: tuple[int, ...]  # in the data set
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -84,33 +66,25 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample], *, shared: bool = False) -> Batch:
-    """Return samples of one size as a batch.
-
-    Args:
-        samples: At least one.
-        shared: Allocate shared memory, so that the main process maps the tensors instead of copying them.
+    """Return samples of one size as a batch; `shared` memory is mapped by the main process and not copied.
 
     Raises:
         DataError: The samples differ in size.
         WorkerError: There is not enough shared memory.
     """
     first = samples[0]
-    for sample in samples:
-        if sample.image.shape != first.image.shape:
-            raise DataError(
-                f"images of {_size(first)} and {_size(sample)} pixels cannot share a batch: "
-                "set data.crop_px or data.resize_px, or a batch size of 1",
-                key="data.crop_px",
-            )
+    sizes = dict.fromkeys(f"{sample.image.shape[2]}x{sample.image.shape[1]}" for sample in samples)
+    if len(sizes) > 1:
+        raise DataError(
+            f"images of {' and '.join(list(sizes)[:2])} pixels cannot share a batch: "
+            "set data.crop_px or data.resize_px, or a batch size of 1",
+            key="data.crop_px",
+        )
     images = _allocate((len(samples), *first.image.shape), first.image.dtype, shared)
     target = _allocate((len(samples), *first.target.shape), first.target.dtype, shared)
     torch.stack([sample.image for sample in samples], out=images)
     torch.stack([sample.target for sample in samples], out=target)
     return Batch(images, target, tuple(sample.index for sample in samples))
-
-
-def _size(sample: Sample) -> str:
-    return f"{sample.image.shape[2]}x{sample.image.shape[1]}"
 
 
 def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tensor:
@@ -129,39 +103,22 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tenso
         ) from error
 
 
-@dataclass(frozen=True)
-class _Failure:
-    """Exception of a worker as strings, so that it can always be pickled."""
-
-    kind: Literal["data", "worker"]
-    message: str
-    trace: str
-    path: str | None
-    key: str | None
-
-    @classmethod
-    def of(cls, error: BaseException, where: str) -> "_Failure":
-        kind: Literal["data", "worker"] = "worker" if isinstance(error, WorkerError) else "data"
-        if isinstance(error, SegappError):
-            return cls(kind, str(error), traceback.format_exc(), error.path, error.key)
-        message = f"{where}: loading failed ({type(error).__name__}: {error})"
-        return cls(kind, message, traceback.format_exc(), where, None)
-
-    def error(self) -> SegappError:
-        kind = WorkerError if self.kind == "worker" else DataError
-        error: SegappError = kind(self.message, path=self.path, key=self.key)
-        error.add_note(self.trace)
-        return error
+def _portable(error: BaseException, place: str) -> SegappError:
+    """Return an error of any kind as one that survives pickling, with its traceback as a note."""
+    if not isinstance(error, SegappError):
+        error = DataError(f"{place}: loading failed ({type(error).__name__}: {error})", path=place)
+    error.add_note(traceback.format_exc())
+    return error
 
 
-class _GuardedDataset(Dataset["Batch | _Failure"]):
+class _GuardedDataset(Dataset["Batch | SegappError"]):
     """Data set of whole batches that records in shared memory which sample each worker is loading."""
 
     def __init__(self, dataset: SegmentationDataset, num_slots: int) -> None:
         self.dataset = dataset
         self.slots: Any = RawArray("q", max(1, num_slots))
 
-    def __getitem__(self, keys: list[SampleKey]) -> "Batch | _Failure":
+    def __getitem__(self, keys: list[SampleKey]) -> "Batch | SegappError":
         info = get_worker_info()
         slot = info.id if info is not None else 0
         try:
@@ -174,7 +131,7 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
         except BaseException as error:  # every error of a worker must reach the trainer in a form it can unpickle
             if info is None and not isinstance(error, Exception):
                 raise
-            return _Failure.of(error, shown(self.dataset.pairs[self.slots[slot] - 1].image))
+            return _portable(error, shown(self.dataset.pairs[self.slots[slot] - 1].image))
         finally:
             self.slots[slot] = 0
 
@@ -187,25 +144,8 @@ class _GuardedDataset(Dataset["Batch | _Failure"]):
         return Batch(torch.empty((0, pixels.num_bands, *size), dtype=pixels.torch_dtype), target, ())
 
 
-class _Plan:
-    """Batch sampler of torch's DataLoader, which iterates over it at the start of every pass.
-
-    Each batch is one item of the guarded data set, which loads it whole.
-    """
-
-    def __init__(self) -> None:
-        self.batches: list[list[SampleKey]] = []
-
-    def __iter__(self) -> Iterator[list[list[SampleKey]]]:
-        return ([batch] for batch in self.batches)
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-def _first(items: list[Any]) -> Any:
-    """Return the only item: the guarded data set returns whole batches."""
-    return items[0]
+def _unchanged(batch: Any) -> Any:
+    return batch
 
 
 def _start_worker(worker: int) -> None:
@@ -257,7 +197,7 @@ class BatchPool:
         self._dataset = dataset
         self.options = options
         self._workers = options.workers
-        self._plan = _Plan()
+        self._batches: list[list[SampleKey]] = []  # of a pass; torch's DataLoader iterates over it when a pass starts
         self._guarded = _GuardedDataset(dataset, options.workers)
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -275,9 +215,9 @@ class BatchPool:
         iterator = self._start(batches)
         for batch in batches:
             result = self._next(iterator, batch)
-            if isinstance(result, _Failure):
+            if isinstance(result, SegappError):
                 self.close()
-                raise result.error()
+                raise result
             yield result
             self._check_current(number)
 
@@ -287,7 +227,7 @@ class BatchPool:
 
     def _start(self, batches: list[list[SampleKey]]) -> Iterator[Any]:
         """Start a pass, with the workers of the last one if they still respond."""
-        self._plan.batches = batches
+        self._batches[:] = batches
         if self._iterator is not None and self._loader is not None:
             try:
                 self._iterator = iter(self._loader)
@@ -309,8 +249,9 @@ class BatchPool:
         many = self._workers > 0
         return DataLoader(
             self._guarded,
-            batch_sampler=self._plan,
-            collate_fn=_first,
+            batch_size=None,  # the guarded data set returns whole batches
+            sampler=self._batches,
+            collate_fn=_unchanged,
             num_workers=self._workers,
             pin_memory=self.options.pin_memory,
             timeout=_POLL_S if many else 0,
@@ -339,7 +280,8 @@ class BatchPool:
                 raise failure from error
 
     def _timeout_error(self, batch: list[SampleKey]) -> WorkerError:
-        names = self._being_read() or [shown(self._dataset.pairs[key.image].image) for key in batch[:1]]
+        being_read = filter(None, map(self._name_in_slot, range(self._workers)))
+        names = list(being_read) or [shown(self._dataset.pairs[key.image].image) for key in batch[:1]]
         return WorkerError(
             f"the data workers gave no batch for {self.options.timeout_s:g} s, at {', '.join(names)}: "
             "check that the storage answers, or raise data.timeout_s",
@@ -372,10 +314,6 @@ class BatchPool:
     def _name_in_slot(self, number: int) -> str | None:
         index = self._guarded.slots[number] - 1
         return shown(self._dataset.pairs[index].image) if index >= 0 else None
-
-    def _being_read(self) -> list[str]:
-        names = (self._name_in_slot(number) for number in range(self._workers))
-        return [name for name in names if name is not None]
 
     def close(self) -> None:
         """Stop the workers and the current pass; a later pass starts new workers."""

@@ -16,23 +16,16 @@ Item = TypeVar("Item")
 
 
 class SampleKey(NamedTuple):
-    """A sample of an epoch.
-
-    Attributes:
-        epoch: The epoch.
-        image: Index of the image in the data set.
-        draw: How often the epoch had this image before.
-        aim: Class that the crop is to contain; None: any crop.
-    """
+    """A sample of an epoch."""
 
     epoch: int
-    image: int
-    draw: int = 0
-    aim: int | None = None
+    image: int  # index in the data set
+    draw: int = 0  # how often the epoch had this image before
+    aim: int | None = None  # class that the crop is to contain; None: any crop
 
 
 Order = Callable[[int], list[SampleKey]]
-"""The samples of an epoch; a pure function of it."""
+"""The samples of an epoch, a pure function of its number."""
 
 
 def mix_seed(*parts: int | str) -> int:
@@ -61,7 +54,7 @@ def aimed_order(num_samples: int, images_with: Mapping[int, Sequence[int]], shar
         num_samples: Images in the data set, and samples in an epoch.
         images_with: For each class the images that contain it; at least one class, and one image for each.
         share: Of the aimed samples, 0 to 1.
-        seed: Seed of the order.
+        seed: Of the order.
     """
 
     def order(epoch: int) -> list[SampleKey]:
@@ -101,15 +94,6 @@ def plan_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
     """
     base, rest = divmod(num_samples, world_size)
     return tuple(base + (rank < rest) for rank in range(world_size))
-
-
-def share_of(samples: list[Item], rank: int, world_size: int) -> list[Item]:
-    """Return the contiguous share of the samples for one rank.
-
-    >>> [share_of([5, 6, 7, 8, 9], rank, 2) for rank in (0, 1)]
-    [[5, 6, 7], [8, 9]]
-    """
-    return part_of(samples, rank, plan_shares(len(samples), world_size))
 
 
 def part_of(samples: list[Item], rank: int, sizes: Sequence[int]) -> list[Item]:

@@ -36,39 +36,25 @@ _MAX_NAMED = 8
 
 @dataclass(frozen=True)
 class ClassFrequencies:
-    """Counts over all masks of a data set, before any augmentation.
+    """Counts over all masks of a data set, before any augmentation."""
 
-    Attributes:
-        pixels: Number of pixels of each class.
-        images: Number of images with each class.
-        pixels_where_present: For each class, the valid pixels of the images with it. `pixels` over these is the
-            frequency of median-frequency balancing (Eigen & Fergus 2015, section 6.3.2).
-        ignored_px: Number of ignored pixels.
-        num_images: Number of all images.
-        classes_of_masks: The classes in each mask, in the order of the images that have one.
-    """
-
-    pixels: tuple[int, ...]
-    images: tuple[int, ...]
+    pixels: tuple[int, ...]  # of each class
+    images: tuple[int, ...]  # with each class
+    # For each class, the valid pixels of the images with it. `pixels` over these is the frequency of median-frequency
+    # balancing (Eigen & Fergus 2015, section 6.3.2).
     pixels_where_present: tuple[int, ...]
     ignored_px: int
     num_images: int
-    classes_of_masks: tuple[tuple[int, ...], ...]
+    classes_of_masks: tuple[tuple[int, ...], ...]  # in each mask, in the order of the images that have one
 
 
 @dataclass(frozen=True)
 class MaskCounts:
-    """Counts of one mask.
+    """Counts of one mask."""
 
-    Attributes:
-        pixels: number of pixels of each class, (C,).
-        ignored_px: number of ignored pixels.
-        size: height and width.
-    """
-
-    pixels: NDArray[np.int64]
+    pixels: NDArray[np.int64]  # of each class, (C,)
     ignored_px: int
-    size: tuple[int, int]
+    size: tuple[int, int]  # height and width
 
     @property
     def valid_px(self) -> int:
@@ -103,21 +89,13 @@ def class_frequencies(counted: Sequence[MaskCounts], num_classes: int, *, num_im
 
 @dataclass(frozen=True)
 class Targets:
-    """Counts of the masks of a split, as far as they were read.
+    """Counts of the masks of a split, as far as they were read."""
 
-    Attributes:
-        split: name of the split.
-        frequencies: counts over the masks that were read.
-        valid_px: pixels of these masks that are not ignored.
-        num_read: masks that were read.
-        num_masks: masks of the split.
-    """
-
-    split: str
-    frequencies: ClassFrequencies
-    valid_px: int
-    num_read: int
-    num_masks: int
+    split: str  # name of the split
+    frequencies: ClassFrequencies  # counts over the masks that were read
+    valid_px: int  # pixels of these masks that are not ignored
+    num_read: int  # masks that were read
+    num_masks: int  # masks of the split
 
     @classmethod
     def of(
@@ -131,6 +109,11 @@ class Targets:
     def is_complete(self) -> bool:
         """True if every mask was read."""
         return self.num_read == self.num_masks
+
+    @property
+    def ignored_share(self) -> float:
+        """Ignored pixels of all pixels of the masks that were read, 0 to 1."""
+        return self.frequencies.ignored_px / max(1, self.frequencies.ignored_px + self.valid_px)
 
     @property
     def where(self) -> str:
@@ -190,17 +173,13 @@ def read_targets(
 
 
 def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelFormat) -> list[MaskCounts]:
-    """Return the counts of the masks of some pairs.
-
-    Raises:
-        DataError: a mask is not valid.
-    """
+    """Return the counts of the masks of some pairs; raise DataError if one is not valid."""
     found: list[MaskCounts] = []
     unknown: list[UnknownIdsError] = []
     for pair in pairs:
         try:
             if isinstance(pair, OwnPair):
-                found.append(count_mask([pair.data.read(pair.index, scheme, pixels)[1]], scheme))
+                found.append(count_mask([pair.read(scheme, pixels)[1]], scheme))
             else:
                 found.append(count_mask(mask_blocks(pair.masks, scheme), scheme))
         except UnknownIdsError as error:
@@ -242,9 +221,9 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
             "check data.mask_dir and data.label_map, or add images with the other classes",
             key="data.mask_dir",
         )
-    share = _percent(targets)
     return DataError(
-        f"{only}; {share} of all pixels are ignored: {ignored_values(scheme)}; {_mapped(scheme, present[0])}",
+        f"{only}; {targets.ignored_share:.1%} of all pixels are ignored: {ignored_values(scheme)}; "
+        f"{_mapped(scheme, present[0])}",
         key="data.label_map",
     )
 
@@ -252,11 +231,9 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
 def _one_set(targets: Targets, scheme: ClassScheme, present: Sequence[str]) -> DataError | None:
     """Return the error of masks of several classes per pixel whose valid pixels are all alike."""
     if not present:
-        ignored = (
-            f"; {_percent(targets)} of all pixels are ignored: {ignored_values(scheme)}"
-            if targets.frequencies.ignored_px
-            else ""
-        )
+        ignored = ""
+        if targets.frequencies.ignored_px:
+            ignored = f"; {targets.ignored_share:.1%} of all pixels are ignored: {ignored_values(scheme)}"
         return DataError(
             f"in {targets.where} no class has a pixel{ignored}; check data.multilabel, data.mask_dir and "
             "data.ignore_index",
@@ -308,29 +285,21 @@ def absent_note(targets: Targets, scheme: ClassScheme) -> str | None:
 
 def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
     """Return the share of ignored pixels with its cause; None for a small share."""
-    total = targets.frequencies.ignored_px + targets.valid_px
-    if not total or targets.frequencies.ignored_px <= IGNORED_SHARE * total:
+    if targets.ignored_share <= IGNORED_SHARE:
         return None
-    advice = (
-        "; if these are shades at the edges of objects, segapp init FOLDER --clean-masks writes masks without them"
-        if has_shades(targets, scheme)
-        else ""
-    )
-    return f"{_percent(targets)} of the pixels of {targets.where} are ignored: {ignored_values(scheme)}{advice}"
+    advice = ""
+    if has_shades(targets, scheme):
+        advice = (
+            "; if these are shades at the edges of objects, segapp init FOLDER --clean-masks writes masks without them"
+        )
+    share = f"{targets.ignored_share:.1%} of the pixels of {targets.where}"
+    return f"{share} are ignored: {ignored_values(scheme)}{advice}"
 
 
 def has_shades(targets: Targets, scheme: ClassScheme) -> bool:
     """Return True if many values of masks of two classes are ignored: probably edges that were smoothed."""
-    return (
-        scheme.num_classes == 2
-        and not scheme.rgb
-        and len(_ignored_ids(scheme)) > _MAX_NAMED
-        and targets.frequencies.ignored_px > IGNORED_SHARE * (targets.frequencies.ignored_px + targets.valid_px)
-    )
-
-
-def _percent(targets: Targets) -> str:
-    return f"{targets.frequencies.ignored_px / (targets.frequencies.ignored_px + targets.valid_px):.1%}"
+    has_many_values = not scheme.rgb and len(_ignored_ids(scheme)) > _MAX_NAMED
+    return scheme.num_classes == 2 and has_many_values and targets.ignored_share > IGNORED_SHARE
 
 
 def ignored_values(scheme: ClassScheme) -> str:

@@ -78,12 +78,7 @@ def wait_advice(
 ) -> str | None:
     """Return, in one sentence, that the device waits for data and what to change; None if it hardly waits.
 
-    Args:
-        wait_frac: share of the time spent waiting for data, 0 to 1.
-        workers: data workers of a rank.
-        cores: processors of a rank.
-        cache: `data.cache`.
-        is_filling: True while the cache does not hold every image yet.
+    Workers and processors are those of a rank; `is_filling` says that the cache does not hold every image yet.
     """
     if wait_frac < WAITING_FRAC:
         return None

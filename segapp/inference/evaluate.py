@@ -34,7 +34,8 @@ from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import SCORES
 
 if TYPE_CHECKING:
-    from segapp.datasets.loader import Batch, LargeBatch, TensorOnDisk
+    from segapp.datasets.dataset import LargeBatch, TensorOnDisk
+    from segapp.datasets.pool import Batch
     from segapp.losses import AdditiveCriterion
     from segapp.models import SegmentationModel
 

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from segapp.accelerator import accelerator_of
-from segapp.datasets.loader import Batch, LargeBatch, TensorOnDisk
+from segapp.datasets.dataset import LargeBatch, TensorOnDisk
+from segapp.datasets.pool import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import (
     Evaluation,

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.inference.predict import blend, colorize, predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for

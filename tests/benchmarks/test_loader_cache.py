@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from segapp.datasets.files import ImagePair
-from segapp.datasets.loader import LoadOptions, TrainLoader
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import LoadOptions
 from tests.support.large_pngs import draw_pngs, large_dataset
 
 pytestmark = pytest.mark.benchmark

@@ -20,12 +20,11 @@ from PIL import Image
 from torch.utils.data import DataLoader, Dataset
 
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.cache.pixel_cache import PixelCache
-from segapp.datasets.cache.places import cache_digest, memory_files
-from segapp.datasets.dataset import image_sizes
+from segapp.datasets.cache import PixelCache, memory_files
+from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
-from segapp.datasets.loader import SegmentationDataset, TrainLoader
+from segapp.datasets.loader import TrainLoader
 
 CROP = (240, 320)
 BATCH = 8
@@ -111,7 +110,7 @@ def compare(ours: list[float], theirs: list[float]) -> str:
 def test_loader_throughput_against_a_hand_written_loop(pairs: tuple[ImagePair, ...]) -> None:
     scheme = class_scheme("camvid")
     plain = TrainLoader(SegmentationDataset(pairs, scheme, TrainTransform(CROP)), BATCH)
-    cache = PixelCache(memory_files(cache_digest("", "train", scheme)), pairs, image_sizes(pairs), scheme.dtype)
+    cache = PixelCache(memory_files(), pairs, image_sizes(pairs), scheme.dtype)
     cached = TrainLoader(SegmentationDataset(pairs, scheme, TrainTransform(CROP), cache=cache), BATCH)
     hand_written = DataLoader(HandWritten(pairs), BATCH, shuffle=True, drop_last=True)
     epochs = iter(range(1000))

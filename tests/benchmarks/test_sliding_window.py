@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference, window_corners

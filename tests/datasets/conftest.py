@@ -7,7 +7,8 @@ import pytest
 from PIL import Image
 
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme, class_scheme
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from tests.support.drawn_data import NUM_CLASSES, draw_image, draw_mask
 
 

@@ -12,10 +12,11 @@ from segapp.build.data import build_order
 from segapp.config import DataConfig
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.crop import AxisPlan
-from segapp.datasets.dataset import compute_class_frequencies
+from segapp.datasets.dataset import SegmentationDataset, compute_class_frequencies
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
-from segapp.datasets.loader import LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import LoadOptions
 from segapp.datasets.sampling import SampleKey, aimed_order, sample_order, uniform_order
 from segapp.errors import ConfigError
 

@@ -17,9 +17,11 @@ import yaml
 from segapp.config import DataConfig, RunConfig, dump_config, explain_config, load_config, validate_config
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.probe import check_transform
+from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.loader import Batch, LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import Batch, LoadOptions
 from segapp.errors import ConfigError
 from tests.support.drawn_data import draw_image, draw_mask
 

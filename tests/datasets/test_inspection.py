@@ -12,13 +12,14 @@ import cv2
 import numpy as np
 import pytest
 
-from segapp.datasets.dataset import OwnDataset
+from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.inspection import (
     _of_targets,
     examine,
 )
-from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.lookalikes import difference_hash, find_copies
 from segapp.datasets.masks import read_masks, summary_of_ids
 from segapp.datasets.own_data import OwnData
@@ -385,7 +386,7 @@ class OwnMasks:
 
 
 def test_mask_of_own_data_alone_has_train_ids() -> None:
-    dataset = OwnDataset(OwnData(OwnMasks(), "my:data", "train"), SCHEME, seed=0, indices=[0])
+    dataset = SegmentationDataset(OwnData(OwnMasks(), "my:data", "train").pairs([0]), SCHEME)
     assert np.array_equal(dataset.read_mask(0, (4, 4)), np.arange(16).reshape(4, 4) % 3)
 
 

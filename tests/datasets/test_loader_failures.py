@@ -22,11 +22,13 @@ import torch
 from PIL import Image
 
 from segapp.datasets.augment import TrainTransform
+from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme, class_scheme
-from segapp.datasets.loader import EvalLoader, LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.own_data import OwnData
-from segapp.datasets.pool import BatchPool
+from segapp.datasets.pool import BatchPool, LoadOptions
 from segapp.datasets.resources import ThreadPool
 from segapp.datasets.sampling import SampleKey, sample_order
 from segapp.errors import DataError, WorkerError

@@ -17,7 +17,8 @@ from PIL import Image, ImageOps
 from segapp.datasets import files
 from segapp.datasets.files import ImagePair, check_pairs, is_complete_jpeg, read_header
 from segapp.datasets.images.reading import read_image
-from segapp.datasets.layouts.formats import ClassScheme, class_scheme
+from segapp.datasets.layouts.formats import class_scheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import read_mask
 from segapp.errors import DataError
 from segapp.onboarding.survey.content import stored_pixels

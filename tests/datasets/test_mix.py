@@ -12,9 +12,11 @@ from segapp.config import DataConfig, validate_config
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
 from segapp.datasets.augment.mix import PairMix
+from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.loader import Batch, LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import Batch, LoadOptions
 from segapp.errors import ConfigError
 from tests.support.drawn_data import draw_image, draw_mask
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import pickle
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,16 +20,16 @@ from segapp import failpoints
 from segapp.build.data import build_dataset
 from segapp.build.pairs import build_scheme
 from segapp.config import DataConfig
+from segapp.datasets import cache as cache_module
 from segapp.datasets import dataset as dataset_module
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.cache import pixel_cache, places
-from segapp.datasets.cache.pixel_cache import PixelCache
-from segapp.datasets.cache.pixel_file import ENTRY, HEADER_BYTES, read_token
-from segapp.datasets.cache.places import CacheFiles, cache_digest, disk_files, memory_files
-from segapp.datasets.dataset import image_sizes
+from segapp.datasets.cache import CacheFiles, PixelCache, default_folder, disk_files, memory_files
+from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme, DataLocation, class_scheme, find_pairs
-from segapp.datasets.loader import LoadOptions, SegmentationDataset, TrainLoader
+from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import LoadOptions
 from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError
 from segapp.parallel.distributed import Ranks
@@ -40,7 +41,7 @@ NUM_IMAGES = 9
 
 @pytest.fixture(autouse=True)
 def small_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pixel_cache, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(cache_module, "RESERVE_BYTES", 0)
 
 
 @pytest.fixture
@@ -55,10 +56,7 @@ class Caches:
         self.folder, self.pairs, self.scheme = folder, pairs, scheme
 
     def files(self, kind: str = "disk") -> CacheFiles:
-        digest = cache_digest("root", "train", self.scheme)
-        if kind == "ram":
-            return memory_files(digest)
-        return disk_files(self.folder, "train", digest, self.scheme.dtype)
+        return memory_files() if kind == "ram" else disk_files(self.folder, "root", "train", self.scheme)
 
     def dataset(self, kind: str = "disk", pairs: tuple[ImagePair, ...] | None = None) -> SegmentationDataset:
         pairs = self.pairs if pairs is None else pairs
@@ -67,9 +65,13 @@ class Caches:
             cache = PixelCache(self.files(kind), pairs, image_sizes(pairs), self.scheme.dtype)
         return SegmentationDataset(pairs, self.scheme, TrainTransform((24, 32)), seed=5, cache=cache)
 
-    def paths(self) -> tuple[Path, Path]:
-        files = self.files()
-        return Path(files.index), Path(files.pixels)
+    def records(self) -> list[Path]:
+        return sorted(Path(self.files().path).iterdir())
+
+    def record(self, index: int) -> Path:
+        cache = self.dataset().cache
+        assert cache is not None
+        return cache._records[index]
 
 
 @pytest.fixture
@@ -203,7 +205,7 @@ def test_other_classes_have_a_cache_of_their_own(caches: Caches, tmp_path: Path)
     scheme = class_scheme("folder", classes=list("abcde"), label_map={0: 1})
     other = Caches(caches.folder, caches.pairs, scheme)
     assert_equal_to_none(other.dataset(), other)
-    assert other.files().pixels != caches.files().pixels
+    assert other.files().path != caches.files().path
 
 
 # --- kills
@@ -220,7 +222,7 @@ def in_child(action: Callable[[], object]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-@pytest.mark.parametrize("place", ["cache.before_pixels", "cache.before_entry"])
+@pytest.mark.parametrize("place", ["cache.before_pixels", "cache.before_seal"])
 def test_a_killed_builder_is_continued(place: str, caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
     def build() -> None:
         failpoints.arm(f"{place}=4:kill")
@@ -236,75 +238,48 @@ def test_a_killed_builder_is_continued(place: str, caches: Caches, monkeypatch: 
     assert_equal_to_none(caches.dataset(), caches)
 
 
-def test_lock_of_a_killed_builder_is_free(caches: Caches) -> None:
-    """While one process stores an image, another decodes it and stores nothing; kill -9 ends the lock."""
-    dataset = caches.dataset()
-    cache = dataset.cache
-    assert cache is not None
-    ready, stay = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        with cache._file.storing(int(cache._keys[0])):
-            os.write(ready[1], b"x")
-            os.read(stay[0], 1)
-        os._exit(0)
-    os.read(ready[0], 1)
-    dataset.read(0)
-    dataset.read(1)
-    assert cache.state().num_stored == 1
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    dataset.read(0)
-    assert cache.state().num_stored == 2
-    for fd in (*ready, *stay):
-        os.close(fd)
+def test_what_a_killed_builder_left_is_removed(caches: Caches) -> None:
+    def build() -> None:
+        failpoints.arm("cache.before_seal=4:kill")
+        fill(caches.dataset())
+
+    assert in_child(build) == -signal.SIGKILL
+    assert len(caches.records()) == 4
+    caches.dataset()
+    assert len(caches.records()) == 3
 
 
-def test_builders_side_by_side_store_each_image_once(caches: Caches) -> None:
-    alone = Caches(caches.folder / "alone", caches.pairs, caches.scheme)
-    fill(alone.dataset())
+@pytest.mark.parametrize("kind", ["disk", "ram"])
+def test_builders_side_by_side_share_the_records(kind: str, caches: Caches) -> None:
+    dataset = caches.dataset(kind)
+    pickled = pickle.dumps(dataset)
     pids = []
     for _ in range(4):
         pid = os.fork()
         if pid == 0:
-            fill(caches.dataset())
+            fill(pickle.loads(pickled))
             os._exit(0)
         pids.append(pid)
     assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 4
-    fill(caches.dataset())
-    assert caches.paths()[1].stat().st_size == alone.paths()[1].stat().st_size
-    assert_equal_to_none(caches.dataset(), caches)
+    assert dataset.cache is not None
+    assert dataset.cache.state().num_stored == NUM_IMAGES
+    if kind == "disk":
+        assert len(caches.records()) == NUM_IMAGES
+    assert_equal_to_none(dataset, caches)
+    assert dataset.cache.num_damaged == 0
 
 
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_processes_that_open_at_once_share_files(
-    is_damaged: bool, caches: Caches, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if is_damaged:
-        flip(caches.paths()[0], 3)
-
-    def read_slowly(index: str, digest: bytes) -> bytes | None:
-        token = read_token(index, digest)
-        time.sleep(0.05)
-        return token
-
-    monkeypatch.setattr(places, "read_token", read_slowly)
-    begin, answers = os.pipe(), os.pipe()
-    pids = []
-    for _ in range(8):
-        pid = os.fork()
-        if pid == 0:
-            os.read(begin[0], 1)
-            os.write(answers[1], Path(caches.files().pixels).name.encode() + b" ")
-            os._exit(0)
-        pids.append(pid)
-    os.write(begin[1], b"x" * 8)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [0] * 8
-    names = os.read(answers[0], 10_000).split()
-    assert len(names) == 8
-    assert set(names) == {caches.paths()[1].name.encode()}
-    for fd in (*begin, *answers):
-        os.close(fd)
+def test_another_run_that_starts_while_a_record_is_written_is_no_error(caches: Caches) -> None:
+    dataset = caches.dataset()
+    assert dataset.cache is not None
+    failpoints.arm("cache.before_seal=raise:ENOENT")  # as for a file that the other run removed
+    try:
+        fill(dataset)
+    finally:
+        failpoints.arm("")
+    assert dataset.cache.state().stopped is None
+    fill(dataset)
+    assert dataset.cache.state().num_stored == NUM_IMAGES
 
 
 # --- damage
@@ -326,66 +301,77 @@ def clear(path: Path, offset: int, num_bytes: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "num_kept"),
+    ("damage", "is_noticed"),
     [
-        (lambda index, pixels: truncate(pixels, 30_000), None),
-        (lambda index, pixels: truncate(pixels, 0), 0),
-        (lambda index, pixels: pixels.unlink(), 0),
-        (lambda index, pixels: flip(index, 3), 0),
-        (lambda index, pixels: truncate(index, 10), 0),
-        (lambda index, pixels: truncate(index, HEADER_BYTES + 3 * ENTRY.itemsize + 5), 3),
-        (lambda index, pixels: flip(index, HEADER_BYTES + 3 * ENTRY.itemsize + 20), NUM_IMAGES - 1),
-        (lambda index, pixels: clear(index, HEADER_BYTES, 2 * ENTRY.itemsize), NUM_IMAGES - 2),
-        (lambda index, pixels: index.unlink(), 0),
+        (lambda record: truncate(record, 3000), True),
+        (lambda record: truncate(record, 0), False),
+        (lambda record: record.unlink(), False),
+        (lambda record: flip(record, 3), True),
+        (lambda record: flip(record, 100), True),
+        (lambda record: flip(record, -70), True),
+        (lambda record: clear(record, 0, 8), False),
+        (lambda record: clear(record, 100, 500), True),
     ],
-    ids=["short", "empty", "gone", "header", "short header", "torn entry", "bad entry", "zeros", "no index"],
+    ids=["short", "empty", "gone", "seal", "image", "mask", "no seal", "zeros"],
 )
-def test_a_damaged_cache_is_rebuilt(
-    damage: Callable[[Path, Path], object], num_kept: int | None, caches: Caches, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_record_is_decoded_again_alone(
+    damage: Callable[[Path], object], is_noticed: bool, caches: Caches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fill(caches.dataset())
-    damage(*caches.paths())
+    damage(caches.record(3))
     names = decoded(monkeypatch)
     dataset = caches.dataset()
+    fill(dataset)
+    assert names == ["003.png"]
     assert dataset.cache is not None
-    assert num_kept in (None, dataset.cache.state().num_stored)
-    assert_equal_to_none(dataset, caches)
-    names.clear()
+    assert dataset.cache.num_damaged == is_noticed
     assert dataset.cache.state().num_stored == NUM_IMAGES
-    fill(caches.dataset())
-    assert names == []
-    assert len(list(caches.paths()[1].parent.glob("pixels-*"))) == 1
-
-
-def test_flipped_pixels_are_noticed_at_the_first_read(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill(caches.dataset())
-    flip(caches.paths()[1], 100)
-    names = decoded(monkeypatch)
-    dataset = caches.dataset()
-    fill(dataset)
-    assert names == ["000.png"]
-    assert dataset.cache is not None
-    assert dataset.cache.num_damaged == 1
     names.clear()
     fill(dataset)
     fill(caches.dataset())
     assert names == []
     assert_equal_to_none(dataset, caches)
+
+
+def test_damaged_memory_is_noticed_at_the_first_read(caches: Caches) -> None:
+    dataset = caches.dataset("ram")
+    fill(dataset)
+    assert dataset.cache is not None
+    with open(dataset.cache.files.path, "r+b") as file:
+        file.seek(100)
+        file.write(b"damage")
+    other = pickle.loads(pickle.dumps(dataset))
+    assert_equal_to_none(other, caches)
+    assert other.cache.num_damaged == 1
+    assert other.cache.state().num_stored == NUM_IMAGES
 
 
 def test_truncation_during_a_run_is_no_crash(caches: Caches) -> None:
     dataset = caches.dataset()
     fill(dataset)
-    truncate(caches.paths()[1], 1000)
+    for record in caches.records():
+        truncate(record, 1000)
     assert_equal_to_none(dataset, caches)
 
 
-def test_mostly_superseded_cache_starts_anew(caches: Caches, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_folder_removed_during_a_run_is_no_crash(caches: Caches) -> None:
+    dataset = caches.dataset()
+    fill(dataset, range(4))
+    shutil.rmtree(dataset.cache.files.path)  # type: ignore[union-attr]
+    assert_equal_to_none(dataset, caches)
+    assert dataset.cache is not None
+    assert dataset.cache.state().num_stored == 0
+
+
+def test_records_of_earlier_states_are_removed(caches: Caches) -> None:
     fill(caches.dataset())
-    size = caches.paths()[1].stat().st_size
-    truncate(caches.paths()[1], size + 2**29)  # sparse
+    before = caches.records()
+    os.utime(caches.pairs[4].image, ns=(1, 1))
+    caches.dataset()
+    assert len(caches.records()) == NUM_IMAGES - 1
     fill(caches.dataset())
-    assert caches.paths()[1].stat().st_size == size
+    assert len(caches.records()) == NUM_IMAGES
+    assert len(set(before) & set(caches.records())) == NUM_IMAGES - 1
 
 
 # --- room
@@ -393,7 +379,7 @@ def test_mostly_superseded_cache_starts_anew(caches: Caches, monkeypatch: pytest
 
 @pytest.mark.parametrize("code", ["ENOSPC", "EDQUOT", "EIO"])
 def test_a_full_disk_ends_the_storing_not_the_run(code: str, caches: Caches) -> None:
-    failpoints.arm(f"cache.before_entry=3:raise:{code}")
+    failpoints.arm(f"cache.before_seal=3:raise:{code}")
     try:
         dataset = caches.dataset()
         assert_equal_to_none(dataset, caches)
@@ -466,7 +452,7 @@ def test_killed_run_leaves_no_memory_behind(caches: Caches) -> None:
         dataset = caches.dataset("ram")
         fill(dataset)
         assert dataset.cache is not None
-        os.write(pipe[1], dataset.cache.files.pixels.encode())
+        os.write(pipe[1], dataset.cache.files.path.encode())
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
 
@@ -537,7 +523,7 @@ def test_unusable_cache_folder_is_noted(caches: Caches, tmp_path: Path) -> None:
 
 def test_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert places.default_folder() == tmp_path / "segapp" / "pixels"
+    assert default_folder() == tmp_path / "segapp" / "pixels"
 
 
 def test_real_photographs_are_cached_bit_for_bit(camvid_root: Path, tmp_path: Path) -> None:

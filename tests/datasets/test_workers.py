@@ -12,9 +12,9 @@ from segapp.build.data import build_load_options
 from segapp.config import DataConfig
 from segapp.datasets import resources
 from segapp.datasets.augment import TrainTransform
+from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
-from segapp.datasets.layouts.formats import ClassScheme
-from segapp.datasets.loader import SegmentationDataset
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.workers import GPU_PX_PER_S, most_workers, plan_workers, sample_seconds, wait_advice
 

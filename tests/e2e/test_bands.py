@@ -21,7 +21,7 @@ from segapp.commands.evaluate import EvalOptions, evaluate_target
 from segapp.commands.export import export_target
 from segapp.commands.predict import PredictOptions, predict_target
 from segapp.config import RunConfig
-from segapp.datasets.cache import pixel_cache
+from segapp.datasets import cache
 from segapp.errors import DataError
 from segapp.export.runner import ExportedModel
 from segapp.parallel.distributed import Ranks
@@ -111,7 +111,7 @@ def test_prediction_of_other_pixels_is_refused(run: Path, tmp_path: Path) -> Non
 def test_cached_samples_of_bands_equal_decoded_ones(
     data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pixel_cache, "RESERVE_BYTES", 0)
+    monkeypatch.setattr(cache, "RESERVE_BYTES", 0)
     section = config_of(data, data={"cache": "disk", "cache_dir": str(tmp_path)}).data
     scheme = build_scheme(section)
     cached = build_dataset(section, scheme, "train", is_training=True, seed=1, ranks=Ranks())

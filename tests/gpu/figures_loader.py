@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.datasets.loader import Batch, LoadOptions, TrainLoader
+from segapp.datasets.loader import TrainLoader
+from segapp.datasets.pool import Batch, LoadOptions
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from tests.gpu.cases import Case

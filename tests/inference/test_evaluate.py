@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference, window_corners

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
-from segapp.datasets.loader import Batch, EvalLoader
+from segapp.datasets.loader import EvalLoader
+from segapp.datasets.pool import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import EvaluationCounts, EvaluationSettings, evaluate
 from segapp.inference.evaluator import Evaluator, evaluate_on_devices

@@ -8,8 +8,7 @@ import cv2
 import numpy as np
 
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.cache.pixel_cache import PixelCache
-from segapp.datasets.cache.places import cache_digest, disk_files, memory_files
+from segapp.datasets.cache import PixelCache, disk_files, memory_files
 from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
@@ -42,7 +41,6 @@ def large_dataset(
     """Return the training set with `data.cache: kind`; a cache on disk lies in `folder`."""
     cache = None
     if kind != "none":
-        digest = cache_digest(str(folder), "train", SCHEME)
-        files = memory_files(digest) if kind == "ram" else disk_files(folder, "train", digest, SCHEME.dtype)
+        files = memory_files() if kind == "ram" else disk_files(folder, str(folder), "train", SCHEME)
         cache = PixelCache(files, pairs, image_sizes(pairs), SCHEME.dtype)
     return SegmentationDataset(pairs, SCHEME, TrainTransform(crop_px), cache=cache)

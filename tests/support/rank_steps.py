@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from segapp.build.optimizer import build_optimizer
 from segapp.config import OptimConfig
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import (
     AdditiveCriterion,

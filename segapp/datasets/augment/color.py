@@ -63,17 +63,11 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         value = self.py_random.uniform(-limit, limit) * self.strength
         return float(value) if self.py_random.random() < 0.5 else 0.0
 
-    def apply(
-        self,
-        img: Pixels,
-        matrix: NDArray[np.float32] | None = None,
-        brightness: float = 0.0,
-        contrast: float = 1.0,
-        **params: Any,
-    ) -> Pixels:
+    def apply(self, img: Pixels, **params: Any) -> Pixels:
         """Return the image with its colours or bands changed, of the same type."""
         if self.ranges is None:
-            return np.asarray(cv2.transform(img, matrix))
+            return np.asarray(cv2.transform(img, params["matrix"]))
+        brightness, contrast = params["brightness"], params["contrast"]
         if brightness == 0 and contrast == 1:
             return img
         low, high = np.array(self.ranges, np.float32).T

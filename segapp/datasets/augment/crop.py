@@ -140,27 +140,15 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
             window = draw()
         return window
 
-    def apply(
-        self,
-        img: Pixels,
-        window: tuple[slice, slice],
-        shown_px: tuple[int, int],
-        padding: tuple[int, int, int, int],
-        **params: Any,
-    ) -> Pixels:
+    def apply(self, img: Pixels, **params: Any) -> Pixels:
         """Return the crop of the image (H, W, B)."""
-        return _pad(resize(img[window], shown_px, cv2.INTER_LINEAR), padding, self.fill)
+        crop = resize(img[params["window"]], params["shown_px"], cv2.INTER_LINEAR)
+        return _pad(crop, params["padding"], self.fill)
 
-    def apply_to_mask(
-        self,
-        mask: Pixels,
-        window: tuple[slice, slice],
-        shown_px: tuple[int, int],
-        padding: tuple[int, int, int, int],
-        **params: Any,
-    ) -> Pixels:
+    def apply_to_mask(self, mask: Pixels, **params: Any) -> Pixels:
         """Return the crop of the mask (H, W), resized by nearest neighbour."""
-        return _pad(resize(mask[window], shown_px, cv2.INTER_NEAREST_EXACT), padding, self.ignore_index)
+        crop = resize(mask[params["window"]], params["shown_px"], cv2.INTER_NEAREST_EXACT)
+        return _pad(crop, params["padding"], self.ignore_index)
 
 
 def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[float, ...]) -> Pixels:

@@ -22,15 +22,10 @@ Entry = Mapping[str, Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class BandValues:
-    """Values of images that are not 8-bit RGB.
+    """Values of images that are not 8-bit RGB."""
 
-    Attributes:
-        ranges: Lowest and highest usual value of each band.
-        fill: Value of each band that pads images.
-    """
-
-    ranges: tuple[tuple[float, float], ...]
-    fill: tuple[float, ...]
+    ranges: tuple[tuple[float, float], ...]  # lowest and highest usual value of each band
+    fill: tuple[float, ...]  # value of each band that pads images
 
 
 STANDARD: tuple[Entry, ...] = ({"ScaledCrop": {}}, {"HorizontalFlip": {}}, {"PhotometricChange": {}})
@@ -53,26 +48,16 @@ _REFUSED = {
 
 @dataclass
 class TransformBuilder:
-    """Makes transforms from entries, and collects what is wrong with them.
+    """Makes transforms from entries, and collects what is wrong with them."""
 
-    Attributes:
-        crop_px: Height and width of `ScaledCrop` where its entry gives none.
-        ignore_index: Mask value where a transform shows what lies outside the image.
-        bands: Values of images that are not 8-bit RGB.
-        problems: One sentence for each problem: the entry, the argument, and what to do.
-    """
-
-    crop_px: tuple[int, int]
-    ignore_index: int
-    bands: BandValues | None = None
+    crop_px: tuple[int, int]  # height and width of `ScaledCrop` where its entry gives none
+    ignore_index: int  # mask value where a transform shows what lies outside the image
+    bands: BandValues | None = None  # values of images that are not 8-bit RGB
+    # One sentence for each problem: the entry, the argument, and what to do
     problems: list[str] = field(default_factory=list)
 
     def build_all(self, entries: Sequence[Entry], resize_px: tuple[int, int] | None) -> tuple[Any, ...]:
-        """Return the transforms of a list.
-
-        Args:
-            entries: The list.
-            resize_px: Size to which a `ScaledCrop` at the beginning of the list resizes first.
+        """Return the transforms of a list; a `ScaledCrop` at its beginning resizes to `resize_px` first.
 
         Raises:
             ConfigError: Entries are wrong; all problems together.
@@ -81,11 +66,7 @@ class TransformBuilder:
             self.build(entry, f"data.augment[{number}]", resize_px if number == 0 else None)
             for number, entry in enumerate(entries)
         ]
-        if len(self.problems) == 1:
-            raise ConfigError(self.problems[0], key="data.augment").see("augment")
-        if self.problems:
-            lines = [f"{len(self.problems)} problems in data.augment:", *self.problems]
-            raise ConfigError("\n  ".join(lines), key="data.augment").see("augment")
+        raise_problems(self.problems)
         return tuple(steps)
 
     def build(self, entry: Entry, place: str, resize_px: tuple[int, int] | None = None) -> Any:
@@ -181,6 +162,13 @@ class TransformBuilder:
             if not found:
                 self.problems.append(f"{place}: {error}: change its arguments")
         return None
+
+
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raise ConfigError for the problems of a list of transforms, if there are any."""
+    if problems:
+        lines = [f"{len(problems)} problems in data.augment:"] if len(problems) > 1 else []
+        raise ConfigError("\n  ".join([*lines, *problems]), key="data.augment").see("augment")
 
 
 class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations has no types

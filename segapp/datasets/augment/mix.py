@@ -3,7 +3,6 @@
 Shapes: H, W height and width in pixels, B bands; all samples of a data set have one size.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import cv2
@@ -17,22 +16,12 @@ Pair = tuple[Pixels, Pixels]
 
 @dataclass(frozen=True)
 class PairMix:
-    """Mixes a sample with another one, in at most one of three ways.
-
-    Attributes:
-        cutmix: Probability of CutMix (Yun et al. 2019): a rectangle of the other image and mask.
-        mixup: Probability of MixUp (Zhang et al. 2018): both images blended, lam * own + (1 - lam) * other. A mask
-            holds one class for each pixel: its own with probability lam, else the other's, so that for losses that are
-            sums over pixels the expected loss is MixUp's, lam * loss(own) + (1 - lam) * loss(other).
-        classmix: Probability of ClassMix (Olsson et al. 2021): all pixels of half of the other mask's classes.
-        mixup_alpha: Parameter of the Beta distribution of lam.
-        ignore_index: Mask value that is no class.
-    """
+    """Mixes a sample with another one, in at most one of three ways, each with its probability."""
 
     cutmix: float = 0.0
     mixup: float = 0.0
     classmix: float = 0.0
-    mixup_alpha: float = 0.2
+    mixup_alpha: float = 0.2  # parameter of the Beta distribution of MixUp
     ignore_index: int = 255
 
     def partner(self, index: int, num_images: int, seed: int) -> int | None:
@@ -46,19 +35,15 @@ class PairMix:
     def __call__(self, own: Pair, other: Pair, seed: int) -> Pair:
         """Return the mixed image and mask."""
         rng = np.random.default_rng([seed, 1])
-        ways: list[tuple[float, Callable[[Pair, Pair, np.random.Generator], Pair]]] = [
-            (self.cutmix, self._cutmix),
-            (self.mixup, self._mixup),
-            (self.classmix, self._classmix),
-        ]
-        drawn = rng.random() * sum(share for share, _ in ways)
-        for share, way in ways:
+        drawn = rng.random() * (self.cutmix + self.mixup + self.classmix)
+        for share, way in ((self.cutmix, self._cutmix), (self.mixup, self._mixup), (self.classmix, self._classmix)):
             if drawn < share:
                 return way(own, other, rng)
             drawn -= share
         return own
 
     def _cutmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
+        """Replace a rectangle by that of the other image and mask (CutMix, Yun et al. 2019)."""
         height, width = own[1].shape
         side = np.sqrt(1 - rng.beta(1, 1))
         rows, columns = (_interval(length, side * length, rng) for length in (height, width))
@@ -68,11 +53,17 @@ class PairMix:
         return mixed
 
     def _mixup(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
+        """Blend both images, lam * own + (1 - lam) * other (MixUp, Zhang et al. 2018).
+
+        A mask holds one class for each pixel: its own with probability lam, else the other's, so that for losses that
+        are sums over pixels the expected loss is MixUp's, lam * loss(own) + (1 - lam) * loss(other).
+        """
         lam = rng.beta(self.mixup_alpha, self.mixup_alpha)
         image = cv2.addWeighted(own[0], lam, other[0], 1 - lam, 0).reshape(own[0].shape)
         return image, np.where(rng.random(own[1].shape) < lam, own[1], other[1])
 
     def _classmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
+        """Paste all pixels of half of the other mask's classes (ClassMix, Olsson et al. 2021)."""
         classes = [int(value) for value in np.unique(other[1]) if value != self.ignore_index]
         chosen = rng.permutation(classes)[: (len(classes) + 1) // 2]
         is_pasted = np.isin(other[1], chosen)

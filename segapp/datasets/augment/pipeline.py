@@ -31,11 +31,6 @@ class TrainTransform:
     Raises:
         ConfigError: Entries are wrong; all problems together.
         ValueError: A size is not positive.
-
-    Attributes:
-        steps: The transforms.
-        crops_first: The first one takes a crop; then image and mask may be objects that read windows of files.
-        resize_px: Size to which images are resized before them.
     """
 
     def __init__(
@@ -50,6 +45,7 @@ class TrainTransform:
         self.crop_px = _check_size("crop_px", crop_px)
         self.ignore_index = ignore_index
         self.steps = TransformBuilder(self.crop_px, ignore_index, bands).build_all(entries, resize_px)
+        # Where the first transform takes a crop, image and mask may be objects that read windows of files.
         self.crops_first = bool(self.steps) and isinstance(self.steps[0], ScaledCrop)
         self.resize_px = None if self.crops_first else resize_px
         self._resize = EvalTransform(self.resize_px)
@@ -83,11 +79,7 @@ def set_seed(step: Any, seed: int) -> None:
 
 
 class EvalTransform:
-    """Resize of image and mask to a fixed size.
-
-    Args:
-        resize_px: Height and width of the result; None: not resized.
-    """
+    """Resize of image and mask to a height and width; None: not resized."""
 
     def __init__(self, resize_px: tuple[int, int] | None = None) -> None:
         self.resize_px = _check_size("resize_px", resize_px) if resize_px is not None else None

@@ -7,9 +7,9 @@ from typing import Any
 import albumentations as A
 import numpy as np
 
+from segapp.datasets.augment.entries import raise_problems
 from segapp.datasets.augment.pipeline import EvalTransform, TrainTransform, set_seed
 from segapp.datasets.images.pixel_format import Pixels
-from segapp.errors import ConfigError
 
 _IDS = (3, 7)
 _NUM_SEEDS = 3
@@ -26,9 +26,8 @@ class _State:
     resized_by: str | None = None
 
     @property
-    def size_px(self) -> tuple[int, int]:
-        height, width = self.image.shape[:2]
-        return height, width
+    def size_px(self) -> tuple[int, ...]:
+        return self.image.shape[:2]
 
 
 def check_transform(
@@ -41,8 +40,8 @@ def check_transform(
     Args:
         transform: The list.
         sizes_px: Height and width of the images.
-        image_type: Number of bands and numpy type of the images.
-        mask_type: Numpy type of the masks.
+        image_type: Number of bands and numpy type.
+        mask_type: Numpy type.
 
     Raises:
         ConfigError: A transform fails, changes the type of image or mask, mixes class ids, is not determined by its
@@ -58,10 +57,7 @@ def check_transform(
     for state in states:
         if state.size_px != transform.crop_px and not trial.problems:
             trial.problems.append(_wrong_size(state, transform.crop_px))
-    if trial.problems:
-        problems = list(dict.fromkeys(trial.problems))
-        lines = problems if len(problems) == 1 else [f"{len(problems)} problems in data.augment:", *problems]
-        raise ConfigError("\n  ".join(lines), key="data.augment").see("augment")
+    raise_problems(list(dict.fromkeys(trial.problems)))
 
 
 def _wrong_size(state: _State, crop_px: tuple[int, int]) -> str:
@@ -95,15 +91,10 @@ def _drawn(size_px: tuple[int, int], image_type: tuple[int, Any], mask_type: Any
 
 @dataclass
 class _Trial:
-    """Trial of transforms, and the problems found.
+    """Trial of transforms, and the problems found."""
 
-    Attributes:
-        ignore_index: Mask value of what lies outside an image.
-        problems: One sentence each.
-    """
-
-    ignore_index: int
-    problems: list[str] = field(default_factory=list)
+    ignore_index: int  # mask value of what lies outside an image
+    problems: list[str] = field(default_factory=list)  # one sentence each
 
     def outcomes(self, step: Any, states: list[_State], place: str) -> list[_State]:
         """Return what a transform can make of the given images; one for each size, the smallest and the largest."""
@@ -174,10 +165,6 @@ def _applied(step: Any, state: _State, seed: int) -> tuple[Any, Any]:
 
 
 def _kind_of(image: Any) -> str:
-    """Return size, bands and type of an image as text.
-
-    >>> _kind_of(np.zeros((20, 30, 3), np.uint8))
-    'a 20 x 30 px image with 3 bands of uint8'
-    """
+    """Return "a 20 x 30 px image with 3 bands of uint8"."""
     bands = image.shape[2] if image.ndim == 3 else 1
     return f"a {image.shape[0]} x {image.shape[1]} px image with {bands} bands of {image.dtype}"

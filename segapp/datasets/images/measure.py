@@ -28,34 +28,26 @@ _MAX_PX = 2**17
 
 def stored_pixels(paths: Sequence[Path]) -> tuple[StoredPixels, Path] | None:
     """Return the commonest pixels of the files that 8-bit RGB would squeeze, and a file of them; None for no such."""
-    found = [(stored, own) for stored, own in _kinds(paths).items() if RGB8.problem(stored) is not None]
-    if not found:
-        return None
-    stored, own = max(found, key=lambda kind: len(kind[1]))
-    return stored, own[0]
+    squeezed = ((stored, own[0]) for stored, own in _kinds(paths).items() if RGB8.problem(stored) is not None)
+    return next(squeezed, None)
 
 
 def _kinds(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
-    """Return the files by what their pixels are; those that cannot be read are left out."""
+    """Return the files by what their pixels are, the commonest first; those that cannot be read are left out."""
     found: dict[StoredPixels, list[Path]] = {}
     for path in paths:
         try:
             found.setdefault(pixels_of(path), []).append(path)
         except DataError:
             continue
-    return found
+    return dict(sorted(found.items(), key=lambda kind: -len(kind[1])))
 
 
 def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:
-    """Check that one format reads all bands of all the files.
-
-    Raises:
-        DataError: they differ; the message names one of each kind.
-    """
+    """Raise DataError, which names a file of each kind, if one format cannot read all bands of all the files."""
     found = _kinds(paths)
     if any((stored.bands, stored.dtype) != (wanted.bands, wanted.dtype) for stored in found):
-        kinds = sorted(found.items(), key=lambda kind: -len(kind[1]))
-        named = "; ".join(f"{len(own)} are {stored}, such as {shown(own[0])}" for stored, own in kinds)
+        named = "; ".join(f"{len(own)} are {stored}, such as {shown(own[0])}" for stored, own in found.items())
         raise DataError(
             f"the images differ in bands or type: {named}: convert them to one kind, or move the others",
             key="data.dtype",
@@ -65,9 +57,7 @@ def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:
 def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, ...]:
     """Return the range of each band (B): percentiles over up to 64 images, rounded outwards for whole numbers.
 
-    Args:
-        paths: the images; those of other pixels, or that cannot be read, are left out.
-        pixels: bands and type.
+    Images of other pixels than `pixels` says, or that cannot be read, are left out.
 
     Raises:
         DataError: none of the images can be read.

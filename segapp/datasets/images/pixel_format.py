@@ -25,19 +25,13 @@ DTYPES = ("uint8", "uint16", "int16", "float32")
 
 @dataclass(frozen=True)
 class StoredPixels:
-    """The pixels of a file.
+    """The pixels of a file."""
 
-    Attributes:
-        bands: Values per pixel.
-        dtype: Of a value, as numpy names it.
-        is_picture: Becomes 8-bit RGB without loss: grey, palette, RGB or CMYK of at most 8 bits, with or without alpha.
-        pages: The pages of a TIFF that are no bands, in words; "" if there are none.
-    """
-
-    bands: int
-    dtype: str
+    bands: int  # values per pixel
+    dtype: str  # of a value, as numpy names it
+    # Becomes 8-bit RGB without loss: grey, palette, RGB or CMYK of at most 8 bits, with or without alpha
     is_picture: bool
-    pages: str = ""
+    pages: str = ""  # the pages of a TIFF that are no bands, in words; "" if there are none
 
     def __str__(self) -> str:
         return f"{self.dtype} with {self.bands} band{'s' if self.bands > 1 else ''}"
@@ -45,21 +39,17 @@ class StoredPixels:
 
 @dataclass(frozen=True)
 class PixelFormat:
-    """The pixels of every image of a data set.
+    """The pixels of every image of a data set."""
 
-    Attributes:
-        bands: Bands of a file that are read, in this order, counted from 1; None: any 8-bit image, converted to RGB.
-        dtype: Of the values: uint8, uint16, int16 or float32.
-        value_range: For each band the values that become 0 and 1 in normalisation; None: 0 and 255.
-    """
-
+    # Bands of a file that are read, in this order, counted from 1; None: any 8-bit image, converted to RGB
     bands: tuple[int, ...] | None = None
-    dtype: str = "uint8"
+    dtype: str = "uint8"  # of the values: uint8, uint16, int16 or float32
+    # For each band the values that become 0 and 1 in normalisation; None: 0 and 255
     value_range: tuple[Range, ...] | None = None
 
     @property
     def num_bands(self) -> int:
-        """Number of bands, the channels of the network's input."""
+        """Channels of the network's input."""
         return 3 if self.bands is None else len(self.bands)
 
     @property

@@ -1,7 +1,7 @@
 """Read and write TIFFs of any number of bands, whole or in windows, with rasterio (the extra `geo`).
 
 The only module that imports rasterio; the files are opened as TIFFs alone, because GDAL's other formats may lead to
-further files and addresses.
+further files and addresses. A file that cannot be read raises DataError.
 
 Shapes: H, W height and width in pixels; B bands.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,22 +32,14 @@ _CACHE_MIB = 64
 
 
 def require_rasterio(path: Path, what: str) -> None:
-    """Check that rasterio is installed.
-
-    Raises:
-        DataError: it is not; `what` says why the file needs it.
-    """
+    """Raise DataError if rasterio is not installed; `what` says why the file needs it."""
     if not has_rasterio():
         raise DataError(f"{shown(path)}: {what} needs the package rasterio: pip install 'segapp[geo]'", path=path)
 
 
 @contextmanager
 def opened(path: Path, page: int | None = None) -> Iterator[Any]:
-    """Open a TIFF, or one of its pages, counted from 1, as a rasterio data set.
-
-    Raises:
-        DataError: it cannot be opened or read.
-    """
+    """Open a TIFF, or one of its pages, counted from 1, as a rasterio data set."""
     require_rasterio(path, "a TIFF of this kind")
     import rasterio
     from rasterio.errors import RasterioError, RasterioIOError
@@ -67,16 +59,7 @@ def opened(path: Path, page: int | None = None) -> Iterator[Any]:
 
 
 def read_bands(path: Path, bands: Sequence[int], window: Window | None = None) -> Pixels:
-    """Return bands of a TIFF as stored, shape (H, W, B).
-
-    Args:
-        path: the file.
-        bands: counted from 1; pages that are channels are bands.
-        window: rows and columns to read; None: all.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Return bands of a TIFF, counted from 1, as stored, shape (H, W, B); pages that are channels are bands."""
     with opened(path) as source:
         if max(bands) <= source.count:
             return _read(source, bands, window)
@@ -98,14 +81,10 @@ def _read(source: Any, bands: Sequence[int], window: Window | None) -> Pixels:
 
 @dataclass(frozen=True)
 class Georeference:
-    """Where the pixels of a GeoTIFF lie.
+    """Where the pixels of a GeoTIFF lie."""
 
-    Attributes:
-        crs: Coordinate system as WKT; None if the file has none.
-        transform: a to f of x = a column + b row + c and y = d column + e row + f, at the corner of a pixel.
-    """
-
-    crs: str | None
+    crs: str | None  # coordinate system as WKT; None if the file has none
+    # a to f of x = a column + b row + c and y = d column + e row + f, at the corner of a pixel
     transform: tuple[float, ...]
 
 
@@ -114,7 +93,7 @@ def _profile(size: tuple[int, int], dtype: np.dtype[Any], count: int, place: Geo
     from rasterio.transform import Affine
 
     profile = {"driver": "GTiff", "height": size[0], "width": size[1], "count": count, "dtype": dtype.name}
-    profile |= {"compress": "deflate", "crs": None, "transform": None}
+    profile |= {"compress": "deflate"}
     if place is not None:
         profile |= {"crs": place.crs, "transform": Affine(*place.transform)}
     options: dict[str, Any] = {"tiled": True, "blockxsize": 256, "blockysize": 256} if min(size) >= 256 else {}
@@ -129,18 +108,7 @@ def encode_bands(
     *,
     is_rgb: bool = False,
 ) -> bytes:
-    """Return a TIFF of bands (H, W, B) of any type, compressed without loss, in tiles where it is large.
-
-    Args:
-        pixels: the bands.
-        names: of the first bands, kept in the file.
-        description: kept in the file, see `read_description`.
-        georeference: of the pixels; None: none.
-        is_rgb: the bands are red, green and blue of a picture.
-
-    Raises:
-        DataError: rasterio is not installed.
-    """
+    """Return a TIFF of bands (H, W, B) of any type with the names of the first bands and a description."""
     require_rasterio(Path(names[0]), "writing an image of several bands")
     import rasterio
     from rasterio.io import MemoryFile
@@ -172,11 +140,7 @@ def read_description(path: Path) -> str | None:
 
 
 def read_georeference(path: Path) -> Georeference | None:
-    """Return the georeference of a TIFF; None if it has none.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Return the georeference of a TIFF; None if it has none."""
     with opened(path) as source:
         if source.crs is None and source.transform.is_identity:
             return None
@@ -184,15 +148,7 @@ def read_georeference(path: Path) -> Georeference | None:
 
 
 class GeoTiffWriter:
-    """Writer of a GeoTIFF from top to bottom, compressed in tiles.
-
-    Args:
-        path: The file.
-        size: Height and width in pixels.
-        georeference: Its coordinate system and transform.
-        dtype: Of the values.
-        channels: 1 for ids, 3 for RGB.
-        palette: RGB colours of ids; None: no palette.
+    """Writer of a GeoTIFF of ids, with a palette or without, or of RGB (3 channels) from top to bottom.
 
     Raises:
         OSError: The file cannot be written; `write` and `finish` too.
@@ -212,15 +168,9 @@ class GeoTiffWriter:
 
         self._row, self._width = 0, size[1]
         color = {"photometric": "rgb"} if channels == 3 else {}
-        self._file = self._checked(
-            lambda: rasterio.open(
-                path,
-                "w",
-                **_profile(size, np.dtype(dtype), channels, georeference),
-                BIGTIFF="IF_SAFER",
-                **color,
-            )
-        )
+        profile = _profile(size, np.dtype(dtype), channels, georeference)
+        with _storage_errors():
+            self._file = rasterio.open(path, "w", **profile, BIGTIFF="IF_SAFER", **color)
         if palette is not None:
             self._file.write_colormap(1, {index: (*color, 255) for index, color in enumerate(palette)})
 
@@ -229,17 +179,20 @@ class GeoTiffWriter:
         planes = rows[None] if rows.ndim == 2 else np.moveaxis(rows, -1, 0)
         window = ((self._row, self._row + len(rows)), (0, self._width))
         self._row += len(rows)
-        self._checked(lambda: self._file.write(np.ascontiguousarray(planes), window=window))
+        with _storage_errors():
+            self._file.write(np.ascontiguousarray(planes), window=window)
 
     def finish(self) -> None:
         """Write what is left, and close the file."""
-        self._checked(self._file.close)
+        with _storage_errors():
+            self._file.close()
 
-    @staticmethod
-    def _checked(call: Callable[[], Any]) -> Any:
-        from rasterio.errors import RasterioError
 
-        try:
-            return call()
-        except RasterioError as error:
-            raise OSError(str(error)) from error
+@contextmanager
+def _storage_errors() -> Iterator[None]:
+    from rasterio.errors import RasterioError
+
+    try:
+        yield
+    except RasterioError as error:
+        raise OSError(str(error)) from error

@@ -2,7 +2,8 @@
 
 Pictures are decoded by OpenCV from bytes in memory (its file reading crashes on names that are not UTF-8), the bands of
 a TIFF by rasterio. PNGs are verified first: a damaged one may decode without an error. No value is scaled or dropped
-silently: an image that does not have the format of the data set raises.
+silently: an image that does not have the format of the data set raises DataError, as do files that are missing,
+damaged, truncated or too large.
 
 Shapes: H, W the upright height and width in pixels; B bands.
 """
@@ -21,6 +22,7 @@ from segapp.datasets.files import (
     MAX_PIXELS,
     check_pixels,
     damaged,
+    exif_orientation,
     is_complete,
     open_bytes,
     read_bytes,
@@ -37,8 +39,6 @@ from segapp.errors import DataError
 cv2.utils.logging.setLogLevel(cv2.utils.logging.LOG_LEVEL_SILENT)
 
 _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
-_ORIENTATION_TAG = 0x0112
-_OPAQUE_OR_CLEAR = (0, 255)
 
 
 def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_PIXELS) -> Pixels:
@@ -47,13 +47,7 @@ def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_
     In the format `RGB8`, grey, palette and CMYK images are converted to RGB and alpha is dropped. In others the bands
     are returned exactly as stored. Of an animation the first frame is read.
 
-    Args:
-        path: The file.
-        pixels: Bands and type.
-        max_pixels: Largest number of pixels; a TIFF that can be read in windows may have more.
-
-    Raises:
-        DataError: The file cannot be read, is damaged, truncated or too large, or its pixels are not of this format.
+    A TIFF that can be read in windows may have more than `max_pixels`.
     """
     data, tags = _start(path)
     if tags is not None:
@@ -80,11 +74,7 @@ def _start(path: Path) -> tuple[bytes | None, TiffTags | None]:
 
 
 def read_picture_of(path: Path) -> NDArray[np.uint8]:
-    """Return any image as RGB (H, W, 3) to look at: bands of other types than 8 bits are spread over their own range.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Return any image as RGB (H, W, 3) to look at: bands of other types are spread over their own range."""
     stored = read_header(path).stored
     if stored is None or RGB8.problem(stored) is None:
         return read_image(path)
@@ -130,17 +120,13 @@ def _read_rgb(data: bytes, path: Path, max_pixels: int, tags: TiffTags | None) -
 def _check_alpha(data: bytes, path: Path, tags: TiffTags) -> None:
     """Check that the band of a TIFF that is marked as opacity is one: writers mark any fourth band so."""
     stored = decode(data, cv2.IMREAD_UNCHANGED)
-    is_opacity = stored is None or stored.ndim < 3 or bool(np.isin(stored[..., -1], _OPAQUE_OR_CLEAR).all())
+    is_opacity = stored is None or stored.ndim < 3 or bool(np.isin(stored[..., -1], (0, 255)).all())
     if not is_opacity:
         check_pixels(path, StoredPixels(tags.bands, tags.dtype, is_picture=False), RGB8)
 
 
 def pixels_of(path: Path) -> StoredPixels:
-    """Return what the pixels of an image are: of a fourth band that is marked as opacity by its values.
-
-    Raises:
-        DataError: The file cannot be read.
-    """
+    """Return the kind of an image's pixels; the values of a band that is marked as opacity decide whether it is one."""
     stored = read_header(path).stored or StoredPixels(3, "uint8", is_picture=True)
     tags = tiff_tags(path)
     if tags is None or not stored.is_picture or not tags.has_alpha or tags.bands not in {2, 4}:
@@ -164,11 +150,7 @@ def _decode_all_bands(data: bytes, path: Path, max_pixels: int) -> Pixels:
         pixels = pixels[..., [0, 3]]
     elif pixels.shape[2] >= 3:
         pixels = pixels[..., [2, 1, 0, *range(3, pixels.shape[2])]]
-    try:
-        orientation = int(image.getexif().get(_ORIENTATION_TAG, 1))
-    except Exception:  # a damaged EXIF block
-        orientation = 1
-    return upright(pixels, orientation)
+    return upright(pixels, exif_orientation(image))
 
 
 def upright(pixels: Pixels, orientation: int) -> Pixels:
@@ -202,11 +184,7 @@ def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray
 
 
 def check_complete(data: bytes, image: Image.Image, path: Path) -> None:
-    """Check a file's end marker, and a PNG's checksums; `image` of a PNG cannot be used afterwards.
-
-    Raises:
-        DataError: The file is truncated or damaged.
-    """
+    """Raise DataError for a file that is truncated, or a PNG of wrong checksums, whose `image` is spent by that."""
     if not is_complete(data, str(image.format)):
         raise damaged(path, f"truncated {image.format}: its end is missing")
     if image.format == "PNG":

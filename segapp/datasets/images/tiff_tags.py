@@ -28,31 +28,19 @@ BLACK_IS_ZERO, RGB, CMYK, YCBCR = 1, 2, 5, 6
 
 @dataclass(frozen=True)
 class TiffTags:
-    """The tags of an image.
+    """The tags of an image."""
 
-    Attributes:
-        height_px: rows as stored.
-        width_px: columns as stored.
-        bands: values per pixel.
-        dtype: of a value, as numpy names it; `uint1` and the like for bits that numpy has no type for.
-        photometric: meaning of the values, such as `RGB`.
-        orientation: as in EXIF; 1: upright.
-        has_alpha: the last band is marked as opacity.
-        is_tiled: stored in tiles, not in strips.
-        pages: number in the file, from 1, of each full page: the first, and those that are no smaller copies of it.
-        axes: of the pages: "C" for channels, "Z" for depth, "T" for time, several of them, "?" if nothing says it;
-            "" for one page.
-    """
-
-    height_px: int
-    width_px: int
-    bands: int
-    dtype: str
-    photometric: int
-    orientation: int
-    has_alpha: bool
-    is_tiled: bool
+    height_px: int  # rows as stored
+    width_px: int  # columns as stored
+    bands: int  # values per pixel
+    dtype: str  # of a value, as numpy names it; `uint1` and the like for bits that numpy has no type for
+    photometric: int  # meaning of the values, such as `RGB`
+    orientation: int  # as in EXIF; 1: upright
+    has_alpha: bool  # the last band is marked as opacity
+    # number in the file, from 1, of each full page: the first, and those that are no smaller copies of it
     pages: tuple[int, ...] = (1,)
+    # of the pages: "C" for channels, "Z" for depth, "T" for time, several of them, "?" if nothing says it; "" for one
+    # page
     axes: str = ""
 
     @property
@@ -145,7 +133,6 @@ def _as_tags(tags: Any) -> TiffTags:
         photometric=_values(tags, "PhotometricInterpretation", BLACK_IS_ZERO)[0],
         orientation=orientation if 1 <= orientation <= 8 else 1,
         has_alpha=_values(tags, "ExtraSamples", 0)[-1] in {1, 2},
-        is_tiled="TileWidth" in tags,
     )
 
 

@@ -14,7 +14,6 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.layouts.pairing import (
     FolderLayout,
     Leftovers,
-    ListedFolders,
     find_images,
     find_leftovers,
     listed_pairs,
@@ -22,87 +21,49 @@ from segapp.datasets.layouts.pairing import (
 )
 from segapp.datasets.layouts.published_classes import FORMATS, PUBLISHED, Color, bit_palette
 from segapp.datasets.layouts.root_guard import RootGuard
-from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names, parse_palette
+from segapp.datasets.layouts.schemes import ClassScheme, check_colors, check_label_map, check_names
 from segapp.errors import ConfigError, DataError, accepted_words, closest_words
-
-__all__ = [
-    "DATASETS",
-    "ClassScheme",
-    "DataLocation",
-    "DatasetFormat",
-    "FolderLayout",
-    "ImagePair",
-    "class_scheme",
-    "find_pairs",
-]
 
 
 @dataclass(frozen=True)
 class DataLocation:
-    """Location of a data set and the naming of its files.
+    """Location of a data set and the naming of its files."""
 
-    Attributes:
-        format: A key of `DATASETS`.
-        root: The data set's folder, or the folder into which its archive was unpacked.
-        image_dir: Folder of the images below root, in place of the format's. `{split}` stands for the split's name;
-            without it, a subfolder of that name is used where there is one.
-        mask_dir: Folder of the masks below root, in the same way.
-        image_suffix: Ending of image names, in place of the format's.
-        mask_suffix: Ending of mask names, in place of the format's.
-        list_dir: Folder of the split lists of format `list`; None: root.
-        mask_root: Folder that the masks of format `list` are relative to; None: root.
-        mask_classes: Classes with a mask file of their own: `{class}` in mask_dir or mask_suffix stands for the name,
-            and a line of a list names the masks in this order. Empty: one mask for all.
-        allow_outside_root: Accept files outside root too: linked from it, or named by a `list` file.
-    """
-
-    format: str
-    root: str | os.PathLike[str]
+    format: str  # a key of `DATASETS`
+    root: str | os.PathLike[str]  # the data set's folder, or the folder into which its archive was unpacked
+    # Folder of the images below root, in place of the format's. `{split}` stands for the split's name; without it, a
+    # subfolder of that name is used where there is one.
     image_dir: str | None = None
-    mask_dir: str | None = None
-    image_suffix: str | None = None
-    mask_suffix: str | None = None
-    list_dir: str | None = None
-    mask_root: str | None = None
-    allow_outside_root: bool = False
+    mask_dir: str | None = None  # folder of the masks below root, in the same way
+    image_suffix: str | None = None  # ending of image names, in place of the format's
+    mask_suffix: str | None = None  # ending of mask names, in place of the format's
+    list_dir: str | None = None  # folder of the split lists of format `list`; None: root
+    mask_root: str | None = None  # folder that the masks of format `list` are relative to; None: root
+    allow_outside_root: bool = False  # accept files outside root too: linked from it, or named by a `list` file
+    # Classes with a mask file of their own: `{class}` in mask_dir or mask_suffix stands for the name, and a line of a
+    # list names the masks in this order. Empty: one mask for all.
     mask_classes: tuple[str, ...] = ()
-
-    @property
-    def overrides(self) -> FolderLayout:
-        """The folders and endings that replace the format's; empty where they do not."""
-        mask_suffixes = (self.mask_suffix,) if self.mask_suffix else ()
-        return FolderLayout(self.image_dir or "", self.mask_dir or "", self.image_suffix, mask_suffixes)
 
     def build_guard(self) -> RootGuard:
         """Return the check that files are inside root; it accepts all where files outside are allowed."""
-        return RootGuard(None if self.allow_outside_root else Path(self.root))
+        return RootGuard(Path(self.root), is_open=self.allow_outside_root)
 
 
 @dataclass(frozen=True)
 class DatasetFormat:
-    """Data set format: its layouts and, if published, its classes.
+    """Data set format: its layouts and, if published, its classes."""
 
-    Attributes:
-        expected: The layout in words, for error messages.
-        source: Where to get the data.
-        layouts: Tried in this order; the first whose folders exist is used. Empty: pairs are listed in a file.
-        roots: Folders below the root into which archives unpack; tried in this order.
-        splits: Published names of "train" and "val", where they differ.
-        names: Class names; empty: given by the user.
-        palette: One colour a class; empty: generated.
-        label_map: Id in the file -> train id, None for ignored; None: ids are train ids.
-        train_id_suffix: Ending of mask names whose files hold train ids.
-    """
-
-    expected: str
-    source: str
+    expected: str  # the layout in words, for error messages
+    source: str  # where to get the data
+    # Tried in this order; the first whose folders exist is used. Empty: pairs are listed in a file.
     layouts: tuple[FolderLayout, ...] = ()
-    roots: tuple[str, ...] = (".",)
-    splits: Mapping[str, str] = field(default_factory=dict)
-    names: tuple[str, ...] = ()
-    palette: tuple[Color, ...] = ()
+    roots: tuple[str, ...] = (".",)  # folders below the root into which archives unpack; tried in this order
+    splits: Mapping[str, str] = field(default_factory=dict)  # published names of "train" and "val", where they differ
+    names: tuple[str, ...] = ()  # class names; empty: given by the user
+    palette: tuple[Color, ...] = ()  # one colour a class; empty: generated
+    # Id in the file -> train id, None for ignored; None: ids are train ids
     label_map: Mapping[int, int | None] | None = None
-    train_id_suffix: str | None = None
+    train_id_suffix: str | None = None  # ending of mask names whose files hold train ids
 
 
 def _described(name: str, table: Mapping[str, Any]) -> DatasetFormat:
@@ -158,9 +119,13 @@ def class_scheme(
     known = _format(format)
     names = tuple(classes) if classes is not None else known.names
     check_names(format, names)
+    has_own_classes = classes is not None and len(names) != len(known.names)
+    colors = () if has_own_classes else known.palette
+    if palette is not None:
+        colors = tuple((red, green, blue) for red, green, blue in palette)
+    colors = colors or bit_palette(len(names), first=1)
+    check_colors(colors, len(names), rgb=rgb, declared=palette is not None)
     if multilabel is not None:
-        colors = parse_palette(palette) if palette is not None else bit_palette(len(names), first=1)
-        check_colors(colors, len(names), rgb=False, declared=palette is not None)
         return ClassScheme(names, colors, ignore_index=-1, multilabel=multilabel, ignored_value=ignore_index)
     ignored = int(ignore_index) if ignore_index is not None else 255 if len(names) <= 255 else -1
     if not -32_767 <= ignored <= 32_767 or 0 <= ignored < len(names):
@@ -170,10 +135,9 @@ def class_scheme(
             key="data.ignore_index",
             value=ignored,
         )
-    own_classes = classes is not None and len(names) != len(known.names)
     train_id_suffix = known.train_id_suffix if label_map is None else None
     if label_map is None and known.label_map is not None and not rgb:
-        if own_classes:
+        if has_own_classes:
             raise ConfigError(
                 f"format {format} maps its ids to {len(known.names)} classes, but {len(names)} classes are given: "
                 "give label_map too, or leave classes out",
@@ -181,9 +145,6 @@ def class_scheme(
             )
         label_map = {file_id: ignored if to is None else to for file_id, to in known.label_map.items()}
     check_label_map(label_map, len(names), ignored)
-    published_colors = () if own_classes else known.palette
-    colors = parse_palette(palette) if palette is not None else published_colors or bit_palette(len(names), first=1)
-    check_colors(colors, len(names), rgb=rgb, declared=palette is not None)
     scheme = ClassScheme(
         names=names,
         palette=colors[: len(names)],
@@ -204,9 +165,7 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     Names are matched exactly; where that finds nothing, regardless of case and of Unicode composition. Hidden files are
     ignored. A mask without an image is ignored; an image without a mask is an error.
 
-    Args:
-        location: Where the files are.
-        split: The split's name; "train" and "val" stand for the published names of the format.
+    "train" and "val" stand for the published names of the format.
 
     Raises:
         DataError: The root, the split or a mask is missing: the message says which layout is expected and where to get
@@ -227,12 +186,12 @@ def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     guard = location.build_guard()
     if not known.layouts:
         list_file = _list_file(location, split)
-        mask_root = Path(location.mask_root) if location.mask_root is not None else folder
-        mask_guard = RootGuard(None if location.allow_outside_root else mask_root)
         if location.list_dir is None:
             guard.check(list_file)
-        lists = ListedFolders(folder, guard, mask_root, mask_guard)
-        return listed_pairs(list_file, lists, how_to_get, num_masks=max(1, len(location.mask_classes)))
+        masks = guard
+        if location.mask_root is not None:
+            masks = RootGuard(Path(location.mask_root), "data.mask_root", is_open=location.allow_outside_root)
+        return listed_pairs(list_file, guard, masks, how_to_get, num_masks=max(1, len(location.mask_classes)))
     base, layout = _choose_layout(known, location, split)
     images = find_images(base, layout, guard, how_to_get)
     names = location.mask_classes or ("",)
@@ -284,7 +243,7 @@ def _choose_layout(known: DatasetFormat, location: DataLocation, split: str) -> 
     """Return the first root and layout whose images or split file exist, else the format's first; names filled in."""
     folder, split = Path(location.root), known.splits.get(split, split)
     candidates = [
-        (folder / below, _fill_in(layout, location.overrides, folder / below, split))
+        (folder / below, _fill_in(layout, location, folder / below, split))
         for below in known.roots
         for layout in known.layouts
     ]
@@ -298,22 +257,22 @@ def _for_class(layout: FolderLayout, name: str) -> FolderLayout:
     return replace(layout, mask_dir=layout.mask_dir.replace("{class}", name), mask_suffixes=suffixes)
 
 
-def _fill_in(layout: FolderLayout, given: FolderLayout, base: Path, split: str) -> FolderLayout:
+def _fill_in(layout: FolderLayout, location: DataLocation, base: Path, split: str) -> FolderLayout:
     """Return the layout with the user's folders and endings, and the split's name in place of `{split}`.
 
     The images of a split lie in a folder of their own, or its file names them; masks may lie in one folder for all
     splits.
     """
 
-    def folder(own: str, users: str, *, is_shared: bool) -> str:
+    def folder(own: str, users: str | None, *, is_shared: bool) -> str:
         if users and "{split}" in own and "{split}" not in users:
             users = users if is_shared and not (base / users / split).is_dir() else f"{users}/{{split}}"
         return (users or own).replace("{split}", split)
 
     return FolderLayout(
-        image_dir=folder(layout.image_dir, given.image_dir, is_shared=False),
-        mask_dir=folder(layout.mask_dir, given.mask_dir, is_shared=True),
-        image_suffix=given.image_suffix or layout.image_suffix,
-        mask_suffixes=given.mask_suffixes or layout.mask_suffixes,
+        image_dir=folder(layout.image_dir, location.image_dir, is_shared=False),
+        mask_dir=folder(layout.mask_dir, location.mask_dir, is_shared=True),
+        image_suffix=location.image_suffix or layout.image_suffix,
+        mask_suffixes=(location.mask_suffix,) if location.mask_suffix else layout.mask_suffixes,
         split_file=layout.split_file and layout.split_file.replace("{split}", split),
     )

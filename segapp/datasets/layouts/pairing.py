@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from segapp.datasets.files import ImagePair, open_regular, shown
-from segapp.datasets.layouts.root_guard import PartialError, RootGuard, is_below
+from segapp.datasets.layouts.root_guard import PartialError, RootGuard
 from segapp.errors import DataError, did_you_mean
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif")
@@ -21,27 +21,16 @@ IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".p
 _MAX_NAMED = 5
 
 
-class UnpairedError(PartialError):
-    """Some images have no mask."""
-
-
 @dataclass(frozen=True)
 class FolderLayout:
-    """A layout of a data set below its root. `{split}` stands for the split's name.
+    """A layout of a data set below its root. `{split}` stands for the split's name."""
 
-    Attributes:
-        image_dir: Folder of the images.
-        mask_dir: Folder of the masks, with the same subfolders as the images.
-        image_suffix: Ending of image names, removed to find the mask; None: any image extension.
-        mask_suffixes: Endings of mask names; the first that exists is used. Empty: any image extension.
-        split_file: File that lists the names of the split; None: all files of the folder.
-    """
-
-    image_dir: str
-    mask_dir: str
-    image_suffix: str | None = None
+    image_dir: str  # folder of the images
+    mask_dir: str  # folder of the masks, with the same subfolders as the images
+    image_suffix: str | None = None  # ending of image names, removed to find the mask; None: any image extension
+    # Endings of mask names; the first that exists is used. Empty: any image extension.
     mask_suffixes: tuple[str, ...] = ()
-    split_file: str | None = None
+    split_file: str | None = None  # file that lists the names of the split; None: all files of the folder
 
 
 def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: str) -> dict[str, Path]:
@@ -51,7 +40,9 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
     suffixes = (layout.image_suffix,) if layout.image_suffix else IMAGE_SUFFIXES
     found = _by_key(folder, files, suffixes)
     if layout.split_file is None:
-        return _unique_images(folder, found, files, suffixes, how_to_get)
+        if not found:
+            raise _no_images(folder, files, suffixes, how_to_get)
+        return {key: _only_one(paths) for key, paths in found.items()}
     list_file = base / layout.split_file
     guard.check(list_file)
     keys = _Keys(found)
@@ -81,31 +72,16 @@ def _existing(folder: Path, how_to_get: str) -> Path:
     parent = folder.parent
     siblings = sorted(p.name for p in parent.iterdir() if p.is_dir() and p.name[0] != ".") if parent.is_dir() else []
     there = f" ({shown(parent)} holds {_some(siblings)})" if siblings else ""
-    raise DataError(f"{shown(folder)} does not exist{there}: {_meant(folder, siblings)}{how_to_get}", path=folder)
+    hint = f"{did_you_mean(folder.name, siblings)} {how_to_get}".strip()
+    raise DataError(f"{shown(folder)} does not exist{there}: {hint}", path=folder)
 
 
-def _meant(path: Path, names: Sequence[str]) -> str:
-    """Return "did you mean val? " for a name that does not exist beside similar ones; "" if none is similar."""
-    hint = did_you_mean(path.name, names)
-    return f"{hint} " if hint else ""
-
-
-def _unique_images(
-    folder: Path,
-    found: dict[str, list[Path]],
-    files: Sequence[Path],
-    suffixes: Sequence[str],
-    how_to_get: str,
-) -> dict[str, Path]:
-    """Return one image per key; raise DataError if there is no image, or two have one name."""
-    if not found:
-        there = Counter(path.suffix or "(no extension)" for path in files)
-        seen = ", ".join(f"{count} *{shown(suffix)}" for suffix, count in there.most_common(3)) or "no file at all"
-        wanted = f"*{suffixes[0]}" if len(suffixes) == 1 else "image"
-        raise DataError(
-            f"no {wanted} below {shown(folder)}, which holds {seen}: {how_to_get}", key="data.root", path=folder
-        )
-    return {key: _only_one(paths) for key, paths in found.items()}
+def _no_images(folder: Path, files: Sequence[Path], suffixes: Sequence[str], how_to_get: str) -> DataError:
+    there = Counter(path.suffix or "(no extension)" for path in files)
+    seen = ", ".join(f"{count} *{shown(suffix)}" for suffix, count in there.most_common(3)) or "no file at all"
+    wanted = f"*{suffixes[0]}" if len(suffixes) == 1 else "image"
+    message = f"no {wanted} below {shown(folder)}, which holds {seen}: {how_to_get}"
+    return DataError(message, key="data.root", path=folder)
 
 
 def _only_one(paths: Sequence[Path]) -> Path:
@@ -124,42 +100,39 @@ def match_masks(
     """Return every image with its mask.
 
     Raises:
-        UnpairedError: Some images have no mask.
+        PartialError: Some images have no mask.
         DataError: The mask folder is missing, or an image would be its own mask.
     """
     folder = _existing(base / layout.mask_dir, how_to_get)
     files = list(_walk(folder, guard))
     masks = _by_key(folder, files, layout.mask_suffixes or IMAGE_SUFFIXES)
     keys = _Keys(masks)
-    matches = {key: keys.find(key) for key in images}
+    matches = {key: match for key in images if (match := keys.find(key)) is not None}
     pairs = []
-    for key, image in images.items():
-        if (match := matches[key]) is not None:
-            if masks[match][0] == image:
-                raise DataError(f"{shown(image)} would be its own mask: set mask_dir or mask_suffix", path=image)
-            pairs.append(ImagePair(image, masks[match][0], _name(image, base / layout.image_dir)))
-    missing_keys = [key for key, match in matches.items() if match is None]
+    for key, match in matches.items():
+        image, mask = images[key], masks[match][0]
+        if mask == image:
+            raise DataError(f"{shown(image)} would be its own mask: set mask_dir or mask_suffix", path=image)
+        pairs.append(ImagePair(image, mask, image.relative_to(base / layout.image_dir).with_suffix("").as_posix()))
+    missing_keys = [key for key in images if key not in matches]
     if missing_keys:
         missing = [shown(images[key]) for key in missing_keys]
         unused = sorted(set(masks) - set(matches.values()))
         others = f"; {len(unused)} masks have no image ({_some(unused)})" if unused else ""
         names = [path.relative_to(folder).as_posix() for path in files]
         endings = " or ".join(layout.mask_suffixes) or "the image's stem and an image extension"
-        raise UnpairedError(
+        error = PartialError(
             f"{len(missing)} of {len(images)} images have no mask below {shown(folder)} ({_some(missing)}{others}): "
             f"masks are searched by {endings}{_other_ending(missing_keys, names)}; {how_to_get}",
-            pairs,
+            key="data.mask_suffix",
         )
+        error.pairs = pairs
+        raise error
     return pairs
 
 
 def _other_ending(missing: Sequence[str], names: Sequence[str]) -> str:
-    """Return the advice to set the ending of the mask names, with the ending if the names show it.
-
-    Args:
-        missing: keys of the images without a mask.
-        names: of the files in the folder of the masks.
-    """
+    """Return the advice to set the ending of the mask names, with the ending if the names of the files show it."""
     begins = ((key, name) for key in missing[:_MAX_NAMED] for name in names if name.startswith(key))
     endings = {name[len(key) :] for key, name in begins if name[len(key) : len(key) + 1] in ("_", "-", ".", " ")}
     if len(endings) == 1:
@@ -170,17 +143,11 @@ def _other_ending(missing: Sequence[str], names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Files in the folders of a split that belong to no pair and are not read.
+    """Files in the folders of a split that belong to no pair and are not read."""
 
-    Attributes:
-        masks: Masks without an image.
-        others: Files in the image folder without an image extension.
-        hidden: Files in either folder whose names start with a dot.
-    """
-
-    masks: tuple[Path, ...] = ()
-    others: tuple[Path, ...] = ()
-    hidden: tuple[Path, ...] = ()
+    masks: tuple[Path, ...] = ()  # masks without an image
+    others: tuple[Path, ...] = ()  # files in the image folder without an image extension
+    hidden: tuple[Path, ...] = ()  # files in either folder whose names start with a dot
 
 
 def find_leftovers(base: Path, layout: FolderLayout, guard: RootGuard) -> Leftovers:
@@ -201,11 +168,6 @@ def find_leftovers(base: Path, layout: FolderLayout, guard: RootGuard) -> Leftov
         hidden += _walk(base / layout.mask_dir, guard, is_hidden=True)
     others = [path for path in files if path not in taken]
     return Leftovers(tuple(masks), tuple(others) if layout.mask_dir != layout.image_dir else (), tuple(hidden))
-
-
-def _name(image: Path, folder: Path) -> str:
-    """Return the image's path below the folder, without its extension."""
-    return image.relative_to(folder).with_suffix("").as_posix()
 
 
 def _by_key(folder: Path, files: Iterable[Path], suffixes: Sequence[str]) -> dict[str, list[Path]]:
@@ -278,8 +240,8 @@ def _lines(path: Path, how_to_get: str) -> list[str]:
             data = file.read()
     except OSError as error:
         lists = [] if path.exists() or not path.parent.is_dir() else [each.name for each in path.parent.glob("*.txt")]
-        hint = _meant(path, sorted(lists))
-        raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {hint}{how_to_get}", path=path) from error
+        hint = f"{did_you_mean(path.name, sorted(lists))} {how_to_get}".strip()
+        raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {hint}", path=path) from error
     if b"\0" in data:
         raise DataError(f"{shown(path)} is not a text file in UTF-8: write one name a line", path=path)
     text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
@@ -293,35 +255,14 @@ def _some(names: Sequence[str]) -> str:
     return text if len(names) <= _MAX_NAMED else f"{text} and {len(names) - _MAX_NAMED} more"
 
 
-@dataclass(frozen=True)
-class ListedFolders:
-    """Folders that the lines of a list file are relative to, and the checks that files are inside them.
-
-    Attributes:
-        root: Folder of the images.
-        guard: Check of the images.
-        mask_root: Folder of the masks.
-        mask_guard: Check of the masks.
-    """
-
-    root: Path
-    guard: RootGuard
-    mask_root: Path
-    mask_guard: RootGuard
-
-
 def listed_pairs(
-    list_file: Path, folders: ListedFolders, how_to_get: str, *, num_masks: int = 1
+    list_file: Path, images: RootGuard, masks: RootGuard, how_to_get: str, *, num_masks: int = 1
 ) -> tuple[ImagePair, ...]:
-    """Return the pairs that a text file lists, one a line; their names are the images' paths below root.
+    """Return the pairs that a text file lists, one a line; their names are the images' paths below their root.
 
-    A line names an image and `num_masks` masks.
+    A line names an image and `num_masks` masks, relative to the roots of `images` and `masks`.
     """
     pairs: dict[str, ImagePair] = {}
-    images = _ListedPaths(folders.root, folders.guard, list_file, "data.root")
-    masks = _ListedPaths(folders.mask_root, folders.mask_guard, list_file, "data.mask_root")
-    if folders.mask_root == folders.root:
-        masks = images
     for line in _lines(list_file, how_to_get):
         parts = [part.strip() for part in line.split("\t")] if "\t" in line else line.split()
         if len(parts) != 1 + num_masks:
@@ -331,7 +272,8 @@ def listed_pairs(
                 "with a tab between them if a name holds spaces",
                 path=list_file,
             )
-        image, mask, *others = images.file(parts[0]), *map(masks.file, parts[1:])
+        image = images.listed(parts[0], list_file)
+        mask, *others = (masks.listed(part, list_file) for part in parts[1:])
         name = images.name_of(image)
         if name in pairs:
             raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out", path=list_file)
@@ -339,42 +281,3 @@ def listed_pairs(
     if not pairs:
         raise DataError(f"{shown(list_file)} lists no pair: {how_to_get}", path=list_file)
     return tuple(sorted(pairs.values(), key=lambda pair: os.fsencode(pair.name)))
-
-
-class _ListedPaths:
-    """The paths that a list file names, checked to be inside the root where the guard is closed."""
-
-    def __init__(self, root: Path, guard: RootGuard, list_file: Path, key: str) -> None:
-        self._root, self._guard, self._list_file, self._key = os.fspath(root), guard, list_file, key
-        self._clean_root = os.path.abspath(root)
-
-    def file(self, name: str) -> Path:
-        """Return the path of a listed name.
-
-        Raises:
-            DataError: It is outside the root, directly or through a link, or is the root itself.
-        """
-        path = os.path.join(self._root, name)
-        clean = os.path.abspath(path)
-        if clean == self._clean_root:
-            raise DataError(
-                f"{shown(self._list_file)}: {shown(name)} is a folder: name an image in it", path=self._list_file
-            )
-        if self._guard.is_closed:
-            if not is_below(clean, self._clean_root):
-                raise self._outside(name, "is outside")
-            if not self._guard.holds(path):
-                raise self._outside(name, "is a link out of")
-        return Path(path)
-
-    def name_of(self, image: Path) -> str:
-        """Return the image's path below root without its extension; for one outside root, its absolute path."""
-        clean = os.path.splitext(os.path.abspath(image))[0]
-        return clean[len(self._clean_root) :].lstrip(os.sep) if is_below(clean, self._clean_root) else clean[1:]
-
-    def _outside(self, name: str, how: str) -> DataError:
-        return DataError(
-            f"{shown(self._list_file)}: {shown(name)} {how} {self._key} {shown(self._root)}: "
-            f"use a {self._key.removeprefix('data.')} that holds all files, or set data.allow_outside_root: true",
-            path=self._list_file,
-        )

@@ -33,9 +33,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 def bit_palette(num_colors: int, *, first: int = 0) -> tuple[Color, ...]:
     """Return distinct colours by the rule of PASCAL VOC: bits of the index go in turn to red, green and blue.
 
-    Args:
-        num_colors: Number of colours.
-        first: Index of the first; 0 is black, which published palettes use for background or ignored pixels.
+    Index 0 is black, which published palettes use for background or ignored pixels.
 
     >>> bit_palette(4)
     ((0, 0, 0), (128, 0, 0), (0, 128, 0), (128, 128, 0))
@@ -52,33 +50,20 @@ def _spread(index: int) -> int:
 
 @dataclass(frozen=True)
 class PublishedSet:
-    """The classes of a published data set.
-
-    Attributes:
-        title: Its name.
-        names: Of the classes, by train id.
-        colors: One for each class; empty: none are published.
-        ignored_colors: Colours of ignored pixels.
-        values: Id in a mask file -> class name.
-        label_map: Id in a mask file -> train id, None for ignored; None: ids are train ids.
-        ignored_ids: Ids in mask files at the paths of `masks` that count nowhere.
-        groups: Group -> names of its classes.
-        images: Regular expression of the stems of its images; other images in such folders have classes of their own.
-        masks: Regular expression of the paths of its masks; empty: paths say nothing.
-        notes: What to know about a class.
-    """
+    """The classes of a published data set."""
 
     title: str
-    names: tuple[str, ...]
-    colors: tuple[Color, ...]
+    names: tuple[str, ...]  # by train id
+    colors: tuple[Color, ...]  # one for each class; empty: none are published
     ignored_colors: tuple[Color, ...]
-    values: Mapping[int, str]
+    values: Mapping[int, str]  # id in a mask file -> class name
+    # Id in a mask file -> train id, None for ignored; None: ids are train ids
     label_map: Mapping[int, int | None] | None
-    ignored_ids: tuple[int, ...]
-    groups: Mapping[str, tuple[str, ...]]
-    images: str
-    masks: str
-    notes: tuple[str, ...]
+    ignored_ids: tuple[int, ...]  # ids in mask files at the paths of `masks` that count nowhere
+    groups: Mapping[str, tuple[str, ...]]  # group -> names of its classes
+    images: str  # regular expression of the stems of its images; other images in such folders have classes of their own
+    masks: str  # regular expression of the paths of its masks; empty: paths say nothing
+    notes: tuple[str, ...]  # what to know about a class
 
     @property
     def palette(self) -> dict[Color, str]:

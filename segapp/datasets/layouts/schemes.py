@@ -1,7 +1,7 @@
 """Classes of a data set and the ids of its mask files: `ClassScheme`, and checks that its parts fit together."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -19,35 +19,24 @@ UNKNOWN_ID = -32_768
 
 @dataclass(frozen=True)
 class ClassScheme:
-    """The classes of a data set and their ids or colours in its mask files.
+    """The classes of a data set and their ids or colours in its mask files."""
 
-    Attributes:
-        names: Class names in the order of their train ids.
-        palette: One RGB colour a class, for pictures.
-        label_map: Id in the mask file -> train id or `ignore_index`; ids not listed are train ids.
-        ignore_index: Target value of pixels that count nowhere.
-        rgb: Masks are RGB images with the colours of `mask_colors`; a colour's position there is the id in the file.
-        mask_colors: Colours of RGB masks; empty: the palette. Positions beyond the classes need a `label_map` entry,
-            otherwise they are ignored.
-        train_id_suffix: Ending of mask names whose files hold train ids.
-        multilabel: How masks hold several classes of a pixel (see `data.multilabel`): a target is then a set of
-            classes, bit c for class c, and -1 (`ignore_index`) for ignored pixels. None: one class per pixel.
-        ignored_value: Value of ignored pixels in masks of several classes; None: there are none.
-    """
-
-    names: tuple[str, ...]
-    palette: tuple[Color, ...]
-    label_map: Mapping[int, int] | None = None
-    ignore_index: int = 255
-    rgb: bool = False
+    names: tuple[str, ...]  # in the order of their train ids
+    palette: tuple[Color, ...]  # one RGB colour a class, for pictures
+    label_map: Mapping[int, int] | None = None  # id in the file -> train id or `ignore_index`; others are train ids
+    ignore_index: int = 255  # target value of pixels that count nowhere
+    rgb: bool = False  # masks have the colours of `mask_colors`; a colour's position there is the id in the file
+    # Colours of RGB masks; empty: the palette. Positions beyond the classes are ignored without a `label_map` entry.
     mask_colors: tuple[Color, ...] = ()
-    train_id_suffix: str | None = None
+    train_id_suffix: str | None = None  # ending of mask names whose files hold train ids
+    # How masks hold several classes of a pixel (see `data.multilabel`): a target is then a set of classes, bit c for
+    # class c, and -1 (`ignore_index`) for ignored pixels. None: one class per pixel.
     multilabel: Literal["files", "channels", "bits"] | None = None
-    ignored_value: int | None = None
+    ignored_value: int | None = None  # value of ignored pixels in masks of several classes; None: there are none
 
     @property
     def num_classes(self) -> int:
-        """Number of classes."""
+        """The number of classes."""
         return len(self.names)
 
     @property
@@ -79,10 +68,7 @@ class ClassScheme:
 
     @cached_property
     def file_ids(self) -> tuple[int, ...]:
-        """The file id of every train id; the lowest where there are several.
-
-        A train id that no file id maps to is its own file id.
-        """
+        """The file id of every train id: the lowest of several; the train id itself if no file id maps to it."""
         inverse = {train_id: train_id for train_id in range(self.num_classes)}
         inverse |= {train_id: file_id for file_id, train_id in sorted((self.label_map or {}).items(), reverse=True)}
         return tuple(inverse[train_id] for train_id in range(self.num_classes))
@@ -155,19 +141,6 @@ def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignor
                 key="data.label_map",
                 value={file_id: train_id},
             )
-
-
-def parse_palette(palette: Sequence[Sequence[int]]) -> tuple[Color, ...]:
-    """Return the user's colours, checked to be in 0..255."""
-    colors = tuple(tuple(int(value) for value in color) for color in palette)
-    for position, color in enumerate(colors):
-        if len(color) != 3 or not all(0 <= value <= 255 for value in color):
-            raise ConfigError(
-                f"palette[{position}]={list(color)} is no colour: give red, green and blue of 0..255",
-                key="data.palette",
-                value=list(color),
-            )
-    return tuple((color[0], color[1], color[2]) for color in colors)
 
 
 def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, declared: bool) -> None:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import GeoTiffWriter
-from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
 from segapp.inference.predict.reading import Picture
 from segapp.inference.predict.tiles import Strip

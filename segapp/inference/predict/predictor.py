@@ -17,7 +17,7 @@ from torch import Tensor
 
 from segapp.accelerator import gpu_of
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
-from segapp.datasets.layouts.formats import ClassScheme
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit

@@ -34,7 +34,7 @@ from segapp.chunks import Mode
 from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
 from segapp.custom import is_part
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError, SegappError
 from segapp.inference.normalize import NormalizedInput
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger

@@ -19,7 +19,7 @@ from segapp.config import RunConfig
 from segapp.datasets.distances import target_layout
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.errors import DataError
 from segapp.inference.evaluate import EvaluationSettings, evaluate, further_devices
 from segapp.inference.workspace import HostLimit

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from segapp.models.eomt import QueryMasking
 
 if TYPE_CHECKING:
-    from segapp.datasets.loader import Batch
+    from segapp.datasets.pool import Batch
 
 
 class StepParticipant:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from segapp.datasets.cache.pixel_cache import CacheState, PixelCache
+from segapp.datasets.cache import CacheState, PixelCache
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.resources import cores_of_rank

@@ -149,7 +149,7 @@ def test_tags_of_both_byte_orders_and_sizes(order: Any, is_big: bool, tmp_path: 
                      bigtiff=is_big, tile=(16, 16))  # fmt: skip
     with path.open("rb") as file:
         tags = read_tiff_tags(file)
-    assert (tags.height_px, tags.width_px, tags.bands, tags.dtype, tags.is_tiled) == (20, 30, 5, "uint16", True)
+    assert (tags.height_px, tags.width_px, tags.bands, tags.dtype) == (20, 30, 5, "uint16")
 
 
 @pytest.mark.parametrize(("stored", "orientation"), [(0, 1), (1, 1), (6, 6), (8, 8), (9, 1)])
@@ -184,7 +184,6 @@ def test_stored_pixels_of_a_picture(
         photometric=photometric,
         orientation=1,
         has_alpha=has_alpha,
-        is_tiled=False,
     )
     assert tags.stored == StoredPixels(bands, dtype, is_picture)
 

@@ -18,7 +18,7 @@ from segapp import failpoints
 from segapp.build.criterion import build_criterion
 from segapp.build.optimizer import build_optimizer
 from segapp.config import LossConfig, OptimConfig
-from segapp.datasets.loader import Batch
+from segapp.datasets.pool import Batch
 from segapp.inference.normalize import NormalizedInput, Normalizer
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.memory.counters import IDLE

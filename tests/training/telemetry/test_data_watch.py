@@ -8,10 +8,9 @@ import pytest
 from PIL import Image
 
 from segapp import failpoints
+from segapp.datasets import cache as cache_module
 from segapp.datasets.augment import TrainTransform
-from segapp.datasets.cache import pixel_cache
-from segapp.datasets.cache.pixel_cache import PixelCache
-from segapp.datasets.cache.places import cache_digest, disk_files
+from segapp.datasets.cache import PixelCache, disk_files
 from segapp.datasets.dataset import SegmentationDataset, image_sizes
 from segapp.datasets.files import ImagePair
 from segapp.datasets.layouts.formats import class_scheme
@@ -35,8 +34,8 @@ def pairs(tmp_path: Path) -> list[ImagePair]:
 
 @pytest.fixture
 def cached(tmp_path: Path, pairs: list[ImagePair], monkeypatch: pytest.MonkeyPatch) -> SegmentationDataset:
-    monkeypatch.setattr(pixel_cache, "RESERVE_BYTES", 0)
-    files = disk_files(tmp_path / "cache", "train", cache_digest("root", "train", SCHEME), SCHEME.dtype)
+    monkeypatch.setattr(cache_module, "RESERVE_BYTES", 0)
+    files = disk_files(tmp_path / "cache", "root", "train", SCHEME)
     cache = PixelCache(files, pairs, image_sizes(pairs), SCHEME.dtype)
     return SegmentationDataset(pairs, SCHEME, TrainTransform((24, 32)), cache=cache)
 
@@ -82,9 +81,10 @@ def test_damaged_records_are_told(cached: SegmentationDataset, pairs: list[Image
     for index in range(8):
         cached.read(index)
     watch.at_start()
-    pixels = Path(cached.cache.files.pixels)  # type: ignore[union-attr]
-    with pixels.open("r+b") as file:
-        file.write(b"damage")
+    for record in Path(cached.cache.files.path).iterdir():  # type: ignore[union-attr]
+        with record.open("r+b") as file:
+            file.seek(100)
+            file.write(b"damage")
     cached.read(0)
     (message,) = watch.after_interval(0, 1)
     assert message.startswith("data.cache: 1 damaged training images in ")

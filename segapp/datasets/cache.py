@@ -1,0 +1,343 @@
+"""Cache of decoded images and masks (`data.cache`): filled by the first reader of each, read by all processes.
+
+A record holds a seal (a checksum), an image and its mask. On a disk every record is a file, written under a temporary
+name and renamed. In memory all records lie in one file without a name, and a record's seal is written last. So a
+process may be killed at any moment, and two that store the same image at once write the same bytes.
+
+A record belongs to the image and mask as they are now: a file whose size or modification time changed is decoded and
+stored anew, alone. Every record is compared with its seal when it is first read in a run. Nothing here ends a training:
+a record that cannot be stored or used is decoded.
+
+Bytes are written with pwrite, so that a full disk is an error; a write to a mapped page would end the process.
+
+Shapes: H, W height and width in pixels; B bands.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import mmap
+import os
+import shutil
+import tempfile
+import weakref
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import cv2
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+
+from segapp.datasets.files import ImagePair, shown
+from segapp.datasets.images.pixel_format import RGB8, PixelFormat, Pixels
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.resources import available_bytes
+from segapp.failpoints import failpoint
+
+RESERVE_BYTES = 2**30
+"""Room that a cache leaves free, for checkpoints on a disk and for the training in memory."""
+
+_FORMAT = 2
+"""Version of the records and of what the readers return; a change makes every cache start anew."""
+_ALIGN_BYTES = 64
+_FULL, _NUM_DAMAGED = 0, 1
+_STOPPED_FULL = -1
+
+
+@dataclass(frozen=True)
+class CacheFiles:
+    """Where the records of one split lie."""
+
+    kind: Literal["disk", "ram"]
+    path: str  # the folder of the records on a disk, the file of the records in memory
+    place: str  # in words
+    owner: Any = None  # keeps records in memory alive; None in other processes and on a disk
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CacheFiles, (self.kind, self.path, self.place)
+
+    def free_bytes(self) -> int | None:
+        """Return the room for more records; None if unknown."""
+        if self.kind == "ram":
+            return available_bytes()
+        try:
+            return shutil.disk_usage(self.path).free
+        except OSError:
+            return None
+
+
+def default_folder() -> Path:
+    """Return the folder of the caches on disk: $XDG_CACHE_HOME/segapp/pixels."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp" / "pixels"
+
+
+def disk_files(folder: Path, root: str, split: str, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> CacheFiles:
+    """Return the place of one split in the folder of caches, which is made if it is missing.
+
+    Everything that the decoded pixels depend on, except the files, gives the place its name. The libraries that decode
+    belong to it: a JPEG's pixels may differ by one between their versions.
+
+    Raises:
+        OSError: The folder cannot be made.
+    """
+    parts = (_FORMAT, os.path.realpath(root), split, repr(scheme), scheme.dtype.str, cv2.__version__, PIL.__version__)
+    bands = () if pixels.bands is None else (pixels.bands, pixels.dtype)
+    name = "".join(c if c.isalnum() or c in "-_" else "_" for c in split)[:40]
+    place = folder / f"{name}-{_digest(map(str, (*parts, *bands)))}"
+    place.mkdir(parents=True, exist_ok=True, mode=0o700)
+    return CacheFiles("disk", str(place), shown(place))
+
+
+def memory_files() -> CacheFiles:
+    """Return a new, empty file in memory, which every process of this user can open while this one lives.
+
+    It is a memfd (memfd_create(2)): the kernel frees it with the last process that has it open, so that nothing is left
+    after any kind of kill, and the size of /dev/shm does not limit it. Other processes open it through /proc/PID/fd.
+
+    Raises:
+        OSError: The system has no memfds, or it cannot be made.
+    """
+    if not hasattr(os, "memfd_create"):
+        raise OSError("this system cannot share memory without a name (memfd_create)")
+    fd = os.memfd_create("segapp-pixels")
+    return CacheFiles("ram", f"/proc/{os.getpid()}/fd/{fd}", "memory", _Owner(fd))
+
+
+class _Owner:
+    """Closes a file descriptor when it is no longer used."""
+
+    def __init__(self, fd: int) -> None:
+        weakref.finalize(self, os.close, fd)
+
+
+@dataclass(frozen=True)
+class CacheState:
+    """How far a cache is."""
+
+    num_stored: int
+    num_images: int
+    stored_bytes: int
+    missing_bytes: int  # room that the other images need
+    stopped: str | None  # why nothing more is stored; None while it is
+
+
+class PixelCache:
+    """Cache of the images and masks of one data set, by index; forked workers share its counters.
+
+    Args:
+        files: Where it lies.
+        pairs: The files of the data set.
+        sizes: Height and width of every image in pixels.
+        dtype: Of the masks.
+        pixels: Bands and type of the images.
+
+    Raises:
+        OSError: The place cannot be opened.
+    """
+
+    def __init__(
+        self,
+        files: CacheFiles,
+        pairs: Sequence[ImagePair],
+        sizes: Sequence[tuple[int, int]],
+        dtype: np.dtype[Any],
+        pixels: PixelFormat = RGB8,
+    ) -> None:
+        self.files = files
+        self._pairs, self._sizes, self._dtype, self._pixels = tuple(pairs), tuple(sizes), dtype, pixels
+        self._stamps = [_stamp(pair) for pair in pairs]
+        num_px = np.array([height * width for height, width in sizes])
+        self._image_bytes = _aligned(num_px * pixels.num_bands * pixels.numpy_dtype.itemsize)
+        self._record_bytes = _ALIGN_BYTES + self._image_bytes + _aligned(num_px * dtype.itemsize)
+        # Anonymous shared memory, so that a worker sees at once what another one found.
+        self._is_checked = np.frombuffer(mmap.mmap(-1, max(1, len(pairs))), np.bool_)
+        self._counters = np.frombuffer(mmap.mmap(-1, 16), np.int64)
+        if files.kind == "ram":
+            ends = np.cumsum(self._record_bytes)
+            self._starts = (ends - self._record_bytes).tolist()
+            self._records = [Path(files.path)] * len(pairs)
+            os.truncate(files.path, int(ends[-1]))
+        else:
+            keys = [_digest(os.path.abspath(path) for path in pair.files) for pair in pairs]
+            names = [f"{key}-{stamp}" for key, stamp in zip(keys, self._stamps, strict=True)]
+            self._starts = [0] * len(pairs)
+            self._records = [Path(files.path, name) for name in names]
+            self._remove_useless(dict(zip(keys, names, strict=True)))
+        self._stop_without_room()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return PixelCache, (self.files, self._pairs, self._sizes, self._dtype, self._pixels)
+
+    def _remove_useless(self, present: Mapping[str, str]) -> None:
+        """Remove the records of earlier states of the files, and what killed processes left unfinished."""
+        for name in os.listdir(self.files.path):
+            if name.startswith(".") or present.get(name.partition("-")[0], name) != name:
+                Path(self.files.path, name).unlink(missing_ok=True)
+
+    def get(self, index: int) -> tuple[Pixels, Pixels] | None:
+        """Return read-only views of the image (H, W, B) and the mask (H, W); None if they are not stored.
+
+        Each call maps the record anew: the memory is given back with the views, and no process keeps a mapping of files
+        that may be larger than its memory.
+        """
+        try:
+            with self._opened(index) as fd:
+                seal = int.from_bytes(os.pread(fd, 8, self._starts[index]), "little")
+                if not seal:
+                    return None
+                image, mask = self._views(index, fd)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError):  # truncated by someone else
+            self._forget(index)
+            return None
+        if not self._is_checked[index] and seal != _seal(image, mask):
+            self._forget(index)
+            return None
+        self._is_checked[index] = True
+        return image, mask
+
+    @contextlib.contextmanager
+    def _opened(self, index: int, flags: int = os.O_RDONLY) -> Iterator[int]:
+        fd = os.open(self._records[index], flags | os.O_CLOEXEC)
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _views(self, index: int, fd: int) -> tuple[Pixels, Pixels]:
+        """Return views of a record, of which pages are read when they are touched; raise ValueError if it is short."""
+        start = self._starts[index]
+        end = start + int(self._record_bytes[index])
+        if os.fstat(fd).st_size < end:
+            raise ValueError(f"{self.files.place} ends before byte {end}")
+        page = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        mapped = mmap.mmap(fd, end - page, access=mmap.ACCESS_READ, offset=page)
+        height, width = self._sizes[index]
+        place = start - page + _ALIGN_BYTES
+        image = np.ndarray((height, width, self._pixels.num_bands), self._pixels.numpy_dtype, mapped, place)
+        return image, np.ndarray((height, width), self._dtype, mapped, place + int(self._image_bytes[index]))
+
+    def _forget(self, index: int) -> None:
+        self._counters[_NUM_DAMAGED] += 1
+        self._is_checked[index] = False
+        with contextlib.suppress(OSError):  # the next record is stored in its place
+            if self.files.kind == "ram":
+                with self._opened(index, os.O_WRONLY) as fd:
+                    os.pwrite(fd, bytes(8), self._starts[index])
+            else:
+                self._records[index].unlink()
+
+    def put(self, index: int, image: Pixels, mask: Pixels) -> None:
+        """Store an image and its mask as the readers return them, unless they changed since the run began.
+
+        The next `get` compares what was written with its seal. A failure to write ends the storing, not the run.
+        """
+        is_unchanged = image.shape[:2] == self._sizes[index] and _stamp(self._pairs[index]) == self._stamps[index]
+        if self._counters[_FULL] or not is_unchanged:
+            return
+        free = self.files.free_bytes()
+        if free is not None and free < RESERVE_BYTES + image.nbytes + mask.nbytes:
+            self._counters[_FULL] = _STOPPED_FULL
+            return
+        try:
+            self._store(index, np.ascontiguousarray(image), np.ascontiguousarray(mask))
+        except FileNotFoundError:
+            pass  # another run took the unfinished file for one of a killed process, or the folder was removed
+        except OSError as error:
+            self._counters[_FULL] = error.errno or _STOPPED_FULL
+
+    def _store(self, index: int, image: Pixels, mask: Pixels) -> None:
+        if self.files.kind == "ram":
+            with self._opened(index, os.O_WRONLY) as fd:
+                self._write(index, fd, image, mask)
+            return
+        fd, unfinished = tempfile.mkstemp(prefix=".", dir=self.files.path)
+        try:
+            os.ftruncate(fd, int(self._record_bytes[index]))
+            self._write(index, fd, image, mask)
+            os.replace(unfinished, self._records[index])
+        except BaseException:
+            Path(unfinished).unlink(missing_ok=True)
+            raise
+        finally:
+            os.close(fd)
+
+    def _write(self, index: int, fd: int, image: Pixels, mask: Pixels) -> None:
+        start = self._starts[index]
+        failpoint("cache.before_pixels")
+        _write_at(fd, image, start + _ALIGN_BYTES)
+        _write_at(fd, mask, start + _ALIGN_BYTES + int(self._image_bytes[index]))
+        failpoint("cache.before_seal")
+        os.pwrite(fd, _seal(image, mask).to_bytes(8, "little"), start)
+
+    @property
+    def num_damaged(self) -> int:
+        """Records that differed from their seals and were decoded again, in this run."""
+        return int(self._counters[_NUM_DAMAGED])
+
+    def state(self) -> CacheState:
+        """Return how far the cache is, by the records of all processes."""
+        is_stored = np.zeros(len(self._pairs), bool)
+        with contextlib.suppress(OSError):  # someone removed the folder
+            if self.files.kind == "ram":
+                with self._opened(0) as fd:
+                    is_stored[:] = [any(os.pread(fd, 8, start)) for start in self._starts]
+            else:
+                names = set(os.listdir(self.files.path))
+                is_stored[:] = [record.name in names for record in self._records]
+        return CacheState(
+            num_stored=int(is_stored.sum()),
+            num_images=len(self._pairs),
+            stored_bytes=int(self._record_bytes[is_stored].sum()),
+            missing_bytes=int(self._record_bytes[~is_stored].sum()),
+            stopped=self._stopped(),
+        )
+
+    def _stop_without_room(self) -> None:
+        """Store nothing if what is missing does not fit; a half-filled disk would help nobody."""
+        free, missing_bytes = self.files.free_bytes(), self.state().missing_bytes
+        if free is not None and missing_bytes and missing_bytes + RESERVE_BYTES > free:
+            self._counters[_FULL] = _STOPPED_FULL
+
+    def _stopped(self) -> str | None:
+        number = int(self._counters[_FULL])
+        if number == _STOPPED_FULL:
+            free = self.files.free_bytes() or 0
+            return f"{free / 2**30:.1f} GiB are free there, of which {RESERVE_BYTES / 2**30:.0f} GiB stay free"
+        return os.strerror(number) if number else None
+
+
+def _seal(image: Pixels, mask: Pixels) -> int:
+    """Return the checksum of a record, which is not 0."""
+    return 1 << 32 | zlib.crc32(mask.data, zlib.crc32(image.data))
+
+
+def _aligned(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
+    return (num_bytes + _ALIGN_BYTES - 1) // _ALIGN_BYTES * _ALIGN_BYTES
+
+
+def _stamp(pair: ImagePair) -> str | None:
+    """Return what changes with the sizes and modification times of the files; None if one of them is gone."""
+    try:
+        stats = [os.stat(path) for path in pair.files]
+    except OSError:
+        return None
+    return _digest(f"{stat.st_size} {stat.st_mtime_ns}" for stat in stats)
+
+
+def _digest(parts: Iterable[str]) -> str:
+    """Return 64 bits of some words as 16 hexadecimal digits."""
+    return hashlib.blake2b("\0".join(parts).encode("utf-8", "backslashreplace"), digest_size=8).hexdigest()
+
+
+def _write_at(fd: int, array: Pixels, offset: int) -> None:
+    view = array.data.cast("B")
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
