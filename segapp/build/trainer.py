@@ -38,7 +38,7 @@ from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
 from segapp.training.control.inbox import Inbox, applied_after
-from segapp.training.recovery import BatchSizes, OomHandler, OomPolicy, fallbacks_after
+from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
 from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
@@ -109,11 +109,15 @@ def build_trainer(
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
     precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn) if config.train.precise_bn else None
     oom_policy = OomPolicy(
-        OomHandler(context, advise),
+        context,
         engine,
         controller,
         inference,
-        BatchSizes(config.train.batch_size, config.train.accumulate, config.eval.batch_size, config.data.crop_px),
+        batch_size=config.train.batch_size,
+        accumulate=config.train.accumulate,
+        eval_batch_size=config.eval.batch_size,
+        crop_px=config.data.crop_px,
+        advise=advise,
         later=ranks.from_main(fallbacks_after(context.folder, step) if ranks.is_main else None),
     )
     facts = _facts(config, context, devices, engine, train_set, val_set)

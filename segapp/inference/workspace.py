@@ -37,16 +37,16 @@ SMALL_PX = 512 * 512
 """Images up to this size are computed whole without a measurement: MAX_HOST_BYTES is 8 KiB for each pixel."""
 _PROBE_PX = 256
 
+Span = tuple[int, int, int, int]
+"""Start and end of a tile along one axis, start and end of its core."""
+
 
 @dataclass
 class Workspace:
-    """Number of pixels that can be predicted at once.
-
-    Attributes:
-        max_px: total over the pictures of a batch.
-    """
+    """Number of pixels that can be predicted at once."""
 
     max_px: int
+    """Total over the pictures of a batch."""
 
     def halve(self) -> None:
         """Halve the number of pixels after an out-of-memory error.
@@ -75,12 +75,10 @@ def pixels_within(num_bytes: float, bytes_per_px: float) -> int:
 
 @torch.no_grad()
 def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device: torch.device) -> float:
-    """Return the peak memory of a prediction per pixel, recorded on a small image.
+    """Return the peak memory of a prediction per pixel, recorded on a small image; the model is in eval mode.
 
-    Args:
-        model: in eval mode.
-        inference: views and windows are computed one after the other; only low-resolution logits of each are kept.
-        device: of the model.
+    Views and windows are computed one after the other, and only low-resolution logits of each are kept: the peak is
+    that of the largest one.
     """
     height, width = model.suitable_size(_PROBE_PX, _PROBE_PX)
     plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
@@ -139,17 +137,24 @@ class HostLimit:
 
 @dataclass(frozen=True)
 class ImageTile:
-    """A part of an image and its core, as (rows, columns).
-
-    Attributes:
-        whole: what the network sees.
-        core: the part of `whole` that is kept, counted from its corner.
-        place: the core in the image; the cores of all tiles cover the image once.
-    """
+    """A part of an image and its core, as (rows, columns)."""
 
     whole: tuple[slice, slice]
+    """What the network sees."""
     core: tuple[slice, slice]
+    """The part of `whole` that is kept, counted from its corner."""
     place: tuple[slice, slice]
+    """The core in the image; the cores of all tiles cover the image once."""
+
+    @classmethod
+    def of(cls, row: Span, column: Span) -> ImageTile:
+        """Return the tile of a span along each axis."""
+        (top, bottom, first, last), (left, right, start, stop) = row, column
+        return cls(
+            (slice(top, bottom), slice(left, right)),
+            (slice(first - top, last - top), slice(start - left, stop - left)),
+            (slice(first, last), slice(start, stop)),
+        )
 
 
 def tile_frame(size: tuple[int, int], max_px: int) -> tuple[int, int]:
@@ -179,39 +184,27 @@ def tile_cores(side: int, frame: int) -> list[tuple[int, int, int]]:
 
 def tiles_of(size: tuple[int, int], frame: tuple[int, int]) -> Iterator[ImageTile]:
     """Yield the tiles of an image of height and width `size`, row by row."""
-    for top, first, last in tile_cores(size[0], frame[0]):
-        for left, start, stop in tile_cores(size[1], frame[1]):
-            yield ImageTile(
-                (slice(top, top + frame[0]), slice(left, left + frame[1])),
-                (slice(first - top, last - top), slice(start - left, stop - left)),
-                (slice(first, last), slice(start, stop)),
-            )
+    rows, columns = (
+        [(start, start + length, first, last) for start, first, last in tile_cores(side, length)]
+        for side, length in zip(size, frame, strict=True)
+    )
+    yield from itertools.starmap(ImageTile.of, itertools.product(rows, columns))
 
 
 def window_tiles(size: tuple[int, int], inference: Inference) -> Iterator[ImageTile]:
     """Yield the tiles of a large image whose sliding windows are those of the whole image, row by row.
 
     The tile of a core has all windows that reach into the core: as few more than the core needs as the overlap lets.
-
-    Args:
-        size: height and width of the image.
-        inference: with plain windows (`has_plain_windows`).
     """
     assert inference.window_px is not None
     rows, columns = (
         _window_spans(side, min(window, side), inference.overlap)
         for side, window in zip(size, inference.window_px, strict=True)
     )
-    for (top, bottom), (first, last) in rows:
-        for (left, right), (start, stop) in columns:
-            yield ImageTile(
-                (slice(top, bottom), slice(left, right)),
-                (slice(first - top, last - top), slice(start - left, stop - left)),
-                (slice(first, last), slice(start, stop)),
-            )
+    yield from itertools.starmap(ImageTile.of, itertools.product(rows, columns))
 
 
-def _window_spans(side: int, length: int, overlap: float) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+def _window_spans(side: int, length: int, overlap: float) -> list[Span]:
     """Return the spans of tiles and of their cores along one axis; cores begin where windows begin."""
     starts = window_starts(side, length, overlap)
     step = max(1, WINDOWED_TILE_PX // max(1, starts[1] - starts[0])) if len(starts) > 1 else 1
@@ -219,5 +212,5 @@ def _window_spans(side: int, length: int, overlap: float) -> list[tuple[tuple[in
     spans = []
     for first, last in itertools.pairwise(edges):
         reaching = [start for start in starts if start + length > first and start < last]
-        spans.append(((reaching[0], reaching[-1] + length), (first, last)))
+        spans.append((reaching[0], reaching[-1] + length, first, last))
     return spans

@@ -20,21 +20,16 @@ from segapp.run.folder import RunFolder
 
 @dataclass(frozen=True)
 class Measurement:
-    """Measured memory of a run.
-
-    Attributes:
-        devices: their names in torch.
-        total_mib: memory of each; None where unknown.
-        peaks_mib: the highest peak of each device under each split, since frozen parameters thawed if they did.
-        beside_mib: memory in use on each GPU outside the run's allocator (context, other processes); None if unknown.
-        is_frozen: parameters were frozen that thaw later.
-    """
+    """Measured memory of a run."""
 
     devices: tuple[str, ...]
     total_mib: tuple[float | None, ...]
     peaks_mib: Mapping[Split, tuple[float | None, ...]]
+    """The highest peak of each device under each split, since frozen parameters thawed if they did."""
     beside_mib: tuple[float | None, ...]
+    """Memory in use on each GPU outside the run's allocator (context, other processes); None if unknown."""
     is_frozen: bool = False
+    """Parameters were frozen that thaw later."""
 
     def gpus(self) -> tuple[GpuSpec, ...]:
         """Return the run's GPUs.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -44,35 +44,18 @@ logger = logging.getLogger("segapp")
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """A device of a training and the process that uses it.
-
-    Args:
-        device: name in torch, in that process.
-        uuid: of a GPU, without the prefix "GPU-"; None for a CPU.
-        total_mib: memory of the device; None where unknown.
-        pid: of the process; None on another machine.
-        is_own: True if it is this process.
-        name: product name.
-        usable_mib: memory for this run when it began, as the device's own process measured it; None: not measured.
-    """
+    """A device of a training and the process that uses it."""
 
     device: str
     uuid: str | None = None
+    """Of a GPU, without the prefix "GPU-"; None for a CPU."""
     total_mib: float | None = None
     pid: int | None = None
+    """None on another machine."""
     is_own: bool = True
     name: str | None = None
     usable_mib: float | None = None
-
-
-class MemoryCounters(Protocol):
-    """Memory counters of one device, in MiB."""
-
-    def read(self) -> dict[str, float | None]:
-        """Return the fields of a `memory` event that these counters have; None where a value is unknown."""
-
-    def pop_peak_mib(self) -> float | None:
-        """Return the highest allocation since the last call, and reset it; None if it is unknown."""
+    """Memory for this run when it began, as the device's own process measured it; None: not measured."""
 
 
 class AllocatorCounters:
@@ -82,15 +65,11 @@ class AllocatorCounters:
         self._gpu, self._device = gpu, device
 
     def driver_used_mib(self) -> float | None:
-        """Return the GPU memory in use by all processes, as its driver reports it, which may wait for the driver.
-
-        None if the call fails.
-        """
-        try:
+        """Return the memory in use by all processes; it may wait for the driver. None if the call fails."""
+        with suppress(RuntimeError):
             free, total = self._gpu.free_and_total_bytes(self._device)
-        except RuntimeError:
-            return None
-        return (total - free) / 2**20
+            return (total - free) / 2**20
+        return None
 
     def read(self) -> dict[str, float | None]:
         """Return the memory of live tensors, and of live tensors and cache."""
@@ -105,8 +84,7 @@ class AllocatorCounters:
 class ProcessCounters:
     """Resident memory and processor time of a process that trains on the CPU; C's allocator does not count tensors.
 
-    Args:
-        pid: the process; None: this one. The peak can be reset for this process only.
+    The peak can be reset for this process only, which None names.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -146,6 +124,10 @@ class ProcessCounters:
         return peak
 
 
+MemoryCounters = AllocatorCounters | ProcessCounters
+"""Memory counters of one device: fields of a `memory` event, and the highest allocation since the last call."""
+
+
 def host_memory_mib() -> float:
     """Return the memory of this machine, or the limit of its control group where that is less, MiB."""
     limits = [psutil.virtual_memory().total]
@@ -157,10 +139,7 @@ def host_memory_mib() -> float:
 def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], first: int = 0) -> None:
     """Limit the tensors on each GPU of this process to `parallel.memory_budget_mib`, by torch's allocator.
 
-    Args:
-        limits_mib: of the devices of all ranks.
-        devices: of this process.
-        first: index of its first device among them.
+    The limits are of the devices of all ranks, of which this process has `devices`, from the index `first` on.
 
     Raises:
         ConfigError: a device has no limit, or no allocator that keeps to it.
@@ -221,9 +200,7 @@ class _Peaks:
 class DeviceMemoryTracker:
     """Tracks the phase of the training thread and the memory of its devices.
 
-    Args:
-        devices: of the training, in its order; logical devices on one real device share its counters.
-        counters: one for each device; None: made from its `DeviceInfo`.
+    Logical devices on one real device share its counters.
     """
 
     def __init__(
@@ -245,27 +222,21 @@ class DeviceMemoryTracker:
     def usable_mib(self) -> list[float | None]:
         """Return each device's memory for this run: its total less what other processes hold; None where unknown."""
         with self._lock:
-            return [
-                self._usable_mib(info, self._counters.get(i)) for info, i in zip(self.devices, self._first, strict=True)
-            ]
-
-    @staticmethod
-    def _usable_mib(info: DeviceInfo, counters: MemoryCounters | None) -> float | None:
-        if not isinstance(counters, AllocatorCounters):
-            return info.total_mib if info.usable_mib is None else info.usable_mib
-        return usable_mib(info.total_mib, counters.driver_used_mib(), counters.read()["reserved_mib"])
+            found = []
+            for info, i in zip(self.devices, self._first, strict=True):
+                counters, known_mib = self._counters.get(i), info.usable_mib
+                if isinstance(counters, AllocatorCounters):
+                    reserved_mib = counters.read()["reserved_mib"]
+                    found.append(usable_mib(info.total_mib, counters.driver_used_mib(), reserved_mib))
+                else:
+                    found.append(info.total_mib if known_mib is None else known_mib)
+            return found
 
     def driver_used_mib(self) -> dict[str, float]:
         """Return uuid -> memory in use by all processes, for the GPUs of this process; it may wait for the driver."""
-        counters = dict(self._counters)
-        found = {}
-        for index, info in enumerate(self.devices):
-            own = counters.get(index)
-            if info.uuid is not None and isinstance(own, AllocatorCounters):
-                used_mib = own.driver_used_mib()
-                if used_mib is not None:
-                    found[info.uuid] = used_mib
-        return found
+        own = [(self.devices[i].uuid, counters) for i, counters in self._counters.items()]
+        used = ((uuid, each.driver_used_mib()) for uuid, each in own if isinstance(each, AllocatorCounters))
+        return {uuid: mib for uuid, mib in used if uuid is not None and mib is not None}
 
     @property
     def is_shared(self) -> bool:
@@ -286,11 +257,7 @@ class DeviceMemoryTracker:
         self.report_progress(phase)
 
     def report_progress(self, activity: str | None = None) -> None:
-        """Record that the training thread makes progress, and in which activity.
-
-        Args:
-            activity: a phase, or `read` while it waits for a batch; None: unchanged.
-        """
+        """Record that the training thread makes progress, in a phase or in `read`, while it waits for a batch."""
         self.activity = activity or self.activity
         self.last_progress_s = time.monotonic()
 
@@ -315,27 +282,18 @@ class DeviceMemoryTracker:
             self._is_phase_whole = True
             shared = {i: self._sample(i) for i in self._counters}
             self._steps_to_profile = _PROFILED_STEPS
+        named = ("device", "uuid", "name", "total_mib")
         return [
-            {
-                "device": info.device,
-                "uuid": info.uuid,
-                "name": info.name,
-                "total_mib": info.total_mib,
-                **shared.get(i, {}),
-            }
+            {**{name: getattr(info, name) for name in named}, **shared.get(i, {})}
             for info, i in zip(self.devices, self._first, strict=True)
         ]
 
     def _sample(self, index: int) -> dict[str, Any]:
-        counters, peaks = self._counters[index], self._peaks[index]
-        facts = {
-            **counters.read(),
-            "peak_mib": peaks.interval,
-            "phase": peaks.interval_phase or self.phase,
-            "phase_peak_mib": dict(peaks.phases),
-        }
+        peaks = self._peaks[index]
+        phase, by_phase = peaks.interval_phase or self.phase, dict(peaks.phases)
+        facts = {"peak_mib": peaks.interval, "phase": phase, "phase_peak_mib": by_phase}
         peaks.interval = peaks.interval_phase = None
-        return facts
+        return {**self._counters[index].read(), **facts}
 
     def _pop_peaks(self) -> None:
         phase = self.phase if self._is_phase_whole else None
@@ -347,17 +305,8 @@ class MemorySampler:
     """Context manager that emits a `memory` event every 2 s and a `heartbeat` every 5 s from a thread of its own.
 
     It makes no GPU call: torch's counters are on the host, and other threads run nvidia-smi and ask the CUDA driver,
-    whose latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event.
-
-    Args:
-        emit: takes the events.
-        device_memory: The training's devices, and the phase of the training thread.
-        step: Returns the steps done; None before the training begins.
-        saving_s: Returns the seconds since the running checkpoint write began; None while none runs.
-        gpus: Asks about GPUs; None: one is made if a device has a uuid.
-        memory_s: Seconds between two samples.
-        heartbeat_s: Seconds between two heartbeats.
-        blocked_s: Seconds of a checkpoint write after which an alert is emitted, and again after each such interval.
+    whose latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event. A checkpoint
+    write of `saving_s` is reported after each `blocked_s` seconds.
     """
 
     def __init__(
@@ -395,10 +344,6 @@ class MemorySampler:
         activity = phase if phase in ("start", "eval", "save", "paused") else "train"
         saving_s = self._saving_s()
         self.emit(Heartbeat(pid=os.getpid(), phase=activity, step=self._step(), saving_s=saving_s))
-        self._alert_blocked(saving_s)
-
-    def _alert_blocked(self, saving_s: float | None) -> None:
-        """Emit an alert after each `blocked_s` seconds of a write."""
         if saving_s is None:
             self._blocked_alert_s = self._blocked_s
         elif saving_s >= self._blocked_alert_s:

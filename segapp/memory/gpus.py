@@ -16,47 +16,37 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from segapp.run.events import OtherProcess
 from segapp.run.words import printable
 
-MAX_LOAD = 0.5
-MAX_MEMORY = 0.5
-
 T = TypeVar("T")
-
-_FIRST_PID_NAMESPACE = "pid:[4026531836]"
-"""PROC_PID_INIT_INO of Linux (include/linux/proc_ns.h)."""
 
 
 @dataclass(frozen=True)
 class GpuStatus:
-    """One GPU as nvidia-smi or amd-smi reports it; None where it reports "N/A".
-
-    Args:
-        uuid: without the prefix "GPU-"; of an AMD GPU its PCI address.
-        name: product name.
-        used_mib: memory in use by all processes.
-        total_mib: memory of the GPU.
-        utilization: 0 to 1.
-        temperature: degrees Celsius.
-    """
+    """One GPU as nvidia-smi or amd-smi reports it; None where it reports "N/A"."""
 
     uuid: str
+    """Without the prefix "GPU-"; of an AMD GPU its PCI address."""
     name: str
     used_mib: float | None
+    """In use by all processes."""
     total_mib: float | None
     utilization: float | None
+    """0 to 1."""
     temperature: float | None
+    """Degrees Celsius."""
 
     @property
     def is_available(self) -> bool:
         """True if load and used memory are at most one half, the limits of GPUtil.getAvailable."""
         if self.used_mib is None or not self.total_mib:
             return False
-        return (self.utilization or 0.0) <= MAX_LOAD and self.used_mib / self.total_mib <= MAX_MEMORY
+        return (self.utilization or 0.0) <= 0.5 and self.used_mib / self.total_mib <= 0.5
 
 
 def query_gpus(timeout_s: float = 5.0) -> list[GpuStatus]:
@@ -86,12 +76,9 @@ def count_visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
 class GpuPoller:
     """Asks about GPUs in background threads, so that neither a slow nvidia-smi nor a busy driver is waited for.
 
-    Args:
-        timeout_s: an answer older than this is discarded.
-        retry_s: pause after nvidia-smi failed.
-        period_s: least time between two starts of nvidia-smi, which answers for all GPUs at once.
-        own_used_mib: returns uuid -> memory in use on the GPUs of this process, MiB, as the CUDA driver reports it; it
-            replaces nvidia-smi's number, and remains where there is no nvidia-smi.
+    Answers older than `timeout_s` are discarded; `retry_s` is the pause after nvidia-smi failed, `period_s` the least
+    time between two starts of it. `own_used_mib` returns uuid -> memory in use on the GPUs of this process, MiB, as the
+    CUDA driver reports it, which replaces nvidia-smi's number.
     """
 
     def __init__(
@@ -153,7 +140,17 @@ def ask_gputil() -> list[GpuStatus]:
     try:
         import GPUtil
 
-        return [_status(gpu) for gpu in GPUtil.getGPUs()]
+        return [
+            GpuStatus(
+                uuid=bare_uuid(gpu.uuid),
+                name=str(gpu.name),
+                used_mib=_known(gpu.memoryUsed),
+                total_mib=_known(gpu.memoryTotal),
+                utilization=_known(gpu.load),
+                temperature=_known(gpu.temperature),
+            )
+            for gpu in GPUtil.getGPUs()
+        ]
     except Exception:  # the training does not depend on GPUtil, whatever a broken driver makes it raise
         return []
 
@@ -206,12 +203,8 @@ def _amd_status(metric: Mapping[str, Any], card: Mapping[str, Any]) -> GpuStatus
 def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> list[OtherProcess]:
     """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or is late.
 
-    Empty as well if its process ids cannot be compared with those of this process (`other_processes`).
-
-    Args:
-        uuid: of the GPU, on which this process has a context.
-        timeout_s: longest wait for nvidia-smi.
-        own_mib: memory that this process holds there at least.
+    In a container the ids may be those of the host (driver and container runtime decide). They are the container's if
+    this process is listed with at least the `own_mib` that it holds; else the answer is empty.
     """
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader,nounits"]
     try:
@@ -223,46 +216,16 @@ def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> 
         fields = [field.strip() for field in line.split(",", 3)]
         if len(fields) == 4 and fields[1].isdigit() and bare_uuid(fields[0]) == bare_uuid(uuid):
             found.append(OtherProcess(pid=int(fields[1]), name=printable(fields[3]), used_mib=_known(fields[2])))
-    return other_processes(found, own_mib)
-
-
-def other_processes(listed: Sequence[OtherProcess], own_mib: float) -> list[OtherProcess]:
-    """Return the listed processes without this one; empty if the ids may be those of another pid namespace.
-
-    nvidia-smi in a container lists the ids of the host, of the container or none at all, depending on driver and
-    container runtime. Outside of one (in the first pid namespace, pid_namespaces(7)) the ids are this system's. Inside,
-    they are the container's if every listed process exists there and this process is among them, with at least the
-    memory that it holds.
-
-    Args:
-        listed: the processes on one GPU.
-        own_mib: memory that this process holds there at least.
-    """
-    own = next((each for each in listed if each.pid == os.getpid()), None)
-    if not is_first_pid_namespace():
-        is_own = own is not None and (own.used_mib is None or own.used_mib >= own_mib)
-        if not is_own or not all(os.path.exists(f"/proc/{each.pid}") for each in listed):
-            return []
-    return [each for each in listed if each is not own]
+    own = next((each for each in found if each.pid == os.getpid()), None)
+    is_listed = own is not None and (own.used_mib is None or own.used_mib >= own_mib)
+    return [each for each in found if each is not own] if is_listed or is_first_pid_namespace() else []
 
 
 def is_first_pid_namespace() -> bool:
-    """Return True if this process is in the first pid namespace of the system, that is, in no container's."""
-    try:
-        return os.readlink("/proc/self/ns/pid") == _FIRST_PID_NAMESPACE
-    except OSError:
-        return False
-
-
-def _status(gpu: Any) -> GpuStatus:
-    return GpuStatus(
-        uuid=bare_uuid(gpu.uuid),
-        name=str(gpu.name),
-        used_mib=_known(gpu.memoryUsed),
-        total_mib=_known(gpu.memoryTotal),
-        utilization=_known(gpu.load),
-        temperature=_known(gpu.temperature),
-    )
+    """Return True if this process is in the first pid namespace (pid_namespaces(7)), that is, in no container."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"  # PROC_PID_INIT_INO, include/linux/proc_ns.h
+    return False
 
 
 def bare_uuid(uuid: object) -> str:
@@ -286,12 +249,10 @@ def cuda_uuids() -> list[str]:
 
 
 def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) -> tuple[list[int], str]:
-    """Choose among torch's devices, most free memory first.
+    """Return the indices of torch's devices, most free memory first, and the reason in one sentence.
 
-    Returns:
-        The indices, and the reason in one sentence. Devices that other processes use (more than half of load or
-        memory) are left out, unless all are in use; if neither nvidia-smi nor amd-smi answers, all devices in torch's
-        order.
+    Devices that other processes use (more than half of load or memory) are left out, unless all are in use. If neither
+    nvidia-smi nor amd-smi answers, all devices in torch's order.
     """
     by_uuid = {status.uuid: status for status in statuses}
     known = {index: by_uuid[uuid] for index, uuid in enumerate(uuids) if uuid in by_uuid}

@@ -30,19 +30,14 @@ ASSUMED_FRACS = (1.0, 0.75, 0.5, 0.25)
 
 @dataclass(frozen=True)
 class SplitVerdict:
-    """The result of checking a requested split.
-
-    Attributes:
-        split: Samples of a full batch per device; None where the request is refused.
-        level: How it fits.
-        reason: A sentence for the user, with the next move where there is one; never empty.
-        predicted_mib: Peak of each device, None where nothing is known; empty without a split.
-    """
+    """The result of checking a requested split."""
 
     split: Split | None
     level: Level
     reason: str
+    """A sentence for the user, with the next move where there is one; never empty."""
     predicted_mib: tuple[float | None, ...] = ()
+    """Peak of each device; empty without a split."""
 
     @property
     def is_possible(self) -> bool:
@@ -55,14 +50,10 @@ class SplitVerdict:
         return self.level in ("ok", "tight")
 
     def rejection(self, *, force: bool) -> str | None:
-        """Return why the request is rejected; None if it is accepted.
-
-        Args:
-            force: Accept a split that is not expected to fit.
-        """
-        if not self.is_possible:
-            return self.reason
-        return f"won't fit: {self.reason}, or add force" if self.level == "won't fit" and not force else None
+        """Return why the request is rejected; None if it is accepted."""
+        if self.is_possible and (force or self.level != "won't fit"):
+            return None
+        return f"won't fit: {self.reason}, or add force" if self.is_possible else self.reason
 
 
 @dataclass(frozen=True)
@@ -77,30 +68,23 @@ class SplitMove:
 
 @dataclass(frozen=True)
 class SplitJudge:
-    """The facts that decide which splits of a batch are possible and fit, and the verdict on each.
-
-    Attributes:
-        batch_size: Samples of a full batch, over all devices.
-        num_devices: Devices that share it.
-        mode: Of the training; `dp` and `ddp` have a split that can be chosen.
-        smallest_chunk: Samples that a device with samples needs at least (`segapp.parallel.smallest_chunk`).
-        needs_samples: Why no device can be left without samples; None if one can.
-        current: The split in force.
-        usable_mib: Memory of each device for this run (`usable_mib`); None where unknown.
-        peaks: What is known about the peaks of each device.
-        ceiling: Samples on device 0 with which it ran out of memory.
-        failed: Splits that ran out of memory.
-    """
+    """The facts that decide which splits of a batch are possible and fit, and the verdict on each."""
 
     batch_size: int
+    """Samples of a full batch, over all devices."""
     num_devices: int
     mode: str = "dp"
+    """`dp` and `ddp` have a split that can be chosen."""
     smallest_chunk: int = 1
+    """Samples that a device with samples needs at least (`segapp.parallel.smallest_chunk`)."""
     needs_samples: str | None = None
+    """Why no device can be left without samples; None if one can."""
     current: Split | None = None
     usable_mib: Sequence[float | None] = ()
+    """Memory of each device for this run (`usable_mib`)."""
     peaks: PeakModel = field(default_factory=PeakModel)
     ceiling: int | None = None
+    """Samples on device 0 with which it ran out of memory."""
     failed: Collection[Split] = ()
 
     @property
@@ -188,8 +172,6 @@ class SplitJudge:
         )
         return SplitVerdict(None, "refused", reason)
 
-    # --- the move of `auto` ------------------------------------------------------------------------------------------
-
     def best_move(self) -> SplitMove | None:
         """Return the move from the split in force to the one whose fullest device is least full; None to stay.
 
@@ -251,8 +233,6 @@ class SplitJudge:
                 splits.setdefault(split, gpu0_bsz)
         return splits
 
-    # --- what is learned ---------------------------------------------------------------------------------------------
-
     def with_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> SplitJudge:
         """Return the judge after a split ran out of memory and `old` did not; None: the split in force."""
         old = self.current if old is None else old
@@ -292,10 +272,7 @@ class SplitJudge:
 def usable_mib(total_mib: float | None, used_mib: float | None, reserved_mib: float | None) -> float | None:
     """Return the memory of a device without what other processes and the driver's context hold, MiB.
 
-    Args:
-        total_mib: Of the device.
-        used_mib: As the driver reports it, all processes together.
-        reserved_mib: Part of it that this run's allocator holds.
+    The driver reports `used_mib`, all processes together; this run's allocator holds `reserved_mib` of it.
     """
     if total_mib is None or used_mib is None or reserved_mib is None:
         return total_mib

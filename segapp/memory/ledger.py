@@ -27,37 +27,27 @@ _PARTS_OF_A_MODEL = ("weights", "buffers")
 
 @dataclass
 class Allocation:
-    """One storage.
-
-    Attributes:
-        device: its device, as torch prints it.
-        num_bytes: size, rounded up as the device's allocator does.
-        kind: its use, such as "weights" or "activations"; the phase of its creation where no tag says better.
-        what: the operation that created it, and the shape and dtype of the first tensor in it.
-        module: dotted name of the module that was running; empty outside the model.
-    """
+    """One storage."""
 
     device: str
     num_bytes: int
+    """Rounded up as the device's allocator does."""
     kind: str
+    """Its use, such as "weights" or "activations"; the phase of its creation where no tag says better."""
     what: str
+    """The operation that created it, and the shape and dtype of the first tensor in it."""
     module: str = ""
+    """Dotted name of the module that was running; empty outside the model."""
 
 
 @dataclass(frozen=True)
 class PeakMoment:
-    """Memory of a device at its peak within a phase.
-
-    Attributes:
-        num_bytes: bytes alive.
-        by_kind: the same by kind.
-        by_module: bytes other than weights and buffers, by the module that created them.
-        largest: the largest storages alive, largest first.
-    """
+    """Memory of a device at its peak within a phase."""
 
     num_bytes: int
     by_kind: dict[str, int]
     by_module: dict[str, int]
+    """Bytes other than weights and buffers, by the module that created them."""
     largest: tuple[Allocation, ...]
 
 
@@ -68,7 +58,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     unless `tag` sets another.
 
     Args:
-        granule_bytes: sizes are rounded up to multiples of this.
         skipped: in-place operators that are not run; their first argument is returned.
         workspaces: operator -> the tensors that it allocates and frees within one call, from its arguments.
     """
@@ -139,11 +128,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _record(self, tensor: Tensor, kind: str | None, operator: str = "") -> None:
-        storage = tensor.untyped_storage()
         key = storage_key(tensor)
         if key in self._alive:
             return
-        granule = self.granule_bytes
+        storage, granule = tensor.untyped_storage(), self.granule_bytes
         size = -(-storage.nbytes() // granule) * granule
         number = len(self.allocations)
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -159,20 +147,13 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._events.append(~number)
 
     def peaks(self, first_mark: int = 0) -> dict[str, dict[str, PeakMoment]]:
-        """Return device -> phase -> peak, for the phases from a mark on.
-
-        Args:
-            first_mark: number of the first mark that counts (`num_marks` at that time).
-        """
+        """Return device -> phase -> peak, for the phases from a mark on (`num_marks` at that time)."""
         peak_events = self._peak_events(first_mark)
         wanted = {at for by_phase in peak_events.values() for at, _ in by_phase.values()}
         alive: set[int] = set()
         moments: dict[int, set[int]] = {-1: set()}
         for at, event in enumerate(self._events):
-            if event >= 0:
-                alive.add(event)
-            else:
-                alive.discard(~event)
+            alive ^= {max(event, ~event)}  # created, or freed
             if at in wanted:
                 moments[at] = set(alive)
         return {
@@ -201,7 +182,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     note(phase, device, start - 1)
             for at in range(start, end):
                 event = self._events[at]
-                allocation = self.allocations[event if event >= 0 else ~event]
+                allocation = self.allocations[max(event, ~event)]
                 live[allocation.device] += allocation.num_bytes if event >= 0 else -allocation.num_bytes
                 if number >= first_mark:
                     note(phase, allocation.device, at)

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -60,23 +60,14 @@ T = TypeVar("T")
 logger = logging.getLogger("segapp")
 
 
-# --- recognition ---------------------------------------------------------------------------------------------------
-
-
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if a device, or this machine, had no memory left; also for errors raised from such an error."""
-    chain = list(_causes(error))
-    if any(_STICKY.search(str(each)) for each in chain):
-        return False
-    return any(_is_out_of_memory(each) for each in chain)
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:
-        seen.add(id(error))
-        yield error
-        error = error.__cause__
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:
+        chain.append(cause)
+        cause = cause.__cause__
+    return not any(_STICKY.search(str(each)) for each in chain) and any(_is_out_of_memory(each) for each in chain)
 
 
 def _is_out_of_memory(error: BaseException) -> bool:
@@ -98,11 +89,7 @@ def _is_a_gpu_full() -> bool:
 
 
 def oom_failpoint(point: str) -> None:
-    """Raise an out-of-memory error if a test has armed `point`, `point.N` for replica N, or `point.rankN`.
-
-    Raises:
-        torch.OutOfMemoryError: the failpoint is armed with `oom` and due.
-    """
+    """Raise `torch.OutOfMemoryError` if a test has armed `point`, `point.N` for replica N, or `point.rankN`."""
     replica = current_replica()
     names = [point, f"{point}.rank{os.environ.get('RANK', 0)}"]
     names += [] if replica is None else [f"{point}.{replica.index}"]
@@ -111,18 +98,10 @@ def oom_failpoint(point: str) -> None:
             raise torch.OutOfMemoryError(f"failpoint {name}")
 
 
-# --- report of a device --------------------------------------------------------------------------------------------
-
-
 def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -> events.Oom:
     """Return the report of an error with the state of its device; to be called before the error's frames are cleared.
 
-    The caller adds where the training was and how it reacts.
-
-    Args:
-        error: the out-of-memory error.
-        memory: of the training.
-        first: index of this process's first device among those of the training.
+    The caller adds where the training was and how it reacts. `first` is the index of this process's first device.
     """
     replica = error if isinstance(error, ReplicaError) else None
     name = memory.devices[first].device if memory.devices else "cpu"
@@ -173,8 +152,7 @@ def _counters_of(gpu: Gpu, device: torch.device) -> dict[str, Any]:
 def _largest_on(gpu: Gpu, device: torch.device) -> list[events.LiveTensor]:
     """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see.
 
-    Raises:
-        RuntimeError: the allocator, such as cudaMallocAsync, has no snapshot.
+    Allocators without a snapshot, such as cudaMallocAsync, raise RuntimeError.
     """
     shapes: dict[int, str] = {}
     for item in gc.get_objects():  # its `__class__` is not asked: a proxy may do anything then
@@ -201,9 +179,6 @@ def release(error: BaseException, device: torch.device) -> None:
         seen = seen.__cause__ or seen.__context__
     gc.collect()
     _read("how to empty its cache", accelerator_of(device).empty_cache)
-
-
-# --- its text ------------------------------------------------------------------------------------------------------
 
 
 def headline(report: events.Oom) -> str:

@@ -31,55 +31,37 @@ KINDS = (
 
 @dataclass(frozen=True)
 class SimulationJob:
-    """One simulation.
-
-    Attributes:
-        mode: parallel mode.
-        split: samples per simulated device; a rank of ddp is one device.
-        num_ranks: ranks in ddp.
-        accumulate: micro-batches per step.
-        loss: how the loss is computed from the logits.
-        eval_px: height and width of the evaluated images; None: no evaluation.
-        changes: dotted config keys and their values, for this job alone.
-    """
+    """One simulation."""
 
     mode: Mode
     split: tuple[int, ...]
+    """Samples per simulated device; a rank of ddp is one device."""
     num_ranks: int = 1
     accumulate: int = 1
     loss: LossStyle = "small"
     eval_px: tuple[int, int] | None = None
+    """Height and width of the evaluated images; None: no evaluation."""
     changes: dict[str, Any] = field(default_factory=dict)
+    """Dotted config keys and their values, for this job alone."""
 
 
 @dataclass(frozen=True)
 class PhasePeak:
-    """Peak of a device in a phase.
-
-    Attributes:
-        mib: memory of live tensors at the peak.
-        by_kind: the same by kind, MiB.
-        largest: the largest tensors at the peak: (MiB, description, module that created it).
-    """
+    """Memory of live tensors at the peak of a device in a phase, MiB."""
 
     mib: float
     by_kind: dict[str, float] = field(default_factory=dict)
     largest: tuple[tuple[float, str, str], ...] = ()
+    """The largest tensors: (MiB, description, module that created it)."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """Result of a simulation.
+    """Result of a simulation: the peak of each phase, for each device."""
 
-    Attributes:
-        split: samples per simulated device.
-        devices: peaks of each device by phase.
-        is_sharded: True if the ranks of ddp divide the optimizer's state.
-    """
-
-    split: tuple[int, ...]
     devices: tuple[dict[str, PhasePeak], ...]
     is_sharded: bool = False
+    """The ranks of ddp divide the optimizer's state."""
 
     def peak_mib(self) -> tuple[float, ...]:
         """Return each device's highest peak over all phases, MiB."""
@@ -108,11 +90,7 @@ class LineFit(NamedTuple):
 
 
 def fit_lines(groups: Sequence[Sequence[Point]], slope: float | None = None) -> LineFit:
-    """Fit `y = fixed[group] + slope * x` by least squares, with one slope for all groups.
-
-    Args:
-        groups: Points of each group.
-        slope: Fit the constants only, for this slope.
+    """Fit `y = fixed[group] + slope * x` by least squares, with one slope for all groups, unless it is given.
 
     Example:
         >>> fit_lines([[(2, 500.0), (4, 700.0)], [(1, 50.0)]])
@@ -167,25 +145,18 @@ class PlannedPeaks:
     gradients weigh more). So there are two regimes of lines, and the higher one holds. The model is off by about 20 MiB
     for chunks whose upsampled logits are below 8 MiB, because the loss then computes them whole: there the peak is not
     affine.
-
-    Attributes:
-        mode: How the devices work together.
-        first: Device 0 with samples; in model mode the device of the first stage.
-        others: Any other device with samples; in model mode one entry for each further device.
-        idle: Device 0 without samples.
     """
 
     mode: Mode
     first: Regimes
+    """Device 0 with samples; in model mode the device of the first stage."""
     others: tuple[Regimes, ...] = ()
+    """Any other device with samples; in model mode one entry for each further device."""
     idle: Regimes = ()
+    """Device 0 without samples."""
 
     def numbers(self, split: Sequence[int]) -> tuple[Numbers, ...]:
-        """Return phase -> MiB and phase/kind -> MiB for every device.
-
-        Args:
-            split: Samples per device; in model mode the whole batch is the first entry.
-        """
+        """Return phase -> MiB and phase/kind -> MiB for every device."""
         return tuple(_highest(self._regimes[key], samples) for key, samples in self._places(split))
 
     def phases(self, split: Sequence[int]) -> tuple[Numbers, ...]:
@@ -248,12 +219,7 @@ def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
 
 
 def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> PlannedPeaks:
-    """Return the affine model that agrees with the simulated splits.
-
-    Args:
-        mode: Of the simulations.
-        results: One for each of `splits_to_simulate`, in that order.
-    """
+    """Return the affine model that agrees with the results of `splits_to_simulate`, in that order."""
     tables = [[_flat(phases) for phases in result.devices] for result in results]
     if len(results) == len((*FEW, *MANY)):
         columns = [
@@ -270,26 +236,22 @@ def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> PlannedPeaks:
 
 def _through(samples: tuple[int, int], low: Numbers, high: Numbers) -> dict[str, Line]:
     """Return the lines through two simulations, `low` and `high` with `samples` on the device."""
-    lines = {}
-    for key in dict.fromkeys((*low, *high)):
-        line = fit_lines([[(samples[0], low.get(key, 0.0)), (samples[1], high.get(key, 0.0))]])
-        lines[key] = Line(line.fixed[0] or 0.0, line.slope or 0.0)
-    return lines
+    fits = {
+        key: fit_lines([[(samples[0], low.get(key, 0.0)), (samples[1], high.get(key, 0.0))]])
+        for key in dict.fromkeys((*low, *high))
+    }
+    return {key: Line(fit.fixed[0] or 0.0, fit.slope or 0.0) for key, fit in fits.items()}
 
 
 def _flat(phases: Mapping[str, PhasePeak]) -> Numbers:
-    found: Numbers = {}
-    for phase, peak in phases.items():
-        found[phase] = peak.mib
-        found.update({f"{phase}/{kind}": mib for kind, mib in peak.by_kind.items()})
-    return found
+    of_kinds = {f"{phase}/{kind}": mib for phase, peak in phases.items() for kind, mib in peak.by_kind.items()}
+    return {phase: peak.mib for phase, peak in phases.items()} | of_kinds
 
 
 class Peak(NamedTuple):
     """The peak of one device under a split."""
 
     mib: float | None
-    """None where it is unknown."""
     basis: Basis
 
 
@@ -298,18 +260,16 @@ class PeakModel:
     """What is planned and what was measured, and the peaks of any split that follow from it.
 
     A run measures, and knows of its plan the slope; a memory plan has simulated lines, scaled by what a run measured.
-
-    Attributes:
-        measured: Highest allocation of each device under each split that was in force, MiB; None where unknown.
-        slope_mib: MiB that one sample adds to a device according to the memory plan; None without a plan.
-        planned: Simulated lines; where they are given, they answer for every split. They stay out of JSON.
-        scale: Measured over simulated peak of each device (`measured_scale`); 1 for those beyond its end.
     """
 
     measured: Mapping[Split, tuple[float | None, ...]] = field(default_factory=dict)
+    """Highest allocation of each device under each split that was in force, MiB."""
     slope_mib: float | None = None
+    """MiB that one sample adds to a device according to the memory plan."""
     planned: PlannedPeaks | None = None
+    """Simulated lines; where they are given, they answer for every split. They stay out of JSON."""
     scale: tuple[float, ...] = ()
+    """Measured over simulated peak of each device (`measured_scale`); 1 for those beyond its end."""
 
     def peak(self, split: Sequence[int]) -> tuple[Peak, ...]:
         """Return the peak of each device under a split, MiB, and the basis of each number.
@@ -325,7 +285,8 @@ class PeakModel:
         """
         if self.planned is not None:
             simulated = self.planned.peak_mib(split)
-            return tuple(Peak(mib * self.scale_of(i), "planned") for i, mib in enumerate(simulated))
+            scale = (*self.scale, *[1.0] * len(simulated))
+            return tuple(Peak(mib * factor, "planned") for mib, factor in zip(simulated, scale, strict=False))
         measured = self.measured.get(tuple(split), ())
         return tuple(
             Peak(measured[i], "measured") if i < len(measured) and measured[i] is not None else self._estimate(i, count)
@@ -335,10 +296,6 @@ class PeakModel:
     def peak_mib(self, split: Sequence[int]) -> tuple[float | None, ...]:
         """Return the peak of each device under a split, MiB; None where it is unknown."""
         return tuple(peak.mib for peak in self.peak(split))
-
-    def scale_of(self, device: int) -> float:
-        """Return the measured over the simulated peak of a device; 1 where nothing was measured."""
-        return self.scale[device] if device < len(self.scale) else 1.0
 
     def with_measured(self, split: Sequence[int], peaks_mib: Sequence[float | None]) -> PeakModel:
         """Return the model with peaks measured under a split; the highest of each device is kept."""

@@ -7,12 +7,16 @@ running training would allow it. No torch here.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import TypeAdapter
 
 from segapp.chunks import check_split
 from segapp.errors import ConfigError
@@ -32,8 +36,7 @@ replica's worker and for autograd's thread. dp exchanges by copies and has no NC
 
 LARGEST_BATCH = 4096
 
-SAVED_FORMAT = 1
-"""The `format` of memory_plan.json."""
+_SAVED_FORMAT = 1
 
 
 _GPUS = re.compile(r"(?:(?P<count>\d+)\s*[x*]\s*)?(?P<size>\d+(?:\.\d+)?)\s*(?P<unit>[A-Za-z]*)")
@@ -80,10 +83,8 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
 def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) -> tuple[float, ...]:
     """Return the assumed memory of driver and libraries on each GPU.
 
-    Args:
-        mode: in ddp ranks exchange through NCCL; in dp each replica has threads of its own.
-        num_gpus: number of GPUs.
-        driver_mib: of the driver and torch's own libraries; 0 where the GPUs' memory is already net of them.
+    In ddp ranks exchange through NCCL; in dp each replica has threads of its own. `driver_mib` is 0 where the GPUs'
+    memory is already net of it.
     """
     shared_mib = {"ddp": NCCL_MIB, "dp": HANDLES_MIB}.get(mode, 0.0) if num_gpus > 1 else 0.0
     return (driver_mib + shared_mib,) * num_gpus
@@ -91,19 +92,15 @@ def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) ->
 
 @dataclass(frozen=True)
 class OverheadEstimate:
-    """Memory of each GPU that no simulation covers.
-
-    Attributes:
-        context_mib: driver, libraries and other processes, for each GPU.
-        room: share of the rest for tensors, 0 to 1; the allocator's rounding and fragments take the other part.
-        scale: measured over predicted memory of tensors, for each GPU; empty or 1 where nothing was measured.
-        source: origin of the numbers: "assumed" or "measured".
-    """
+    """Memory of each GPU that no simulation covers."""
 
     context_mib: tuple[float, ...]
+    """Driver, libraries and other processes."""
     room: float = FULL_FRAC
+    """Share of the rest for tensors, 0 to 1; the allocator's rounding and fragments take the other part."""
     scale: tuple[float, ...] = ()
-    source: str = "assumed"
+    """Measured over predicted memory of tensors; empty or 1 where nothing was measured."""
+    source: Literal["assumed", "measured"] = "assumed"
 
     def tensors_mib(self, device: int, simulated_mib: float) -> float:
         """Return the expected peak of the allocator's live tensors on a GPU, from the simulated one."""
@@ -116,26 +113,19 @@ class OverheadEstimate:
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One split of a batch and its predicted memory.
-
-    Attributes:
-        gpu0_bsz: value that gives the split; None where the mode has none.
-        split: samples per device.
-        peak_mib: memory each GPU needs, overhead included.
-        tensors_mib: predicted peak of the tensors alone.
-        phase: the phase with the highest peak, for each GPU.
-        phases: peak of the tensors in each phase, for each GPU.
-        fits: True if every GPU has enough memory.
-        level: of the verdict.
-        reason: of the verdict, in one sentence.
-    """
+    """One split of a batch, its predicted memory and the verdict on it."""
 
     gpu0_bsz: int | None
+    """None where the mode has none."""
     split: tuple[int, ...]
     peak_mib: tuple[float, ...]
+    """Memory each GPU needs, overhead included."""
     tensors_mib: tuple[float, ...]
+    """Predicted peak of the tensors alone."""
     phase: tuple[str, ...]
+    """Of each GPU's peak."""
     phases: tuple[dict[str, float], ...]
+    """Peak of the tensors in each phase, for each GPU."""
     fits: bool
     level: Level
     reason: str
@@ -147,23 +137,16 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that reduces memory.
-
-    Attributes:
-        change: the text for the config or the command line.
-        gain_mib: memory it saves on the fullest GPU.
-        peak_mib: memory the fullest GPU needs with it.
-        fits: True if every GPU then has enough memory.
-        note: its other effects.
-        in_use: True if the plan has the change already.
-    """
+    """A change that reduces memory; the amounts are of the fullest GPU."""
 
     change: str
     gain_mib: float
     peak_mib: float
     fits: bool
     note: str
+    """Its other effects."""
     in_use: bool = False
+    """The plan has the change already."""
 
 
 @dataclass(frozen=True)
@@ -195,15 +178,7 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Planner:
-    """Predicts the memory of every split of a batch on given GPUs.
-
-    Attributes:
-        model: predicts the peaks of the tensors.
-        gpus: one for each device.
-        overhead: memory on top of the tensors.
-        smallest_chunk: least samples on a device that has any.
-        needs_samples: why no rank of ddp can be left without samples; None if one can.
-    """
+    """Predicts the memory of every split of a batch on given GPUs."""
 
     model: PlannedPeaks
     gpus: tuple[GpuSpec, ...]
@@ -222,25 +197,13 @@ class Planner:
         Modes without a split have one row; if the batch is too small for BatchNorm, `batch_size` is refused instead.
         """
         judge = self.judge(batch_size)
-        if not self.has_split:
-            found = self._evaluate(judge, None)
-            return ((), ((batch_size, found),)) if isinstance(found, str) else ((found,), ())
-        rows, refused = [], []
-        for gpu0_bsz in range(batch_size + 1):
-            found = self._evaluate(judge, gpu0_bsz)
-            if isinstance(found, str):
-                refused.append((gpu0_bsz, found))
-            else:
-                rows.append(found)
-        return tuple(rows), tuple(refused)
+        asked = {value: value for value in range(batch_size + 1)} if self.has_split else {batch_size: None}
+        found = {name: self._evaluate(judge, gpu0_bsz) for name, gpu0_bsz in asked.items()}
+        rows = tuple(row for row in found.values() if not isinstance(row, str))
+        return rows, tuple((name, reason) for name, reason in found.items() if isinstance(reason, str))
 
     def row(self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None) -> PlanRow:
-        """Return one split of a batch.
-
-        Args:
-            batch_size: samples of a full batch.
-            gpu0_bsz: samples on device 0; None: an even split.
-            shares: samples on each device, in place of `gpu0_bsz`.
+        """Return one split of a batch; `shares` take the place of `gpu0_bsz`.
 
         Raises:
             ValueError: the split is not possible.
@@ -265,13 +228,9 @@ class Planner:
 
     def largest_shares(self) -> tuple[int, ...]:
         """Return the number of samples each GPU can hold, independent of the other GPUs."""
-        shares = []
-        for i in range(len(self.gpus)):
-            count = 0
-            while count < LARGEST_BATCH and self._fits_alone(i, count + 1):
-                count += 1
-            shares.append(count)
-        return tuple(shares)
+        counts = range(1, LARGEST_BATCH + 1)
+        fits = (functools.partial(self._fits_alone, i) for i in range(len(self.gpus)))
+        return tuple(bisect_left(counts, True, key=lambda count: not fits_one(count)) for fits_one in fits)
 
     def _fits_alone(self, device: int, samples: int) -> bool:
         split = [0] * len(self.gpus)
@@ -333,29 +292,20 @@ class Planner:
 
 @dataclass(frozen=True)
 class Variant:
-    """A change of the config that a simulation can evaluate.
-
-    Attributes:
-        change: what the user writes into the config.
-        note: its other effects.
-        changes: config keys and values for the simulation.
-        in_use: the plan has it already; the simulation is of the config without it.
-    """
+    """A change of the config that a simulation can evaluate."""
 
     change: str
+    """What the user writes into the config."""
     note: str
+    """Its other effects."""
     changes: Mapping[str, object]
+    """Config keys and values for the simulation."""
     in_use: bool = False
+    """The plan has it already; the simulation is of the config without it."""
 
 
 def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[int, int] | None) -> list[Variant]:
-    """Return the changes worth a simulation.
-
-    Args:
-        precision: `train.precision`.
-        crop_px: height and width of the crops.
-        smaller_crop_px: a smaller crop that the network accepts; None if there is none.
-    """
+    """Return the changes worth a simulation."""
     found = []
     if precision == "fp32":
         note = "half-precision activations; needs a GPU with bfloat16 (Ampere or later), else amp-fp16"
@@ -450,35 +400,25 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SavedMemoryPlan:
-    """The part of a plan that resumes and reports need.
-
-    Attributes:
-        batch_size: planned images of a micro-batch.
-        accumulate: micro-batches per step.
-        gpu0_bsz: of the best split; None where the mode has none.
-        best_split: samples per device, of the best `gpu0_bsz` where that is auto, else of the config.
-        splits: samples per device, for every possible split.
-        tensors_mib: predicted peak of each device, for every possible split.
-        slope_mib: memory that one more sample adds to a device.
-        advice: changes that reduce memory, best first.
-        notes: how the batch was found.
-    """
+    """The part of a plan that resumes and reports need."""
 
     batch_size: int
     accumulate: int
     gpu0_bsz: int | None
+    """Of the best split; None where the mode has none."""
     best_split: tuple[int, ...]
+    """Of the best `gpu0_bsz` where that is auto, else of the config."""
     splits: tuple[tuple[int, ...], ...]
     tensors_mib: tuple[tuple[float, ...], ...]
     slope_mib: float
-    advice: tuple[str, ...] = ()
+    """Memory that one more sample adds to a device."""
     notes: tuple[str, ...] = ()
+    """How the batch was found."""
 
     def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
         """Return the predicted peak of each device under a split; empty if the plan does not have the split.
 
-        Args:
-            split: samples per device; None where the mode has only one.
+        None is the split of a mode that has only one.
         """
         if split is None:
             return self.tensors_mib[0] if len(self.tensors_mib) == 1 else ()
@@ -499,25 +439,20 @@ class SavedMemoryPlan:
             tuple(row.split for row in plan.rows),
             tuple(row.tensors_mib for row in plan.rows),
             max(0.0, (high - low) / 8),
-            tuple(advice_text(plan)),
             tuple(notes),
         )
 
     def write(self, path: Path) -> None:
         """Write the plan to a JSON file."""
-        write_atomic(path, json.dumps({"format": SAVED_FORMAT, **asdict(self)}, indent=1) + "\n")
+        write_atomic(path, json.dumps({"format": _SAVED_FORMAT, **asdict(self)}, indent=1) + "\n")
 
 
 def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
     """Return the plan in a file; None if it is missing or cannot be read."""
     try:
         raw = json.loads(path.read_text())
-        if raw.pop("format") != SAVED_FORMAT:
-            return None
-        tuples = {name: tuple(tuple(row) for row in raw[name]) for name in ("splits", "tensors_mib")}
-        tuples["best_split"] = tuple(raw["best_split"])
-        return SavedMemoryPlan(**{**raw, **tuples, "advice": tuple(raw["advice"]), "notes": tuple(raw["notes"])})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return TypeAdapter(SavedMemoryPlan).validate_python(raw) if raw["format"] == _SAVED_FORMAT else None
+    except (OSError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -62,7 +62,9 @@ def split_table(plan: MemoryPlan) -> list[str]:
     by_reason: dict[str, list[int]] = {}
     for value, reason in plan.refused:
         by_reason.setdefault(reason.partition(" leaves ")[2] or reason, []).append(value)
-    lines += [f"gpu0_bsz {_ranges(values)} refused: leaves {reason}" for reason, values in by_reason.items()]
+    lines += [
+        f"gpu0_bsz {', '.join(map(str, values))} refused: leaves {reason}" for reason, values in by_reason.items()
+    ]
     return lines
 
 
@@ -141,13 +143,11 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
     lines.append(
         f"overhead ({a.source}): {contexts} MiB per GPU for driver, context and libraries, "
-        f"{100 * (1 - a.room):.0f} % for the allocator" + _scale_text(a.scale)
+        f"{100 * (1 - a.room):.0f} % for the allocator"
+        + ("; measured over predicted: " if a.scale else "")
+        + ", ".join(f"{value:.3f}" for value in a.scale)
     )
     return lines
-
-
-def _scale_text(scale: Sequence[float]) -> str:
-    return "" if not scale else "; measured over predicted: " + ", ".join(f"{value:.3f}" for value in scale)
 
 
 def _shown_rows(plan: MemoryPlan) -> Sequence[PlanRow]:
@@ -165,10 +165,6 @@ def _bar(parts: dict[str, float], total_mib: float) -> str:
         reached += mib
         bar = bar.ljust(min(BAR_CELLS, round(BAR_CELLS * reached / total_mib)), _LETTERS[kind])
     return bar.ljust(BAR_CELLS, ".")
-
-
-def _ranges(values: Sequence[int]) -> str:
-    return ", ".join(map(str, values))
 
 
 def _joined(split: Sequence[int]) -> str:

@@ -47,32 +47,13 @@ _CHANGE_IN_PLACE = (
 
 
 _IN_HALF = (
-    "conv2d",
-    "conv_transpose2d.input",
-    "convolution",
-    "linear",
-    "matmul",
-    "mm",
-    "mv",
-    "bmm",
-    "addmm",
-    "addmv",
-    "addbmm",
-    "baddbmm",
-    "scaled_dot_product_attention",
-)
+    "conv2d", "conv_transpose2d.input", "convolution", "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv",
+    "addbmm", "baddbmm", "scaled_dot_product_attention",
+)  # fmt: skip
 _IN_FLOAT = (
-    "log_softmax.int",
-    "softmax.int",
-    "layer_norm",
-    "group_norm",
-    "nll_loss2d",
-    "nll_loss",
-    "mse_loss",
-    "cumsum",
-    "prod",
-    "pow.Tensor_Scalar",
-)
+    "log_softmax.int", "softmax.int", "layer_norm", "group_norm", "nll_loss2d", "nll_loss", "mse_loss", "cumsum",
+    "prod", "pow.Tensor_Scalar",
+)  # fmt: skip
 
 
 @functools.cache
@@ -130,10 +111,8 @@ def _register_autocast() -> None:
 
         library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
 
-    for name in _IN_HALF:
-        register(name, True)
-    for name in _IN_FLOAT:
-        register(name, False)
+    for name in (*_IN_HALF, *_IN_FLOAT):
+        register(name, name in _IN_HALF)
 
 
 def _triton_buffers(
@@ -174,11 +153,7 @@ class _WeightGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def simulation(*modes: Any) -> Iterator[None]:
-    """Run the body of the `with` statement on simulated devices.
-
-    Args:
-        *modes: dispatch modes for the operations, such as a `StorageLedger`.
-    """
+    """Run the body of the `with` statement on simulated devices."""
     set_up()
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(nn.Module, "_apply", _apply_by_replacing))
@@ -200,26 +175,21 @@ def _apply_by_replacing(module: nn.Module, fn: Callable[[Tensor], Tensor], recur
 
 
 def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor], recurse: bool = True) -> None:
-    """Replace parameters and buffers, in place; those that several parts of the module share stay shared.
-
-    Args:
-        module: changed in place.
-        change: returns the new tensor, from the old one and the dotted name of its part.
-        recurse: also in the parts of the module.
-    """
-    parameters: dict[int, nn.Parameter] = {}
-    buffers: dict[int, Tensor] = {}
+    """Replace parameters and buffers, in place; those that several parts of the module share stay shared."""
+    made: dict[int, Tensor] = {}
     for name, part in module.named_modules() if recurse else (("", module),):
-        for key, parameter in parameter_slots(part).items():
-            if parameter is not None:
-                if id(parameter) not in parameters:
-                    parameters[id(parameter)] = nn.Parameter(change(parameter, name), parameter.requires_grad)
-                parameter_slots(part)[key] = parameters[id(parameter)]
-        for key, buffer in buffer_slots(part).items():
-            if buffer is not None:
-                if id(buffer) not in buffers:
-                    buffers[id(buffer)] = change(buffer, name)
-                buffer_slots(part)[key] = buffers[id(buffer)]
+        all_slots: tuple[dict[str, Any], ...] = parameter_slots(part), buffer_slots(part)
+        for slots in all_slots:
+            for key, old in slots.items():
+                if old is not None:
+                    if id(old) not in made:
+                        made[id(old)] = _as_parameter(change(old, name), old)
+                    slots[key] = made[id(old)]
+
+
+def _as_parameter(made: Tensor, old: Tensor) -> Tensor:
+    """Return a new tensor as a parameter if the old one, in whose place it is, is a parameter."""
+    return nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made
 
 
 def _fake(tensor: Tensor) -> Tensor:
@@ -229,8 +199,7 @@ def _fake(tensor: Tensor) -> Tensor:
 
 def _deepcopy_fake(tensor: Tensor, _memo: dict[int, Any]) -> Tensor:
     """Return a copy of a fake tensor; the default deepcopy would also copy its FakeTensorMode."""
-    made = _like(tensor, str(tensor.device))
-    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+    return _as_parameter(_like(tensor, str(tensor.device)), tensor)
 
 
 _tensor = torch.tensor
@@ -250,12 +219,7 @@ def skeleton(module: nn.Module) -> nn.Module:
 
 
 def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
-    """Return a copy of a skeleton with its tensors on simulated devices; to be called within `simulation`.
-
-    Args:
-        module: on the meta device.
-        device_of: maps the dotted name of a submodule to its device.
-    """
+    """Return a copy of a skeleton with its tensors on simulated devices; to be called within `simulation`."""
     with without_dispatch_modes():
         copied = copy.deepcopy(module)
     _replace_tensors(copied, lambda tensor, name: _like(tensor, device_of(name)))
@@ -276,12 +240,6 @@ class Buckets:
     With `gradient_as_bucket_view` a gradient becomes a view of its bucket; without it, buckets are additional memory. A
     bucket is allocated with its first gradient (`lazy_bucket_allocation`, which `wrap_ddp` sets where torch has it) or
     at construction.
-
-    Args:
-        parameters: in the order of the model.
-        as_views: `gradient_as_bucket_view`.
-        is_lazy: `lazy_bucket_allocation`.
-        ledger: tags the buckets.
     """
 
     def __init__(

@@ -24,10 +24,7 @@ _LEAST_STEPS = 2
 def judge_epoch(first: float, losses: Sequence[float], num_classes: int) -> tuple[bool, str] | None:
     """Return whether an epoch has diverged, and a sentence about it; None if its losses are those of a training.
 
-    Args:
-        first: loss of the first step.
-        losses: of the later steps of an epoch; those that are not finite are left out, because they changed nothing.
-        num_classes: C.
+    The losses are those of the later steps; those that are not finite are left out, because they changed nothing.
 
     >>> judge_epoch(2.4, [900.0, 3000.0], 11)
     (True, 'the loss of each step was above that of the first step (2.4), 1.95e+03 on average')
@@ -44,11 +41,7 @@ def judge_epoch(first: float, losses: Sequence[float], num_classes: int) -> tupl
 
 
 class LossWatch:
-    """Keeps the losses of an epoch on their device, and reads them at its end.
-
-    Args:
-        num_classes: of the network.
-    """
+    """Keeps the losses of an epoch on their device, and reads them at its end."""
 
     def __init__(self, num_classes: int) -> None:
         self._num_classes = num_classes

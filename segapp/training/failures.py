@@ -25,15 +25,12 @@ def as_segapp_error(
 ) -> SegappError:
     """Return the error that tells a user what failed; an unforeseen one becomes a RunError that names its type.
 
-    Args:
-        error: of the training.
-        parts: key of the config -> name of the custom component.
-        num_devices: that share a batch in this process; of one device a replica is no news.
+    `parts` has the custom component of each key of the config. Where the process has one device, the error of a replica
+    is shown as the error within it.
     """
     if isinstance(error, SegappError):
         return error
-    text = str(error).strip().splitlines()
-    first = text[0] if text else ""
+    first = str(error).strip().partition("\n")[0]
     if is_out_of_memory(error):
         return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
     if "does not have a deterministic implementation" in str(error):
@@ -52,7 +49,8 @@ def as_segapp_error(
         )
     cause = error.__cause__ if isinstance(error, ReplicaError) and isinstance(error.__cause__, Exception) else error
     if isinstance(cause, PlainLossError):
-        return RunError(f"{_losses(parts)}: {cause}: segapp check-part --config FILE checks it").see("own-parts")
+        losses = " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss."))
+        return RunError(f"{losses or 'the loss'}: {cause}: segapp check-part --config FILE checks it").see("own-parts")
     place = raised_at(cause, parts)
     if place is not None:
         part, line = place
@@ -61,14 +59,9 @@ def as_segapp_error(
             f"{part} raised {type(cause).__name__} at {line}: {said}: correct it; segapp check-part --config FILE "
             "shows the component in every way that a training uses it"
         ).see("own-parts")
-    if isinstance(error, ReplicaError) and cause is not error and num_devices == 1:
-        return as_segapp_error(cause)
     if isinstance(error, ReplicaError):
-        return DistributedError(first)
+        is_alone = cause is not error and num_devices == 1
+        return as_segapp_error(cause) if is_alone else DistributedError(first)
     if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
         return DistributedError(f"another rank does not answer ({first}): look at its lines, and at stacks.log")
     return RunError(f"unexpected {type(error).__name__}: {first}")
-
-
-def _losses(parts: Mapping[str, str]) -> str:
-    return " or ".join(f"{key} = {name}" for key, name in parts.items() if key.startswith("loss.")) or "the loss"

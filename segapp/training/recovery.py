@@ -10,8 +10,10 @@ import contextlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from segapp.checkpoint.saver import Position
 from segapp.errors import OutOfMemoryError
@@ -36,43 +38,29 @@ SMALLEST_WINDOW_PX = 64
 logger = logging.getLogger("segapp")
 
 
-# --- fallbacks --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class MemoryFallbacks:
-    """The fallbacks that a run has adopted.
-
-    Attributes:
-        num_pieces: a micro-batch is cut into so many.
-        is_eval_single: evaluate image by image, whatever `eval.batch_size` says.
-        window_px: evaluate in windows of this height and width; None: as the config says.
-        num_bn_pieces: `train.precise_bn` cuts its batches into so many.
-        failed_splits: splits over ranks that ran out of memory; the run is back at the one before.
-    """
+    """The fallbacks that a run has adopted."""
 
     num_pieces: int = 1
+    """A micro-batch is cut into so many."""
     is_eval_single: bool = False
+    """Evaluate image by image, whatever `eval.batch_size` says."""
     window_px: tuple[int, int] | None = None
+    """Evaluate in windows of this height and width; None: as the config says."""
     num_bn_pieces: int = 1
+    """`train.precise_bn` cuts its batches into so many."""
     failed_splits: tuple[tuple[int, ...], ...] = ()
+    """Splits over ranks that ran out of memory; the run is back at the one before."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, those that differ from the defaults."""
-        return {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in asdict(self).items()
-            if value != getattr(MemoryFallbacks, name)
-        }
+        return {name: value for name, value in vars(self).items() if value != getattr(MemoryFallbacks, name)}
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> MemoryFallbacks:
+    @staticmethod
+    def from_json(values: Mapping[str, Any]) -> MemoryFallbacks:
         """Return the fallbacks of `to_json`'s values; unknown names are ignored."""
-        known = {name: value for name, value in values.items() if name in cls.__dataclass_fields__}
-        window = known.get("window_px")
-        known["window_px"] = None if window is None else (int(window[0]), int(window[1]))
-        known["failed_splits"] = tuple(tuple(split) for split in known.get("failed_splits", ()))
-        return cls(**known)
+        return TypeAdapter(MemoryFallbacks).validate_python(values)
 
     def joined(self, other: MemoryFallbacks) -> MemoryFallbacks:
         """Return the fallbacks after both were adopted."""
@@ -96,14 +84,10 @@ class MemoryFallbacks:
 def next_eval_fallback(
     fallbacks: MemoryFallbacks, inference: Inference, batch_size: int, crop_px: tuple[int, int], *, is_fixed: bool
 ) -> tuple[MemoryFallbacks, str] | None:
-    """Return a way to evaluate that needs less memory than the present one, and a sentence; None where there is none.
+    """Return the next way to evaluate, which needs less memory, and a sentence about it; None where there is none.
 
-    Args:
-        fallbacks: so far.
-        inference: as it is under them.
-        batch_size: images of an evaluation batch.
-        crop_px: height and width of a training crop, the first window.
-        is_fixed: whether the network takes windows of one size only.
+    `inference` is as it is under the present fallbacks; the first window has the size of a training crop. `is_fixed`
+    says that the network takes windows of one size only.
     """
     if batch_size > 1 and not fallbacks.is_eval_single:
         return replace(fallbacks, is_eval_single=True), "evaluation continues image by image, with the same result"
@@ -141,71 +125,6 @@ def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
             yield renamed(json.loads(path.read_text()), EVENT_KEYS["oom"]), path.stat().st_mtime
 
 
-# --- reports ----------------------------------------------------------------------------------------------------------
-
-
-class OomHandler:
-    """Reports out-of-memory errors: an event, a file, lines on the terminal.
-
-    Args:
-        context: of the run; the main rank reports what all ranks know.
-        advise: returns what to change, the best first; it may take seconds.
-    """
-
-    def __init__(self, context: RunContext, advise: Callable[[], Sequence[str]]) -> None:
-        self._event_log, self.memory = context.event_log, context.device_memory
-        self._folder, self._rank, self._advise = context.folder.reports, context.ranks.rank, advise
-
-    def report(self, report: Oom, fallbacks: MemoryFallbacks | None = None, *, is_final: bool = False) -> Oom:
-        """Write a report; return it with its advice.
-
-        Args:
-            report: what happened, and what is done about it.
-            fallbacks: those adopted, if any.
-            is_final: True if the training ends, so that there is time for the planner's advice.
-        """
-        if self._rank:
-            return report
-        if is_final:
-            try:
-                report = report.model_copy(update={"advice": [*self._advise(), *report.advice]})
-            except Exception:  # a report without advice is better than none
-                logger.exception("advice on an out-of-memory")
-        path = self._write(report)
-        adopted = fallbacks.to_json() if fallbacks else None
-        self._event_log.emit(report.model_copy(update={"fallbacks": adopted, "path": path}))
-        message = f"{headline(report)}; {report.problem}" + (f"; see {path}" if path else "")
-        self._event_log.emit(Alert(kind="oom", message=message, step=report.step))
-        return report
-
-    def report_alone(self, report: Oom, fallbacks: MemoryFallbacks | None) -> None:
-        """Report what only this rank knows, where no collective is possible; a resume adopts the fallbacks."""
-        if not self._rank:
-            self.report(report, fallbacks)
-        else:
-            event = report.model_copy(update={"fallbacks": fallbacks.to_json() if fallbacks else None})
-            text = event.model_dump_json(exclude={"v", "seq", "t", "type", "path"})
-            try:
-                self._folder.mkdir(exist_ok=True)
-                path = self._folder / f"rank_{self._rank}_step_{report.step}.json"
-                if path.exists():  # of an earlier start of the ranks: what it adopted stays
-                    path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
-                write_atomic(path, text + "\n")
-            except OSError:
-                logger.exception("report of an out-of-memory")
-            self._write(report)
-
-    def _write(self, report: Oom) -> str | None:
-        try:
-            self._folder.mkdir(exist_ok=True)
-            path = self._folder / f"oom_{1 + len(list(self._folder.glob('oom_*.txt'))):04}.txt"
-            write_atomic(path, "\n".join(report_lines(report)) + "\n")
-        except OSError:
-            logger.exception("report of an out-of-memory")
-            return None
-        return f"{self._folder.name}/{path.name}"
-
-
 def final_error(report: Oom) -> OutOfMemoryError:
     """Return the error that ends a training, with the whole report."""
     move = report.advice[0] if report.advice else "lower train.batch_size or data.crop_px"
@@ -223,90 +142,53 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
     change = next((raw for raw in reversed(rare) if raw["type"] == "gpu0_bsz"), None)
     if change is None or change["status"] not in ("pending", "applied") or not change.get("split"):
         return
-    problem = _problem_under(folder, tuple(change["split"]), after_s=change["t"])
-    if problem is None:
+    split = tuple(change["split"])
+    problems = [
+        raw.get("problem") or raw.get("message") or "a rank ran out of memory"
+        for raw, written_s in _rank_reports(folder)
+        if written_s >= change["t"] and split in MemoryFallbacks.from_json(raw.get("fallbacks") or {}).failed_splits
+    ]
+    if not problems:
         return
-    reason = f"out of memory: split {format_split(change['split'])} does not fit: back to the one before ({problem})"
-    event_log.emit(
-        Gpu0Bsz(
-            status="reverted",
-            old=change.get("old"),
-            new=change.get("new"),
-            epoch=change.get("epoch"),
-            id=change.get("id"),
-            is_auto=change.get("is_auto"),
-            reason=reason,
-            reason_code="out_of_memory",
-        )
-    )
+    reason = f"out of memory: split {format_split(split)} does not fit: back to the one before ({problems[0]})"
+    asked_for: Any = {name: change.get(name) for name in ("old", "new", "epoch", "id", "is_auto")}
+    event_log.emit(Gpu0Bsz(status="reverted", **asked_for, reason=reason, reason_code="out_of_memory"))
     asked = next((raw for raw in rare if raw["type"] == "command" and raw.get("id") == change.get("id")), None)
     if asked is not None and asked["id"] not in read_answers(rare):
-        step = asked.get("step")
-        event_log.emit(
-            CommandAnswer(
-                id=asked["id"], command=asked["command"], by=asked["by"], status="rejected", reason=reason, step=step
-            )
-        )
-
-
-def _problem_under(folder: RunFolder, split: tuple[int, ...], after_s: float) -> str | None:
-    """Return the error of a rank that reported this split as failed after a time (Unix seconds); None: none did."""
-    for raw, written_s in _rank_reports(folder):
-        failed = MemoryFallbacks.from_json(raw.get("fallbacks") or {}).failed_splits
-        if split in failed and written_s >= after_s:
-            return str(raw.get("problem") or raw.get("message") or "a rank ran out of memory")
-    return None
-
-
-# --- policy -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class BatchSizes:
-    """The sizes that decide what needs less memory.
-
-    Attributes:
-        batch_size: images of a micro-batch, all devices and ranks together.
-        accumulate: micro-batches of a step.
-        eval_batch_size: images of an evaluation batch.
-        crop_px: height and width of a training crop.
-    """
-
-    batch_size: int
-    accumulate: int
-    eval_batch_size: int
-    crop_px: tuple[int, int]
+        known: Any = {name: asked.get(name) for name in ("id", "command", "by", "step")}
+        event_log.emit(CommandAnswer(status="rejected", reason=reason, **known))
 
 
 class OomPolicy:
-    """Decides what follows an out-of-memory error, and makes evaluations that need less memory.
+    """Reports out-of-memory errors, decides what follows them, and makes evaluations that need less memory.
 
     Args:
-        handler: examines and reports out-of-memory errors.
-        engine: makes steps.
-        controller: reverts a split that was applied a moment ago.
-        inference: of the evaluation, without fallbacks.
-        sizes: of batches and crops.
+        batch_size: images of a micro-batch, all devices and ranks together.
+        crop_px: height and width of a training crop.
+        advise: returns what to change, the best first; it may take seconds.
         later: fallbacks adopted after the checkpoint that training continues from, with the step of each.
-
-    Attributes:
-        fallbacks: those in force.
     """
 
     def __init__(
         self,
-        handler: OomHandler,
+        context: RunContext,
         engine: StepEngine,
         controller: CommandController,
         inference: Inference,
-        sizes: BatchSizes,
         *,
+        batch_size: int,
+        accumulate: int,
+        eval_batch_size: int,
+        crop_px: tuple[int, int],
+        advise: Callable[[], Sequence[str]],
         later: Sequence[tuple[int, MemoryFallbacks]] = (),
     ) -> None:
         self.fallbacks = MemoryFallbacks()
-        self._handler, self._engine, self._controller = handler, engine, controller
-        self._inference, self._sizes = inference, sizes
-        self._ranks = engine.ranks
+        self._event_log, self._memory, self._ranks = context.event_log, context.device_memory, context.ranks
+        self._folder, self._advise = context.folder.reports, advise
+        self._engine, self._controller, self._inference = engine, controller, inference
+        self._batch_size, self._accumulate = batch_size, accumulate
+        self._eval_batch_size, self._crop_px = eval_batch_size, crop_px
         self._later = list(later)
         for split in {split for _, fallbacks in later for split in fallbacks.failed_splits}:
             controller.batch_split.record_failure(split)
@@ -322,12 +204,6 @@ class OomPolicy:
         """
         return self._engine.is_whole and not self._has_left_step
 
-    def restore(self, fallbacks: MemoryFallbacks) -> None:
-        """Adopt the fallbacks of a checkpoint."""
-        self.fallbacks = fallbacks
-
-    # --- a step ----------------------------------------------------------------------------------------------------
-
     def begin(self, position: Position) -> MemoryFallbacks:
         """Return the fallbacks for a step or an evaluation at a position.
 
@@ -340,9 +216,7 @@ class OomPolicy:
     def handle_step_failure(self, error: Exception, position: Position) -> None:
         """After a step ran out of memory: revert to the last good split where there is one, else cut micro-batches.
 
-        Args:
-            error: the out-of-memory error; what it holds is freed.
-            position: of the training.
+        What the error holds is freed.
 
         Raises:
             OutOfMemoryError: nothing is left to try.
@@ -352,7 +226,7 @@ class OomPolicy:
         report = self._examined(error, position)
         reverted = self._controller.revert_split(report.problem or "", position.step)
         if reverted is not None:
-            self._handler.report(report.model_copy(update={"action": f"{reverted}; the step was made again"}))
+            self._report(report, action=f"{reverted}; the step was made again")
             return
         smaller = self._smaller_pieces()
         if not self._engine.is_whole:
@@ -367,13 +241,13 @@ class OomPolicy:
             f"the step is made again, and all later ones, with micro-batches in {smaller.num_pieces} pieces: the same "
             "mean over the step, but BatchNorm takes its statistics from smaller pieces"
         )
-        update = {"action": action, "judge": self._controller.judge().to_json()}
-        self._handler.report(report.model_copy(update=update), smaller)
+        judge = self._controller.judge().to_json()
+        self._report(report, action=action, judge=judge, fallbacks=smaller.to_json())
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
         """Return the error of a rank that ran out of memory while the others wait in a collective of the same step."""
         self._has_left_step = True
-        report = self._placed(examine(error, self._handler.memory, self._ranks.rank), position)
+        report = _placed(examine(error, self._memory, self._ranks.rank), position)
         failed = self._controller.batch_split.current
         reverted = self._controller.revert_split(report.problem or "", position.step)
         action, advice = "all ranks stop: the others wait in a collective of this step", self._simple_advice(report)
@@ -386,26 +260,24 @@ class OomPolicy:
             way = f"with micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
         if way is not None:
             advice.insert(0, f"segapp train --resume continues from the last checkpoint {way}")
-        report = report.model_copy(update={"action": action, "advice": advice})
-        self._handler.report_alone(report, smaller)
+        adopted = smaller.to_json() if smaller else None
+        report = report.model_copy(update={"action": action, "advice": advice, "fallbacks": adopted})
+        if self._ranks.rank:
+            self._report_alone(report)
+        else:
+            self._report(report)
         return final_error(report)
 
     def _smaller_pieces(self) -> MemoryFallbacks | None:
         """Return fallbacks with twice as many pieces; None where BatchNorm, or the batch, allows no more."""
         num_pieces = 2 * self.fallbacks.num_pieces
-        size = self._sizes.batch_size // num_pieces
+        size = self._batch_size // num_pieces
         if num_pieces > MAX_PIECES or size < 1 or not self._engine.can_train_on(size, num_pieces):
             return None
         return replace(self.fallbacks, num_pieces=num_pieces)
 
-    # --- an evaluation ---------------------------------------------------------------------------------------------
-
     def make_evaluation(self, evaluate: Callable[[MemoryFallbacks], Evaluation], position: Position) -> Evaluation:
         """Evaluate; where memory does not suffice, begin again in a way that needs less.
-
-        Args:
-            evaluate: evaluates once under some fallbacks.
-            position: of the training.
 
         Raises:
             OutOfMemoryError: no way needs little enough.
@@ -420,59 +292,89 @@ class OomPolicy:
             self._handle_eval_oom(failure, position)
 
     def _handle_eval_oom(self, error: Exception, position: Position) -> None:
-        """Adopt a way to evaluate that needs less memory, on every rank.
-
-        Raises:
-            OutOfMemoryError: there is none.
-        """
-        is_precise_bn = isinstance(error, BatchNormMemoryError)
+        """Adopt a way to evaluate that needs less memory, on every rank, or raise OutOfMemoryError."""
         report = self._examined(error, position)
         model, found = self._engine.model, None
-        if is_precise_bn:
+        if isinstance(error, BatchNormMemoryError):
             num_pieces = 2 * self.fallbacks.num_bn_pieces
-            if self._sizes.batch_size // num_pieces >= model.min_train_batch:
+            if self._batch_size // num_pieces >= model.min_train_batch:
                 smaller = replace(self.fallbacks, num_bn_pieces=num_pieces)
                 found = smaller, f"train.precise_bn cuts its batches into {num_pieces} pieces"
         else:
             found = next_eval_fallback(
                 self.fallbacks,
                 self.fallbacks.adapted(self._inference),
-                self._sizes.eval_batch_size,
-                self._sizes.crop_px,
+                self._eval_batch_size,
+                self._crop_px,
                 is_fixed=model.fixed_size_px is not None,
             )
         if found is None:
             raise self._give_up(report, "no smaller way to evaluate is left: the training is saved and stops")
         self.fallbacks, action = found
-        self._handler.report(report.model_copy(update={"action": action}), self.fallbacks)
-
-    # --- both ------------------------------------------------------------------------------------------------------
+        self._report(report, action=action, fallbacks=self.fallbacks.to_json())
 
     def _examined(self, error: BaseException, position: Position) -> Oom:
         """Return what is known of an out-of-memory error, on every rank; what the failed attempt held is freed."""
         is_own = not isinstance(error, PeerOutOfMemoryError)
-        own = examine(error, self._handler.memory, self._ranks.rank) if is_own else None
+        own = examine(error, self._memory, self._ranks.rank) if is_own else None
         release(error, self._engine.device)
         batch_split = self._controller.batch_split
         split, predicted_mib = list(batch_split.current or ()), list(batch_split.predicted_mib())
         update = {"split": split or None, "predicted_mib": predicted_mib or None}
-        return self._placed(self._ranks.first_of(own), position).model_copy(update=update)
-
-    @staticmethod
-    def _placed(report: Oom, position: Position) -> Oom:
-        return report.model_copy(update={"epoch": position.epoch, "step": position.step})
+        return _placed(self._ranks.first_of(own), position).model_copy(update=update)
 
     def _give_up(self, report: Oom, action: str) -> OutOfMemoryError:
-        update = {"action": action, "advice": self._simple_advice(report)}
-        return final_error(self._handler.report(report.model_copy(update=update), is_final=True))
+        advice = self._simple_advice(report)
+        if self._ranks.is_main:  # the training ends, so that there is time for the planner's advice
+            try:
+                advice = [*self._advise(), *advice]
+            except Exception:  # a report without advice is better than none
+                logger.exception("advice on an out-of-memory")
+        return final_error(self._report(report, action=action, advice=advice))
 
     def _simple_advice(self, report: Oom) -> list[str]:
         """Return what helps, without a memory plan."""
-        sizes, crop = self._sizes, self._sizes.crop_px
+        height, width = self._crop_px
         if report.phase == "eval":
-            return [f"eval.slide=true eval.slide_px=[{crop[0] // 2},{crop[1] // 2}]", "eval.batch_size=1"]
-        smaller = [f"lower data.crop_px = [{crop[0]}, {crop[1]}]"]
-        if sizes.batch_size > 1:
-            accumulate = f"train.accumulate={2 * sizes.accumulate}"
-            smaller.insert(0, f"lower train.batch_size: train.batch_size={sizes.batch_size // 2} {accumulate}")
+            return [f"eval.slide=true eval.slide_px=[{height // 2},{width // 2}]", "eval.batch_size=1"]
+        smaller = [f"lower data.crop_px = [{height}, {width}]"]
+        if self._batch_size > 1:
+            accumulate = f"train.accumulate={2 * self._accumulate}"
+            smaller.insert(0, f"lower train.batch_size: train.batch_size={self._batch_size // 2} {accumulate}")
         return smaller
+
+    def _report(self, report: Oom, **changes: Any) -> Oom:
+        """Complete a report and write it as an event, a file and an alert, on the main rank; return it."""
+        report = report.model_copy(update=changes)
+        if self._ranks.is_main:
+            path = self._write(report)
+            self._event_log.emit(report.model_copy(update={"path": path}))
+            message = f"{headline(report)}; {report.problem}" + (f"; see {path}" if path else "")
+            self._event_log.emit(Alert(kind="oom", message=message, step=report.step))
+        return report
+
+    def _report_alone(self, report: Oom) -> None:
+        """Write what only this rank knows, where no collective is possible; a resume adopts the fallbacks."""
+        try:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / f"rank_{self._ranks.rank}_step_{report.step}.json"
+            if path.exists():  # of an earlier start of the ranks: what it adopted stays
+                path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
+            write_atomic(path, report.model_dump_json(exclude={"v", "seq", "t", "type", "path"}) + "\n")
+        except OSError:
+            logger.exception("report of an out-of-memory")
+        self._write(report)
+
+    def _write(self, report: Oom) -> str | None:
+        try:
+            self._folder.mkdir(exist_ok=True)
+            path = self._folder / f"oom_{1 + len(list(self._folder.glob('oom_*.txt'))):04}.txt"
+            write_atomic(path, "\n".join(report_lines(report)) + "\n")
+        except OSError:
+            logger.exception("report of an out-of-memory")
+            return None
+        return f"{self._folder.name}/{path.name}"
+
+
+def _placed(report: Oom, position: Position) -> Oom:
+    return report.model_copy(update={"epoch": position.epoch, "step": position.step})

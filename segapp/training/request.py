@@ -25,51 +25,39 @@ class ImageLimit:
 
 @dataclass(frozen=True)
 class TrainRequest:
-    """A training to start or to resume.
-
-    Args:
-        config: the complete config.
-        folder: an existing run to resume; None: a new one.
-        run: where a new run goes; None: runs/NAME.
-        checkpoint: the file to resume from; None: the folder's newest intact one.
-        note: printed first.
-        limit: use only so many images; None: all.
-    """
+    """A training to start or to resume."""
 
     config: RunConfig
     folder: RunFolder | None = None
+    """An existing run to resume; None: a new one."""
     run: Path | None = None
+    """Where a new run goes; None: runs/NAME."""
     checkpoint: Path | None = None
+    """The file to resume from; None: the folder's newest intact one."""
     note: str | None = None
+    """Printed first."""
     limit: ImageLimit | None = None
 
 
 def plan_request(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
     """Decide what to train and where; nothing is changed on disk.
 
-    Args:
-        config: a path or a name; may be left out where a run is resumed.
-        overrides: KEY=VALUE words.
-        run: --run.
-        resume: auto, a run, or a checkpoint file; None: a new training.
+    `resume` is auto, a run, or a checkpoint file; None: a new training. The config may be left out where a run is
+    resumed.
 
     Raises:
         ConfigError: the config, or what was named, is not there or not valid.
     """
-    plan = _plan(config, overrides, run, resume)
-    _check_teacher(plan.config)
-    return plan
-
-
-def _check_teacher(config: RunConfig) -> None:
-    if config.distill is None or Path(config.distill.teacher).is_file():
-        return
-    try:
-        find_run(config.distill.teacher)
-    except SegappError as error:
-        raise error.reworded(
-            f"distill.teacher: {error}; train the teacher first, or name its checkpoint file"
-        ) from None
+    request = _plan(config, overrides, run, resume)
+    distill = request.config.distill
+    if distill is not None and not Path(distill.teacher).is_file():
+        try:
+            find_run(distill.teacher)
+        except SegappError as error:
+            raise error.reworded(
+                f"distill.teacher: {error}; train the teacher first, or name its checkpoint file"
+            ) from None
+    return request
 
 
 def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
@@ -80,7 +68,7 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
             folder = _newest_run(name, run)
         if folder is None:
             note = None if resume is None else "nothing to resume yet: a new training begins"
-            return TrainRequest(_named_config(config, overrides), run=run, note=note)
+            return TrainRequest(load_config(named_config(config, overrides), overrides), run=run, note=note)
         return _resumed(folder, config, overrides, note=f"resuming {printable(str(folder.path))}")
     path = Path(resume)
     if not path.is_file():
@@ -88,11 +76,7 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
     owner = path.resolve().parent.parent
     if run is None and is_run(owner):
         return _resumed(RunFolder(owner), config, overrides, checkpoint=path)
-    return TrainRequest(_named_config(config, overrides), run=run, checkpoint=path)
-
-
-def _named_config(config: str | None, overrides: Sequence[str]) -> RunConfig:
-    return load_config(named_config(config, overrides), overrides)
+    return TrainRequest(load_config(named_config(config, overrides), overrides), run=run, checkpoint=path)
 
 
 def _resumed(

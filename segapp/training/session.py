@@ -47,7 +47,7 @@ from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import RunContext
 from segapp.training.failures import as_segapp_error
-from segapp.training.planning.auto import check_host_memory, planned_advice, resolve_auto
+from segapp.training.planning.auto import check_host_memory, on_main, planned_advice, resolve_auto
 from segapp.training.recovery import fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
@@ -69,16 +69,13 @@ def run_session(
     listener: EventListener | None = None,
     signals: StopSignals | None = None,
 ) -> int:
-    """Train as requested.
+    """Train as requested, and return the exit code.
 
     Args:
         request: what to train and where.
         arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
         listener: gets the events in place of the console.
         signals: stop requests; None: those of the signals to the process, which only the main thread can take over.
-
-    Returns:
-        The exit code.
 
     Raises:
         SegappError: the training could not begin, or failed.
@@ -128,7 +125,12 @@ def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequenc
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     if note := taken_note(request, folder):
         print(note, flush=True)
-    signals.forward_checkpoint_requests(lambda: _ask_for_checkpoint(folder))
+
+    def ask_for_checkpoint() -> None:
+        with contextlib.suppress(CommandError):
+            send_command(folder.path, CheckpointCommand(), "SIGUSR1")
+
+    signals.forward_checkpoint_requests(ask_for_checkpoint)
     command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
     words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
     environment = {_DEVICES: json.dumps(words), TRUST_VARIABLE: "1"}  # this process has checked the parts
@@ -152,11 +154,6 @@ def _devices_of_launcher() -> DevicePlan | None:
         return None
     words = json.loads(os.environ[_DEVICES])
     return DevicePlan("ddp", tuple(torch.device(name) for name in words["devices"]), *words["reasons"])
-
-
-def _ask_for_checkpoint(folder: RunFolder) -> None:
-    with contextlib.suppress(CommandError):
-        send_command(folder.path, CheckpointCommand(), "SIGUSR1")
 
 
 @contextlib.contextmanager
@@ -223,17 +220,17 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
     own = [device_info_of(device) for device in devices.devices]
     own = [replace(info, usable_mib=mib) for info, mib in zip(own, DeviceMemoryTracker(own).usable_mib(), strict=True)]
     host = socket.gethostname()
-    device_infos = []
-    for rank, (theirs, there) in enumerate(ranks.gather((own, host))):
-        for info in theirs:
-            pid = info.pid if there == host else None
-            device_infos.append(replace(info, is_own=rank == ranks.rank, pid=pid))
-    if budgets_mib is not None:
-        device_infos = [
-            replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None)
-            for info, mib in zip(device_infos, budgets_mib, strict=False)
-        ]
-    return device_infos
+    device_infos = [
+        replace(info, is_own=rank == ranks.rank, pid=info.pid if there == host else None)
+        for rank, (theirs, there) in enumerate(ranks.gather((own, host)))
+        for info in theirs
+    ]
+    if budgets_mib is None:
+        return device_infos
+    return [
+        replace(info, total_mib=min(mib, info.total_mib or mib), usable_mib=None)
+        for info, mib in zip(device_infos, budgets_mib, strict=False)
+    ]
 
 
 class _LogFile(logging.FileHandler):
@@ -322,7 +319,10 @@ def _run_in(
         try:
             with _restored_trainer(context, request, devices, stage, rank_pids) as trainer:
                 if trainer.progress.is_complete:
-                    _end_complete(trainer)
+                    if ranks.is_main:
+                        trainer.answer_commands("the run is complete", is_finished=True)
+                        key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
+                        print(f"already complete: {trainer.length}; raise {key} to train on")
                     return 0
                 stage.begin(trainer)
                 if ranks.is_main:
@@ -332,9 +332,7 @@ def _run_in(
                 reason = trainer.fit()
             return end("finished", reason, 0)
         except StopRequest as stop:
-            outcome = "a checkpoint was saved"
-            if not stage.is_saved:
-                outcome = "nothing was there to save yet"
+            outcome = "a checkpoint was saved" if stage.is_saved else "nothing was there to save yet"
             code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
             return end("stopped", f"{stop}: {outcome}", code)
         except Exception as error:
@@ -366,10 +364,17 @@ def _restored_trainer(
     """Resolve the config, build the trainer and restore its state; yields it under watch."""
     folder, ranks = context.folder, context.ranks
     config, saved_plan = _with_resolved_auto(folder, request.config, devices, context.device_memory.devices, ranks)
-    checkpoint = _checkpoint_of(folder, request, ranks)
+    checkpoint = on_main(
+        ranks,
+        lambda: checkpoint_to_resume(folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint),
+    )
     stage.is_saved = checkpoint is not None
     if ranks.world_size > 1 and ranks.is_main:
         report_reverted_split(folder, context.event_log)
+
+    def check_memory(num_train: int) -> None:
+        on_main(ranks, lambda: check_host_memory(config, min(config.train.batch_size, num_train)))
+
     with (
         _watched(context, config, stage, rank_pids),
         contextlib.closing(
@@ -380,21 +385,13 @@ def _restored_trainer(
                 checkpoint=checkpoint,
                 saved_plan=saved_plan,
                 limit=request.limit,
-                check_memory=lambda num_images: _check_host_memory(config, context.ranks, num_images),
-                advise=lambda: planned_advice(config, devices, context.device_memory.devices, saved_plan),
+                check_memory=check_memory,
+                advise=lambda: planned_advice(config, devices, context.device_memory.devices),
             )
         ) as trainer,
     ):
         _restore(trainer, context, config, checkpoint)
         yield trainer
-
-
-def _end_complete(trainer: Trainer) -> None:
-    """Say that a training was complete before, and answer its commands."""
-    if trainer.ranks.is_main:
-        trainer.end_complete()
-        key = "train.epochs" if trainer.settings.timetable.total_steps is None else "train.steps"
-        print(f"already complete: {trainer.length}; raise {key} to train on")
 
 
 @contextlib.contextmanager
@@ -463,31 +460,6 @@ def _with_resolved_auto(
     return resolved, saved_plan
 
 
-def _check_host_memory(config: RunConfig, ranks: Ranks, num_train: int) -> None:
-    """Refuse a step that does not fit into this machine's memory; the main rank predicts for all.
-
-    Raises:
-        OutOfMemoryError: it does not fit.
-    """
-    problem: OutOfMemoryError | None = None
-    if ranks.is_main:
-        try:
-            check_host_memory(config, min(config.train.batch_size, num_train))
-        except OutOfMemoryError as error:
-            problem = error
-    problem = ranks.from_main(problem)
-    if problem is not None:
-        raise problem
-
-
-def _checkpoint_of(folder: RunFolder, request: TrainRequest, ranks: Ranks) -> LoadedCheckpoint | None:
-    found: LoadedCheckpoint | None = None
-    if ranks.is_main:
-        found = checkpoint_to_resume(folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint)
-    checkpoint: LoadedCheckpoint | None = ranks.from_main(found)
-    return checkpoint
-
-
 def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoint: LoadedCheckpoint | None) -> None:
     """Load the checkpoint, take the events out that will happen again, and add the trackers."""
     event_log = context.event_log
@@ -497,10 +469,12 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
         check_resumable(checkpoint.state, checkpoint.path, config, trainer.facts.num_train, trainer.facts.classes)
         trainer.load_state_dict(checkpoint.state)
         if event_log.writer is not None:
-            at = checkpoint
-            is_evaluated = trainer.position.is_evaluated
             event_log.writer.rewind(
-                at.step, epoch=at.epoch, batch=at.position, sha256=at.sha256, is_evaluated=is_evaluated
+                checkpoint.step,
+                epoch=checkpoint.epoch,
+                batch=checkpoint.position,
+                sha256=checkpoint.sha256,
+                is_evaluated=trainer.position.is_evaluated,
             )
         for message in checkpoint.messages:
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
@@ -527,10 +501,6 @@ def _versions() -> dict[str, str]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    found = []
-    for gpu in GPUS:
-        for device in gpu.devices():
-            facts = gpu.facts(device)
-            total_mib = facts.total_bytes / 2**20
-            found.append({"device": str(device), "name": facts.name, "uuid": facts.uuid, "total_mib": total_mib})
-    return found
+    infos = [device_info_of(device) for gpu in GPUS for device in gpu.devices()]
+    names = ("device", "name", "uuid", "total_mib")
+    return [{name: getattr(info, name) for name in names} for info in infos]

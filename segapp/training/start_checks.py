@@ -12,9 +12,6 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.targets import Targets, absent_note, classes_present, has_shades, ignored_note
 from segapp.run.events import Alert
 
-LONGEST_WARMUP = 0.2
-"""Share of the steps of a run from which a warm-up is reported."""
-
 
 def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
     """Return the epochs and steps of a run with `num_batches` micro-batches an epoch, and the steps of an epoch.
@@ -40,14 +37,8 @@ def start_alerts(
 ) -> list[Alert]:
     """Return the alerts of a training, in order of weight.
 
-    Args:
-        config: the complete config.
-        scheme: of the classes.
-        train: counts of the training masks; None: not read.
-        val: counts of the validation masks; None: not read.
-        largest_px: height of the highest and width of the widest training image; None: not known.
-        num_batches: micro-batches of an epoch; 0: of a trial on a few images, whose length says nothing.
-        device_type: cpu or cuda.
+    `train` and `val` are the counts of the masks, `largest_px` is the height of the highest and the width of the widest
+    training image; None: not known. Without batches, in a trial on a few images, the length of the run says nothing.
     """
     found = [
         *(("classes", message) for message in _of_classes(scheme, train, val)),
@@ -79,19 +70,14 @@ def _of_classes(scheme: ClassScheme, train: Targets | None, val: Targets | None)
 
 
 def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
-    """Return sentences about a learning rate that does not fit the length of a run.
-
-    Args:
-        config: the complete config.
-        num_batches: micro-batches of an epoch.
-    """
+    """Return sentences about a learning rate that does not fit a run with `num_batches` micro-batches an epoch."""
     section = config.schedule
     if is_part(section.name):
         return []
     _, total_steps, steps_per_epoch = run_length(config.train, num_batches)
     notes = []
     share = section.warmup_steps / max(total_steps, 1)
-    if share > LONGEST_WARMUP:
+    if share > 0.2:
         rises = "all" if share >= 1 else f"{share:.0%}"
         notes.append(
             f"schedule.warmup_steps = {section.warmup_steps}: the learning rate rises towards optim.lr for {rises} of "

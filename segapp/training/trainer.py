@@ -48,21 +48,7 @@ FRESH_CHECKPOINT_S = 60.0
 
 
 class Trainer:
-    """One training.
-
-    Args:
-        context: of the run.
-        settings: fixed numbers.
-        facts: for the `run_start` event and the checkpoint.
-        engine: makes steps.
-        train_loader: micro-batches of an epoch, from any position.
-        validation: evaluates.
-        controller: handles commands; holds the settings in force.
-        oom_policy: makes steps and evaluations with the memory there is.
-        plateau: lowers the learning rate after evaluations; None with other schedules.
-        config_hash: of the resolved config, for checkpoints.
-        first_outputs: looks at the outputs of the first step; None: nothing looks.
-    """
+    """One training."""
 
     def __init__(
         self,
@@ -90,11 +76,11 @@ class Trainer:
             settings,
             self.progress,
             self.activities.clock,
-            engine=engine,
-            controller=controller,
-            oom_policy=oom_policy,
-            train_loader=train_loader,
-            validation=validation,
+            engine,
+            controller,
+            oom_policy,
+            train_loader,
+            validation.loader.dataset,
         )
         self.saver = CheckpointSaver(
             context.folder.checkpoints,
@@ -111,8 +97,6 @@ class Trainer:
         self.has_diverged = False
         self.safe_point = SafePoint(context, controller, self.saver, self.progress, self.activities)
 
-    # --- the course ------------------------------------------------------------------------------------------------
-
     @property
     def position(self) -> Position:
         """Micro-batches and steps done."""
@@ -125,10 +109,7 @@ class Trainer:
         return f"{timetable.epochs} epochs" if timetable.total_steps is None else f"{timetable.total_steps} steps"
 
     def fit(self) -> str:
-        """Train to the last epoch or step, or to an early stop.
-
-        Returns:
-            The reason why training ended.
+        """Train to the last epoch or step, or to an early stop; return the reason why training ended.
 
         Raises:
             StopRequest: a signal or a command asked for a stop; the state is saved.
@@ -149,7 +130,7 @@ class Trainer:
                 if self.controller.requests.stop is not None and is_between:
                     raise StopRequest("asked to stop after the epoch")
         self.saver.finish(self.position, is_required=True)
-        self._answer_commands(f"the run has finished: {reason}", is_finished=True)
+        self.answer_commands(f"the run has finished: {reason}", is_finished=True)
         return reason
 
     @contextlib.contextmanager
@@ -159,33 +140,25 @@ class Trainer:
             yield
         except StopRequest as request:
             self.saver.finish(self.position, is_required=True)
-            self._answer_commands(f"{request}: saved at step {self.position.step}", is_finished=False)
+            self.answer_commands(f"{request}: saved at step {self.position.step}", is_finished=False)
             raise
-        except NonFiniteError:
-            if self.has_diverged:  # the newest checkpoint stays the last one before
-                self.saver.wait_for_writer()
-            else:
+        except Exception as error:
+            match error:
+                case NonFiniteError():
+                    can_save = not self.has_diverged  # the newest checkpoint stays the last one before
+                case OutOfMemoryError():  # on every rank
+                    can_save = self.oom_policy.can_save
+                case DataError() | WorkerError():
+                    can_save = self.ranks.world_size == 1  # the other ranks would not come to a save
+                case _:
+                    can_save = False
+            if can_save:
                 self.saver.finish(self.position, is_required=False)
-            raise
-        except OutOfMemoryError:  # on every rank
-            if self.oom_policy.can_save:
-                self.saver.finish(self.position, is_required=False)
-            self.saver.wait_for_writer()
-            raise
-        except (DataError, WorkerError):
-            if self.ranks.world_size == 1:  # the other ranks would not come to a save
-                self.saver.finish(self.position, is_required=False)
-            self.saver.wait_for_writer()
-            raise
-        except Exception:
             self.saver.wait_for_writer()
             raise
 
-    def end_complete(self) -> None:
-        """Answer the commands sent to a training that has no epoch left."""
-        self._answer_commands("the run is complete", is_finished=True)
-
-    def _answer_commands(self, reason: str, *, is_finished: bool) -> None:
+    def answer_commands(self, reason: str, *, is_finished: bool) -> None:
+        """Answer the commands that are open at the end of the training."""
         self.controller.answer_at_end(self.progress.command_position(), reason, is_finished=is_finished)
 
     def train_epoch(self) -> None:
@@ -208,7 +181,7 @@ class Trainer:
             self.position.batch += len(group)
             self.loss_watch.add(result.loss)
             if self._first_outputs is not None and (note := self._first_outputs.take_note()) is not None:
-                self.reporter.outputs(note)
+                self.reporter.alert("model", note)
             self.controller.after_step(result.split, sum(result.split), self.position.step)
             is_last = self._is_stretch_over()
             if is_last:
@@ -273,8 +246,6 @@ class Trainer:
             self.validation.draw_samples(self.position.epoch, self.oom_policy.fallbacks)
         return found
 
-    # --- epochs ----------------------------------------------------------------------------------------------------
-
     @property
     def live(self) -> LiveSettings:
         """The settings in force that may change while the run continues."""
@@ -311,19 +282,21 @@ class Trainer:
 
     def _is_stretch_over(self) -> bool:
         """Return True at the end of an epoch or of the run, and where an evaluation is due."""
-        is_end = self.position.batch >= len(self.train_loader) or self.progress.is_complete
-        return is_end or self._is_evaluation_due()
+        return self._is_epoch_end or self.progress.is_complete or self._is_evaluation_due()
+
+    @property
+    def _is_epoch_end(self) -> bool:
+        return self.position.batch >= len(self.train_loader)
 
     def _is_evaluation_due(self) -> bool:
         """Return True at the end of the run, and after every so many steps or epochs; once at a position."""
-        at, is_epoch_end = self.position, self.position.batch >= len(self.train_loader)
-        timetable = self.settings.timetable
-        return not at.is_evaluated and timetable.is_evaluation_due(at.epoch, at.step, is_epoch_end=is_epoch_end)
+        at, timetable = self.position, self.settings.timetable
+        return not at.is_evaluated and timetable.is_evaluation_due(at.epoch, at.step, is_epoch_end=self._is_epoch_end)
 
     def _finish_stretch(self) -> None:
         """Evaluate if it is due, move to the next epoch at the end of one, save if it is due."""
         settings, epoch, is_best = self.settings, self.position.epoch, False
-        if self.position.batch >= len(self.train_loader):
+        if self._is_epoch_end:
             self._judge_epoch()
         if self._is_evaluation_due():
             found = self.evaluate()
@@ -334,7 +307,7 @@ class Trainer:
             is_best = self.progress.best.note(value, epoch)
             if self.plateau is not None:
                 self.plateau.observe(value if value is None or self.plateau.larger_is_better else -value)
-        finished = epoch if self.position.batch >= len(self.train_loader) else None
+        finished = epoch if self._is_epoch_end else None
         if finished is not None:
             self.progress.finish_epoch()
         if is_best or self.progress.is_complete or self.saver.is_due(self.position.step, finished):
@@ -361,18 +334,16 @@ class Trainer:
         has_diverged, words = found
         if has_diverged:
             self._end_diverged(f"in epoch {self.position.epoch} {words}")
-        self.reporter.diverged(f"in epoch {self.position.epoch} {words}: if it does not fall, lower optim.lr")
+        self.reporter.alert("diverged", f"in epoch {self.position.epoch} {words}: if it does not fall, lower optim.lr")
 
     def _end_diverged(self, words: str) -> None:
         """Emit an alert and raise NonFiniteError; nothing is saved from here on."""
         self.has_diverged = True
-        self.reporter.diverged(f"the training has diverged: {words}")
+        self.reporter.alert("diverged", f"the training has diverged: {words}")
         raise NonFiniteError(
             f"the training has diverged: {words}: lower optim.lr = {self.settings.base_lr}, add schedule.warmup_steps "
             "or optim.clip_grad_norm; with half precision use train.precision amp-bf16"
         )
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def _capture(self) -> Captured:
         return Captured(self.state_dict(), self.position, self.progress.best.value)
@@ -380,11 +351,7 @@ class Trainer:
     def save_last_boundary(self, is_still: Callable[[], bool]) -> str | None:
         """Save the state of the last step boundary from another thread, while the training thread hangs in a step.
 
-        Args:
-            is_still: returns True while the training thread has not moved.
-
-        Returns:
-            Why it could not be saved; None if it is.
+        `is_still` returns True while the training thread has not moved. Return why the state could not be saved.
         """
         if self.ranks.world_size > 1:
             return "the state of the other ranks cannot be gathered"
@@ -426,7 +393,7 @@ class Trainer:
             self.plateau.load_state_dict(state["plateau"])
         saved, present = state["config"]["parallel"], self.facts.config["parallel"]
         self.controller.restore_settings(LiveSettings(**state["settings"]), saved, present)
-        self.oom_policy.restore(MemoryFallbacks.from_json(state.get("fallbacks", {})))
+        self.oom_policy.fallbacks = MemoryFallbacks.from_json(state.get("fallbacks", {}))
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

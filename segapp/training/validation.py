@@ -58,22 +58,21 @@ class SamplePictures:
         inference = adapted(self.inference)
         try:
             for number, index in enumerate(self.indices):
+                sample = self.dataset[(0, index)]
+                image = sample.image.permute(1, 2, 0).numpy()
+                prediction = predict_image(model, inference, image, self.device, host)
                 path = self.folder / f"epoch_{epoch:04}_{number}.png"
-                self._write(lambda image: predict_image(model, inference, image, self.device, host), index, path)
+                self._write(path, image, prediction, labels_of(sample.target[None])[0].numpy().astype(np.int64))
         except Exception:
             logger.exception("sample pictures of epoch %d", epoch)
         finally:
             model.train(was_training)
 
-    def _write(self, predict: Callable[[NDArray[Any]], NDArray[Any]], index: int, path: Path) -> None:
-        sample = self.dataset[(0, index)]
-        image = sample.image.permute(1, 2, 0).numpy()
-        prediction = predict(image)
+    def _write(self, path: Path, image: NDArray[Any], prediction: NDArray[Any], target: NDArray[Any]) -> None:
         scheme = self.dataset.scheme
-        target = labels_of(sample.target[None])[0].numpy().astype(np.int64)
-        known = np.where(target == scheme.ignore_index, 0, target)
-        truth = colorize(known, scheme)
-        truth[target == scheme.ignore_index] = 0
+        is_ignored = target == scheme.ignore_index
+        truth = colorize(np.where(is_ignored, 0, target), scheme)
+        truth[is_ignored] = 0
         joined = side_by_side([self.dataset.pixels.as_rgb(image), colorize(prediction, scheme), truth])
         is_encoded, data = cv2.imencode(".png", np.ascontiguousarray(joined[..., ::-1]))
         if is_encoded:
@@ -97,16 +96,7 @@ def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -
 
 
 class Validation:
-    """Evaluates the model of a training, or the average of its weights.
-
-    Args:
-        engine: whose model is evaluated, and whose ranks share the images.
-        loader: whole images, each once.
-        inference: how logits are computed.
-        scheme: of the classes.
-        precise_bn: recomputes BatchNorm's statistics first; None: they are as training left them.
-        samples: draws sample pictures after an evaluation; None: none.
-    """
+    """Evaluates the model of a training, or the average of its weights, with `precise_bn` first if there is one."""
 
     def __init__(
         self,
@@ -133,12 +123,9 @@ class Validation:
     def run(
         self, fallbacks: MemoryFallbacks, check: Callable[[], None], progress: Callable[[int], None] = lambda _: None
     ) -> Evaluation:
-        """Evaluate once.
+        """Evaluate once; `check` is called before every batch and may raise to leave.
 
-        Args:
-            fallbacks: how to save memory.
-            check: called before every batch; may raise to leave.
-            progress: called with the number of images that all ranks have evaluated, as far as this one knows.
+        `progress` is called with the number of images that all ranks have evaluated, as far as this one knows.
 
         Raises:
             torch.OutOfMemoryError: another rank ran out of memory; this one raises its own error, whatever its type.

@@ -20,7 +20,6 @@ from segapp.memory.gpus import (
     count_visible_gpus,
     is_first_pid_namespace,
     order_by_free_memory,
-    other_processes,
     processes_on,
     query_gpus,
 )
@@ -213,16 +212,21 @@ OWN = os.getpid()
         (False, [(OWN, None), (1, 5.0)], [1]),
         (False, [(1, 5.0)], []),  # this process is missing: the ids are the host's, and 1 may be anyone
         (False, [(OWN, 3.0), (1, 5.0)], []),  # too little memory: another process with the same number
-        (False, [(OWN, 900.0), (2**22 + 1, 5.0)], []),  # an id that does not exist here
         (False, [], []),
     ],
 )
 def test_processes_of_other_namespaces_are_not_confused(
-    is_first: bool, listed: list[tuple[int, float | None]], expected: list[int], monkeypatch: pytest.MonkeyPatch
+    is_first: bool,
+    listed: list[tuple[int, float | None]],
+    expected: list[int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    lines = [f"GPU-a, {pid}, {'[N/A]' if mib is None else mib}, python" for pid, mib in listed]
+    (tmp_path / "out").write_text("\n".join(lines))
+    fake_smi(tmp_path, f"cat {tmp_path / 'out'}", monkeypatch)
     monkeypatch.setattr(gpus, "is_first_pid_namespace", lambda: is_first)
-    others = other_processes([OtherProcess(pid=pid, name="python", used_mib=mib) for pid, mib in listed], own_mib=500.0)
-    assert [each.pid for each in others] == expected
+    assert [each.pid for each in processes_on("a", own_mib=500.0)] == expected
 
 
 def test_pid_namespace_is_that_of_the_system() -> None:

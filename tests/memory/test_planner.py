@@ -181,7 +181,7 @@ def test_fit_of_six_simulations_recovers_every_coefficient():
     def peaks(split):
         own = 321 + 2462 * split[0] if split[0] else 502
         return SimulationResult(
-            split, tuple({"backward": PhasePeak(mib)} for mib in (own, *(161 + 2623 * k for k in split[1:])))
+            tuple({"backward": PhasePeak(mib)} for mib in (own, *(161 + 2623 * k for k in split[1:])))
         )
 
     fitted = fit_model("dp", [peaks(split) for split in splits_to_simulate("dp", 3)])
@@ -205,7 +205,7 @@ def test_fit_recovers_a_known_law_in_every_mode(mode, num_devices, split, expect
         first = 321 + 2462 * split[0] if split[0] else 502
         others = [161 + 2623 * (split[0] if mode == "model" else part) for part in split[1:]]
         peaks = (PhasePeak(mib, {"weights": 100.0, "activations": mib - 100.0}) for mib in (first, *others))
-        return SimulationResult(split, tuple({"backward": peak} for peak in peaks))
+        return SimulationResult(tuple({"backward": peak} for peak in peaks))
 
     fitted = fit_model(mode, [simulated(each) for each in splits_to_simulate(mode, num_devices)])
     assert fitted.peak_mib(split) == pytest.approx(expected, rel=1e-9)
@@ -220,7 +220,7 @@ def test_devices_without_samples_evaluate_too():
     def simulated(split):
         backward = [PhasePeak(321 + 2462 * split[0]), *(PhasePeak(161 + 2623 * part) for part in split[1:])]
         evaluation = PhasePeak(900.0, {"weights": 100.0, "evaluation": 800.0})
-        return SimulationResult(split, tuple({"backward": peak, "eval": evaluation} for peak in backward))
+        return SimulationResult(tuple({"backward": peak, "eval": evaluation} for peak in backward))
 
     fitted = fit_model("dp", [simulated(each) for each in splits_to_simulate("dp", 3)])
     assert fitted.peak_mib((7, 1, 0)) == pytest.approx((321 + 7 * 2462, 161 + 2623, 900.0), rel=1e-9)

@@ -14,6 +14,7 @@ from segapp.memory.plan import (
     Planner,
     PlanRow,
     SavedMemoryPlan,
+    advice_text,
     read_saved_plan,
 )
 from segapp.memory.report import advice_lines, error_lines, gpu_bars, plan_lines, split_table
@@ -118,6 +119,13 @@ def test_advice_is_a_table_and_what_is_in_use_follows():
     assert advice_lines([]) == []
 
 
+def test_advice_of_a_report_begins_with_what_makes_the_plan_fit():
+    assert advice_text(plan_of_two(advice=ADVICE)) == [
+        "fits=1: saves 5 MiB on the fullest GPU, fits with 91 MiB (fast)",
+        "no=1: saves 9 MiB on the fullest GPU, does not fit with 99 MiB (slow)",
+    ]
+
+
 def test_errors_of_a_prediction_are_signed_percentages():
     _, _, line = error_lines([PeakError((2, 3), 1, 1000.0, 900.0, 1010.0)])
     assert line.split() == ["2+3", "1", "1000", "900", "-10.0", "%", "1010", "+1.0", "%"]
@@ -133,10 +141,6 @@ def test_saved_plan_by_hand_and_read_again(tmp_path):
         splits=((0, 2), (1, 1), (2, 0)),
         tensors_mib=((400.0, 3000.0), (2000.0, 1800.0), (3000.0, 0.0)),  # 1.2 times those of the second GPU
         slope_mib=1000.0,
-        advice=(
-            "fits=1: saves 5 MiB on the fullest GPU, fits with 91 MiB (fast)",
-            "no=1: saves 9 MiB on the fullest GPU, does not fit with 99 MiB (slow)",
-        ),
         notes=("a note",),
     )
     path = tmp_path / "plan.json"

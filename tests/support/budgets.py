@@ -30,6 +30,7 @@ from segapp.run.events import LiveTensor, Oom
 from segapp.run.words import first_line
 from segapp.training import recovery, session
 from segapp.training.planning import trial
+from segapp.training.step.distill import CriticTrainer, TeacherIdentity
 from segapp.training.step.engine import StepEngine
 from segapp.training.validation import Validation
 
@@ -38,6 +39,42 @@ MIB = 2**20
 _LARGEST = 8
 
 _HELD = "held"
+
+
+def held_tensors(engine: StepEngine) -> list[Tensor]:
+    """Weights, buffers, optimizer states and averages, which an engine keeps between two steps on the first device."""
+    modules: list[torch.nn.Module] = [engine.model, engine.criterion]
+    modules += [] if engine.average is None else [engine.average.module]
+    optimizers, guards = [engine.optimizer], [engine.guard]
+    for participant in engine.participants:
+        if isinstance(participant, CriticTrainer):
+            modules.append(participant.critic)
+            optimizers.append(participant.optimizer)
+            guards.append(participant._guard)
+        elif isinstance(participant, TeacherIdentity):
+            modules.append(teacher_model(participant))
+    states = [value for optimizer in optimizers for state in optimizer.state.values() for value in state.values()]
+    return [
+        *(tensor for module in modules for tensor in (*module.parameters(), *module.buffers())),
+        *(parameter for group in engine.optimizer.param_groups for parameter in group["params"]),
+        *(tensor for guard in guards for tensor in guard.kept),
+        *(value for value in states if isinstance(value, Tensor)),
+    ]
+
+
+def replicated_bytes(engine: StepEngine) -> int:
+    """What every device but the first holds while it works: the weights of the model, critic and teacher."""
+    copied: list[Tensor] = list(engine.model.parameters())
+    for participant in engine.participants:
+        if isinstance(participant, CriticTrainer):
+            copied += participant.critic.parameters()
+        elif isinstance(participant, TeacherIdentity):
+            copied += [*teacher_model(participant).parameters(), *teacher_model(participant).buffers()]
+    return sum(tensor.nbytes for tensor in copied)
+
+
+def teacher_model(identity: TeacherIdentity) -> torch.nn.Module:
+    return next(iter(identity.teacher._on.values()))[0]
 
 
 class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,7 +114,7 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         To be called again when the engine trains further parameters.
         """
-        self.hold(engine.held_tensors(), replicated_bytes=engine.replicated_bytes())
+        self.hold(held_tensors(engine), replicated_bytes=replicated_bytes(engine))
         for parameter in engine.model.parameters():
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))

@@ -21,7 +21,7 @@ from segapp.training.trainer import Trainer
     ("error", "world_size", "is_required", "waits"),
     [
         (StopRequest("SIGTERM"), 2, True, False),
-        (NonFiniteError("x"), 2, False, False),
+        (NonFiniteError("x"), 2, False, True),
         (OutOfMemoryError("x"), 2, False, True),
         (DataError("x"), 1, False, True),
         (DataError("x"), 2, None, True),  # no save: the other ranks would not come to it
@@ -41,7 +41,7 @@ def test_state_is_saved_where_every_rank_has_it_whole(
     saves = [call.kwargs["is_required"] for call in trainer.saver.finish.call_args_list]
     assert saves == ([] if is_required is None else [is_required])
     assert trainer.saver.wait_for_writer.called == waits
-    assert trainer._answer_commands.called == isinstance(error, StopRequest)
+    assert trainer.answer_commands.called == isinstance(error, StopRequest)
 
 
 def test_nothing_is_saved_from_a_diverged_state() -> None:

@@ -19,18 +19,8 @@ from segapp.parallel.distributed import Ranks
 class BatchSplitController:
     """Applies the split of the batch over devices or ranks, and keeps what the run learns about splits in its judge.
 
-    Args:
-        divider: What divides a batch: a network, of which only a `DataParallelModel` has a split, or the `RankSplit` of
-            ddp. With fewer than two devices or ranks there is nothing to split.
-        batch_size: Samples of a full batch.
-        mode: Of the training, for the message where there is nothing to split.
-        smallest_chunk: Samples that a device with samples needs at least (`segapp.parallel.smallest_chunk`).
-        saved_plan: The memory plan that the run began with, if one was made.
-        ranks: The processes that share a batch.
-        needs_samples: Why no rank can be left without samples; None if one can.
-
-    Attributes:
-        judge: Everything that decides about a split; the events of the run hold it.
+    The divider is a network, of which only a `DataParallelModel` has a split, or the `RankSplit` of ddp. With fewer
+    than two devices or ranks there is nothing to split. The events of the run hold the judge.
     """
 
     def __init__(
@@ -71,7 +61,7 @@ class BatchSplitController:
         return self.judge
 
     def thaw_move(self) -> SplitMove | None:
-        """Return the move of `auto` at the thaw: back to the planned split; None if there is none or it is in force.
+        """Return the move of `auto` at the thaw: back to the planned split; None if there is none, or it is in force.
 
         The peaks measured so far are discarded: gradients and optimizer state of the frozen parameters are missing in
         them, most of it on device 0. The plan counts them.

@@ -7,25 +7,77 @@ training loop calls `handle_commands`, carries requests out at points where its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.judge import SplitJudge, format_split
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
-from segapp.run.events import Alert, EventLog
+from segapp.run.events import Alert, EventLog, Gpu0Bsz
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.inbox import FinalStatus, Inbox
-from segapp.training.control.pending_sets import (
-    AUTO_ON,
-    SPLIT_SETTINGS,
-    PendingSet,
-    PendingSets,
-    SplitOutcome,
-    SplitProbation,
-    with_changes,
-)
+
+SPLIT_SETTINGS = frozenset({"gpu0_bsz", "gpu0_bsz_auto", "shares"})
+"""The settings that decide about the split; a change of one of them replaces all."""
+
+AUTO_ON = {"gpu0_bsz_auto": True}
+"""The change that lets `gpu0_bsz` follow the measured memory."""
+
+PROBATION_STEPS = 20
+"""For so many steps after a change of the split, running out of memory reverts it."""
+
+
+def with_changes(settings: LiveSettings, changes: Mapping[str, Any]) -> LiveSettings:
+    """Return settings with some replaced; `gpu0_bsz` and `shares` exclude each other, and either switches auto off."""
+    if "gpu0_bsz" in changes or "shares" in changes:
+        changes = {"gpu0_bsz": None, "shares": None, "gpu0_bsz_auto": False, **changes}
+    return settings.model_copy(update=dict(changes))
+
+
+@dataclass
+class PendingSet:
+    """A change of settings that is not applied yet, or whose split is on probation."""
+
+    received: ReceivedCommand | None
+    """The `set` command; None for a move of `auto`."""
+    changes: dict[str, Any]
+    """New values of `LiveSettings`, by name."""
+    notes: list[str] = field(default_factory=list)
+    """Sentences that the final answer adds."""
+    reason: str | None = None
+    split: tuple[int, ...] | None = None
+    predicted_mib: tuple[float | None, ...] = ()
+
+    @property
+    def is_split(self) -> bool:
+        """True if it names a split; switching `auto` on does not."""
+        return "gpu0_bsz" in self.changes or "shares" in self.changes
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The settings that it decides about."""
+        return frozenset(self.changes) | (SPLIT_SETTINGS if SPLIT_SETTINGS & self.changes.keys() else frozenset())
+
+    def notes_with(self, note: str | None) -> str | None:
+        """Return its notes and one more as one text; None without any."""
+        return "; ".join([*self.notes, *([note] if note else [])]) or None
+
+
+@dataclass
+class SplitProbation:
+    """A split change that was applied less than `PROBATION_STEPS` steps ago."""
+
+    old: LiveSettings
+    old_split: tuple[int, ...] | None
+    epoch: int
+    step: int
+    """Updates made before the change."""
+    sets: list[PendingSet]
+    """The requests for the split; at most one."""
+    steps_left: int = PROBATION_STEPS
+    is_measured: bool = False
+    """True once a full batch was trained with the split."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +105,8 @@ class PendingRequests:
 class CommandController:
     """Handles the commands of one training, and holds its current settings.
 
-    Args:
-        inbox: Gives the commands and takes the answers.
-        event_log: Takes `gpu0_bsz` and `alert` events.
-        batch_split: The split of the batch over the devices.
-        device_memory: Measures the memory of the devices.
-        settings: The settings that the run begins with.
-        replay: Changes of settings to apply again (`inbox.applied_after`), for a training that goes back to a
-            checkpoint written before them: the step after which each was applied, and the new values.
+    `replay` has changes of settings to apply again (`inbox.applied_after`), for a training that goes back to a
+    checkpoint written before them: the step after which each was applied, and the new values.
     """
 
     def __init__(
@@ -78,7 +124,8 @@ class CommandController:
         self.requests = PendingRequests()
         self._event_log, self._device_memory = event_log, device_memory
         self._open: dict[str, list[ReceivedCommand]] = {"pause": [], "checkpoint": [], "stop": []}
-        self._sets = PendingSets(inbox, event_log, self.judge)
+        self._sets: list[PendingSet] = []
+        """The changes of settings that wait for the next epoch, in the order in which they were requested."""
         self._probation: SplitProbation | None = None
         self._has_full_batch = False
         """True if a full batch was trained since the peaks were reset."""
@@ -87,8 +134,6 @@ class CommandController:
     def judge(self) -> SplitJudge:
         """Return what decides about a split now, with the memory that the devices have for this run."""
         return self.batch_split.judge_with(self._device_memory.usable_mib())
-
-    # --- commands ----------------------------------------------------------------------------------------------------
 
     def handle_commands(self, position: TrainingPosition) -> None:
         """Handle every command that waits in the inbox; on the main rank only."""
@@ -128,14 +173,14 @@ class CommandController:
             self.requests.stop = "now"
         else:
             self.requests.stop = self.requests.stop or "epoch"
-            self.inbox.accept(received, f"after epoch {position.epoch}", position.step)
+            self.inbox.answer(received, "accepted", f"after epoch {position.epoch}", position.step)
         self._open["stop"].append(received)
 
     def _handle_cancel(self, received: ReceivedCommand, command: CancelCommand, position: TrainingPosition) -> None:
         reason, is_any = f"by {received.id} of {received.by}", False
-        for pending in self._sets:
+        for pending in list(self._sets):
             if pending.received is not None and command.id in (None, pending.received.id):
-                self._sets.cancel(pending, reason, self.settings, position.step)
+                self._cancel(pending, reason, position.step)
                 is_any = True
         stops = [each for each in self._open["stop"] if command.id in (None, each.id)]
         if self.requests.stop == "epoch" and stops:
@@ -171,37 +216,83 @@ class CommandController:
         if is_auto and pending.is_split:
             pending.notes.append("auto is switched off")
             reason += "; auto is switched off"
-        self._sets.supersede(pending, self.settings, position.step)
+        self._supersede(pending, position.step)
         if pending.changes == AUTO_ON and is_auto:
             self.inbox.answer(received, "applied", "auto is on already", position.step, {})
         elif pending.is_split and not is_new and len(pending.changes) == 1 and not is_auto:
             self.inbox.answer(received, "applied", "this split is in force already", position.step, {})
         else:
-            self._sets.add(pending)
-            self.inbox.accept(received, reason, position.step)
+            self._sets.append(pending)
+            self.inbox.answer(received, "accepted", reason, position.step)
             if pending.is_split:
-                outcome = SplitOutcome(self.settings, epoch=position.next_epoch)
-                self._sets.emit_split("pending", pending, outcome)
+                self._emit_split("pending", pending, self.settings, epoch=position.next_epoch)
         self._update_pending_settings()
 
     def _update_pending_settings(self) -> None:
-        merged = self._sets.merged(self.settings)
-        self.requests.settings = merged if self._sets else None
+        self.requests.settings = self._with_pending(self.settings) if self._sets else None
 
-    def request_checkpoint(self) -> None:
-        """Request a checkpoint at the next safe point, as SIGUSR1 does."""
-        self.requests.wants_checkpoint = True
+    def _with_pending(self, settings: LiveSettings) -> LiveSettings:
+        for pending in self._sets:
+            settings = with_changes(settings, pending.changes)
+        return settings
 
-    def take_checkpoint_request(self) -> bool:
-        """Return True if a checkpoint is requested, and clear the request."""
-        is_requested, self.requests.wants_checkpoint = self.requests.wants_checkpoint, False
-        return is_requested
+    def _supersede(self, newer: PendingSet, step: int) -> None:
+        """Remove from the waiting changes what a newer one decides about; cancel those of which nothing is left."""
+        assert newer.received is not None
+        reason = f"superseded by {newer.received.id}"
+        for older in list(self._sets):
+            over = newer.names & older.changes.keys()
+            if over == older.changes.keys():
+                self._cancel(older, reason, step)
+            elif over:
+                if older.is_split and over & SPLIT_SETTINGS:
+                    self._emit_split("cancelled", older, self.settings, reason)
+                older.notes.append(f"{', '.join(sorted(over))} was {reason}")
+                older.changes = {name: value for name, value in older.changes.items() if name not in over}
 
-    def adopt_requests(self, requests: PendingRequests) -> None:
-        """Take over the pending requests of the main rank."""
-        self.requests = requests
+    def _cancel(self, pending: PendingSet, reason: str, step: int) -> None:
+        """Remove a waiting change and answer its command `cancelled`."""
+        self._sets.remove(pending)
+        if pending.is_split:
+            self._emit_split("cancelled", pending, self.settings, reason)
+        if pending.received is not None:
+            self.inbox.answer(pending.received, "cancelled", reason, step)
 
-    # --- answers -----------------------------------------------------------------------------------------------------
+    def _answer_applied(self, pending: PendingSet, step: int, note: str | None = None) -> None:
+        if pending.received is not None:
+            self.inbox.answer(pending.received, "applied", pending.notes_with(note), step, pending.changes)
+
+    def _emit_split(
+        self,
+        status: Literal["pending", "applied", "cancelled", "reverted"],
+        pending: PendingSet,
+        old: LiveSettings,
+        reason: str | None = None,
+        *,
+        epoch: int | None = None,
+        step: int | None = None,
+        split: Sequence[int] | None = None,
+        observed_mib: Sequence[float | None] | None = None,
+    ) -> None:
+        """Emit a `gpu0_bsz` event about a change of the settings `old`; None stands for what the request says."""
+        shares, split = pending.changes.get("shares"), pending.split if split is None else split
+        self._event_log.emit(
+            Gpu0Bsz(
+                status=status,
+                old=old.gpu0_bsz if old.shares is None else old.shares[0],
+                new=pending.changes.get("gpu0_bsz") if shares is None else shares[0],
+                split=None if split is None else list(split),
+                predicted_mib=list(pending.predicted_mib) or None,
+                observed_mib=None if observed_mib is None else list(observed_mib),
+                epoch=epoch,
+                reason=reason or pending.reason,
+                reason_code="out_of_memory" if status == "reverted" else None,
+                id=None if pending.received is None else pending.received.id,
+                is_auto=bool(pending.changes.get("gpu0_bsz_auto", False)),
+                step=step,
+                judge=self.judge().to_json(),
+            )
+        )
 
     def answer_all(self, kind: str, status: FinalStatus, reason: str | None, step: int) -> None:
         """Answer every open command of a kind: pause, checkpoint or stop."""
@@ -211,18 +302,13 @@ class CommandController:
 
     def answer_checkpoints(self, step: int, problem: str | None) -> None:
         """Answer the open checkpoint commands."""
-        if problem is None:
-            self.answer_all("checkpoint", "applied", f"checkpoints/last.pt at step {step}", step)
-        else:
-            self.answer_all("checkpoint", "rejected", problem, step)
+        done = f"checkpoints/last.pt at step {step}"
+        self.answer_all("checkpoint", "rejected" if problem else "applied", problem or done, step)
 
     def answer_at_end(self, position: TrainingPosition, reason: str, *, is_finished: bool) -> None:
         """Answer all commands that are open at the end of the training.
 
-        Args:
-            position: Of the training.
-            reason: Why it ends.
-            is_finished: The run is complete. Otherwise `set` commands stay in the inbox for the resumed training.
+        Unless the run is finished, `set` commands stay in the inbox for the resumed training.
         """
         self.answer_all("stop", "applied", reason, position.step)
         self.answer_all("checkpoint", "applied", f"saved at step {position.step}, at the end", position.step)
@@ -235,19 +321,14 @@ class CommandController:
                 self.inbox.answer(received, "rejected", received.problem or reason, position.step)
         if is_finished:
             self.confirm_untested()
-            for pending in self._sets:
-                self._sets.cancel(pending, reason, self.settings, position.step)
-
-    # --- settings ----------------------------------------------------------------------------------------------------
+            for pending in list(self._sets):
+                self._cancel(pending, reason, position.step)
 
     def restore_settings(self, settings: LiveSettings, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
         """Restore the settings of a checkpoint; a split that was changed in the config since takes precedence.
 
-        Args:
-            settings: As saved.
-            saved: The `parallel` section of the checkpoint's config.
-            present: The same section of the present config; where `gpu0_bsz` is `auto`, the number that this controller
-                began with holds.
+        `saved` is the `parallel` section of the checkpoint's config, `present` that of the present one; where its
+        `gpu0_bsz` is `auto`, the number that this controller began with holds.
         """
         is_auto = present["gpu0_bsz"] == "auto"
         number = self.settings.gpu0_bsz if is_auto else present["gpu0_bsz"]
@@ -270,9 +351,7 @@ class CommandController:
     def settings_for_step(self, step: int, *, is_thawing: bool = False) -> LiveSettings:
         """Return the settings for the epoch that begins after `step` updates.
 
-        Args:
-            step: updates so far.
-            is_thawing: frozen parameters are trained from this epoch on, which needs more memory than was measured.
+        `is_thawing`: frozen parameters are trained from this epoch on, which needs more memory than was measured.
         """
         thaw_move = self.batch_split.thaw_move() if is_thawing else None
         replayed = [changes for at, changes in self._replay if at <= step]
@@ -281,33 +360,31 @@ class CommandController:
             settings = self.settings
             for changes in replayed:
                 settings = with_changes(settings, changes)
-            return self._sets.merged(settings)
+            return self._with_pending(settings)
         settings = self.requests.settings or self.settings
-        if settings.gpu0_bsz_auto and not self._sets.has_split:
+        if settings.gpu0_bsz_auto and not any(pending.is_split for pending in self._sets):
             move = thaw_move or self.judge().best_move()
             if move is not None:
                 changes = {"gpu0_bsz": move.gpu0_bsz, **AUTO_ON}
-                self._sets.add(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))
+                self._sets.append(PendingSet(None, changes, [], move.reason, move.split, move.predicted_mib))
                 settings = with_changes(settings, changes)
         return settings
 
     def apply(self, settings: LiveSettings, position: TrainingPosition) -> None:
         """Apply settings at the start of an epoch, on every rank."""
         old, old_split = self.settings, self.batch_split.current
-        sets, self.requests.settings = self._sets.take_all(), None
+        sets, self._sets, self.requests.settings = self._sets, [], None
         if not self.batch_split.apply(settings):
             settings = with_changes(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
         self.settings = settings
         is_new_split = self.batch_split.current != old_split
         for pending in sets:
             if not (is_new_split and pending.is_split):
-                self._sets.answer_applied(pending, position.step)
+                self._answer_applied(pending, position.step)
         if is_new_split:
             self.confirm_untested()
             on_probation = [pending for pending in sets if pending.is_split]
             self._probation = SplitProbation(old, old_split, position.epoch, position.step, on_probation)
-
-    # --- split on probation ------------------------------------------------------------------------------------------
 
     def after_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
         """Confirm a new split after its first full batch, and end its probation after `PROBATION_STEPS` steps."""
@@ -320,12 +397,10 @@ class CommandController:
         if is_full and not probation.is_measured:
             probation.is_measured = True
             observed = self._record_peaks(split)
-            outcome = SplitOutcome(
-                probation.old, epoch=probation.epoch, step=probation.step, split=split, observed_mib=observed
-            )
+            at: Any = {"epoch": probation.epoch, "step": probation.step}
             for pending in probation.sets:
-                self._sets.emit_split("applied", pending, outcome)
-                self._sets.answer_applied(pending, probation.step, f"split {format_split(split)}")
+                self._emit_split("applied", pending, probation.old, **at, split=split, observed_mib=observed)
+                self._answer_applied(pending, probation.step, f"split {format_split(split)}")
         if probation.steps_left <= 0 and probation.is_measured:
             self._probation = None
 
@@ -336,10 +411,9 @@ class CommandController:
         self._has_full_batch = False
 
     def measured_mib(self) -> list[float | None] | None:
-        """Record the peaks of this epoch's training so far, as far as this rank knows them, and return them.
+        """Record the peaks of this epoch's training so far, as far as this rank knows them.
 
-        Returns:
-            The highest peak of each device under the split in force; None if there is no split or no full batch yet.
+        Return the highest peak of each device under the split in force; None without a split, or a full batch so far.
         """
         split = self.batch_split.current
         if split is None or self._device_memory.is_shared:  # logical devices without budgets share one peak
@@ -356,10 +430,9 @@ class CommandController:
         return observed
 
     def revert_split(self, problem: str, step: int) -> str | None:
-        """Revert to the previous split if the present one is on probation, because it ran out of memory.
+        """Revert to the previous split if the present one, which ran out of memory, is on probation.
 
-        Returns:
-            A sentence about the two splits; None if the split is not on probation: nothing was changed.
+        Return a sentence about the two splits; None if the split is not on probation: nothing was changed.
         """
         probation = self._probation
         if probation is None or probation.old_split is None:
@@ -374,17 +447,15 @@ class CommandController:
         self.batch_split.apply(self.settings)
         self._update_pending_settings()
         done = f"split {format_split(failed)} does not fit: back to split {format_split(probation.old_split)}"
-        outcome = SplitOutcome(
-            old, f"out of memory: {done} ({problem})", epoch=probation.epoch, split=probation.old_split
-        )
+        reason = f"out of memory: {done} ({problem})"
         for pending in probation.sets:
-            self._sets.emit_split("reverted", pending, outcome)
+            self._emit_split("reverted", pending, old, reason, epoch=probation.epoch, split=probation.old_split)
             if not probation.is_measured and pending.received is not None:
-                self.inbox.answer(pending.received, "rejected", outcome.reason, step)
+                self.inbox.answer(pending.received, "rejected", reason, step)
         return done
 
     def confirm_untested(self) -> None:
         """Answer a split change `applied` although no full batch was trained with it."""
         if self._probation is not None and not self._probation.is_measured:
             for pending in self._probation.sets:
-                self._sets.answer_applied(pending, self._probation.step, "no full batch was trained with it")
+                self._answer_applied(pending, self._probation.step, "no full batch was trained with it")

@@ -28,11 +28,8 @@ class Inbox:
     """The commands of one run, for the process that holds its lock.
 
     The file of a command is removed when its final answer is in the events. Files of answered commands that a crash
-    left behind are removed at the start; commands without an answer are taken up again.
-
-    Args:
-        folder: The run; None for a rank that handles no commands.
-        event_log: Takes the answers.
+    left behind are removed at the start; commands without an answer are taken up again. A rank that handles no commands
+    has no folder.
     """
 
     def __init__(self, folder: RunFolder | None, event_log: EventLog) -> None:
@@ -56,11 +53,7 @@ class Inbox:
         return bool(self._waiting)
 
     def take(self, *, is_last: bool = False) -> list[ReceivedCommand]:
-        """Return the commands that wait, in the order in which they were sent, each one once.
-
-        Args:
-            is_last: Read the folder now.
-        """
+        """Return the commands that wait, as they were sent, each one once; `is_last`: the folder is read now."""
         if is_last:
             self._polled_s = -POLL_S
         self.has_commands()
@@ -68,33 +61,7 @@ class Inbox:
         self._handled.update(received.id for received in taken)
         return taken
 
-    def accept(self, received: ReceivedCommand, reason: str, step: int | None) -> None:
-        """Answer that a command will be carried out later."""
-        self._emit(received, "accepted", reason, step)
-
     def answer(
-        self,
-        received: ReceivedCommand,
-        status: FinalStatus,
-        reason: str | None,
-        step: int | None,
-        changes: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Write the final answer of a command."""
-        self._emit(received, status, reason, step, changes)
-        failpoint("command.answered")
-        self._answered.append(received)
-        self._remove_answered()
-
-    def _remove_answered(self) -> None:
-        """Remove the files of answered commands, unless answers wait for the disk: then a crash must find the files."""
-        writer = self._event_log.writer
-        if writer is None or writer.num_pending == 0:
-            for received in self._answered:
-                remove_command(received)
-            self._answered.clear()
-
-    def _emit(
         self,
         received: ReceivedCommand,
         status: Literal["accepted"] | FinalStatus,
@@ -102,6 +69,7 @@ class Inbox:
         step: int | None,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
+        """Write an answer to a command: its final one, or `accepted`, which says that it will be carried out later."""
         self._event_log.emit(
             CommandAnswer(
                 id=received.id,
@@ -113,14 +81,25 @@ class Inbox:
                 step=step,
             )
         )
+        if status != "accepted":
+            failpoint("command.answered")
+            self._answered.append(received)
+            self._remove_answered()
+
+    def _remove_answered(self) -> None:
+        """Remove the files of answered commands, unless answers wait for the disk: then a crash must find the files."""
+        writer = self._event_log.writer
+        if writer is None or writer.num_pending == 0:
+            for received in self._answered:
+                remove_command(received)
+            self._answered.clear()
 
 
 def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
     """Return the settings that were applied at or after a step, for a training that goes back to it.
 
-    Returns:
-        The step from which each change held, and the new settings by name, in order. Moves of `auto` are included,
-        splits that were reverted are not.
+    Each has the step from which it held and the new settings by name. Moves of `auto` are included, splits that were
+    reverted are not.
     """
     applied: dict[str, tuple[int, dict[str, Any]]] = {}
     for event in _read_rare(events):

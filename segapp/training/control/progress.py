@@ -26,23 +26,14 @@ class Best:
 
 
 class TrainingProgress:
-    """Position and best evaluation of a training.
-
-    Args:
-        epochs: of the whole training.
-        total_steps: steps of the whole training, which may end within an epoch; None: whole epochs.
-
-    Attributes:
-        position: micro-batches and steps done.
-        best: the best evaluation so far.
-        resumed_from_step: steps that were done before this process began; None for a new training.
-    """
+    """Position and best evaluation of a training, which with `total_steps` may end within an epoch."""
 
     def __init__(self, epochs: int, total_steps: int | None = None) -> None:
         self.epochs, self.total_steps = epochs, total_steps
         self.position = Position()
         self.best = Best()
         self.resumed_from_step: int | None = None
+        """Steps that were done before this process began; None for a new training."""
         self._begun_epoch = 0
 
     @property

@@ -12,7 +12,6 @@ from segapp.training.signals import PauseRequest, StopRequest
 from segapp.training.telemetry.clock import ActivityLog
 
 PAUSE_POLL_S = 0.1
-
 RANKS_POLL_S = 0.1
 """Seconds between two polls of several ranks, where steps are faster: each costs every rank's host 0.2 to 0.3 ms."""
 
@@ -44,8 +43,7 @@ class SafePoint:
     def check(self, *, is_boundary: bool = False) -> None:
         """Poll, then save or pause as requested; only for places where the state is whole.
 
-        Args:
-            is_boundary: settings are applied next: no poll is skipped here.
+        No poll is skipped at a boundary, where settings are applied next.
 
         Raises:
             StopRequest: on every rank, once any of them was asked to stop.
@@ -68,7 +66,9 @@ class SafePoint:
 
     def _begin_save(self) -> None:
         """Begin a save that was requested or is overdue; the request is answered when it is written."""
-        if self._controller.take_checkpoint_request():
+        requests = self._controller.requests
+        if requests.wants_checkpoint:
+            requests.wants_checkpoint = False
             self._saver.begin_asked(self._progress.position)
             self._asked_at_step = self._progress.position.step
         elif self._has_overdue_save:
@@ -98,10 +98,10 @@ class SafePoint:
         self._pace()
         self._has_overdue_save |= is_overdue
         if is_save:
-            controller.request_checkpoint()
+            controller.requests.wants_checkpoint = True
         if has_commands:
             controller.handle_commands(self._progress.command_position())
-            controller.adopt_requests(context.ranks.from_main(controller.requests))
+            controller.requests = context.ranks.from_main(controller.requests)
         if is_stop:
             raise StopRequest(context.signals.signal_name or "a signal to another rank")
         if controller.requests.stop == "now":

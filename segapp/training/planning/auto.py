@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from segapp.accelerator import accelerator_of
 from segapp.build.devices import DevicePlan
@@ -26,15 +26,14 @@ from segapp.memory.peaks import SimulationJob
 from segapp.memory.plan import GpuSpec, OverheadEstimate, SavedMemoryPlan, advice_text, context_mib, read_saved_plan
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
-from segapp.training.planning.plan import plan_largest, plan_memory
+from segapp.training.planning.plan import plan_memory
 from segapp.training.planning.pool import SimulationPool
 from segapp.training.planning.trial import trial_step
 
-_FEWER = 7, 8
-"""A batch that ran out of memory in a trial step is reduced by this ratio."""
-
 MOST_BYTES_PER_PX = 16 * 1024
 """More than the networks of this package need for a pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
+
+T = TypeVar("T")
 
 logger = logging.getLogger("segapp")
 
@@ -42,32 +41,36 @@ logger = logging.getLogger("segapp")
 def resolve_auto(
     config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
-    """Return the config with every `auto` of `train` that a resume must keep replaced, and the memory plan.
-
-    Returns:
-        The resolved config, and the plan; None if no key is `auto`.
+    """Return the config with every `auto` of `train` that a resume must keep replaced, and the plan if that needs one.
 
     Raises:
         ConfigError: the memory of the devices is unknown, or nothing fits.
     """
     if config.train.precision == "auto":
         config = with_train(config, precision=_precision(folder, devices, ranks))
-    wants_plan = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
-    found: tuple[SavedMemoryPlan | None, ConfigError | None] = None, None
-    if wants_plan and ranks.is_main:
-        try:
-            found = _load_or_make_plan(config, folder, devices, device_infos), None
-        except ConfigError as error:
-            found = None, error
-    saved_plan, problem = ranks.from_main(found) if wants_plan else found
-    if problem is not None:
-        raise problem
+    saved_plan: SavedMemoryPlan | None = None
+    if not config.train.batch_size or config.parallel.gpu0_bsz == "auto":
+        saved_plan = on_main(ranks, lambda: _load_or_make_plan(config, folder, devices, device_infos))
     if not config.train.batch_size and saved_plan is not None:
         batch_size, accumulate = saved_plan.batch_size, saved_plan.accumulate
     else:
         batch_size = config.train.batch_size
         accumulate = accumulation(config, batch_size)
     return with_train(config, batch_size=batch_size, accumulate=accumulate), saved_plan
+
+
+def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
+    """Return on every rank what the main one makes, or raise its SegappError on every rank."""
+    found: tuple[T | None, SegappError | None] = None, None
+    if ranks.is_main:
+        try:
+            found = make(), None
+        except SegappError as error:
+            found = None, error
+    made, problem = ranks.from_main(found)
+    if problem is not None:
+        raise problem
+    return made  # type: ignore[no-any-return]
 
 
 def _precision(folder: RunFolder, devices: DevicePlan, ranks: Ranks) -> str:
@@ -112,12 +115,8 @@ def _load_or_make_plan(
     return saved_plan
 
 
-def planned_advice(
-    config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], saved_plan: SavedMemoryPlan | None
-) -> Sequence[str]:
-    """Return the planner's advice, best first, by simulation if there is no plan; empty if the memory is unknown."""
-    if saved_plan is not None and saved_plan.advice:
-        return saved_plan.advice
+def planned_advice(config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo]) -> Sequence[str]:
+    """Return the planner's advice, best first, by simulation; empty if the memory is unknown."""
     gpus = known_gpus(device_infos)
     if gpus is None:
         return ()
@@ -134,10 +133,8 @@ def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> Overhead
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:
     """Return the devices with the memory they have for this run; None if one shares its memory with other processes."""
-    if any(info.uuid is None for info in device_infos):
-        return None
     usable = DeviceMemoryTracker(device_infos).usable_mib()
-    if None in usable:
+    if None in usable or any(info.uuid is None for info in device_infos):
         return None
     return tuple(GpuSpec(mib or 0.0, info.device) for mib, info in zip(usable, device_infos, strict=True))
 
@@ -152,7 +149,7 @@ def _largest(
     notes: list[str] = []
     while True:
         batches = [batch for batch in allowed if fewer is None or batch <= fewer]
-        planned = plan_largest(config, gpus, batches, mode=devices.mode, overhead=overhead, with_advice=False)
+        planned, _ = plan_memory(config, gpus, mode=devices.mode, overhead=overhead, with_advice=False, batches=batches)
         saved_plan = SavedMemoryPlan.of_plan(planned, accumulation(config, planned.batch_size), notes)
         if devices.mode not in ("single", "dp"):
             return saved_plan
@@ -165,7 +162,7 @@ def _largest(
             text = str(error).partition("\n")[0]
             logger.info("batch of %d images: %s", saved_plan.batch_size, text)
             notes.append(f"a batch of {saved_plan.batch_size} was planned and ran out of memory in a trial step")
-            fewer = min(saved_plan.batch_size - 1, saved_plan.batch_size * _FEWER[0] // _FEWER[1])
+            fewer = min(saved_plan.batch_size - 1, saved_plan.batch_size * 7 // 8)
             if fewer < 1:
                 raise ConfigError(
                     f"train.batch_size = auto: not even one image fits ({text}): lower data.crop_px",
@@ -215,11 +212,8 @@ def simulated_bytes(config: RunConfig, num_images: int) -> int:
 def check_host_memory(config: RunConfig, num_images: int) -> None:
     """Refuse a training on the CPU whose step cannot fit into the free memory.
 
-    The prediction counts the tensors of one device, less than is needed: a step that barely fits is tried.
-
-    Args:
-        config: the complete config, with its batch.
-        num_images: of a micro-batch on this machine, over all devices and ranks.
+    The prediction counts the tensors of one device, less than is needed: a step that barely fits is tried. The images
+    are those of a micro-batch on this machine, over all devices and ranks.
 
     Raises:
         OutOfMemoryError: it does not fit.
@@ -245,7 +239,7 @@ def check_host_memory(config: RunConfig, num_images: int) -> None:
 def _fewer_images(config: RunConfig, num_images: int, share: float) -> str:
     """Return the advice to take fewer images at a time, if one image would fit."""
     fewer = math.floor(num_images * share)
-    if not 0 < fewer < num_images:
+    if not fewer:
         return ""
     at_most = "1" if fewer == 1 else f"{fewer} or less"
     return (

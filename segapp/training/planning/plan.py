@@ -30,7 +30,7 @@ from segapp.memory.plan import (
     variant_advice,
     variants,
 )
-from segapp.training.planning.pool import NUM_PROCESSES, SimulationPool
+from segapp.training.planning.pool import SimulationPool
 
 
 def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
@@ -75,76 +75,56 @@ def plan_memory(
     mode: Mode | None = None,
     overhead: OverheadEstimate | None = None,
     with_advice: bool = True,
+    batches: Sequence[int] = range(1, LARGEST_BATCH + 1),
 ) -> tuple[MemoryPlan, list[PeakError]]:
-    """Return the plan of a config on given GPUs, and the errors of the prediction against a measured run.
+    """Return the plan of a config on given GPUs, and the errors of the prediction against a measured run of it.
 
-    Args:
-        config: the complete config; with `train.batch_size: auto` the plan is for the largest batch that fits.
-        gpus: the GPUs.
-        measurement: of a run of this config.
-        mode: parallel mode; None: that of the config.
-        overhead: memory on top of the tensors.
-        with_advice: also simulate changes that reduce memory, which takes longer than the plan itself.
+    With `train.batch_size: auto` the plan is for the largest of `batches`, in ascending order, that fits. The advice,
+    changes that reduce memory, takes longer to simulate than the plan itself.
 
     Raises:
-        ConfigError: the config does not suit the GPUs, or cannot be built.
+        ConfigError: the config does not suit the GPUs, or cannot be built, or no batch fits.
     """
-    if not config.train.batch_size:
-        return plan_largest(config, gpus, None, mode=mode, overhead=overhead, with_advice=with_advice), []
-    mode = mode or choose_mode(config, len(gpus))
-    found = _simulated(config, gpus, mode, with_advice=with_advice)
+    is_auto = not config.train.batch_size
+    small = with_batch(config, 2 * len(gpus)) if is_auto else config
+    mode = mode or choose_mode(small, len(gpus))
+    found = _simulated(small, gpus, mode, with_advice=with_advice)
     overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
     errors: list[PeakError] = []
     if measurement is not None:
         simulated = found.frozen_model if measurement.is_frozen else found.model
         overhead, errors = calibrated(measurement, simulated or found.model, overhead)
-    planner = _planner(found, gpus, overhead)
+    facts = found.facts
+    planner = Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
+    if is_auto:
+        config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
     return _assembled(config, planner, found), errors
 
 
-def plan_largest(
-    config: RunConfig,
-    gpus: Sequence[GpuSpec],
-    batches: Sequence[int] | None,
-    *,
-    mode: Mode | None = None,
-    overhead: OverheadEstimate | None = None,
-    with_advice: bool = True,
-) -> MemoryPlan:
-    """Return the plan of the largest batch that fits, in training and in evaluation.
-
-    Args:
-        config: the complete config; its batch is ignored, its split is not.
-        gpus: the GPUs.
-        batches: batches to choose from, ascending; None: any.
-        mode: parallel mode; None: that of the config.
-        overhead: memory on top of the tensors.
-        with_advice: also simulate changes that reduce memory.
-
-    Raises:
-        ConfigError: none fits.
-    """
-    small = with_batch(config, 2 * len(gpus))
-    mode = mode or choose_mode(small, len(gpus))
-    found = _simulated(small, gpus, mode, with_advice=with_advice)
-    planner = _planner(found, gpus, overhead or OverheadEstimate(context_mib(mode, len(gpus))))
-    is_free = mode in ("dp", "ddp") and config.parallel.gpu0_bsz == "auto"
-    allowed = range(1, LARGEST_BATCH + 1) if batches is None else batches
-    allowed = [batch for batch in allowed if batch >= _least_batch(config, found.facts, mode, len(gpus))]
+def _largest_batch(config: RunConfig, planner: Planner, least: int, batches: Sequence[int]) -> int:
+    """Return the largest of some batches that fits, in training and in evaluation, with the split of the config."""
+    gpu0_bsz = config.parallel.gpu0_bsz
+    if planner.model.mode == "ddp":
+        least = max(least, len(planner.gpus))
+    if planner.has_split and isinstance(gpu0_bsz, int):
+        least = max(least, gpu0_bsz)
+    allowed = [batch for batch in batches if batch >= least]
 
     def fits(batch: int) -> bool:
+        is_free = planner.has_split and gpu0_bsz == "auto"
         rows = planner.rows(batch)[0] if is_free else [_current_row(with_batch(config, batch), planner)]
         return any(row is not None and row.fits for row in rows)
 
     count = bisect_left(allowed, True, key=lambda batch: not fits(batch))
     if not count:
         tried = f"{allowed[0]} images" if allowed else "no allowed batch"
+        sizes = ", ".join(f"{gpu.total_mib:.0f}" for gpu in planner.gpus)
         raise ConfigError(
-            f"train.batch_size = auto: {tried} would not fit {', '.join(f'{c.total_mib:.0f}' for c in gpus)} MiB: "
+            f"train.batch_size = auto: {tried} would not fit {sizes} MiB: "
             "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16",
             key="train.batch_size",
         )
-    return _assembled(with_batch(config, allowed[count - 1]), planner, found)
+    return allowed[count - 1]
 
 
 def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
@@ -153,81 +133,51 @@ def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
     return config.model_copy(update={"train": train})
 
 
-def _least_batch(config: RunConfig, facts: Mapping[str, Any], mode: Mode, num_gpus: int) -> int:
-    gpu0_bsz = config.parallel.gpu0_bsz
-    return max(
-        int(facts["min_train_batch"]),
-        num_gpus if mode == "ddp" else 1,
-        gpu0_bsz if isinstance(gpu0_bsz, int) and mode in ("dp", "ddp") else 1,
-    )
-
-
 @dataclass(frozen=True)
 class _Simulated:
-    """Results of the simulations of a config.
-
-    Attributes:
-        model: predicts the peaks under any split.
-        facts: sizes of the network and the evaluation.
-        frozen_model: the same for the epochs in which `model.freeze` holds; None if it does not end, or without advice.
-        variants: simulated changes.
-        peaks_mib: peaks of one device: as configured, with the loss at full resolution (for a loss of pixels), with
-            each change, as a rank of ddp; empty without advice.
-    """
+    """Results of the simulations of a config."""
 
     model: PlannedPeaks
     facts: Mapping[str, Any]
     frozen_model: PlannedPeaks | None
+    """For the epochs in which `model.freeze` holds; None if it does not end, or without advice."""
     variants: Sequence[Variant]
-    peaks_mib: Sequence[float]
-
-
-def _planner(found: _Simulated, gpus: Sequence[GpuSpec], overhead: OverheadEstimate) -> Planner:
-    facts = found.facts
-    return Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
+    peaks_mib: Mapping[str, float]
+    """Peaks of one device for the advice, by the names of `_advice_jobs`; empty without advice."""
 
 
 def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
     with SimulationPool(config) as pool:
-        # Every process builds its model at the same time.
-        facts = pool.ask([{"ask": "facts", "mode": mode}] * NUM_PROCESSES, "memory plan: building the network")[0]
-        job = SimulationJob(
-            mode,
-            (),
-            num_ranks=len(gpus) if mode == "ddp" else 1,
-            accumulate=config.train.accumulate,
-            eval_px=tuple(facts["eval_px"]),
-        )
-        smaller_px = facts["smaller_crop_px"]
-        changes = variants(config.train.precision, config.data.crop_px, smaller_px and tuple(smaller_px))
+        facts = pool.facts(mode)
+        num_ranks = len(gpus) if mode == "ddp" else 1
+        job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"])
+        changes = variants(config.train.precision, config.data.crop_px, facts["smaller_crop_px"])
         splits = splits_to_simulate(mode, len(gpus))
-        jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes) if with_advice else []
+        jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes) if with_advice else {}
         asked = [replace(job, split=split) for split in splits]
         has_phases = with_advice and config.model.freeze_epochs is not None
         # Without an end of `model.freeze` the simulated network is the frozen one.
         frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
-        results = iter(pool.simulate([*asked, *frozen_jobs, *jobs]))
+        results = iter(pool.simulate([*asked, *frozen_jobs, *jobs.values()]))
     own = [next(results) for _ in asked]
     model, facts = fit_model(mode, own), {**facts, "is_sharded": own[0].is_sharded}
     frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
-    return _Simulated(model, facts, frozen_model, changes, [result.peak_mib()[0] for result in results])
+    peaks_mib = {name: result.peak_mib()[0] for name, result in zip(jobs, results, strict=True)}
+    return _Simulated(model, facts, frozen_model, changes, peaks_mib)
 
 
-def _advice_jobs(config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant]) -> list[SimulationJob]:
-    """Return the jobs of one device with its share of the batch; see `_Simulated.peaks_mib` for their order."""
-    samples = max(2, math.ceil(batch_size / num_gpus))
-    alone = SimulationJob("single", (samples,), accumulate=config.train.accumulate)
-    return [
-        alone,
-        *([replace(alone, loss="upsampled")] if _has_pixel_loss(config) else []),
-        *(replace(alone, changes=dict(variant.changes)) for variant in changes),
-        *([replace(alone, mode="ddp", num_ranks=max(2, num_gpus))] if has_step(config, "ddp") else []),
-    ]
-
-
-def _has_pixel_loss(config: RunConfig) -> bool:
-    """Return True if the loss is one of logits per pixel, which other programs upsample first."""
-    return config.loss.name != "mask_classification"
+def _advice_jobs(
+    config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant]
+) -> dict[str, SimulationJob]:
+    """Return jobs of one device with its share of the batch: as configured, with each change, as a rank of ddp."""
+    alone = SimulationJob("single", (max(2, math.ceil(batch_size / num_gpus)),), accumulate=config.train.accumulate)
+    jobs = {"config": alone}
+    if config.loss.name != "mask_classification":  # other programs upsample logits per pixel before the loss
+        jobs["upsampled"] = replace(alone, loss="upsampled")
+    jobs |= {variant.change: replace(alone, changes=dict(variant.changes)) for variant in changes}
+    if has_step(config, "ddp"):
+        jobs["ddp"] = replace(alone, mode="ddp", num_ranks=max(2, num_gpus))
+    return jobs
 
 
 def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> MemoryPlan:
@@ -260,9 +210,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
     )
     if found.frozen_model is not None:
         plan = _with_frozen_phase(plan, found.frozen_model, config.model.freeze_epochs)
-    if not found.peaks_mib:
-        return plan
-    return replace(plan, advice=ranked(_advice(config, plan, planner, found.variants, found.peaks_mib)))
+    return replace(plan, advice=ranked(_advice(config, plan, planner, found))) if found.peaks_mib else plan
 
 
 def _with_frozen_phase(plan: MemoryPlan, frozen_model: PlannedPeaks, epochs: int | None) -> MemoryPlan:
@@ -287,29 +235,23 @@ def _current_row(config: RunConfig, planner: Planner) -> PlanRow | None:
         return None
 
 
-def _advice(
-    config: RunConfig, plan: MemoryPlan, planner: Planner, changes: Sequence[Variant], peaks_mib: Sequence[float]
-) -> list[Advice]:
-    row = plan.current or plan.best
-    reference, *varied = peaks_mib
-    found = split_advice(row, plan.best, planner)
-    if _has_pixel_loss(config):
+def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simulated) -> list[Advice]:
+    best, peaks_mib, train = plan.best, found.peaks_mib, config.train
+    advice = split_advice(plan.current or best, best, planner)
+    if "upsampled" in peaks_mib:
         small_loss = Variant("the loss from low-resolution logits", "the same loss", {}, in_use=True)
-        found.append(variant_advice(small_loss, reference, varied.pop(0), plan.best, planner))
-    for variant, peak in zip(changes, varied, strict=False):
-        found.append(variant_advice(variant, reference, peak, plan.best, planner))
+        advice.append(variant_advice(small_loss, peaks_mib["config"], peaks_mib["upsampled"], best, planner))
+    for variant in found.variants:
+        advice.append(variant_advice(variant, peaks_mib["config"], peaks_mib[variant.change], best, planner))
     gradients = planner.model.first[0].get("step/gradients")
-    found += accumulate_advice(
-        config.train.batch_size, config.train.accumulate, gradients.fixed if gradients else 0.0, plan.best, planner
-    )
-    if plan.mode == "dp" and config.train.batch_size >= len(plan.gpus) and has_step(config, "ddp"):
-        rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, varied[-1]))
-        fits = all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
+    gradients_mib = gradients.fixed if gradients else 0.0
+    advice += accumulate_advice(train.batch_size, train.accumulate, gradients_mib, best, planner)
+    if plan.mode == "dp" and train.batch_size >= len(plan.gpus) and "ddp" in peaks_mib:
+        rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, peaks_mib["ddp"]))
+        gain_mib, fits = max(best.peak_mib) - rank_mib, all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
         note = "one process a GPU; every GPU holds an optimizer state"
-        found.append(
-            Advice("parallel.mode=ddp", round(max(plan.best.peak_mib) - rank_mib, 1), round(rank_mib, 1), fits, note)
-        )
-    return found
+        advice.append(Advice("parallel.mode=ddp", round(gain_mib, 1), round(rank_mib, 1), fits, note))
+    return advice
 
 
 def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tuple[str, ...]:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
+import pickle
 import queue
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import asdict
-from types import TracebackType
 from typing import Any
 
-from pydantic import TypeAdapter
-
+from segapp.chunks import Mode
 from segapp.config import RunConfig
-from segapp.errors import ConfigError, RunError
+from segapp.errors import RunError
 from segapp.memory.peaks import SimulationJob, SimulationResult
 from segapp.training.telemetry.console import progress_bar
 
@@ -25,102 +22,85 @@ NUM_PROCESSES = 2
 
 _TIMEOUT_S = 600.0
 
-_ERROR_OF_CODE = {2: ConfigError}
-
 
 class SimulationPool:
-    """Processes that simulate one config; each runs `python -m segapp.training.planning.simulate`."""
+    """Context manager: processes that simulate one config; each runs `python -m segapp.training.planning.simulate`.
+
+    A process reads the config and then requests, and answers each with a result or an error, all of them pickled.
+    """
 
     def __init__(self, config: RunConfig, num_processes: int = NUM_PROCESSES) -> None:
-        self._config = json.dumps(config.model_dump(mode="json"))
         environ = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+        command, pipe = [sys.executable, "-m", "segapp.training.planning.simulate"], subprocess.PIPE
         self._processes = [
-            subprocess.Popen(
-                [sys.executable, "-m", "segapp.training.planning.simulate"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env=environ,
-            )
-            for _ in range(num_processes)
+            subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, env=environ) for _ in range(num_processes)
         ]
+        self._threads = ThreadPoolExecutor(num_processes)
+        self._idle: queue.SimpleQueue[subprocess.Popen[bytes]] = queue.SimpleQueue()
+        for process in self._processes:
+            _send(process, config.model_dump(mode="json"))
+            self._idle.put(process)
 
     def __enter__(self) -> SimulationPool:
-        for process in self._processes:
-            self._send(process, self._config)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for process in self._processes:
             process.kill()
             process.wait()
+        self._threads.shutdown()  # before the pipes are closed, from which its threads may read
+        for process in self._processes:
             for pipe in (process.stdin, process.stdout, process.stderr):
-                if pipe is not None:
-                    with suppress(OSError):
-                        pipe.close()
+                with suppress(OSError):
+                    assert pipe is not None
+                    pipe.close()
 
-    def ask(self, requests: Sequence[Mapping[str, Any]], label: str = "memory plan: simulated steps") -> list[Any]:
-        """Send requests to the processes and return the answers in the same order.
+    def facts(self, mode: Mode) -> dict[str, Any]:
+        """Return the sizes of the network and of the evaluation; every process builds its model meanwhile."""
+        found: dict[str, Any] = self._ask([mode] * len(self._processes), "memory plan: building the network")[0]
+        return found
 
-        Args:
-            requests: what to do.
-            label: of the progress bar that a terminal shows.
+    def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:
+        """Run jobs and return the results in the same order.
 
         Raises:
             ConfigError: the config cannot be built.
             RunError: a simulation failed or exceeded the timeout.
         """
-        jobs: queue.SimpleQueue[tuple[int, Mapping[str, Any]]] = queue.SimpleQueue()
-        for item in enumerate(requests):
-            jobs.put(item)
-        replies: dict[int, Any] = {}
+        return self._ask(jobs, "memory plan: simulated steps")
 
-        def work(process: subprocess.Popen[str], progress: Callable[[int], None]) -> None:
-            while True:
-                try:
-                    number, request = jobs.get_nowait()
-                except queue.Empty:
-                    return
-                replies[number] = self._exchange(process, request)
-                progress(len(replies))
+    def _ask(self, requests: Sequence[Mode | SimulationJob], label: str) -> list[Any]:
+        answers: list[Any] = []
+        try:
+            with progress_bar(len(requests), label, unit="job") as progress:
+                for answer in self._threads.map(self._exchange, requests, timeout=_TIMEOUT_S):
+                    answers.append(answer)
+                    progress(len(answers))
+        except TimeoutError:
+            raise RunError(
+                f"a memory simulation did not answer within {_TIMEOUT_S:.0f} s: try a smaller model"
+            ) from None
+        return answers
 
-        with progress_bar(len(requests), label, unit="job") as progress:
-            threads = [threading.Thread(target=work, args=(each, progress), daemon=True) for each in self._processes]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join(_TIMEOUT_S)
-                if thread.is_alive():
-                    raise RunError(f"a memory simulation did not answer within {_TIMEOUT_S:.0f} s: try a smaller model")
-        return [_checked(replies[number]) for number in range(len(requests))]
-
-    def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:
-        """Run jobs and return the results in the same order."""
-        answers = self.ask([{"ask": "job", "job": asdict(job)} for job in jobs])
-        return TypeAdapter(list[SimulationResult]).validate_python(answers)
-
-    def _exchange(self, process: subprocess.Popen[str], request: Mapping[str, Any]) -> Any:
-        self._send(process, json.dumps(request))
+    def _exchange(self, request: Mode | SimulationJob) -> Any:
+        process = self._idle.get()
         assert process.stdout is not None
         assert process.stderr is not None
-        line = process.stdout.readline()
-        if not line:
-            last = (process.stderr.read().strip().splitlines() or ["no reason given"])[-1]
-            return {"error": f"the memory simulation ended: {last}", "code": 1}
-        return json.loads(line)
+        try:
+            _send(process, request)
+            answer = pickle.load(process.stdout)
+        except (EOFError, pickle.UnpicklingError):
+            last = (process.stderr.read().decode(errors="replace").strip().splitlines() or ["no reason given"])[-1]
+            raise RunError(f"the memory simulation ended: {last}") from None
+        finally:
+            self._idle.put(process)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
-    @staticmethod
-    def _send(process: subprocess.Popen[str], line: str) -> None:
-        assert process.stdin is not None
-        with suppress(BrokenPipeError):  # `_exchange` reports why the process ended
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
 
-
-def _checked(reply: Mapping[str, Any]) -> Any:
-    if "ok" in reply:
-        return reply["ok"]
-    raise _ERROR_OF_CODE.get(reply["code"], RunError)(reply["error"])
+def _send(process: subprocess.Popen[bytes], value: Any) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError):  # `_exchange` reports why the process ended
+        pickle.dump(value, process.stdin)
+        process.stdin.flush()

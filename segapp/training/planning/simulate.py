@@ -2,25 +2,24 @@
 
 The engine is the one that training assembles (`StepAssembler`), on a backend whose tensors have no storage. The only
 part that does not run there is DistributedDataParallel: `Buckets` makes its gradient buckets in hooks. Runs in a
-process of its own: `python -m segapp.training.planning.simulate` reads one job a line and answers each with one line.
+process of its own (`segapp.training.planning.pool`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import json
+import pickle
 import sys
-import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import signature
-from typing import Any, TextIO
+from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,13 +34,14 @@ from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
 from segapp.custom import is_part
 from segapp.datasets.pool import Batch
-from segapp.errors import ConfigError, SegappError
+from segapp.errors import ConfigError, RunError, SegappError
 from segapp.inference.normalize import NormalizedInput
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
+from segapp.run.words import first_line
 from segapp.training.planning.trial import blank_batch, evaluate_blank, evaluation_size
 from segapp.training.step.engine import StepEngine
 
@@ -91,47 +91,38 @@ class SimulatedDevices:
 
 
 class Simulator:
-    """Simulates the step of a config on any number of devices; the model is built once.
-
-    Raises:
-        ConfigError: the model, or its sizes, do not fit together.
-    """
+    """Simulates the step of a config on any number of devices; the model is built once."""
 
     def __init__(self, assembler: StepAssembler) -> None:
         self.assembler = assembler
         self._crop_px = assembler.config.data.crop_px
-        model = assembler.build_model(with_weights=False).train()
-        self._fixed_size, self._suitable_size = model.fixed_size_px, model.suitable_size
-        self.min_train_batch = model.min_train_batch
-        self.num_params = sum(p.numel() for p in model.parameters())
-        self._plain: Any = skeleton(model)
+        self._plain: Any = skeleton(assembler.build_model(with_weights=False).train())
 
-    @property
-    def smaller_crop_px(self) -> tuple[int, int] | None:
-        """Height and width of a crop of about three quarters that the network takes; None where it takes no other."""
-        if self._fixed_size:
-            return None
+    def facts(self, mode: Mode) -> dict[str, Any]:
+        """Return what a plan must know of the network, of its crops, and of the images of an evaluation."""
+        config, model = self.assembler.config, self._plain
         height, width = self._crop_px
-        return self._suitable_size(height * 3 // 4, width * 3 // 4)
+        size, how = evaluation_size(config)
+        images = torch.zeros(2, self.assembler.pixels.num_bands, height, width, device="meta")
+        is_synced = config.parallel.sync_bn
+        return {
+            "num_params": sum(p.numel() for p in model.parameters()),
+            "smallest_chunk": 1 if is_synced else smallest_chunk(model, images),
+            "needs_samples": self._needs_samples(images) if mode == "ddp" else None,
+            "min_train_batch": model.min_train_batch,
+            "smaller_crop_px": None if model.fixed_size_px else model.suitable_size(height * 3 // 4, width * 3 // 4),
+            "eval_px": size,
+            "eval_px_from": how,
+            "loss_note": plain_loss_note(config, self.assembler.build_criterion(self._equal_weights)),
+        }
 
-    @property
-    def smallest_chunk(self) -> int:
-        """Samples that every busy device needs where BatchNorm is not synchronised."""
-        if self.assembler.config.parallel.sync_bn:
-            return 1
-        return smallest_chunk(
-            self._plain, torch.zeros(2, self.assembler.pixels.num_bands, *self._crop_px, device="meta")
-        )
-
-    @property
-    def needs_samples(self) -> str | None:
-        """Why a rank of ddp cannot be left without samples; None if it can."""
-        layout = StepLayout("ddp", (torch.device("meta"),))
-        config, bands = self.assembler.config, self.assembler.pixels.num_bands
+    def _needs_samples(self, images: Tensor) -> str | None:
+        """Return why a rank of ddp cannot be left without samples; None if it can."""
+        config, layout = self.assembler.config, StepLayout("ddp", (torch.device("meta"),))
         dtype = Precision(config.train.precision, torch.device("cpu")).input_dtype
         network = self.assembler.prepare(copy.deepcopy(self._plain), layout)
         inner = NormalizedInput(network, build_normalizer(config.data, dtype).to("meta"))
-        return no_samples_problem(inner, torch.zeros(2, bands, *self._crop_px, device="meta"))
+        return no_samples_problem(inner, images)
 
     def run(
         self,
@@ -143,11 +134,8 @@ class Simulator:
     ) -> SimulationResult:
         """Simulate one job: a training step as every later one, then an evaluation.
 
-        Args:
-            job: what to simulate.
-            devices: simulated devices; by default one for each part of the split; repetitions are logical devices.
-            granule_bytes: allocation sizes are rounded up to a multiple of it.
-            is_host_batch: True if batches come from the host, as a loader's do; else they lie on device 0.
+        By default there is one simulated device for each part of the split; repetitions are logical devices. Batches
+        come from the host, as a loader's do, or lie on device 0.
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
         ledger = simulated_ledger(granule_bytes)
@@ -166,12 +154,13 @@ class Simulator:
                 run_step(engine, batches, ledger)
                 backend.end_backward()
                 ledger.mark("idle")
-                if job.eval_px is not None and job.loss == "small":
+                if job.eval_px is not None:
                     ledger.mark(EVAL)
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
                     ledger.mark("idle")
             is_sharded = engine.shards is not None
-        return _result(job, devices, ledger, first_mark, is_sharded=is_sharded)
+        peaks = ledger.peaks(first_mark)
+        return SimulationResult(tuple(phase_peaks(peaks.get(device, {})) for device in devices), is_sharded)
 
     @contextlib.contextmanager
     def prepared(
@@ -264,30 +253,23 @@ def watch_modules(model: nn.Module, ledger: StorageLedger, depth: int) -> None:
             part.register_forward_hook(lambda *_: ledger.leave())
 
 
-KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "temporaries", EVAL: "evaluation"}
+_KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "temporaries", EVAL: "evaluation"}
 """Kind of a storage without a tag, by the phase that made it."""
-
-
-def _result(
-    job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, first_mark: int, *, is_sharded: bool
-) -> SimulationResult:
-    peaks = ledger.peaks(first_mark)
-    found = [peaks.get(device, {}) for device in devices]
-    return SimulationResult(job.split, tuple(phase_peaks(phases) for phases in found), is_sharded)
 
 
 def phase_peaks(moments: Mapping[str, PeakMoment]) -> dict[str, PhasePeak]:
     """Return a device's peaks by training phase, in MiB."""
-    return {phase: _in_mib(moment) for phase, moment in moments.items() if phase in PHASES}
-
-
-def _in_mib(moment: PeakMoment) -> PhasePeak:
-    by_kind: Counter[str] = Counter()
-    for kind, num_bytes in moment.by_kind.items():
-        by_kind[KIND_OF_PHASE.get(kind, kind)] += num_bytes
-    kinds = {kind: round(by_kind[kind] / MIB, 2) for kind in sorted(by_kind)}
-    largest = tuple((round(a.num_bytes / MIB, 2), a.what, a.module) for a in moment.largest[:5])
-    return PhasePeak(round(moment.num_bytes / MIB, 3), kinds, largest)
+    found = {}
+    for phase, moment in moments.items():
+        if phase not in PHASES:
+            continue
+        by_kind = Counter[str]()
+        for kind, num_bytes in moment.by_kind.items():
+            by_kind[_KIND_OF_PHASE.get(kind, kind)] += num_bytes
+        kinds = {kind: round(by_kind[kind] / MIB, 2) for kind in sorted(by_kind)}
+        largest = tuple((round(a.num_bytes / MIB, 2), a.what, a.module) for a in moment.largest[:5])
+        found[phase] = PhasePeak(round(moment.num_bytes / MIB, 3), kinds, largest)
+    return found
 
 
 def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
@@ -300,53 +282,26 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 
 
 def main() -> None:
-    """Read a config and then jobs, one JSON object a line; answer each with one line, and print nothing else."""
-    answers = sys.stdout
+    """Read a pickled config and then requests; answer each with its result or its error, and print nothing else."""
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
     with contextlib.redirect_stdout(sys.stderr):  # own parts may print
-        _answer(answers)
+        config = validate_config(pickle.load(requests))
+        simulator_with = functools.cache(lambda changes: build_simulator(changed(config, json.loads(changes))))
+        with contextlib.suppress(EOFError):
+            while True:
+                pickle.dump(_answer(pickle.load(requests), simulator_with), answers)
+                answers.flush()
 
 
-def _answer(answers: TextIO) -> None:
-    config = validate_config(json.loads(sys.stdin.readline()))
-    simulators: dict[str, Simulator] = {}
-    for line in sys.stdin:
-        request = json.loads(line)
-        try:
-            if request["ask"] == "facts":
-                answer: Any = _facts(config, simulators, request["mode"])
-            else:
-                job = TypeAdapter(SimulationJob).validate_python(request["job"])
-                answer = asdict(_simulator(config, job.changes, simulators).run(job))
-            reply = {"ok": answer}
-        except SegappError as error:
-            reply = {"error": str(error), "code": error.exit_code}
-        except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
-            first = str(error).partition("\n")[0]
-            reply = {"error": f"{type(error).__name__}: {first}", "code": 1, "trace": traceback.format_exc()}
-        print(json.dumps(reply), file=answers, flush=True)
-
-
-def _simulator(config: RunConfig, changes: Mapping[str, Any], simulators: dict[str, Simulator]) -> Simulator:
-    key = json.dumps(changes, sort_keys=True)
-    if key not in simulators:
-        simulators[key] = build_simulator(changed(config, changes))
-    return simulators[key]
-
-
-def _facts(config: RunConfig, simulators: dict[str, Simulator], mode: Mode) -> dict[str, Any]:
-    simulator = _simulator(config, {}, simulators)
-    size, how = evaluation_size(config)
-    criterion = simulator.assembler.build_criterion(lambda _: [1.0] * simulator.assembler.scheme.num_classes)
-    return {
-        "num_params": simulator.num_params,
-        "smallest_chunk": simulator.smallest_chunk,
-        "needs_samples": simulator.needs_samples if mode == "ddp" else None,
-        "min_train_batch": simulator.min_train_batch,
-        "smaller_crop_px": simulator.smaller_crop_px,
-        "eval_px": size,
-        "eval_px_from": how,
-        "loss_note": plain_loss_note(config, criterion),
-    }
+def _answer(request: Mode | SimulationJob, simulator_with: Callable[[str], Simulator]) -> Any:
+    try:
+        if isinstance(request, SimulationJob):
+            return simulator_with(json.dumps(request.changes)).run(request)
+        return simulator_with("{}").facts(request)
+    except SegappError as error:
+        return error
+    except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+        return RunError(f"{type(error).__name__}: {first_line(error)}")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,6 @@ MAX_HEADERS = 500
 KNOWN_SIZES = {"cityscapes": (1024, 2048), "camvid": (720, 960), "voc": (500, 500), "ade20k": (768, 1024)}
 """Height and width of the largest usual image of a format, pixels."""
 
-_NUM_EVALUATED = 2
-"""Batches for each device."""
-
 
 class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
     """Ends an evaluation after its first batches: the scores would need numbers."""
@@ -47,15 +44,9 @@ def blank_batch(
     has_distances: bool = False,
     device: str = "cpu",
 ) -> Batch:
-    """Return a batch of black images (N, B, H, W) with targets (N, H, W) of class 0.
+    """Return a batch of black images (N, B, H, W) with targets of class 0.
 
-    Args:
-        scheme: its class ids decide about the target's dtype.
-        num_samples: N.
-        size: H and W.
-        pixels: bands and type of the images.
-        has_distances: the targets have distance maps behind them, (N, 1 + C, H, W).
-        device: where it lies.
+    The targets are (N, H, W), or with their distance maps behind them (N, 1 + C, H, W).
     """
     shape, dtype = target_layout(scheme, size, has_distances=has_distances)
     images = torch.zeros(num_samples, pixels.num_bands, *size, dtype=pixels.torch_dtype, device=device)
@@ -69,7 +60,7 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
 
     def batches() -> Iterator[Batch]:
-        for _ in range(_NUM_EVALUATED * (1 + len(others))):
+        for _ in range(2 * (1 + len(others))):
             has_distances = engine.criterion.task.needs_distances
             yield blank_batch(scheme, config.eval.batch_size, size, pixels, has_distances=has_distances)
         raise _EnoughSeen
@@ -115,13 +106,9 @@ def build_trial_engine(
     tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
     mark: Callable[[str], None] = lambda phase: None,
 ) -> StepEngine:
-    """Build the training's engine on devices of this machine, without its weights and its data.
+    """Build the training's engine on devices of this machine, without its weights and its data; mode single or dp.
 
-    Args:
-        config: the complete config; mode single or dp.
-        layout: devices and split.
-        tag: is told what tensors are for.
-        mark: called with each phase of a step as it begins.
+    `tag` is told what tensors are for, `mark` each phase of a step as it begins.
     """
     config = largest_phase(config)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)

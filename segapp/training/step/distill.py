@@ -11,8 +11,7 @@ compute: the critic runs as a bare module, over replicas by `DataParallelModel` 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,13 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PenaltySettings:
-    """The gradient penalty of a critic.
-
-    Attributes:
-        kind: wgan-gp, wgan-lp or dragan.
-        factor: its weight in the critic's loss.
-        seed: of the training; random numbers depend on (seed, step, image) alone.
-    """
+    """The gradient penalty of a critic, with the seed of the training."""
 
     kind: PenaltyKind
     factor: float
@@ -60,18 +53,8 @@ class CriticTrainer(StepParticipant):
     equation 5, with the penalty of Gulrajani et al. 2017); the student, in `DistilledInput`, to high scores for its
     own. Both use the other's weights from before the step. Random numbers depend on (seed, step, image) alone.
 
-    Args:
-        critic: the bare module, on its first device.
-        network: computes the critic: a `DataParallelModel` around it, or the module itself.
-        optimizer: over its parameters, with `lr_factor` in its groups.
-        precision: of the critic.
-        penalty: which gradient penalty, and its weight.
-        ranks: the processes that share every step.
-
-    Attributes:
-        num_steps: steps made.
-        values: of the last step, on the device: `critic`, the Wasserstein distance, and `penalty`, not weighted.
-        bad_in_row: steps in a row that left the critic as it was, because its gradient was not finite.
+    The network is a `DataParallelModel` around the critic, or the critic itself. The optimizer has `lr_factor` in its
+    groups.
     """
 
     name = "distillation"
@@ -90,8 +73,10 @@ class CriticTrainer(StepParticipant):
         self.device = precision.device
         self.num_steps = 0
         self.values: dict[str, Tensor] = {}
+        """Of the last step, on the device: `critic`, the Wasserstein distance, and `penalty`, not weighted."""
         self._is_bad = torch.zeros((), device=self.device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=self.device)
+        """Steps in a row that left the critic as it was, because its gradient was not finite."""
         self._guard = BufferGuard(critic)
         self._seen: list[tuple[Tensor, Tensor]] = []
         critic.requires_grad_(False)  # but in its own turn: the student's backward pass goes through it
@@ -120,7 +105,8 @@ class CriticTrainer(StepParticipant):
         (counts,) = self.ranks.sums((own,))
         per_image, shares = self.ranks.world_size / counts.sum(), counts / counts.sum()
         distances, penalties = [], []
-        with self._learning():
+        self.critic.requires_grad_(True)
+        try:
             for batch, (real, fake), share in zip(batches, self._seen, shares, strict=True):
                 gap = self._scores(fake).sum() - self._scores(real).sum()
                 gap = gap * per_image.to(gap.dtype)
@@ -130,24 +116,22 @@ class CriticTrainer(StepParticipant):
                 distances.append(-gap.detach() / self.ranks.world_size)
                 penalties.append(part.detach())
             all_reduce_gradients(self.critic.parameters())
+        finally:
+            self.critic.requires_grad_(False)
         self.forget()
         (distance,) = self.ranks.sums((torch.stack(distances).sum(),))
         self.values = {"critic": distance, "penalty": torch.stack(penalties).sum()}
 
     def _penalty(self, batch: Batch, real: Tensor, fake: Tensor) -> Tensor:
-        noise = alpha = None
-        if self.penalty.kind == "dragan":
-            noise = self._uniform(batch, real.shape[1:]).to(real)
-        else:
-            alpha = self._uniform(batch, ()).to(real)
+        is_dragan = self.penalty.kind == "dragan"
+        drawn = self._uniform(batch, real.shape[1:] if is_dragan else ()).to(real)
+        alpha, noise = (None, drawn) if is_dragan else (drawn, None)
         return gradient_penalty(self._run, real, fake, self.penalty.kind, alpha=alpha, noise=noise)
 
     def _uniform(self, batch: Batch, shape: Sequence[int]) -> Tensor:
         """Return (N, *shape) random numbers in 0..1 that depend on (seed, step, image) alone."""
-        rows = []
-        for index in batch.indices:
-            generator = torch.Generator().manual_seed(mix_seed("critic", self.penalty.seed, self.num_steps, index))
-            rows.append(torch.rand(tuple(shape), generator=generator))
+        seeds = [mix_seed("critic", self.penalty.seed, self.num_steps, index) for index in batch.indices]
+        rows = [torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         return torch.stack(rows) if rows else torch.zeros(0, *shape)
 
     def _run(self, maps: Tensor) -> Any:
@@ -158,14 +142,6 @@ class CriticTrainer(StepParticipant):
         scores = self._run(maps)
         gathered: Tensor = scores.gather(self.device) if isinstance(self.network, DataParallelModel) else scores
         return gathered.float()
-
-    @contextlib.contextmanager
-    def _learning(self) -> Iterator[None]:
-        self.critic.requires_grad_(True)
-        try:
-            yield
-        finally:
-            self.critic.requires_grad_(False)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -211,15 +187,6 @@ class CriticTrainer(StepParticipant):
         """Return the critic's optimizer."""
         return [self.optimizer]
 
-    def replicated_bytes(self) -> int:
-        """Return the size of the critic's copy on every other device."""
-        return sum(parameter.nbytes for parameter in self.critic.parameters())
-
-    def held_tensors(self) -> list[Tensor]:
-        """Return the tensors kept between two steps."""
-        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        return [*self.critic.parameters(), *self.critic.buffers(), *self._guard.kept, *states]
-
     def state_dict(self) -> dict[str, Any]:
         """Return the critic, its optimizer, and the random numbers' count."""
         own = {
@@ -248,11 +215,8 @@ PIXEL_WISE, PAIR_WISE, HOLISTIC = "pixel_wise", "pair_wise", "holistic"
 class Teacher:
     """A trained network with fixed weights, one copy per device.
 
-    It is no `nn.Module`, so that its copies are made once and not with the student's replicas in every step.
-
-    Args:
-        on: device -> the network in evaluation mode and its normaliser, both on that device.
-        sha256: of the checkpoint that it comes from.
+    It is no `nn.Module`, so that its copies, in evaluation mode, are made once and not with the student's replicas in
+    every step.
     """
 
     def __init__(self, on: Mapping[torch.device, tuple[SegmentationModel, Normalizer]], sha256: str = "") -> None:
@@ -260,12 +224,7 @@ class Teacher:
         self._on = dict(on)
 
     def __call__(self, images: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor | None]:
-        """Return logits (N, C, h, w), and the nodes of the features if a grid is given.
-
-        Args:
-            images: uint8 (N, 3, H, W), on one of the devices.
-            grid: of `node_features`; None: no nodes.
-        """
+        """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the features' nodes if a grid is given."""
         model, normalizer = self._on[images.device]
         with torch.inference_mode():
             heads, features = model.compute_with_features(normalizer(images))
@@ -273,43 +232,22 @@ class Teacher:
         # Autograd refuses to keep an inference tensor for the backward pass; a copy of these small ones it keeps.
         return heads[0].clone(), None if nodes is None else nodes.clone()
 
-    def tensors(self) -> list[Tensor]:
-        """Return the tensors on one device."""
-        model, _ = next(iter(self._on.values()))
-        return [*model.parameters(), *model.buffers()]
-
 
 @dataclass(frozen=True)
 class TermSettings:
-    """The terms of the distillation.
-
-    Attributes:
-        factors: weight of each term that counts, by name.
-        temperature: of the pixel-wise term.
-        grid: nodes of the pair-wise term along height and width.
-        align_corners: of the interpolation between maps of two sizes.
-        critic_size: height and width of the critic's input.
-    """
+    """The terms of the distillation."""
 
     factors: Mapping[str, float]
     temperature: float
     grid: tuple[int, int]
+    """Nodes of the pair-wise term along height and width."""
     align_corners: bool
     critic_size: tuple[int, int]
+    """Height and width of the critic's input."""
 
 
 class DistilledInput(NormalizedInput):
-    """A student that takes uint8 images and returns its outputs and the values of the distillation's terms.
-
-    Args:
-        model: the student.
-        normalizer: its own.
-        teacher: on every device where this network runs.
-        critic: of the holistic term; None without it.
-        settings: of the terms.
-        channels_last: give the student NHWC memory.
-        autocast: context of the critic.
-    """
+    """A student that takes uint8 images and returns its outputs and the values of the distillation's terms."""
 
     model: SegmentationModel
 
@@ -329,11 +267,7 @@ class DistilledInput(NormalizedInput):
         self.teacher, self._settings, self._autocast = teacher, settings, autocast
 
     def forward(self, images: Tensor) -> tuple[Any, ...]:
-        """Return the student's outputs, the terms' values (N, terms), and the critic's real and fake maps.
-
-        Args:
-            images: uint8 (N, 3, H, W).
-        """
+        """Return the student's outputs, the terms' values (N, terms), and the critic's real and fake maps."""
         settings = self._settings
         normalized = self.normalized(images)
         heads, features = self.model.compute_with_features(normalized)
@@ -364,14 +298,6 @@ class TeacherIdentity(StepParticipant):
 
     def __init__(self, teacher: Teacher) -> None:
         self.teacher = teacher
-
-    def held_tensors(self) -> list[Tensor]:
-        """Return the teacher's tensors on the first device."""
-        return self.teacher.tensors()
-
-    def replicated_bytes(self) -> int:
-        """Return the size of the teacher's copy on every other device."""
-        return sum(tensor.nbytes for tensor in self.teacher.tensors())
 
     def state_dict(self) -> dict[str, Any]:
         """Return the hash; no critic, unless one follows."""

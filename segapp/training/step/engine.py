@@ -7,9 +7,10 @@ division, so loss and gradient are those of the whole step on one large device.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,27 +54,15 @@ class StepEngine:
         model: the bare model, on its device and cast by `precision`.
         network: takes uint8 images (N, 3, H, W) and wraps `model`: a `DataParallelModel` (one device or several), a
             `DistributedDataParallel` (one device per rank), or a module whose stages lie on several devices.
-        criterion: additive statistics of the network's outputs.
         optimizer: its groups hold `precision`'s master weights.
         precision: the precision mode; its device is the first one, which holds the weights and where sums are made.
-        average: moving average of the weights, or None.
-        clip_grad_norm: largest norm of the whole gradient, or None.
         smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronised.
-        rank_split: the split of a batch over the ranks; None outside ddp.
         needs_samples: why the network cannot run without samples, as a rank with a share of 0 does; None if it can.
         thawed: returns the network in its wrapper, and the optimizer's groups, for frozen parameters of these names
             that are trained from now on; None without `model.freeze`.
-        participants: take part in every step beside the model.
-        ranks: the processes that share every step.
         shards: the ranks among which the optimizer's state is divided, with its parameters; None: each rank has all of
             it.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
-
-    Attributes:
-        bad_steps: steps that left the weights as they were because a value was not finite; 0-dim, on the device.
-        bad_in_row: the same, in a row up to the last step.
-        num_frozen: parameters that were frozen when the engine was made.
-        is_whole: True if the state is that of a step boundary; False only where an update broke off in the middle.
     """
 
     def __init__(
@@ -103,15 +92,17 @@ class StepEngine:
         self.ranks, self.shards = ranks or Ranks(), shards
         self._mark = mark
         self.device = device = precision.device
-        is_replicated = isinstance(network, DataParallelModel)
         devices = [device, *(parameter.device for parameter in model.parameters())]
         devices += network.devices if isinstance(network, DataParallelModel) else ()
         self._rng_devices = tuple(dict.fromkeys(each for each in devices if gpu_of(each) is not None))
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
+        """Steps that left the weights as they were because a value was not finite; 0-dim, on the device."""
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
-        self._summed = DataParallelCriterion(criterion) if is_replicated else criterion
+        """The same, in a row up to the last step."""
+        self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
         self.guard = BufferGuard(model)
         self.is_whole = True
+        """False only where an update broke off in the middle; else the state is that of a step boundary."""
         frozen = () if thawed is None else model.frozen_parameters
         self.num_frozen = sum(model.get_parameter(name).numel() for name in frozen)
         self._rng_before_step: TorchRng | None = None
@@ -175,36 +166,12 @@ class StepEngine:
             num_pieces = min(num_pieces, count)
             while num_pieces > 1 and not self.can_train_on(count // num_pieces):
                 num_pieces -= 1
-        sizes = [count // num_pieces + (i < count % num_pieces) for i in range(num_pieces)]
-        ends = list(accumulate(sizes))
-        return [
-            type(batch)(batch.images[end - size : end], batch.target[end - size : end], batch.indices[end - size : end])
-            for size, end in zip(sizes, ends, strict=True)
-        ]
-
-    def held_tensors(self) -> list[Tensor]:
-        """Return the tensors kept between two steps: weights, buffers, optimizer state, averages."""
-        states = [t for state in self.optimizer.state.values() for t in state.values() if isinstance(t, Tensor)]
-        masters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        averaged: list[Tensor] = []
-        if self.average is not None:
-            averaged = [*self.average.module.parameters(), *self.average.module.buffers()]
-        own = [*self.model.parameters(), *self.model.buffers(), *self.guard.kept, *self.criterion.buffers()]
-        others = [tensor for participant in self.participants for tensor in participant.held_tensors()]
-        return [*own, *masters, *states, *averaged, *others]
-
-    def replicated_bytes(self) -> int:
-        """Return the bytes that every device but the first holds while it works: weights and participants."""
-        own = sum(parameter.nbytes for parameter in self.model.parameters())
-        return own + sum(participant.replicated_bytes() for participant in self.participants)
+        pieces = zip(batch.images.tensor_split(num_pieces), batch.target.tensor_split(num_pieces), strict=True)
+        indices = iter(batch.indices)
+        return [type(batch)(images, target, tuple(islice(indices, len(images)))) for images, target in pieces]
 
     def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
-        """Return True if every device gets enough samples of a piece, for BatchNorm and for the network.
-
-        Args:
-            num_samples: of a piece, over all devices and ranks.
-            num_pieces: pieces of a micro-batch; every rank cuts its own share.
-        """
+        """Return True if every device gets enough samples of a piece, for BatchNorm and for the network."""
         if num_samples < self.model.min_train_batch:
             return False
         if self.rank_split is not None:
@@ -336,12 +303,7 @@ class StepEngine:
         return self.precision.scaler is not None and int(self.bad_in_row) > 0
 
     def divergence(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
-        """Return why no further step can be made, and the layer where it begins; None while one can.
-
-        Args:
-            batch: a micro-batch of the last step.
-            max_bad_steps: bad steps in a row that count as divergence.
-        """
+        """Return why no further step can be made, and the layer where it begins; None while one can."""
         for participant in self.participants:
             if problem := participant.divergence(max_bad_steps):
                 return problem, ""
@@ -410,15 +372,12 @@ class StepEngine:
         """
         found: list[str] = []
 
-        def watch(name: str) -> Callable[..., None]:
-            def look(_module: nn.Module, _inputs: object, output: object) -> None:
-                if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
-                    found.append(name)
+        def look(name: str, _layer: nn.Module, _inputs: object, output: object) -> None:
+            if not found and isinstance(output, Tensor) and not torch.isfinite(output).all():
+                found.append(name)
 
-            return look
-
-        named = [(name, m) for name, m in self.model.named_modules() if not list(m.children())]
-        handles = [module.register_forward_hook(watch(name)) for name, module in named]
+        layers = [(name, layer) for name, layer in self.model.named_modules() if not list(layer.children())]
+        handles = [layer.register_forward_hook(functools.partial(look, name)) for name, layer in layers]
         self._begin()
         rng = capture_torch_rng(self._rng_devices)
         try:
@@ -510,10 +469,6 @@ def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
 
     torch's fused optimizers are told by `found_inf`, on the device, and leave everything as it is. For others, of the
     user's own code, the host reads the value, which waits for the step, as torch's `GradScaler` does.
-
-    Args:
-        optimizer: of the step.
-        is_bad: 0-dim float tensor, 0 or 1.
     """
     if takes_found_inf(optimizer):
         optimizer.found_inf = is_bad  # type: ignore[attr-defined]

@@ -19,12 +19,10 @@ class StepParticipant:
 
     The engine calls the methods of one step in this order: `begin`, `take` after the forward pass of every micro-batch,
     `backward`, `finish_gradients`, `apply`; or `rollback` where the step is left before `apply`.
-
-    Attributes:
-        name: key of its state in a checkpoint; participants of one name share a dict.
     """
 
     name = "participant"
+    """Key of its state in a checkpoint; participants of one name share a dict."""
 
     def begin(self, network: nn.Module) -> None:
         """Store what `rollback` restores."""
@@ -39,11 +37,7 @@ class StepParticipant:
         """Unscale its gradients and decide whether they are finite; without waiting for the device."""
 
     def apply(self, is_step_bad: Tensor) -> None:
-        """Update its own parameters in place, except where its gradients or the step's are not finite.
-
-        Args:
-            is_step_bad: 0-dim float tensor; nonzero: the model's update is skipped.
-        """
+        """Update its own parameters in place, except where its gradients or the step's are not finite."""
 
     def rollback(self) -> None:
         """Restore the state at `begin` and drop gradients and outputs."""
@@ -56,24 +50,12 @@ class StepParticipant:
         return {}
 
     def divergence(self, max_bad_steps: int) -> str | None:
-        """Return why no further step can be made; None while one can.
-
-        Args:
-            max_bad_steps: bad steps in a row that count as divergence.
-        """
+        """Return why no further step can be made; None while one can."""
         return None
-
-    def held_tensors(self) -> list[Tensor]:
-        """Return the tensors that it keeps on the first device between two steps."""
-        return []
 
     def optimizers(self) -> list[Any]:
         """Return its optimizers, for those who account for their state."""
         return []
-
-    def replicated_bytes(self) -> int:
-        """Return the bytes that every other device holds of it."""
-        return 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state for a checkpoint, as tensors and plain values."""
@@ -88,11 +70,7 @@ class StepParticipant:
 
 
 class UpdateCount(StepParticipant):
-    """Counts every update, also one that was skipped; the count is a buffer of the network and saved with it.
-
-    Args:
-        masking: of the network, whose masked attention fades with the count.
-    """
+    """Counts every update, also one that was skipped; the count is a buffer of the network and saved with it."""
 
     name = "update_count"
 
@@ -102,9 +80,6 @@ class UpdateCount(StepParticipant):
     def apply(self, is_step_bad: Tensor) -> None:
         """Count the update."""
         self._masking.count_update()
-
-
-_CLOSE = 1e-3
 
 
 class FirstOutputs(StepParticipant):
@@ -137,7 +112,7 @@ class FirstOutputs(StepParticipant):
         if is_read or self._seen is None:
             return None
         least, most, off_one = self._seen.tolist()
-        if not (least >= 0 and most <= 1 and off_one < _CLOSE):
+        if not (least >= 0 and most <= 1 and off_one < 1e-3):
             return None
         return (
             "the outputs of the network are probabilities: from 0 to 1, with sum 1 over the classes; the losses apply "

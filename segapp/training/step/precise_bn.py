@@ -28,11 +28,6 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
     Layers that stay in evaluation mode, as frozen ones do, keep their statistics and normalise with them, which torch's
     `update_bn` does not support. The model is left in the mode that it had.
 
-    Args:
-        model: on `device`.
-        inputs: normalised images (N, 3, H, W).
-        device: where they are.
-
     Raises:
         BatchNormMemoryError: memory does not suffice; the statistics are as they were.
     """
@@ -61,9 +56,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
 class PreciseBatchNorm:
     """Recomputes lagging running statistics from fixed training batches under the present weights.
 
-    Args:
-        loader: of the training; epoch 0 never trains, so its batches are the same at every call.
-        num_batches: so many of them, at most an epoch.
+    Epoch 0 of the loader never trains, so its batches are the same at every call.
     """
 
     def __init__(self, loader: TrainLoader, num_batches: int) -> None:
@@ -71,12 +64,6 @@ class PreciseBatchNorm:
 
     def recompute(self, model: nn.Module, inference: Inference, device: torch.device, num_pieces: int) -> None:
         """Replace the running statistics of a model on `device`.
-
-        Args:
-            model: takes normalised images (N, 3, H, W).
-            inference: its normaliser and autocast are used.
-            device: of the model.
-            num_pieces: every batch is cut into so many.
 
         Raises:
             BatchNormMemoryError: memory does not suffice; the statistics are as they were.

@@ -23,10 +23,7 @@ class BufferGuard:
 
     The buffers become views of one storage for each dtype and device, so that a copy, or a restore that the device
     decides about, is one kernel for each of them, however many buffers there are. (`torch._foreach_copy_` would need a
-    launch for every 64 tensors, and there is no `where` for lists.)
-
-    Attributes:
-        kept: the copies, one for each storage.
+    launch for every 64 tensors, and there is no `where` for lists.) `kept` has the copies, one for each storage.
     """
 
     def __init__(self, model: nn.Module) -> None:

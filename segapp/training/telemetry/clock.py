@@ -27,9 +27,6 @@ class Clock:
     """Times by activity since the training began, and counts since the last `step` event.
 
     A step after `warm_up` is not counted among the steps: kernels are compiled and chosen in it.
-
-    Args:
-        now: returns seconds.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -45,8 +42,6 @@ class Clock:
         """Seconds of the interval in which the training waited for data."""
         self.restart()
 
-    # --- the interval ------------------------------------------------------------------------------------------------
-
     def restart(self) -> None:
         """Begin a new interval."""
         self._began, self._paused_s = self._now(), self.spent("paused").seconds
@@ -61,8 +56,6 @@ class Clock:
     def elapsed_s(self) -> float:
         """Return the seconds of the interval, without pauses."""
         return self._now() - self._began - (self.spent("paused").seconds - self._paused_s)
-
-    # --- activities --------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
@@ -122,16 +115,7 @@ PROGRESS_S = 1.0
 
 
 class ActivityLog:
-    """Tells what the training thread does, and counts the time of it.
-
-    Args:
-        event_log: takes the heartbeats.
-        device_memory: its phase is set.
-        step: returns the steps done.
-
-    Attributes:
-        clock: the time by activity.
-    """
+    """Tells what the training thread does, and counts the time of it."""
 
     def __init__(self, event_log: EventLog, device_memory: DeviceMemoryTracker, step: Callable[[], int]) -> None:
         self.clock = Clock()

@@ -101,9 +101,10 @@ class PlainReporter:
         self._start = event
         resumed = event.resumed_from_step
         start = f", resumed at step {resumed}" if resumed is not None else ""
+        length = f"{event.epochs} epochs" if event.steps is None else f"{event.steps} steps in {event.epochs} epochs"
         self._line(
             f"{event.num_params / 1e6:.2f} M parameters, {len(event.classes)} classes, "
-            f"batch {event.batch_size}, {_length(event)} of {event.steps_per_epoch} steps "
+            f"batch {event.batch_size}, {length} of {event.steps_per_epoch} steps "
             f"on {', '.join(device.device for device in event.devices)}{start}"
         )
         if event.num_trainable is not None and event.num_trainable < event.num_params:
@@ -152,10 +153,6 @@ class PlainReporter:
             f"{event.images_per_s or 0:.1f} images/s  data wait {100 * (event.data_wait_frac or 0):.0f} %  "
             f"eta {duration(event.eta_epoch_s)} epoch, {duration(event.eta_run_s)} run{more}"
         )
-
-
-def _length(event: RunStart) -> str:
-    return f"{event.epochs} epochs" if event.steps is None else f"{event.steps} steps in {event.epochs} epochs"
 
 
 @contextmanager

@@ -16,22 +16,12 @@ MIN_WAIT_S = 10.0
 
 
 class DataWatch:
-    """Watches the data sets of a training and says each thing once.
-
-    Args:
-        train_loader: of the training.
-        val_set: the validation images.
-        cores: processors of this rank; None: its share of those that this process may use.
-    """
+    """Watches the data sets of a training and says each thing once."""
 
     def __init__(self, train_loader: TrainLoader, val_set: SegmentationDataset, *, cores: float | None = None) -> None:
         self._train_loader = train_loader
         self._datasets = {"training": train_loader.dataset, "validation": val_set}
-        self._caches = {
-            name: CacheWatch(name, dataset.cache)
-            for name, dataset in self._datasets.items()
-            if dataset.cache is not None
-        }
+        self._caches = [CacheWatch(name, each.cache) for name, each in self._datasets.items() if each.cache is not None]
         self._cores = cores_of_rank() if cores is None else cores
         self._wait_s = self._elapsed_s = 0.0
         self._has_advised = False
@@ -45,11 +35,11 @@ class DataWatch:
                 f"train.batch_size = {batch_size} is more than the {num_train} training images: each step takes "
                 f"{num_train}; lower it, or optim.lr may be too high for what a step sees"
             )
-        return notes + [note for cache in self._caches.values() for note in cache.at_start()]
+        return notes + [note for cache in self._caches for note in cache.at_start()]
 
     def after_interval(self, wait_s: float, elapsed_s: float) -> list[str]:
         """Return what is new after some steps, of whose `elapsed_s` seconds `wait_s` were spent waiting for data."""
-        return [note for cache in self._caches.values() for note in cache.poll()] + self._advice(wait_s, elapsed_s)
+        return [note for cache in self._caches for note in cache.poll()] + self._advice(wait_s, elapsed_s)
 
     def _advice(self, wait_s: float, elapsed_s: float) -> list[str]:
         self._wait_s += wait_s

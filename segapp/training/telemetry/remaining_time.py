@@ -59,19 +59,10 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """How long a training is, and when it evaluates and saves.
+    """How long a training is, and when it evaluates and saves; its end is always evaluated and saved.
 
-    Attributes:
-        epochs: of the whole training.
-        steps_per_epoch: steps of an epoch.
-        total_steps: steps of the whole training, which may end within an epoch; None: whole epochs.
-        eval_every_epochs: epochs from one evaluation to the next; the end of the training is always evaluated.
-        eval_every_steps: steps from one evaluation to the next, instead; None: by epochs.
-        save_every_epochs: epochs from one save to the next; None: only at the end of the training.
-        save_every_steps: steps from one save to the next, too; None: none.
-        save_every_s: seconds from one save to the next; None: none.
-        num_eval_images: of an evaluation.
-        num_step_images: of a step.
+    `total_steps` may end within an epoch; None: whole epochs. `eval_every_steps` takes the place of epochs; saves are
+    made by epochs and by steps.
     """
 
     epochs: int
@@ -102,66 +93,41 @@ class Timetable:
 
     def left_of_run(self, place: EpochPosition) -> Left:
         """Return what is left of the training; what is due at the place itself is still to come."""
-        in_epoch, per_epoch = place.steps_in_epoch, self.steps_per_epoch
-        steps = in_epoch + (self.epochs - place.epoch) * per_epoch
+        last = place.step + place.steps_in_epoch + (self.epochs - place.epoch) * self.steps_per_epoch
         if self.total_steps is not None:
-            steps = max(0, self.total_steps - place.step)
-        num_ends = 0 if steps < in_epoch else 1 + (steps - in_epoch) // per_epoch
-        is_whole = num_ends > 0 and (steps - in_epoch) % per_epoch == 0
-        return self._left(place, steps, num_ends, is_end=True, is_whole=is_whole)
+            last = max(place.step, self.total_steps)
+        return self._left(place, last, is_end=True)
 
     def left_of_epoch(self, place: EpochPosition) -> Left:
         """Return what is left before the next epoch begins, or the training ends."""
         of_run = self.left_of_run(place)
         if of_run.steps <= place.steps_in_epoch:
             return of_run
-        return self._left(place, place.steps_in_epoch, 1, is_end=False, is_whole=True)
+        return self._left(place, place.step + place.steps_in_epoch, is_end=False)
 
-    def _left(self, place: EpochPosition, steps: int, num_ends: int, *, is_end: bool, is_whole: bool) -> Left:
-        """Count within `steps`, in which `num_ends` epochs end.
+    def _left(self, place: EpochPosition, last: int, *, is_end: bool) -> Left:
+        """Count what is due up to the step `last`; `is_end`: the training ends with it."""
+        epoch_ends = range(place.step + place.steps_in_epoch, last + 1, self.steps_per_epoch)
+        first = max(1, place.step)  # nothing is due before the first step
 
-        Args:
-            place: where the training is.
-            steps: the next ones.
-            num_ends: epochs that end with one of them or here.
-            is_end: the training ends with the last one.
-            is_whole: an epoch ends with the last one.
-        """
-        first, last = max(1, place.step), place.step + steps  # nothing is due before the first step
-        last_epoch = place.epoch + num_ends - 1
-
-        def epochs(every: int, until: int = last_epoch) -> int:
-            return _multiples(every, place.epoch, until)
-
-        def epochs_after(num_steps: int, every: int = 1) -> int:
-            """Return the distance of those among every so many epochs that end with a multiple of `num_steps`."""
-            return math.lcm(every, num_steps // math.gcd(num_steps, self.steps_per_epoch))
+        def due(every_epochs: int | None, every_steps: int | None) -> set[int]:
+            """Return the steps after which something is due that is made every so many epochs, and steps."""
+            steps = {last} if is_end else set()
+            if every_epochs is not None:
+                steps |= {step for epoch, step in enumerate(epoch_ends, place.epoch) if epoch % every_epochs == 0}
+            if every_steps is not None:
+                steps.update(range(-(-first // every_steps) * every_steps, last + 1, every_steps))
+            return steps
 
         by_steps = self.eval_every_steps
-        loads = epochs(1, last_epoch - is_whole)
-        if by_steps is None:
-            evaluations = epochs(self.eval_every_epochs)
-            is_evaluated = is_whole and last_epoch % self.eval_every_epochs == 0
-        else:
-            evaluations, is_evaluated = _multiples(by_steps, first, last), last % by_steps == 0
-            loads += _multiples(by_steps, first, last - 1) - epochs(epochs_after(by_steps), last_epoch - is_whole)
-        saves, is_saved = 0, False
-        if (every := self.save_every_epochs) is not None:
-            saves, is_saved = epochs(every), is_whole and last_epoch % every == 0
-        if (every_steps := self.save_every_steps) is not None:
-            saves += _multiples(every_steps, first, last)
-            if every is not None:
-                saves -= epochs(epochs_after(every_steps, every))
-            is_saved |= last % every_steps == 0
-        return Left(steps, evaluations + (is_end and not is_evaluated), saves + (is_end and not is_saved), loads)
+        evaluations = due(self.eval_every_epochs if by_steps is None else None, by_steps)
+        saves = due(self.save_every_epochs, self.save_every_steps)
+        loads = {*epoch_ends, *evaluations} - {last}
+        return Left(last - place.step, len(evaluations), len(saves), len(loads))
 
 
 class RemainingTime:
-    """Estimates the remaining time of a training.
-
-    Args:
-        timetable: of the training.
-    """
+    """Estimates the remaining time of a training."""
 
     def __init__(self, timetable: Timetable) -> None:
         self._timetable = timetable
@@ -175,10 +141,6 @@ class RemainingTime:
 
         The steps before a change of `way` count as a few. So do those before the data is loaded for the second time: in
         the first epoch files are read that are in memory later, and the allocator grows.
-
-        Args:
-            observed: what the training has done in this process.
-            way: how steps are made, such as the split of the batch.
         """
         if way != self._way or self._before.loads.times < 2 <= observed.loads.times:
             self._step.forget()
@@ -244,12 +206,3 @@ class _Mean:
         kept = 1 - math.exp(-_KEPT / self._span)
         if self._weight > kept:
             self._sum, self._weight = self._sum / self._weight * kept, kept
-
-
-def _multiples(of: int, first: int, last: int) -> int:
-    """Return the number of multiples in `first` to `last`, both included.
-
-    >>> _multiples(3, 3, 9), _multiples(3, 4, 5), _multiples(2, 5, 4)
-    (3, 0, 0)
-    """
-    return max(0, last // of - (first - 1) // of)

@@ -52,16 +52,9 @@ class TrackerListener:
         match event:
             case Step():
                 self._step = event.step
-                self._scalars(
-                    {
-                        "train/loss": event.loss,
-                        "train/lr": event.lr,
-                        "train/images_per_s": event.images_per_s,
-                        "train/data_wait_frac": event.data_wait_frac,
-                        "train/grad_norm": event.grad_norm,
-                        "train/loss_scale": event.loss_scale,
-                    }
-                )
+                shown = ("loss", "lr", "images_per_s", "data_wait_frac", "grad_norm", "loss_scale")
+                values = {name: getattr(event, name) for name in shown}
+                self._scalars({f"train/{name}": value for name, value in values.items()})
                 self._scalars({f"train/{name}": value for name, value in (event.terms or {}).items()})
             case Val():
                 self._step = event.step
@@ -112,13 +105,7 @@ def _pictures_in(folder: Path) -> list[Path]:
 
 
 class TensorBoardTracker:
-    """Writes TensorBoard event files.
-
-    Args:
-        folder: Folder of the event files.
-        settings: Flat config, shown under hparams.
-        purge_step: First step that a resumed run repeats; points of earlier files from there on are hidden.
-    """
+    """Writes TensorBoard event files; points of earlier files from `purge_step` on, which is repeated, are hidden."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any], purge_step: int | None = None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -172,15 +159,10 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Logs to MLflow: a server, a database, or a folder.
+    """Logs to MLflow: a server, a database, or a folder, such as `sqlite:///mlflow.db` or `http://box:5000`.
 
-    Args:
-        uri: Tracking address, such as `sqlite:///mlflow.db`, `file:./mlruns` or `http://box:5000`.
-        experiment: Name of the experiment; created if missing.
-        settings: Flat config.
-        run_id: Id of the segapp run; a resumed run continues under it.
-        name: Name of the run.
-        artifacts: Folder for the pictures of a new experiment; None: the default of the tracking address.
+    A resumed run continues under the `run_id` of the segapp run. `artifacts` is the folder for the pictures of a new
+    experiment; None: the default of the tracking address.
     """
 
     _ENDS = {"finished": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012 -- a constant
@@ -237,19 +219,15 @@ class MlflowTracker:
 def artifact_folder(uri: str, runs: Path) -> Path | None:
     """Return the folder for the artifacts of a new MLflow experiment.
 
-    MLflow's own default for a database is `mlruns` in the working directory. Here it is `mlartifacts`, beside the file
-    of an SQLite database, and beside the run folders for any other database.
-
-    Returns:
-        The folder; None for a server or a folder, which hold the artifacts themselves.
+    MLflow's own default for a database is `mlruns` in the working directory. Here it is `mlartifacts`, next to the file
+    of an SQLite database, and next to the run folders for any other database. None for a server or a folder, which hold
+    the artifacts themselves.
     """
     scheme, _, rest = uri.partition("://")
-    database = rest.partition("?")[0].removeprefix("/")
-    if scheme.split("+")[0] == "sqlite" and database:
+    kind, database = scheme.split("+")[0], rest.partition("?")[0].removeprefix("/")
+    if kind == "sqlite" and database:
         return Path(database).resolve().parent / "mlartifacts"
-    if scheme.split("+")[0] in ("sqlite", "postgresql", "mysql", "mssql"):
-        return runs.resolve() / "mlartifacts"
-    return None
+    return runs.resolve() / "mlartifacts" if kind in ("sqlite", "postgresql", "mysql", "mssql") else None
 
 
 def _allowed(tag: str) -> str:

@@ -78,20 +78,11 @@ class Watchdog:
     """Context manager that checks the progress of this rank's training thread.
 
     Args:
-        folder: The run folder.
-        event_log: Takes the reason; without a writer on ranks that write nothing.
-        device_memory: Progress and phase of the training thread.
         timeout_s: Time without progress after which the training is ended; 0: never.
         data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
-        num_workers: Data workers of this process.
-        step: Returns the steps done; None before the training begins.
-        has_stepped: Returns True once this process has made a step.
         save_last_boundary: Saves the state of the last step boundary, given a function that returns True while the
             training thread has not moved; returns why it could not.
-        is_writing: Returns True while a checkpoint is being written.
-        rank: Rank of this process.
         rank_pids: (host, process id) of every rank.
-        end: Exits the process with the given code.
     """
 
     def __init__(
@@ -201,11 +192,13 @@ class Watchdog:
             hangs = sorted(read_hangs(self._hangs, self._rank_pids), key=lambda hang: hang.rank)
             where += f" ({', '.join(hang.sentence() for hang in hangs)})" if hangs else ""
         advice = f"all stacks are in {self._stacks.path}; train.hang_timeout_s = {self._timeout_s:g}"
+        kind: type[RunError] = DistributedError
+        what = "a device or another rank"
         if place == "read":
-            return WorkerError(f"{where}: the storage of the data does not answer: {advice}")
-        if self._is_disk_silent(place):
-            return StorageError(f"{where}: the disk of the run folder does not answer: {advice}")
-        return DistributedError(f"{where}: a device or another rank does not answer: {advice}")
+            kind, what = WorkerError, "the storage of the data"
+        elif self._is_disk_silent(place):
+            kind, what = StorageError, "the disk of the run folder"
+        return kind(f"{where}: {what} does not answer: {advice}")
 
     def _is_disk_silent(self, place: str) -> bool:
         """True if a save waits for the disk, and not for the state of another rank."""
@@ -256,10 +249,8 @@ class StackLog:
     stacks of all threads under the lock. Data workers are forked from this process and inherit only the handler: they
     call `signal.set_wakeup_fd(-1)`.
 
-    Python handles signals in the main thread alone: entered in another one, there is only the handler.
-
-    Args:
-        path: The file; the stacks are appended, and a file that stays empty is removed at the end.
+    Python handles signals in the main thread alone: entered in another one, there is only the handler. The stacks are
+    appended to the file, and a file that stays empty is removed at the end.
     """
 
     def __init__(self, path: Path) -> None:

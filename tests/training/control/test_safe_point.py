@@ -78,11 +78,10 @@ def test_ranks_with_fast_steps_skip_the_same_polls(
 ) -> None:
     clock, ranks = Clock(), CountedRanks()
     monkeypatch.setattr(safe_point, "time", clock)
-    requests = types.SimpleNamespace(is_paused=False, stop=None)
+    requests = types.SimpleNamespace(is_paused=False, stop=None, wants_checkpoint=False)
     controller = types.SimpleNamespace(
         requests=requests,
         inbox=types.SimpleNamespace(has_commands=lambda: False),
-        take_checkpoint_request=lambda: False,
     )
     context = types.SimpleNamespace(
         ranks=ranks,

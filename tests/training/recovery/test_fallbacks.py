@@ -5,6 +5,7 @@ from __future__ import annotations
 import types
 from dataclasses import replace
 from itertools import permutations
+from typing import Any
 
 import pytest
 
@@ -12,7 +13,7 @@ from segapp.checkpoint.saver import Position
 from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.parallel.distributed import Ranks
-from segapp.training.recovery import BatchSizes, MemoryFallbacks, OomPolicy, next_eval_fallback
+from segapp.training.recovery import MemoryFallbacks, OomPolicy, next_eval_fallback
 
 WHOLE = Inference(Normalizer((0.5,) * 3, (0.25,) * 3))
 """Whole images."""
@@ -66,10 +67,12 @@ def test_evaluation_shrinks_until_nothing_is_left() -> None:
 
 def test_later_fallbacks_are_adopted_at_their_steps() -> None:
     later = [(3, MemoryFallbacks(num_pieces=2)), (6, MemoryFallbacks(num_pieces=4)), (7, MemoryFallbacks(num_pieces=8))]
-    engine, sizes = types.SimpleNamespace(ranks=Ranks()), BatchSizes(4, 1, 2, (32, 32))
+    folder = types.SimpleNamespace(reports=None)
+    context: Any = types.SimpleNamespace(ranks=Ranks(), event_log=None, device_memory=None, folder=folder)
+    sizes: Any = {"batch_size": 4, "accumulate": 1, "eval_batch_size": 2, "crop_px": (32, 32)}
 
     def policy() -> OomPolicy:
-        return OomPolicy(None, engine, None, WHOLE, sizes, later=later)  # type: ignore[arg-type]
+        return OomPolicy(context, None, None, WHOLE, **sizes, advise=list, later=later)  # type: ignore[arg-type]
 
     step_by_step = policy()
     assert [step_by_step.begin(Position(step=step)).num_pieces for step in (2, 3, 5, 6)] == [1, 2, 2, 4]

@@ -18,7 +18,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog, EventReader, EventWriter
 from segapp.run.folder import RunFolder
 from segapp.training.context import RunContext
-from segapp.training.recovery import OomHandler
+from segapp.training.recovery import OomPolicy
 
 
 class Dead(types.ModuleType):
@@ -40,10 +40,11 @@ def context(tmp_path: Path) -> RunContext:
 
 
 def reported(context: RunContext, error: Exception) -> dict[str, Any]:
-    handler = OomHandler(context, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    sizes: Any = {"batch_size": 1, "accumulate": 1, "eval_batch_size": 1, "crop_px": (32, 32)}
+    policy = OomPolicy(context, None, None, None, **sizes, advise=lambda: 1 / 0)  # type: ignore[arg-type, return-value]
     report = examine(error, context.device_memory)
     release(error, torch.device("cuda"))
-    handler.report(report.model_copy(update={"epoch": 1, "step": 2, "action": "nothing"}), is_final=True)
+    policy._give_up(report.model_copy(update={"epoch": 1, "step": 2}), "nothing")
     found = [raw for raw in EventReader(context.folder.events).read_raw() if raw["type"] == "oom"]
     assert len(found) == 1
     return found[0]

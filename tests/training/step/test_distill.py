@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import shutil
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from pydantic import TypeAdapter
 
 from segapp.checkpoint.training_state import load_checkpoint
 from segapp.config import RunConfig, dump_config
@@ -24,6 +21,7 @@ from segapp.memory.peaks import SimulationJob, SimulationResult
 from segapp.models import Critic, critic_size
 from segapp.precision import Precision
 from segapp.run.folder import RunFolder
+from segapp.training.planning.pool import SimulationPool
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.runs import differing, events, merged, segapp, train
@@ -270,11 +268,9 @@ def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
 
 def simulated(config: RunConfig, job: SimulationJob) -> SimulationResult:
     """In a process of its own, which a simulation needs."""
-    asked = [config.model_dump(mode="json"), {"ask": "run", "job": asdict(job)}]
-    words = [sys.executable, "-m", "segapp.training.planning.simulate"]
-    text = "".join(json.dumps(line) + "\n" for line in asked)
-    done = subprocess.run(words, input=text, capture_output=True, text=True, check=True)
-    return TypeAdapter(SimulationResult).validate_python(json.loads(done.stdout)["ok"])
+    with SimulationPool(config, num_processes=1) as pool:
+        (result,) = pool.simulate([job])
+    return result
 
 
 @pytest.mark.slow
