@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from segapp.accelerator import ACCELERATORS, CUDA, GPUS, accelerator_of
+from segapp.build.speed import estimate_speed
 from segapp.chunks import Mode
 from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
@@ -56,7 +57,10 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
     if mode == "auto" and is_launched():
         mode, mode_reason = "ddp", "started as a rank"
     elif mode == "auto":
-        mode, mode_reason = auto_mode(config, len(devices), _against_ddp(devices, is_one_process=is_one_process))
+        against_ddp = _against_ddp(devices, is_one_process=is_one_process)
+        mode, mode_reason = auto_mode(
+            config, len(devices), against_ddp, lambda: estimate_speed(config, len(devices), devices)
+        )
     check_mode(config, mode)
     alone = [device for device in devices if not accelerator_of(device).can_replicate]
     if alone and mode != "single":

@@ -83,15 +83,41 @@ def has_step(config: RunConfig, mode: Mode) -> bool:
     return all(feature.is_of_mode for feature in unsupported(config, mode))
 
 
-def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = None) -> tuple[Mode, str]:
+NEARLY = 0.95
+"""Share of ddp's speed that dp must reach for `auto` to take it."""
+
+
+@dataclass(frozen=True)
+class SpeedEstimate:
+    """Estimated seconds of a step in dp and in ddp; `is_measured` if the speeds of this machine are known."""
+
+    dp_s: float
+    ddp_s: float
+    is_measured: bool
+
+    @property
+    def text(self) -> str:
+        """Both times in words."""
+        source = "estimated" if self.is_measured else "estimated for a machine with RTX 3090s"
+        return f"dp {1000 * self.dp_s:.0f} ms a step, ddp {1000 * self.ddp_s:.0f} ms ({source})"
+
+
+def auto_mode(
+    config: RunConfig,
+    num_devices: int,
+    against_ddp: str | None = None,
+    estimate: Callable[[], SpeedEstimate | None] = lambda: None,
+) -> tuple[Mode, str]:
     """Return the mode of `parallel.mode: auto`, and the reason; no reason on one device.
 
-    It is the fastest one in which all works that the config asks for.
+    It is the fastest one in which all works that the config asks for. With a split, dp is taken where it is about as
+    fast as ddp, because one process uses less memory and changes its split and its pieces without a restart.
 
     Args:
         config: the complete config; `train.batch_size` is 0 while it is not known.
         num_devices: number of devices.
         against_ddp: why ranks cannot be started on them; None: they can.
+        estimate: returns the times of a step with a split; None if they cannot be estimated.
     """
     if num_devices == 1:
         return "single", ""
@@ -99,6 +125,11 @@ def auto_mode(config: RunConfig, num_devices: int, against_ddp: str | None = Non
         against_ddp = f"a batch of {config.train.batch_size} does not give every device an image"
     reason = "gpu0_bsz or shares is set" if config.parallel.has_split else against_ddp
     wanted: Mode = "ddp" if reason is None else "dp"
+    if wanted == "dp" and against_ddp is None and has_step(config, "ddp"):
+        speed = estimate()
+        if speed is not None:
+            wanted = "dp" if NEARLY * speed.dp_s <= speed.ddp_s else "ddp"
+            reason = f"with gpu0_bsz or shares the faster one, dp if it is nearly as fast: {speed.text}"
     against_wanted = next(unsupported(config, wanted), None)
     if against_wanted is None:
         return wanted, reason or "one process for each GPU is the fastest"

@@ -323,8 +323,8 @@ class ParallelConfig(Section):
     """`parallel:` the devices, and how a batch is divided among them."""
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
-    """auto: single on one device, one process per GPU (ddp) on several, dp if gpu0_bsz or shares is set; another one if
-    the config asks for something that works there only."""
+    """auto: single on one device, one process per GPU (ddp) on several; with gpu0_bsz or shares, dp if by an estimate
+    it reaches 95% of ddp's speed; another mode if the config asks for something that works there only."""
     devices: str | list[int | str] = "auto"
     """auto, one device ("cuda:1", "mps", "xpu"), or a list ([0, 1], [cpu, cpu])."""
     gpu0_bsz: Count | Literal["auto"] | None = None
@@ -345,7 +345,7 @@ class ParallelConfig(Section):
 
     @property
     def has_split(self) -> bool:
-        """True if the batch is to be divided in a certain way, for which `auto` takes dp."""
+        """True if the batch is to be divided in a certain way."""
         return self.gpu0_bsz is not None or self.shares is not None
 
 

@@ -331,7 +331,7 @@ def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Adv
 
 def _split_words(row: PlanRow, planner: Planner) -> str:
     words = f"parallel.gpu0_bsz={row.gpu0_bsz}"
-    return f"parallel.mode=ddp {words}" if planner.model.mode == "ddp" else words  # `auto` takes dp with a gpu0_bsz
+    return f"parallel.mode=ddp {words}" if planner.model.mode == "ddp" else words  # `auto` may take dp with a gpu0_bsz
 
 
 def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:

@@ -73,7 +73,7 @@ def test_plain_loss_that_is_no_mean_is_a_note(capsys: pytest.CaptureFixture[str]
         ("rounded_ce", 0, "ok     {} float32\n"),
     ],
 )
-def test_splits_are_compared_in_float64_if_the_loss_computes_in_it(
+def test_splits_are_compared_in_float64_if_the_loss_can(
     name: str, code: int, result: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert check_part(f"{PARTS}:{name}", "loss", None) == code
