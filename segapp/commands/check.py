@@ -44,7 +44,6 @@ from segapp.run.words import printable
 if TYPE_CHECKING:
     from segapp.commands.check_html import AugmentedSample
 
-EXIT_DATA = 3
 _MAX_SHOWN = 5
 
 
@@ -93,7 +92,7 @@ def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> i
         page = check_page(config.name, reports, groups, scheme, weights, samples, measured or RGB8)
         with storage_errors(html_file, "choose another --html"):
             html_file.write_text(page, encoding="utf-8", errors="surrogateescape")
-    return EXIT_DATA if any(group.severity == "error" for group in groups) else 0
+    return DataError.exit_code if any(group.severity == "error" for group in groups) else 0
 
 
 def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[DataProblem]]:

@@ -419,8 +419,6 @@ CHECKS: Mapping[Kind, Callable[[str, Mapping[str, Any], RunConfig | None], Itera
 }
 """Kind of a part -> its checks, given its name, its options, and the config if there is one."""
 
-EXIT_FAILED = 2
-
 
 def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> int:
     """Check a part, or without a name all parts of a config, and print what was found.
@@ -441,7 +439,7 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
             is_failed = is_failed or check.mark == "FAILED"
             problem = f": {printable(check.problem)}" if check.problem else ""
             print(f"  {check.mark:6} {check.what}{problem}", flush=True)
-    return EXIT_FAILED if is_failed else 0
+    return ConfigError.exit_code if is_failed else 0
 
 
 def _with_making(checks: Iterator[Check]) -> Iterator[Check]:
@@ -463,11 +461,12 @@ def sorted_words(words: list[str]) -> tuple[str | None, list[str]]:
 def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> list[tuple[str, Kind, Mapping[str, Any]]]:
     """Return the parts to check, each with what it is and its options."""
     found: list[tuple[str, Kind, Mapping[str, Any]]] = []
-    for key, part in (part_names(config) if config is not None else {}).items():
+    names, sections = ({}, {}) if config is None else (part_names(config), part_sections(config))
+    for key, part in names.items():
         section = key.partition(".")[0]
         each: Any = "transform" if key.startswith("data.augment") else section
         if (name is None or name == part) and kind in (None, each):
-            found.append((part, each, part_sections(config).get(key, {}) if config is not None else {}))
+            found.append((part, each, sections.get(key, {})))
     if found:
         return found
     if name is None:

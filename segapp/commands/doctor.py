@@ -16,9 +16,6 @@ from segapp.commands.machine import Facts, collect_facts
 from segapp.run.starting import announce_on_terminal
 from segapp.run.words import plural, printable, size
 
-CANNOT_TRAIN = 1
-JSON_VERSION = 1
-
 GIB = 2**30
 MIN_RUN_DISK_BYTES = 5 * GIB
 """Checkpoints of 100 to 700 MiB; five of them are kept or being written."""
@@ -60,10 +57,10 @@ def print_doctor(*, as_json: bool) -> int:
     trains = can_train(findings)
     if as_json:
         plain = [finding._asdict() for finding in findings]
-        print(json.dumps({"v": JSON_VERSION, "can_train": trains, "findings": plain, "facts": facts}, indent=2))
+        print(json.dumps({"v": 1, "can_train": trains, "findings": plain, "facts": facts}, indent=2))
     else:
         print("\n".join(report_lines(findings)))
-    return 0 if trains else CANNOT_TRAIN
+    return 0 if trains else 1
 
 
 def report_lines(findings: Sequence[Diagnosis]) -> list[str]:

@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from segapp.errors import CheckpointError
 from segapp.run.checkpoints import CheckpointFolder, CheckpointStatus
 from segapp.run.folder import find_run, last_start_s
 from segapp.run.sweep import find_sweep, sweep_folders
@@ -16,7 +17,6 @@ from segapp.run.words import aligned, duration, printable
 from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_count
 from segapp.view.summary import RunSummary, list_runs, summarize, summarize_runs, summarize_sweep
 
-CHECKPOINT_DAMAGED = 4
 MAX_REASON_CHARS = 100
 """Longest reason in `segapp ls`; `segapp status RUN` has the whole one."""
 
@@ -120,7 +120,7 @@ def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
     else:
         header = ("NAMES", "EPOCH", "STEP", "METRIC", "MIB", "STATE")
         print("\n".join(aligned([header, *map(_checkpoint_row, rows)])))
-    return CHECKPOINT_DAMAGED if any(row.problem for row in rows) else 0
+    return CheckpointError.exit_code if any(row.problem for row in rows) else 0
 
 
 def _checkpoint_row(row: CheckpointStatus) -> tuple[str, ...]:

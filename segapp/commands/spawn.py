@@ -14,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
 
 from segapp.errors import SegappError
 from segapp.run.events import EventReader
@@ -33,16 +32,12 @@ _EXIT_S = 30.0
 """Longest wait for a trainer that has written `run_end` to exit."""
 
 
-def is_interactive(
-    stdin: TextIO | None = None, stderr: TextIO | None = None, environ: Mapping[str, str] | None = None
-) -> bool:
+def is_interactive() -> bool:
     """Return True if stdin and stderr are a terminal that can show a screen, and this is not a rank of torchrun."""
-    environ = os.environ if environ is None else environ
-    streams = (sys.stdin if stdin is None else stdin, sys.stderr if stderr is None else stderr)
-    if environ.get("TERM", "") in ("", "dumb", "unknown") or ("RANK" in environ and "WORLD_SIZE" in environ):
+    if os.environ.get("TERM", "") in ("", "dumb", "unknown") or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return False
     try:
-        return all(stream is not None and stream.isatty() for stream in streams)
+        return all(stream is not None and stream.isatty() for stream in (sys.stdin, sys.stderr))
     except ValueError:  # closed
         return False
 

@@ -183,5 +183,13 @@ class Stream:
         (True, True, {"TERM": "tmux", "RANK": "0", "WORLD_SIZE": "2"}, False),
     ],
 )
-def test_screen_is_shown_only_in_a_terminal(stdin: bool, stderr: bool, environ: dict[str, str], expected: bool) -> None:
-    assert is_interactive(Stream(stdin), Stream(stderr), environ) is expected  # type: ignore[arg-type]
+def test_screen_is_shown_only_in_a_terminal(
+    stdin: bool, stderr: bool, environ: dict[str, str], expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", Stream(stdin))
+    monkeypatch.setattr("sys.stderr", Stream(stderr))
+    for name in ("TERM", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert is_interactive() is expected

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING
 from segapp.commands.sweep.overview import Overview
 from segapp.commands.sweep.plan import SweepPlan, plan_sweep
 from segapp.commands.sweep.runner import SweepRunner, parse_slots
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, RunError
 from segapp.run.sweep import SweepFolder, SweepRun
 from segapp.run.words import aligned, printable
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 if TYPE_CHECKING:
     from segapp.report.sweep_results import Spread, SweepResults
-
-FAILED = 1
 
 
 def run_sweep(
@@ -76,7 +74,7 @@ def run_sweep(
     last = {run.name: run for run in plan.folder.read().runs}
     final = [plan.folder.state_of(last[run.name]) for run in runs]
     if failed or overview.num_failed or "failed" in final:
-        return FAILED
+        return RunError.exit_code
     return 0 if set(final) <= {"finished"} else EXIT_STOPPED_AND_SAVED
 
 
