@@ -139,7 +139,7 @@ def shallow_replica(module: nn.Module) -> nn.Module:
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
         return module._replicate_for_data_parallel()  # type: ignore[no-any-return, no-untyped-call]
     replica = kind.__new__(kind)
-    replica.__dict__ = {**module.__dict__, "_parameters": {}, "_is_replica": True}
+    replica.__dict__.update(module.__dict__, _parameters={}, _is_replica=True)  # assigning it calls Module.__setattr__
     return replica
 
 

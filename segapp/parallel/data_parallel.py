@@ -6,6 +6,7 @@ that device 0 never holds the whole batch's logits. `BalancedDataParallel` gathe
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol, cast
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from segapp.chunks import check_gpu0_bsz, plan_chunks
 from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode
-from segapp.parallel.replicas import check_replicable, replicate, run_replicas, write_back_buffers
+from segapp.parallel.replicas import Replicator, check_replicable, run_replicas
 from segapp.parallel.scatter_gather import (
     DeviceLike,
     batch_size,
@@ -72,6 +73,11 @@ class ReplicaOutputs(list[Any]):
         return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
 
 
+def _replicator_of(module: nn.Module, known: Replicator | None = None) -> Replicator:
+    """Return the known replicator if it is the module's, else a new one."""
+    return known if known is not None and known.module is module else Replicator(module, type(module).__name__)
+
+
 class DataParallelModel(nn.Module):
     """Run a module on several devices; each output stays on the device that computed it.
 
@@ -124,6 +130,7 @@ class DataParallelModel(nn.Module):
         if len(self.devices) > 1:
             check_replicable(module, type(module).__name__)
         self.module = module
+        self._replicator = _replicator_of(module)
         self.dim = dim
         self.shares = shares
         self.full_batch = full_batch
@@ -180,29 +187,37 @@ class DataParallelModel(nn.Module):
     def _run_chunks(
         self, devices: Sequence[torch.device], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
     ) -> list[Any]:
-        self._check_placement()
         if len(self.devices) == 1:
+            self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
             return [self.module(*args, **kwargs)]
         keep_workers(self)
+        self._replicator = _replicator_of(self.module, self._replicator)
+        self._check_placement(self._replicator.parameters())
         is_home = list(devices) == [self.devices[0]]  # a short batch on device 0 alone needs no copy
-        replicas = [self.module] if is_home else replicate(self.module, devices, name=type(self.module).__name__)
+        replicas = [[self.module]] if is_home else self._replicator.replicate(devices)
         positional, named = zip(*chunks, strict=True)
-        outputs = run_replicas(replicas, positional, named, devices=devices, mode=self.mode, timeout_s=self.timeout_s)
+        outputs = run_replicas(
+            [parts[0] for parts in replicas],
+            positional,
+            named,
+            devices=devices,
+            mode=self.mode,
+            timeout_s=self.timeout_s,
+        )
         if not is_home:
-            write_back_buffers(self.module, replicas[0])
+            self._replicator.write_back_buffers(replicas[0])
         return outputs
 
-    def _check_placement(self) -> None:
-        for parameter in self.module.parameters():
-            if parameter.device != self.devices[0]:
+    def _check_placement(self, parameters: Iterable[Tensor]) -> None:
+        home = self.devices[0]
+        for parameter in parameters:
+            if parameter.device != home:
                 name = next(name for name, each in self.module.named_parameters() if each is parameter)
                 raise ValueError(
-                    f"{name} of {type(self.module).__name__} is on {parameter.device} and device 0 is"
-                    f" {self.devices[0]}: call module.to({str(self.devices[0])!r}) first"
+                    f"{name} of {type(self.module).__name__} is on {parameter.device} and device 0 is {home}:"
+                    f" call module.to({str(home)!r}) first"
                 )
-            if len(self.devices) == 1:
-                return  # torch raises an error for the others itself
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the bare module's state dict: keys without `module.`."""
@@ -292,6 +307,7 @@ class DataParallelCriterion(nn.Module):
                     " finalize(totals) -> scalar"
                 )
         self.criterion: Any = criterion
+        self._replicator: Replicator | None = None
         self.devices = None if device_ids is None else resolve_devices(device_ids)
 
     def forward(self, outputs: Any, target: Any) -> Tensor:
@@ -318,15 +334,17 @@ class DataParallelCriterion(nn.Module):
         parts = self._as_replica_outputs(outputs)
         targets = _split_target(target, parts)
         keep_workers(self)
-        criteria = self._copies(parts.devices)
+        replicator = self._replicator_for(parts.devices)
+        copies = [] if replicator is None else replicator.replicate(parts.devices)
+        criteria: list[Any] = [copy[0] for copy in copies] or [self.criterion] * len(parts)
         rows = run_replicas(
             [criterion.statistics for criterion in criteria],
             list(zip(parts, targets, strict=True)),
             devices=parts.devices,
             mode=parts.mode,
         )
-        if criteria[0] is not self.criterion:
-            write_back_buffers(self.criterion, criteria[0])
+        if replicator is not None:
+            replicator.write_back_buffers(copies[0])
         for row in rows:
             if not isinstance(row, tuple) or not all(isinstance(value, Tensor) for value in row):
                 raise TypeError(
@@ -335,12 +353,13 @@ class DataParallelCriterion(nn.Module):
                 )
         return tuple(reduce_add(column, parts.main_device) for column in zip(*rows, strict=True))
 
-    def _copies(self, devices: Sequence[torch.device]) -> Sequence[Any]:
-        criterion = self.criterion
-        tensors = [*criterion.parameters(), *criterion.buffers()] if isinstance(criterion, nn.Module) else []
-        if not tensors or list(devices) == [tensors[0].device]:
-            return [criterion] * len(devices)
-        return replicate(criterion, devices, name=type(criterion).__name__)
+    def _replicator_for(self, devices: Sequence[torch.device]) -> Replicator | None:
+        """Return the criterion's replicator; None if it has no tensors, or all are on the only device."""
+        if not isinstance(self.criterion, nn.Module):
+            return None
+        self._replicator = _replicator_of(self.criterion, self._replicator)
+        tensors = [*self._replicator.parameters(), *self._replicator.buffers()]
+        return self._replicator if tensors and list(devices) != [tensors[0].device] else None
 
     def _as_replica_outputs(self, outputs: Any) -> ReplicaOutputs:
         if isinstance(outputs, ReplicaOutputs):

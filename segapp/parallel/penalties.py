@@ -12,9 +12,10 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from segapp.accelerator import wide
 from segapp.parallel.exchange import has_other_ranks, stack_ranks, sum_over_ranks
 from segapp.parallel.scatter_gather import tensors_in
-from segapp.parallel.sync_batchnorm import join_moments
+from segapp.parallel.sync_batchnorm import Counts, join_moments, moments_of, row_of, split_rows
 
 PenaltyKind = Literal["wgan-gp", "wgan-lp", "dragan"]
 
@@ -105,11 +106,15 @@ def _points(
 
 def _deviation(values: Tensor) -> Tensor:
     """Return the sample standard deviation over all values of all ranks, as `Tensor.std`."""
-    wide = values.to(torch.promote_types(values.dtype, torch.float32))
-    mean = wide.mean() if wide.numel() else wide.new_zeros(())
-    row = torch.stack([mean, (wide - mean).square().sum(), wide.new_tensor(float(wide.numel()))])
-    _, deviation, count = join_moments(stack_ranks(row) if has_other_ranks() else row[None])
-    return (deviation / (count - 1)).sqrt()
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
+    if not has_other_ranks():
+        return values.std()
+    rows_PK = stack_ranks(row_of(moments_of(values.view(-1, 1)), values.numel()))
+    moments, counts_P = split_rows(wide(rows_PK))
+    counts = Counts(counts_P)
+    _, variance_1 = join_moments(moments, counts.shares)
+    unbiased_1: Tensor = variance_1 * (counts.total / (counts.total - 1))
+    return unbiased_1.sqrt()
 
 
 def _norms(gradient: Tensor) -> Tensor:

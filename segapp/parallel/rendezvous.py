@@ -147,6 +147,8 @@ class ReplicaGroup(Generic[T]):
         self._failure: tuple[int | None, BaseException] | None = None
         self._late_s = timeout_s
         """Seconds to wait for late replicas after a failure."""
+        self.common: dict[Any, Any] = {}
+        """What exchanges of this pass have in common; only their `combine` functions use it."""
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run the calls and return their results in replica order.
@@ -170,9 +172,11 @@ class ReplicaGroup(Generic[T]):
                     worker.start(partial(self._work_from, first_number, i, call))
                 self._join()
             finally:
-                for i in list(self._ended):
-                    workers[i].next_number = self._next_numbers[i]
-                give_back(workers, self._ended)
+                with self._ending:  # a late replica may end just now
+                    ended = dict(self._next_numbers)
+                for i, number in ended.items():
+                    workers[i].next_number = number
+                give_back(workers, ended)
         if self._failure is not None:
             # Late replicas still see a failure; the error is released, with the tensors that its traceback holds.
             failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))

@@ -12,7 +12,7 @@ pass of synchronised BatchNorm may, the devices wait for each other for ever (`t
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -36,8 +36,8 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], *, name: str =
 
     The gradient of a parameter is the sum of its copies' gradients, added in device order on the parameter's device.
     Shared parameters and shared sub-modules stay shared within a replica. The first replica *owns* the buffers: on the
-    module's device it updates the module's own, elsewhere `write_back_buffers` copies them back; the updates of the
-    other replicas are discarded.
+    module's device it updates the module's own, elsewhere `Replicator.write_back_buffers` copies them back; the updates
+    of the other replicas are discarded.
 
     Args:
         module: what to copy; its parameters on one device.
@@ -48,30 +48,69 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], *, name: str =
         TypeError: a part of the module is compiled.
         ValueError: a lazy parameter has no shape yet.
     """
-    structure = _Structure.read(module, name)
-    parameter_rows = _copy_parameters(structure.parameters, devices)
-    buffer_rows = _copy_buffers(structure.buffers, devices)
-    return [structure.assemble(*rows) for rows in zip(parameter_rows, buffer_rows, strict=True)]
+    return [parts[0] for parts in Replicator(module, name).replicate(devices)]
 
 
-@torch.no_grad()
-def write_back_buffers(module: nn.Module, owner: nn.Module) -> None:
-    """Copy the first replica's buffers into the module after the forward pass.
+class Replicator:
+    """Makes the replicas of one module in every step; its structure is read once, and again when it has changed.
+
+    The structure is the parts' classes, and which parameters, buffers and sub-modules they hold under which names. All
+    else is read in every step: values, dtypes and devices of the tensors, and the other attributes of the parts, such
+    as hooks, the training mode and functions that were patched onto them.
 
     Args:
-        module: the original.
-        owner: the first of `replicate`'s results.
+        module: what to copy.
+        name: what error messages call the module.
     """
-    for original, replica in zip(module.modules(), owner.modules(), strict=True):
-        for key, buffer in buffer_slots(replica).items():
-            old = buffer_slots(original).get(key)
-            if buffer is None or buffer is old:
-                continue
-            if old is not None and old.shape == buffer.shape:
-                # .data, so that a graph that saved the old values stays valid; batch_norm does the same
-                old.data.copy_(buffer, non_blocking=old.device.type != "cpu")
-            else:
-                buffer_slots(original)[key] = buffer if old is None else buffer.to(old.device)
+
+    def __init__(self, module: nn.Module, name: str = "module") -> None:
+        self.module = module
+        self.name = name
+        self._known: _Structure | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.module, self.name)
+
+    def parameters(self) -> Sequence[Tensor]:
+        """Return the module's parameters, each once."""
+        return self._structure().parameters
+
+    def buffers(self) -> Sequence[Tensor]:
+        """Return the module's buffers, each once."""
+        return self._structure().buffers
+
+    def replicate(self, devices: Sequence[torch.device]) -> list[list[nn.Module]]:
+        """Return for each device the copies of all parts, of the whole module first; see `replicate`."""
+        structure = self._structure()
+        parameter_rows = _copy_parameters(structure.parameters, devices)
+        buffer_rows = _copy_buffers(structure.buffers, devices)
+        return structure.assemble(parameter_rows, buffer_rows)
+
+    @torch.no_grad()
+    def write_back_buffers(self, owner: Sequence[nn.Module]) -> None:
+        """Copy the first replica's buffers into the module after the forward pass.
+
+        Args:
+            owner: the first of the results of the last `replicate`.
+        """
+        assert self._known is not None
+        for part, replica in zip(self._known.parts, owner, strict=True):
+            originals = buffer_slots(part.module)
+            for key, buffer in buffer_slots(replica).items():
+                old = originals.get(key)
+                if buffer is None or buffer is old:
+                    continue
+                if old is not None and old.shape == buffer.shape:
+                    # .data, so that a graph that saved the old values stays valid; batch_norm does the same
+                    old.data.copy_(buffer, non_blocking=old.device.type != "cpu")
+                else:
+                    originals[key] = buffer if old is None else buffer.to(old.device)
+
+    def _structure(self) -> _Structure:
+        known = self._known
+        if known is None or not known.is_current():
+            known = self._known = _Structure.read(self.module, self.name)
+        return known
 
 
 def check_replicable(module: nn.Module, name: str = "module") -> None:
@@ -141,9 +180,18 @@ def _pack(tensors: Sequence[Tensor], layouts: Sequence[_Layout]) -> Tensor:
     return torch.cat(parts)
 
 
-def _unpack(flat: Tensor, layouts: Sequence[_Layout]) -> list[Tensor]:
-    """Return views of a flat tensor, in the layouts of what it was packed from."""
-    parts = flat.split_with_sizes([layout.size.numel() for layout in layouts])
+def _unpack(
+    flat: Tensor, layouts: Sequence[_Layout], split: Callable[..., Sequence[Tensor]] = torch.split_with_sizes
+) -> list[Tensor]:
+    """Return parts of a flat tensor, in the layouts of what it was packed from.
+
+    Args:
+        flat: from `_pack`.
+        layouts: of the parts.
+        split: makes views, or, as `torch.unsafe_split_with_sizes`, tensors with versions of their own, of which one may
+            change while autograd has saved another.
+    """
+    parts = split(flat, [layout.size.numel() for layout in layouts])
     unpacked = []
     for part, layout in zip(parts, layouts, strict=True):
         if layout.stride is not None:
@@ -199,16 +247,13 @@ def _can_pack(column: Sequence[Tensor], devices: Sequence[torch.device]) -> bool
 def _broadcast(
     tensors: Sequence[Tensor], layouts: Sequence[_Layout], devices: Sequence[torch.device]
 ) -> list[list[Tensor]]:
-    """Return one row of copies per device; on the tensors' own device views."""
+    """Return one row of copies per device; on the tensors' own device the tensors themselves."""
     flats: dict[torch.device, Tensor] = {}
     latest: Tensor | None = None
     for device in devices:
         if device != tensors[0].device and device not in flats:
             latest = flats[device] = to_device(_pack(tensors, layouts) if latest is None else latest, device)
-    return [
-        _unpack(flats[device], layouts) if device in flats else [tensor.view_as(tensor) for tensor in tensors]
-        for device in devices
-    ]
+    return [_unpack(flats[device], layouts) if device in flats else list(tensors) for device in devices]
 
 
 def _copy_parameters(parameters: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
@@ -244,8 +289,8 @@ def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) ->
                 flat = flat.clone()
             else:
                 flat = to_device(_pack(tensors, layouts) if flat is None else flat, device)
-            for j, part in zip(group, _unpack(flat, layouts), strict=True):
-                rows[i][j] = part.data  # each with a version of its own: one may change while another is saved
+            for j, part in zip(group, _unpack(flat, layouts, torch.unsafe_split_with_sizes), strict=True):
+                rows[i][j] = part
     return rows
 
 
@@ -271,20 +316,41 @@ class _SubModule:
 
     module: nn.Module
     name: str
+    kind: type[nn.Module]
     children: Mapping[str, int | None]
     parameters: Mapping[str, int | None]
     buffers: Mapping[str, int | None]
-    methods: Mapping[str, Any]
-    """Functions that were patched onto the object as methods of it, such as another forward."""
+
+
+def _contents_of(parts: Iterable[nn.Module]) -> list[Any]:
+    """Return what a `_Structure` depends on: classes, names, and the identities of what each part holds itself."""
+    contents: list[Any] = []
+    for part in parts:
+        contents += (type(part), is_compiled(part))
+        for slots in (module_slots(part), parameter_slots(part), buffer_slots(part)):
+            contents += slots
+            contents += map(id, slots.values())
+            contents.append(None)
+    return contents
+
+
+def _own_methods(part: nn.Module) -> dict[str, Callable[..., Any]]:
+    """Return the functions that were patched onto a module as methods of it, such as another forward."""
+    return {
+        key: value.__func__
+        for key, value in part.__dict__.items()
+        if type(value) is types.MethodType and value.__self__ is part
+    }
 
 
 @dataclass(frozen=True)
 class _Structure:
-    """The parts of a module, each once, and its tensors without repetitions, read once for all replicas."""
+    """The parts of a module, each once, and its tensors without repetitions."""
 
     parts: list[_SubModule]
     parameters: list[Tensor]
     buffers: list[Tensor]
+    contents: list[Any]
 
     @classmethod
     def read(cls, module: nn.Module, name: str) -> _Structure:
@@ -303,38 +369,44 @@ class _Structure:
                 _SubModule(
                     part,
                     path,
+                    type(part),
                     {key: None if child is None else numbers[id(child)] for key, child in module_slots(part).items()},
                     {key: number_of(parameters, value) for key, value in parameter_slots(part).items()},
                     {key: number_of(buffers, value) for key, value in buffer_slots(part).items()},
-                    {
-                        key: value.__func__
-                        for key, value in part.__dict__.items()
-                        if isinstance(value, types.MethodType) and value.__self__ is part
-                    },
                 )
             )
-        return cls(parts, [t for _, t in parameters.values()], [t for _, t in buffers.values()])
+        contents = _contents_of(part for _, part in named)
+        return cls(parts, [t for _, t in parameters.values()], [t for _, t in buffers.values()], contents)
 
-    def assemble(self, parameters: Sequence[Tensor], buffers: Sequence[Tensor]) -> nn.Module:
-        """Return shallow copies of all parts that hold the given tensors; their other attributes are the present ones.
+    def is_current(self) -> bool:
+        """Return True if the module still has this structure."""
+        return _contents_of(part.module for part in self.parts) == self.contents
 
-        The copies are new in every step, which costs less than noticing each change of the original would.
-        """
+    def assemble(
+        self, parameter_rows: Sequence[Sequence[Tensor]], buffer_rows: Sequence[Sequence[Tensor]]
+    ) -> list[list[nn.Module]]:
+        """Return for each row of tensors shallow copies of all parts; their other attributes are the present ones."""
+        methods = [_own_methods(part.module) for part in self.parts]
+        return [self._assemble(*rows, methods) for rows in zip(parameter_rows, buffer_rows, strict=True)]
+
+    def _assemble(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], methods: Sequence[Mapping[str, Any]]
+    ) -> list[nn.Module]:
         replicas = [shallow_replica(part.module) for part in self.parts]
-        for part, replica in zip(self.parts, replicas, strict=True):
+        for part, replica, own_methods in zip(self.parts, replicas, methods, strict=True):
             own = replica.__dict__
             own["_replica_name"] = part.name
             own["_modules"] = {key: None if i is None else replicas[i] for key, i in part.children.items()}
             own["_buffers"] = {key: None if i is None else buffers[i] for key, i in part.buffers.items()}
             values = {key: None if i is None else parameters[i] for key, i in part.parameters.items()}
-            if type(replica).__setattr__ is not nn.Module.__setattr__:
+            if part.kind.__setattr__ is not nn.Module.__setattr__:
                 for key, value in values.items():
                     if value is not None:
                         setattr(replica, key, value)  # recurrent layers update their flat weights here
             own["_parameters"] = values  # so that `next(self.parameters()).device` holds in a forward pass
-            for key, function in part.methods.items():
+            for key, function in own_methods.items():
                 own[key] = types.MethodType(function, replica)
-        return replicas[0]
+        return replicas
 
 
 # -------------------------------------------------------------------------------------------------------------- run

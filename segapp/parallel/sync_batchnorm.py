@@ -3,8 +3,8 @@
 Replicas exchange once per layer in the forward pass and share one autograd node, so the backward pass has no barrier.
 Ranks exchange one tensor per layer and pass.
 
-Forward, each part of the batch has a row of moments per channel; the joined ones normalise every part. Backward, two
-sums per channel are added over the parts. Only the input is saved, as in `nn.BatchNorm2d`. On CUDA these are kernels of
+Forward, each part of the batch has two moments per channel; the joined ones normalise every part. Backward, two sums
+per channel are added over the parts. Only the input is saved, as in `nn.BatchNorm2d`. On CUDA these are kernels of
 torch's own SyncBatchNorm; elsewhere the moments are joined by Chan, Golub and LeVeque's formula (1983, "Algorithms for
 computing the sample variance") in float64, without the cancellation of E[x^2] - E[x]^2.
 
@@ -17,7 +17,8 @@ Shapes: N samples, C channels, P parts (replicas or ranks); x is (N, C, ...).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, TypeAlias, cast
+from functools import cached_property
+from typing import Any, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,8 @@ from segapp.compat.torch import BatchNorm, foreach_lerp_, is_replica, module_slo
 from segapp.parallel.exchange import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
 from segapp.parallel.rendezvous import ReplicaContext, current_replica
 from segapp.parallel.scatter_gather import reduce_add, spread, to_device
+
+_Values = TypeVar("_Values", Tensor, "Tensor | None")
 
 _NO_SAMPLES = 1e-30
 """Count of a part without samples for torch's kernel, which divides by the counts so far: no weight, and no NaN."""
@@ -50,54 +53,107 @@ def wide_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def _as(values: _Values, like: Tensor) -> _Values:
+    """Return values in another tensor's dtype; a call of `Tensor.to` costs more than this comparison."""
+    return values if values is None or values.dtype == like.dtype else values.to(like.dtype)
+
+
 def has_kernels(x: Tensor) -> bool:
     """Return True if torch has the kernels of its SyncBatchNorm for this tensor."""
     return x.is_cuda
 
 
-def kernel_row(x: Tensor, eps: float) -> Tensor:
-    """Return a part's C means, C values 1 / sqrt(variance + eps) and the count as one tensor (2C + 1,)."""
-    count = count_of(x)
-    if count:
-        mean_C, invstd_C = torch.batch_norm_stats(x, eps)
-    else:
-        mean_C = torch.zeros(x.size(1), dtype=wide_dtype(x), device=x.device)
-        invstd_C = torch.ones_like(mean_C)
-    return torch.cat([mean_C, invstd_C, mean_C.new_full((1,), float(count) or _NO_SAMPLES)])
+def moments_of(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return a part's C means and C variances, differentiable; zeros for a part without values."""
+    x = x.to(wide_dtype(x))
+    if not count_of(x):
+        zeros_C = x.sum(_summed_dims(x))
+        return zeros_C, zeros_C
+    variance_C, mean_C = torch.var_mean(x, _summed_dims(x), correction=0)
+    return mean_C, variance_C
 
 
-def moments_row(x: Tensor) -> Tensor:
-    """Return a part's C means, C sums of squared deviations and the count as one tensor (2C + 1,), differentiable."""
-    x, count = x.to(wide_dtype(x)), count_of(x)
-    if count:  # the sum of squares is divided by count - correction
-        deviation_C, mean_C = torch.var_mean(x, _summed_dims(x), correction=count - 1)
-    else:
-        deviation_C = mean_C = x.sum(_summed_dims(x))
-    return torch.cat([mean_C, deviation_C, mean_C.new_full((1,), float(count))])
+def kernel_moments_of(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return a part's C means and C values 1 / sqrt(variance + eps)."""
+    if count_of(x):
+        return torch.batch_norm_stats(x, eps)
+    mean_C = torch.zeros(x.size(1), dtype=wide_dtype(x), device=x.device)
+    return mean_C, torch.ones_like(mean_C)
 
 
-def join_moments(rows_PK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the moments of all parts together, by Chan's formula, in float64 where the device has it.
+def row_of(moments: Sequence[Tensor], num_values: int) -> Tensor:
+    """Return two moments (C,) of a part and its number of values per channel as one tensor (2C + 1,)."""
+    return torch.cat([*moments, moments[0].new_full((1,), num_values or _NO_SAMPLES)])
+
+
+def split_rows(rows_PK: Tensor) -> tuple[Sequence[Tensor], Tensor]:
+    """Return the two moments (P, C) and the counts (P,) of the parts' rows (P, 2C + 1)."""
+    num_channels = rows_PK.size(1) // 2
+    first_PC, second_PC, counts_P1 = rows_PK.split_with_sizes([num_channels, num_channels, 1], dim=1)
+    return (first_PC, second_PC), counts_P1.squeeze(1)
+
+
+def join_moments(moments: Sequence[Tensor], shares_P1: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the means (C,) and variances (C,) of all parts together, by Chan's formula; differentiable.
 
     Args:
-        rows_PK: one row per part, K = 2C + 1: C means, C sums of squared deviations, the count of values. Parts without
-            values have weight 0.
-
-    Returns:
-        The means (C,), the sums of squared deviations (C,), the count (1,).
+        moments: the parts' means (P, C) and variances (P, C), in float64 where the device has it.
+        shares_P1: the parts' shares of all values.
     """
-    rows_PK = wide(rows_PK)
-    num_channels = rows_PK.size(1) // 2
-    means_PC, deviations_PC, counts_P1 = rows_PK.split_with_sizes([num_channels, num_channels, 1], dim=1)
-    count_1 = counts_P1.sum(0)
-    mean_C = (counts_P1 * means_PC).sum(0) / count_1
-    deviation_C = (deviations_PC + counts_P1 * (means_PC - mean_C).square()).sum(0)
-    return mean_C, deviation_C, count_1
+    means_PC, variances_PC = moments
+    mean_C = (shares_P1 * means_PC).sum(0)
+    centred_PC = means_PC - mean_C
+    return mean_C, (shares_P1 * torch.addcmul(variances_PC, centred_PC, centred_PC)).sum(0)
 
 
-def stack_parts(rows: Sequence[Tensor], over_ranks: bool) -> Tensor:
-    """Return the rows of all parts (P, K): of the given ones on the first one's device, or one of every rank."""
-    return stack_ranks(rows[0]) if over_ranks else torch.stack([to_device(row, rows[0].device) for row in rows])
+def stack_pairs(pairs: Sequence[Sequence[Tensor]]) -> Tensor:
+    """Return two values (C,) of each part as (P, 2, C) on the first part's device, which each part reaches in one copy.
+
+    Args:
+        pairs: of the parts of this process, each on its device.
+    """
+    home = pairs[0][0].device
+    rows: list[Tensor] = []
+    for pair in pairs:
+        rows += pair if pair[0].device == home else to_device(torch.stack(list(pair)), home).unbind()
+    return torch.stack(rows).view(len(pairs), 2, -1)
+
+
+class Counts:
+    """The numbers of values per channel of all parts, and what follows from them, computed when it is first needed.
+
+    Args:
+        of_parts_P: (P,), in the dtype of the statistics.
+        total: their sum, where the host knows it.
+    """
+
+    def __init__(self, of_parts_P: Tensor, total: float | None = None) -> None:
+        self.of_parts_P = of_parts_P
+        self._total = total
+        self._on: dict[torch.device, Tensor] = {}
+
+    @classmethod
+    def of_replicas(cls, num_values: Sequence[int], like: Tensor) -> Counts:
+        """Return the counts of the parts of this process, in the dtype and on the device of a tensor."""
+        # Not torch.tensor(num_values), whose copy to a GPU would wait for the GPU.
+        return cls(torch.cat([like.new_full((1,), n or _NO_SAMPLES) for n in num_values]), sum(num_values))
+
+    @cached_property
+    def total(self) -> Any:
+        """The number of values of all parts; where only the device knows it a tensor (), which promotes no dtype."""
+        return wide(self.of_parts_P).sum() if self._total is None else self._total
+
+    @cached_property
+    def shares(self) -> Tensor:
+        """The parts' shares of all values, (P, 1), in float64 where the device has it."""
+        shares_P: Tensor = wide(self.of_parts_P) / self.total
+        return shares_P.unsqueeze(1)
+
+    def on(self, device: torch.device) -> Tensor:
+        """Return the counts on a device, int32 (P,), as torch's kernels take them."""
+        if device not in self._on:
+            self._on[device] = to_device(self.of_parts_P.int(), device)
+        return self._on[device]
 
 
 # ------------------------------------------------------------------------------------------------- one layer's node
@@ -107,12 +163,28 @@ class Statistics(NamedTuple):
     Attributes:
         mean: (C,).
         scale: (C,) 1 / sqrt(variance + eps) for kernels, else the variances.
-        counts: values per channel of each part, int32 (P,), for kernels; else of all parts, (1,).
+        counts: values per channel: of each part, int32 (P,), for kernels; else of all parts, a number or ().
     """
 
     mean: Tensor
     scale: Tensor
-    counts: Tensor
+    counts: Any
+
+
+class Sums(NamedTuple):
+    """What a part adds to the backward pass of the others, and its own gradients.
+
+    Attributes:
+        pair: two sums over the part, (C,).
+        of_weight: gradient of the weight (C,).
+        of_bias: gradient of the bias (C,).
+        of_x: the first term of the input's gradient, if the arithmetic has it already.
+    """
+
+    pair: tuple[Tensor, Tensor]
+    of_weight: Tensor
+    of_bias: Tensor
+    of_x: Tensor | None = None
 
 
 class Kernels:
@@ -124,27 +196,28 @@ class Kernels:
         return torch.batch_norm_elemt(x, weight_C, bias_C, own.mean, own.scale, eps)
 
     @staticmethod
-    def sums(grad: Tensor, x: Tensor, own: Statistics, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums of grad and of grad * (x - mean) as one row (2C,), and the gradients of weight and bias."""
+    def sums(grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Sums:
+        """Return the sums of grad and of grad * (x - mean)."""
         like = own.mean
-        grad_C, centred_C, weight_C, bias_C = torch.batch_norm_backward_reduce(
+        grad_C, centred_C, of_weight_C, of_bias_C = torch.batch_norm_backward_reduce(
             grad, x, like, own.scale, like, True, True, True
         )
-        return torch.cat([grad_C, centred_C]), weight_C, bias_C
+        return Sums((grad_C, centred_C), of_weight_C, of_bias_C)
 
     @staticmethod
-    def shared(total: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
+    def shared(total_2C: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
         """Return what every part needs of the sums."""
-        return total
-
-    @staticmethod
-    def unpack(shared: Tensor, num_dims: int) -> Sequence[Tensor]:
-        """Return the values of `shared`, for inputs of so many dimensions."""
-        return shared.chunk(2)
+        return total_2C
 
     @staticmethod
     def input_gradient(
-        grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, shared: Sequence[Tensor]
+        grad: Tensor,
+        x: Tensor,
+        weight_C: Tensor | None,
+        own: Statistics,
+        eps: float,
+        sums: Sums,
+        shared: Sequence[Tensor],
     ) -> Tensor:
         """Return the gradient of the part."""
         grad_C, centred_C = shared
@@ -152,7 +225,11 @@ class Kernels:
 
 
 class Composed:
-    """The same by operators that every device has."""
+    """The same by operators that every device has.
+
+    With n = (x - mean) / deviation, the input's gradient is weight / deviation * (grad - E[grad] - n * E[grad * n]).
+    The last two terms are a normalisation of the input, with another weight and bias.
+    """
 
     @staticmethod
     def normalize(x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
@@ -160,34 +237,43 @@ class Composed:
         return torch.native_batch_norm(x, weight_C, bias_C, own.mean, own.scale, False, 0.0, eps)[0]
 
     @staticmethod
-    def sums(grad: Tensor, x: Tensor, own: Statistics, eps: float) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sums of grad and of grad * (x - mean) / deviation as one row (2C,), and the same as gradients."""
-        _, weight_C, bias_C = torch.ops.aten.native_batch_norm_backward(
-            grad, x, None, own.mean, own.scale, None, None, False, eps, [False, True, True]
+    def sums(grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Sums:
+        """Return the sums of grad and of grad * n, and the first term of the input's gradient."""
+        of_x, of_weight_C, of_bias_C = torch.ops.aten.native_batch_norm_backward.default(
+            _as(grad, own.mean),
+            _as(x, own.mean),
+            weight_C,
+            own.mean,
+            own.scale,
+            None,
+            None,
+            False,
+            eps,
+            [True, True, True],
         )
-        return torch.cat([bias_C, weight_C]), weight_C, bias_C
+        return Sums((of_bias_C, of_weight_C), of_weight_C, of_bias_C, of_x)
 
     @staticmethod
-    def shared(total: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
-        """Return (4C,): the mean, and the factors of grad, of (x - mean) and of 1 in the input's gradient."""
-        grad_C, normal_C = (total / own.counts).chunk(2)
-        invstd_C = torch.rsqrt(own.scale + eps)
-        factor_C = invstd_C if weight_C is None else invstd_C * weight_C
-        return torch.cat([own.mean, factor_C, -factor_C * normal_C * invstd_C, -factor_C * grad_C])
-
-    @staticmethod
-    def unpack(shared: Tensor, num_dims: int) -> Sequence[Tensor]:
-        """Return the values of `shared`, for inputs of so many dimensions."""
-        return shared.view(4, 1, -1, *[1] * (num_dims - 2)).unbind()
+    def shared(total_2C: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
+        """Return the bias and the weight of the normalisation that is subtracted."""
+        factor_C = torch.rsqrt(own.scale + eps)
+        shared_2C: Tensor = total_2C * (factor_C if weight_C is None else factor_C * weight_C) / own.counts
+        return shared_2C
 
     @staticmethod
     def input_gradient(
-        grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, shared: Sequence[Tensor]
+        grad: Tensor,
+        x: Tensor,
+        weight_C: Tensor | None,
+        own: Statistics,
+        eps: float,
+        sums: Sums,
+        shared: Sequence[Tensor],
     ) -> Tensor:
         """Return the gradient of the part."""
-        mean, of_grad, of_centred, of_one = shared
-        centred = x.to(mean.dtype) - mean
-        return torch.addcmul(of_one, centred, of_centred, out=centred).addcmul_(grad, of_grad).to(x.dtype)
+        bias_C, of_normal_C = shared
+        other_terms = Composed.normalize(_as(x, own.mean), of_normal_C, bias_C, own, eps)
+        return _as(cast(Tensor, sums.of_x).sub_(other_terms), x)
 
 
 class Pass(NamedTuple):
@@ -243,10 +329,6 @@ class Normalize(torch.autograd.Function):
 _Columns: TypeAlias = tuple[list[Tensor | None], list[Tensor], list[Tensor]]
 
 
-def _as(values_C: Tensor | None, like: Tensor) -> Tensor | None:
-    return values_C if values_C is None or values_C.dtype == like.dtype else values_C.to(like.dtype)
-
-
 def _gradients(
     layer: Pass,
     grads: Sequence[Tensor],
@@ -257,32 +339,26 @@ def _gradients(
     """Return the gradients of inputs, weights and biases."""
     arithmetic, all_own = layer.arithmetic, layer.statistics
     grads = [grad.contiguous(memory_format=memory_format_of(x)) for grad, x in zip(grads, xs, strict=True)]
-    rows: list[Tensor] = []
-    of_weight: list[Tensor] = []
-    of_bias: list[Tensor] = []
-    for grad, x, own in zip(grads, xs, all_own, strict=True):
+    wide_weights = [_as(weight, own.mean) for weight, own in zip(weights, all_own, strict=True)]
+    parts: list[Sums] = []
+    for grad, x, weight, own in zip(grads, xs, wide_weights, all_own, strict=True):
         if x.numel():
-            row, weight_C, bias_C = arithmetic.sums(grad, x, own, layer.eps)
+            parts.append(arithmetic.sums(grad, x, weight, own, layer.eps))
         else:
-            weight_C = bias_C = torch.zeros_like(own.mean)
-            row = torch.cat([bias_C, weight_C])
-        rows.append(row)
-        of_weight.append(weight_C)
-        of_bias.append(bias_C)
+            zeros_C = torch.zeros_like(own.mean)
+            parts.append(Sums((zeros_C, zeros_C), zeros_C, zeros_C))
     of_x: list[Tensor | None] = [None] * len(xs)
     if any(needs_x):
-        total = all_reduce_in_place(rows[0]) if layer.over_ranks else stack_parts(rows, over_ranks=False).sum(0)
-        shared = arithmetic.shared(total, _as(weights[0], total), all_own[0], layer.eps)
-        by_device = {
-            device: arithmetic.unpack(copied, xs[0].dim())
-            for device, (copied,) in spread([shared], [x.device for x in xs]).items()
-        }
-        for i, (grad, x, weight, own) in enumerate(zip(grads, xs, weights, all_own, strict=True)):
+        pairs = [part.pair for part in parts]
+        total_2C = all_reduce_in_place(torch.stack(pairs[0])) if layer.over_ranks else stack_pairs(pairs).sum(0)
+        shared_2C = arithmetic.shared(total_2C, wide_weights[0], all_own[0], layer.eps)
+        on = {device: to_device(shared_2C, device).unbind() for device in dict.fromkeys(x.device for x in xs)}
+        for i, (grad, x, weight, own) in enumerate(zip(grads, xs, wide_weights, all_own, strict=True)):
             if needs_x[i] and x.numel():
-                of_x[i] = arithmetic.input_gradient(grad, x, _as(weight, own.mean), own, by_device[x.device])
+                of_x[i] = arithmetic.input_gradient(grad, x, weight, own, layer.eps, parts[i], on[x.device])
             elif needs_x[i]:
                 of_x[i] = torch.zeros_like(x)
-    return of_x, of_weight, of_bias
+    return of_x, [part.of_weight for part in parts], [part.of_bias for part in parts]
 
 
 def _differentiable_gradients(
@@ -294,24 +370,31 @@ def _differentiable_gradients(
 ) -> _Columns:
     """Return the gradients of inputs, weights and biases by differentiable operations, statistics included."""
     main = xs[0].device
-    mean_C, deviation_C, count_1 = join_moments(stack_parts([moments_row(x) for x in xs], layer.over_ranks))
-    invstd_C = torch.rsqrt(deviation_C / count_1 + layer.eps)
-    normals, wides, rows, of_weight, of_bias = [], [], [], [], []
+    if layer.over_ranks:
+        moments, counts_P = split_rows(wide(stack_ranks(row_of(moments_of(xs[0]), count_of(xs[0])))))
+        counts = Counts(counts_P)
+    else:
+        moments_P2C = wide(stack_pairs([moments_of(x) for x in xs]))
+        moments = moments_P2C.unbind(1)
+        counts = Counts.of_replicas([count_of(x) for x in xs], moments_P2C)
+    mean_C, variance_C = join_moments(moments, counts.shares)
+    invstd_C = torch.rsqrt(variance_C + layer.eps)
+    normals, scaled, rows, of_weight, of_bias = [], [], [], [], []
     for grad, x, weight in zip(grads, xs, weights, strict=True):
         dtype = wide_dtype(x)
         mean, invstd = (_per_channel(to_device(t.to(dtype), x.device), x) for t in (mean_C, invstd_C))
         normals.append((x.to(dtype) - mean) * invstd)
-        wide = grad.to(dtype)
-        of_bias.append(wide.sum(_summed_dims(x)))
-        of_weight.append((wide * normals[-1]).sum(_summed_dims(x)))
+        grad = grad.to(dtype)
+        of_bias.append(grad.sum(_summed_dims(x)))
+        of_weight.append((grad * normals[-1]).sum(_summed_dims(x)))
         sums = torch.cat([of_bias[-1], of_weight[-1]])
         rows.append(sums if weight is None else sums * weight.to(dtype).repeat(2))
-        wides.append((wide if weight is None else wide * _per_channel(weight.to(dtype), x), invstd))
+        scaled.append((grad if weight is None else grad * _per_channel(weight.to(dtype), x), invstd))
     total = sum_of_layer(rows[0]) if layer.over_ranks else reduce_add(rows, main)
     of_x: list[Tensor | None] = []
-    for x, normal, (wide, invstd), is_needed in zip(xs, normals, wides, needs_x, strict=True):
-        grad_C, normal_C = to_device((total / count_1).to(normal.dtype), x.device).chunk(2)
-        own = invstd * (wide - _per_channel(grad_C, x) - normal * _per_channel(normal_C, x))
+    for x, normal, (grad, invstd), is_needed in zip(xs, normals, scaled, needs_x, strict=True):
+        grad_C, normal_C = to_device((total / counts.total).to(normal.dtype), x.device).chunk(2)
+        own = invstd * (grad - _per_channel(grad_C, x) - normal * _per_channel(normal_C, x))
         of_x.append(own.to(x.dtype) if is_needed else None)
     return of_x, of_weight, of_bias
 
@@ -325,13 +408,12 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
 
 
 class _BatchPart(NamedTuple):
-    """One part of the batch at a layer: its input, its copies of the weights, its row of moments."""
+    """One part of the batch at a layer: its input, its copies of the weights, two moments per channel."""
 
     x: Tensor
     weight: Tensor | None
     bias: Tensor | None
-    row: Tensor
-    num_values: int
+    moments: tuple[Tensor, Tensor]
 
 
 class SyncBatchNorm(BatchNorm):
@@ -399,64 +481,88 @@ class SyncBatchNorm(BatchNorm):
     def _part(self, x: Tensor) -> _BatchPart:
         x = x.contiguous(memory_format=memory_format_of(x))
         with torch.no_grad():
-            row = kernel_row(x, self.eps) if self._joins_by_kernel(x) else moments_row(x)
-        return _BatchPart(x, self.weight, self.bias, row, count_of(x))
+            moments = kernel_moments_of(x, self.eps) if self._joins_by_kernel(x) else moments_of(x)
+        return _BatchPart(x, self.weight, self.bias, moments)
 
     def _normalize(self, parts: list[_BatchPart]) -> list[Tensor]:
         """Return the outputs of this process's parts: of all replicas, or of this rank."""
         over_ranks = len(parts) == 1
-        if len({part.row.numel() for part in parts}) > 1:
+        if len({part.x.size(1) for part in parts}) > 1:
             raise ValueError("replicas have different numbers of channels in one BatchNorm layer: use the same layers")
         x = parts[0].x
+        join = self._join_by_kernel if self._joins_by_kernel(x) else self._join
         with torch.no_grad():
-            rows_PK = stack_parts([part.row for part in parts], over_ranks)
-            self._check_count(parts, rows_PK, over_ranks)
-            joined = (self._join_by_kernel if self._joins_by_kernel(x) else self._join)(rows_PK, x)
+            moments, counts = self._of_rank(parts[0]) if over_ranks else self._of_replicas(parts)
+            joined = join(moments, counts, x)
             by_device = spread(joined, [part.x.device for part in parts])
-            if has_kernels(x):
-                by_device = {device: (mean, scale, n.int()) for device, (mean, scale, n) in by_device.items()}
-        statistics = [Statistics(*by_device[part.x.device]) for part in parts]
+            statistics = []
+            for part in parts:
+                mean_C, scale_C = by_device[part.x.device]
+                own_counts = counts.on(part.x.device) if has_kernels(x) else counts.total
+                statistics.append(Statistics(mean_C, scale_C, own_counts))
         layer = Pass(statistics, Kernels if has_kernels(x) else Composed, self.eps, over_ranks)
         tensors = ([getattr(part, name) for part in parts] for name in ("x", "weight", "bias"))
         return list(Normalize.apply(layer, *(tensor for column in tensors for tensor in column)))
 
-    def _check_count(self, parts: list[_BatchPart], rows_PK: Tensor, over_ranks: bool) -> None:
-        count = sum(part.num_values for part in parts)
-        if over_ranks and count < 2:
-            if count == 0 and self._has_found_values:
-                return  # a rank that stays without samples waits for the device once; the others check every batch
-            count = round(rows_PK[:, -1].sum().item())
+    def _of_replicas(self, parts: Sequence[_BatchPart]) -> tuple[Sequence[Tensor], Counts]:
+        """Return the moments (P, C) of all replicas, and their counts."""
+        num_values = [count_of(part.x) for part in parts]
+        self._check_count(sum(num_values))
+        moments_P2C = self._to_join(stack_pairs([part.moments for part in parts]), parts[0].x)
+        replica = current_replica()
+        known = {} if replica is None else replica.group.common
+        key = (Counts, moments_P2C.dtype, *num_values)
+        if key not in known:  # most layers of a pass have the same counts as another one
+            known[key] = Counts.of_replicas(num_values, moments_P2C)
+        return moments_P2C.unbind(1), known[key]
+
+    def _of_rank(self, part: _BatchPart) -> tuple[Sequence[Tensor], Counts]:
+        """Return the moments (P, C) of all ranks, and their counts."""
+        num_values = count_of(part.x)
+        moments, counts_P = split_rows(self._to_join(stack_ranks(row_of(part.moments, num_values)), part.x))
+        # A rank that stays without samples waits for the device once; the others check every batch.
+        if num_values < 2 and not (num_values == 0 and self._has_found_values):
+            count = round(counts_P.sum().item())
             self._has_found_values = count > 1
+            self._check_count(count)
+        return moments, Counts(counts_P)
+
+    def _to_join(self, moments: Tensor, x: Tensor) -> Tensor:
+        """Return moments in the dtype in which they are joined."""
+        return moments if self._joins_by_kernel(x) else wide(moments)
+
+    def _check_count(self, count: int) -> None:
         if count < 2:
             raise ValueError(
                 f"Expected more than 1 value per channel when training, got {count} in the whole batch at"
                 f" {self._name()}: use a larger batch or crop"
             )
 
-    def _join_by_kernel(self, rows_PK: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Join the parts' `kernel_row`s and track them: the arguments of `Statistics`."""
-        means_PC, invstds_PC, counts_P1 = rows_PK.split_with_sizes([self.num_features, self.num_features, 1], dim=1)
+    def _join_by_kernel(self, moments: Sequence[Tensor], counts: Counts, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Join the parts' moments and track them: the mean and the scale of `Statistics`."""
         running_mean_C, running_var_C = (self.running_mean, self.running_var) if self._is_tracked() else (None, None)
         if self._is_tracked():
             cast(Tensor, self.num_batches_tracked).add_(1)
-        counts_P = counts_P1.squeeze(1)
-        mean_C, invstd_C = torch.batch_norm_gather_stats_with_counts(
-            means_PC, means_PC, invstds_PC, running_mean_C, running_var_C, self.momentum or 0.0, self.eps, counts_P
+        means_PC, invstds_PC = moments
+        return torch.batch_norm_gather_stats_with_counts(
+            means_PC,
+            means_PC,
+            invstds_PC,
+            running_mean_C,
+            running_var_C,
+            self.momentum or 0.0,
+            self.eps,
+            counts.of_parts_P,
         )
-        return mean_C, invstd_C, counts_P
 
-    def _join(self, rows_PK: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Join the parts' `moments_row`s and track them: the arguments of `Statistics`."""
-        mean_C, deviation_C, count_1 = join_moments(rows_PK)
-        variance_C = deviation_C / count_1
+    def _join(self, moments: Sequence[Tensor], counts: Counts, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Join the parts' moments and track them: the mean and the scale of `Statistics`."""
+        mean_C, variance_C = (each.to(wide_dtype(x)) for each in join_moments(moments, counts.shares))
         if self._is_tracked():
-            self._track(torch.stack([mean_C, deviation_C / (count_1 - 1)]))
-        scale_C = torch.rsqrt(variance_C + self.eps) if has_kernels(x) else variance_C
-        joined = torch.cat([mean_C, scale_C, count_1]).to(wide_dtype(x))
-        mean_C, scale_C, count_1 = joined.split_with_sizes([self.num_features, self.num_features, 1])
-        return mean_C, scale_C, count_1
+            self._track(mean_C, variance_C * (counts.total / (counts.total - 1)))
+        return mean_C, torch.rsqrt(variance_C + self.eps) if has_kernels(x) else variance_C
 
-    def _track(self, moments_2C: Tensor) -> None:
+    def _track(self, mean_C: Tensor, variance_C: Tensor) -> None:
         """Move the running mean and variance towards the batch's mean and unbiased variance."""
         assert self.running_mean is not None
         assert self.running_var is not None
@@ -465,7 +571,7 @@ class SyncBatchNorm(BatchNorm):
         # .data, as in torch's own batch_norm: the buffers' version must not change, or the backward pass of an earlier
         # micro-batch would report them as modified.
         running = [self.running_mean.data, self.running_var.data]
-        values = list(moments_2C.to(running[0].dtype).unbind())
+        values = [_as(mean_C, running[0]), _as(variance_C, running[1])]
         if self.momentum is None:  # the mean over all batches; the division stays on the device
             weight = self.num_batches_tracked.to(running[0].dtype).reciprocal()
             foreach_lerp_(running, values, [weight.expand_as(value) for value in values])

@@ -14,7 +14,7 @@ import contextlib
 import os
 import threading
 import weakref
-from collections import Counter, defaultdict, deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Sequence
 from queue import SimpleQueue
 
@@ -62,8 +62,9 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         del call  # a waiting worker holds no tensors
 
 
-# A finalizer may run within any other function here: these are changed by single operations that cannot be interrupted.
-_idle: defaultdict[_Place, deque[Worker]] = defaultdict(deque)
+# A finalizer may run within any other function here, and several threads may run models: these are changed by single
+# operations that are atomic, with and without the interpreter's lock. `defaultdict` is not: it may make two values.
+_idle: dict[_Place, deque[Worker]] = {}
 _users: set[int] = set()
 
 os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads but the one that forked
@@ -102,7 +103,7 @@ def take_workers(devices: Sequence[torch.device]) -> list[Worker]:
             place = device, seen[device]
             seen[device] += 1
             try:
-                taken.append(_idle[place].pop())
+                taken.append(_idle.setdefault(place, deque()).pop())
             except IndexError:
                 taken.append(Worker(place))
     except BaseException:
@@ -140,7 +141,7 @@ def give_back(workers: Sequence[Worker], ended: Collection[int]) -> None:
     """
     for i, worker in enumerate(workers):
         if i in ended:
-            _idle[worker.place].append(worker)
+            _idle.setdefault(worker.place, deque()).append(worker)
         else:
             worker.end()
     _end_unused()

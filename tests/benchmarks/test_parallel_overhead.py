@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm
 from segapp.parallel.replicas import replicate
+from tests.support.gpu.launch_counts import ThinDeepLab, build_step
 
 pytestmark = pytest.mark.benchmark
 
@@ -79,3 +80,33 @@ def test_time_of_replicas_and_sync_batchnorm(capsys):
             f"\n2 CPU replicas over 1: plain BatchNorm x{plain_s / one:.2f}, synchronised x{synced_s / one:.2f};"
             f" replicating {len(list(plain.parameters()))} parameters {replicate_s * 1e3:.2f} ms"
         )
+
+
+def test_process_time_of_replicas_of_a_real_network(capsys):
+    """The floor are the network's own passes over the chunks, one after the other, without any exchange."""
+
+    def passes_over(num_chunks):
+        torch.manual_seed(0)
+        net, criterion = ThinDeepLab(), CrossEntropySums()
+        images, target = torch.randn(8, 3, 33, 33), torch.randint(0, 3, (8, 33, 33))
+        chunks = list(zip(images.chunk(num_chunks), target.chunk(num_chunks), strict=True))
+
+        def step():
+            for chunk, labels in chunks:
+                criterion.finalize(criterion.statistics(net(chunk), labels)).backward()
+            net.zero_grad()
+
+        return step
+
+    torch.set_num_threads(1)
+    steps = {"1": build_step(1)[1]}
+    for n in (2, 3, 4, 8):
+        steps |= {f"{n}, {mode}": build_step(n, mode=mode)[1] for mode in ("threads", "lockstep")}
+    steps |= {f"{n} passes": passes_over(n) for n in (2, 3, 4)}
+    for step in steps.values():
+        step()
+    one, *others = interleaved(list(steps.values()), 10, time.process_time)
+    with capsys.disabled():
+        print(f"\nprocess time of a step of a thin DeepLabV3: one replica {one * 1e3:.1f} ms")
+        for name, seconds in zip(list(steps)[1:], others, strict=True):
+            print(f"  {name}: x{seconds / one:.2f}")

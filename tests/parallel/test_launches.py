@@ -2,6 +2,9 @@
 
 With one node per synchronised BatchNorm layer and flat weights. Before: (dispatches, launches) of (831, 469), (20443,
 13109), (50413, 32259) and, for a rank, (8960, 6188).
+
+At the least, every replica dispatches the operators of the network: 470 of the 831, besides BatchNorm and the
+accumulation of gradients, which three replicas do together.
 """
 
 import pytest
@@ -13,11 +16,12 @@ from tests.support.gpu.launch_counts import build_ddp_step, build_step, count
 
 BOUNDS = {
     "single": (850, 480),
-    "dp x3": (6800, 4420),
-    "dp x3, CUDA's kernels": (4600, 2500),
-    "dp x8": (14000, 8600),
-    "dp x8, CUDA's kernels": (11200, 6100),
-    "ddp": (4300, 3260),
+    "dp x2": (3860, 2400),
+    "dp x3": (4885, 3000),
+    "dp x3, CUDA's kernels": (3680, 1920),
+    "dp x8": (10000, 5990),
+    "dp x8, CUDA's kernels": (8500, 4610),
+    "ddp": (4000, 2950),
     "ddp, CUDA's kernels": (2320, 1580),
 }
 
@@ -39,10 +43,10 @@ def check(kind, build, capsys):
     assert counter.launches <= launches
 
 
-@pytest.mark.parametrize(("kind", "replicas"), [("single", 1), ("dp x3", 3), ("dp x8", 8)])
+@pytest.mark.parametrize(("kind", "replicas"), [("single", 1), ("dp x2", 2), ("dp x3", 3), ("dp x8", 8)])
 def test_operators_of_a_step_stay_within_bounds(kind, replicas, capsys):
     check(kind, lambda: build_step(replicas), capsys)
-    if replicas > 1:
+    if replicas > 2:
         with kernels_on_the_cpu():
             check(f"{kind}, CUDA's kernels", lambda: build_step(replicas), capsys)
 

@@ -1,4 +1,5 @@
 import copy
+import types
 from collections import OrderedDict, defaultdict, namedtuple
 from dataclasses import dataclass
 
@@ -6,7 +7,16 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import gather, reduce_add, replicate, resolve_devices, run_replicas, scatter
+from segapp.parallel import (
+    DataParallelModel,
+    gather,
+    reduce_add,
+    replicas,
+    replicate,
+    resolve_devices,
+    run_replicas,
+    scatter,
+)
 from segapp.parallel.replicas import _Layout, _pack, _unpack
 
 CPU = torch.device("cpu")
@@ -201,9 +211,131 @@ def test_compiled_and_lazy_modules_are_refused_with_advice():
 
 
 def test_forward_patched_onto_the_object_runs_on_replicas():
-    import types
-
     module = nn.Linear(2, 2)
     module.forward = types.MethodType(lambda self, x: id(self), module)
     replicas = replicate(module, [CPU] * 2)
     assert run_replicas(replicas, [(1,)] * 2, devices=[CPU] * 2) == [id(replica) for replica in replicas]
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.second = nn.Linear(3, 3)
+        self.register_buffer("offset", torch.zeros(3))
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x))) + self.offset
+
+
+def swap_layers(net):
+    net.first, net.second = net.second, net.first
+
+
+def rename_buffer(net):
+    offset = net.offset
+    del net.offset
+    net.register_buffer("moved", offset + 1)
+    net.forward = types.MethodType(lambda self, x: self.second(self.first(x)) + self.moved, net)
+
+
+def tie_weights(net):
+    net.second.weight = net.first.weight
+
+
+def replace_data(net):
+    net.first.weight.data = torch.ones(3, 3)
+
+
+def add_hook(net):
+    net.second.register_forward_hook(lambda module, args, output: output * module.weight.sum())
+
+
+def replace_layer(net):
+    net.second = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 3))
+
+
+def unregister_bias(net):
+    net.first.bias = None
+
+
+def change_class(net):
+    class Twice(nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    net.second.__class__ = Twice
+
+
+CHANGES = [
+    swap_layers,
+    rename_buffer,
+    tie_weights,
+    replace_data,
+    add_hook,
+    replace_layer,
+    unregister_bias,
+    change_class,
+    lambda net: setattr(net.first, "weight", nn.Parameter(torch.full((3, 3), 0.5))),
+    lambda net: net.norm.train(),
+    lambda net: net.half().float(),
+    lambda net: net.double(),
+    lambda net: net.requires_grad_(False).second.requires_grad_(),
+    lambda net: net.offset.add_(3),
+]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_changes_of_the_module_between_steps_reach_the_replicas(change):
+    net = Small().eval()
+    model = DataParallelModel(net, ["cpu"] * 2)
+    x = torch.randn(8, 3)
+    x = torch.cat([x, x])  # both replicas get the same
+    model(x).gather().sum().backward()
+    net.zero_grad()
+    change(net)
+    twin = copy.deepcopy(net)
+    x = x.to(next(net.parameters()).dtype)
+    expected = torch.cat([twin(part) for part in x.split(8)])
+    expected.square().sum().backward()
+    outputs = model(x).gather()
+    torch.testing.assert_close(outputs, expected)
+    outputs.square().sum().backward()
+    for (name, ours), theirs in zip(net.named_parameters(), twin.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None), name
+        if ours.grad is not None:
+            torch.testing.assert_close(ours.grad, theirs.grad, msg=name)
+
+
+def test_structure_is_read_once_until_the_module_changes(monkeypatch):
+    reads = []
+    read = replicas._Structure.read
+    monkeypatch.setattr(replicas._Structure, "read", lambda *args: reads.append(args) or read(*args))
+    net = Small()
+    model = DataParallelModel(net, ["cpu"] * 2)
+    for change in (lambda: None, net.eval, net.double, lambda: add_hook(net), lambda: swap_layers(net), lambda: None):
+        change()
+        model(torch.randn(8, 3, dtype=net.offset.dtype))
+    assert len(reads) == 3, "at first, with the new buffers of double(), and with the swapped layers"
+    model.module = copy.deepcopy(net)
+    other = copy.deepcopy(model)
+    for each in (model, other):
+        torch.testing.assert_close(each(torch.ones(8, 3).double()).gather(), net(torch.ones(8, 3).double()))
+    net.compile(backend="eager")
+    model.module = net
+    with pytest.raises(TypeError, match="one process per device"):
+        model(torch.ones(8, 3).double())
+
+
+def test_copied_buffers_have_versions_of_their_own():
+    """One may change while autograd has saved another."""
+    net = nn.Sequential(*[nn.BatchNorm1d(3) for _ in range(3)])
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            _, second = replicate(net, [CPU] * 2)
+            second[0].running_mean.add_(1)
+            assert torch.equal(second[1].running_mean, net[1].running_mean)
+            if not inference:
+                assert second[0].running_mean._version == 1
+                assert second[1].running_mean._version == second[0].running_var._version == 0

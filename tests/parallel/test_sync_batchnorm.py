@@ -1,7 +1,6 @@
 """SyncBatchNorm equals torch's BatchNorm on the whole batch and saves no more for backward."""
 
 import copy
-import types
 
 import pytest
 import torch
@@ -131,13 +130,13 @@ def test_allreduce_of_one_replica_returns_its_arguments():
 def test_chan_merge_of_parts_equals_the_whole():
     torch.manual_seed(0)
     x = torch.randn(10, 3, dtype=torch.float64)
-    rows = []
-    for part in x.split([4, 1, 5, 0]):
-        mean = part.mean(0) if len(part) else torch.zeros(3, dtype=torch.float64)
-        rows.append(torch.cat([mean, (part - mean).square().sum(0), torch.tensor([float(len(part))])]))
-    mean, deviation, count = join_moments(torch.stack(rows))
+    sizes = [4, 1, 5, 0]
+    moments = sync_batchnorm.stack_pairs([sync_batchnorm.moments_of(part) for part in x.split(sizes)])
+    counts = sync_batchnorm.Counts.of_replicas(sizes, x)
+    mean, variance = join_moments(moments.unbind(1), counts.shares)
     torch.testing.assert_close(mean, x.mean(0))
-    torch.testing.assert_close(deviation / (count - 1), x.var(0))
+    torch.testing.assert_close(variance, x.var(0, correction=0))
+    assert counts.total == 10
 
 
 def saved_bytes(layer, x, num_devices):
@@ -264,13 +263,15 @@ def test_layers_with_activation_convert_and_unknown_are_refused():
         convert_sync_batchnorm(nn.Sequential(Odd(2)))
 
 
-def test_values_of_other_ranks_count():
-    layer, own = SyncBatchNorm(2), [types.SimpleNamespace(num_values=1)]
-    rows_PK = torch.full((2, 5), 7.0)
-    rows_PK[:, -1] = 1.0  # the other columns hold means and deviations
-    layer._check_count(own, rows_PK, over_ranks=True)
+def test_values_of_other_ranks_count(monkeypatch):
+    layer = SyncBatchNorm(2)
+    part = layer._part(torch.full((1, 2), 7.0))
+    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row.expand(2, -1))
+    _, counts = layer._of_rank(part)
+    assert counts.total == 2, "the other columns hold means and variances"
+    monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: row[None])
     with pytest.raises(ValueError, match="got 1 in the whole batch"):
-        layer._check_count(own, rows_PK[:1], over_ranks=True)
+        layer._of_rank(part)
 
 
 class Reads(TorchDispatchMode):
@@ -288,7 +289,7 @@ class Reads(TorchDispatchMode):
 def test_rank_without_samples_waits_for_its_device_once(monkeypatch):
     """The other ranks check every batch: one value in all is refused there."""
     monkeypatch.setattr(sync_batchnorm, "has_other_ranks", lambda: True)
-    other = sync_batchnorm.moments_row(torch.randn(3, 2, 4, 4))
+    other = sync_batchnorm.row_of(sync_batchnorm.moments_of(torch.randn(3, 2, 4, 4)), 3 * 4 * 4)
     monkeypatch.setattr(sync_batchnorm, "stack_ranks", lambda row: torch.stack([row, other]))
     layer, x, reads = SyncBatchNorm(2), torch.randn(0, 2, 4, 4), []
     for _ in range(3):

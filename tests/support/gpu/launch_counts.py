@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.segmentation import deeplabv3_resnet50
 
 from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, wrap_ddp
+from segapp.parallel.rendezvous import Mode
 
 CHANNELS = 8
 VIEWS = {
@@ -86,20 +87,24 @@ class OperatorCounter(TorchDispatchMode):
         return sum(count for name, count in self.operators.items() if name not in VIEWS)
 
 
-def build_step(replicas: int, samples: int = 8, size: int = 33) -> tuple[nn.Module, Callable[[], None]]:
+def build_step(
+    replicas: int, samples: int = 8, size: int = 33, mode: Mode = "threads"
+) -> tuple[nn.Module, Callable[[], None]]:
     """Return a thin network and one training step of it without the optimizer.
 
     Args:
         replicas: 1 is one device with plain BatchNorm; more are logical CPU devices with synchronised BatchNorm.
         samples: in a batch.
         size: height and width of the images.
+        mode: of `DataParallelModel`.
     """
     torch.manual_seed(0)
     net = ThinDeepLab()
     if replicas > 1:
         convert_sync_batchnorm(net)
     images, target = torch.randn(samples, 3, size, size), torch.randint(0, 3, (samples, size, size))
-    model, criterion = DataParallelModel(net, ["cpu"] * replicas), DataParallelCriterion(CrossEntropySums())
+    model = DataParallelModel(net, ["cpu"] * replicas, mode=mode)
+    criterion = DataParallelCriterion(CrossEntropySums())
 
     def step() -> None:
         criterion(model(images), target).backward()
