@@ -269,7 +269,7 @@ def test_builders_side_by_side_share_the_records(kind: str, caches: Caches) -> N
     assert dataset.cache.num_damaged == 0
 
 
-def test_another_run_that_starts_while_a_record_is_written_is_no_error(caches: Caches) -> None:
+def test_run_that_starts_while_a_record_is_written_is_no_error(caches: Caches) -> None:
     dataset = caches.dataset()
     assert dataset.cache is not None
     failpoints.arm("cache.before_seal=raise:ENOENT")  # as for a file that the other run removed
