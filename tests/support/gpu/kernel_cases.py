@@ -12,6 +12,7 @@ from segapp.losses.fused import triton_trial
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import raise_reported
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
+from tests.support.gpu.interpreter import call_functions_directly
 from tests.support.loss_cases import draw, relative_error
 
 SHAPES = [  # N, C, h, w, H, W
@@ -93,6 +94,7 @@ def check_automatic_choice():
 
 
 if __name__ == "__main__":
+    call_functions_directly()
     chosen = cases(int(sys.argv[1]))
     for seed, case in enumerate(chosen):
         check(case, seed)
