@@ -194,4 +194,4 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
             value=run,
             path=checkpoint.path,
         )
-    model.record_load(report)
+    model.load_reports += (report,)

@@ -6,14 +6,10 @@ its auxiliary head. Nothing is upsampled to the input size here; the criterion a
 
 from segapp.models.by_name import build_model
 from segapp.models.critic import Critic, critic_input, critic_size
-from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
-from segapp.models.weights import LoadReport
+from segapp.models.network import SegmentationModel
 
 __all__ = [
-    "FAMILY_NOTES",
     "Critic",
-    "FamilyNote",
-    "LoadReport",
     "SegmentationModel",
     "build_model",
     "critic_input",

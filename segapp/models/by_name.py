@@ -96,21 +96,12 @@ def build_model(
 
 def _load_whole(model: SegmentationModel, weights: str, *, is_partial: bool) -> None:
     key = "model.weights"
-    named: dict[str, Callable[[], Path]] = {}
-    if model.library == "torchvision":
-        family = model.name.partition("_")[0]
-        named = _torchvision_weights(f"{family}_{model.encoder_name}", key)
+    named = _torchvision_weights(_torchvision_name(model), key) if model.library == "torchvision" else {}
     state = read_weights_file(_locate(weights, named, f"weights of {model.name}", key), key)
-    model.record_load(
+    model.load_reports += (
         load_weights(
-            model,
-            state,
-            weights,
-            key,
-            model.backbone_prefix,
-            is_partial=is_partial,
-            in_channels=model.in_channels,
-        )
+            model, state, weights, key, model.backbone_prefix, is_partial=is_partial, in_channels=model.in_channels
+        ),
     )
 
 
@@ -118,11 +109,16 @@ def _load_backbone(model: SegmentationModel, weights: str, *, is_partial: bool) 
     key = "model.weights_backbone"
     named = _torchvision_weights(model.encoder_name, key)
     if model.library != "torchvision":
-        named |= _smp_weights(model.encoder_name, key)
+        for name, (repo_id, revision) in _hub_files(model.encoder_name).items():
+            named[name] = partial(fetch_hub_file, repo_id, revision, name, key)
     state = read_weights_file(_locate(weights, named, f"weights of backbone {model.encoder_name}", key), key)
-    model.record_load(
-        load_weights(model.backbone_module, state, weights, key, is_partial=is_partial, in_channels=model.in_channels)
+    model.load_reports += (
+        load_weights(model.backbone_module, state, weights, key, is_partial=is_partial, in_channels=model.in_channels),
     )
+
+
+def _torchvision_name(model: SegmentationModel) -> str:
+    return f"{model.name.partition('_')[0]}_{model.encoder_name}"
 
 
 def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, key: str) -> Path:
@@ -146,16 +142,17 @@ def weights_in_cache(model: SegmentationModel) -> list[str]:
     """Return the named weights of a network and its backbone whose files are on this machine; nothing is downloaded."""
     from torchvision.models import get_model_weights, list_models
 
-    found = []
-    family = model.name.partition("_")[0]
-    for key, name in (("weights", f"{family}_{model.encoder_name}"), ("weights_backbone", model.encoder_name)):
-        if model.library == "torchvision" and name in list_models():
-            found += [f"{key}={each.name}" for each in get_model_weights(name) if cached_url(each.url)]
     if model.library != "torchvision":
-        for name, (repo_id, revision) in _hub_files(model.encoder_name).items():
-            if cached_hub_file(repo_id, revision):
-                found.append(f"weights_backbone={name}")
-    return found
+        files = _hub_files(model.encoder_name)
+        return [f"weights_backbone={name}" for name, file in files.items() if cached_hub_file(*file)]
+    names = {"weights": _torchvision_name(model), "weights_backbone": model.encoder_name}
+    return [
+        f"{key}={weights.name}"
+        for key, name in names.items()
+        if name in list_models()
+        for weights in get_model_weights(name)
+        if cached_url(weights.url)
+    ]
 
 
 def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
@@ -166,12 +163,6 @@ def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
         return {}
     members = get_model_weights(name).__members__  # with aliases: DEFAULT is one
     return {member: partial(fetch_url, weights.url, member, key) for member, weights in members.items()}
-
-
-def _smp_weights(encoder: str, key: str) -> dict[str, Callable[[], Path]]:
-    """Return the named weights of an encoder, each with the function that fetches its file."""
-    files = _hub_files(encoder)
-    return {name: partial(fetch_hub_file, repo_id, revision, name, key) for name, (repo_id, revision) in files.items()}
 
 
 def _hub_files(encoder: str) -> dict[str, tuple[str, str | None]]:

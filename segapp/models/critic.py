@@ -16,9 +16,6 @@ from torch import Tensor, nn
 INPUT_STRIDE = 8
 """Pixels of the crop per pixel of the critic's input, along each axis: the stride of PSPNet's logits, as published."""
 
-_SLOPE = 0.1
-_MAX_STAGES = 4
-
 
 def critic_size(crop_px: tuple[int, int]) -> tuple[int, int]:
     """Return height and width of a critic's input for crops of this size, in pixels."""
@@ -26,25 +23,18 @@ def critic_size(crop_px: tuple[int, int]) -> tuple[int, int]:
 
 
 def critic_input(images: Tensor, logits: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return the critic's input: image and class probabilities, both averaged over the cells of a grid.
+    """Return the critic's input: image and class probabilities, both averaged over the cells of a grid of h x w.
 
-    Args:
-        images: normalised (N, B, H, W).
-        logits: (N, C, h', w').
-        size: height and width of the grid.
-
-    Returns:
-        (N, B + C, h, w) in float32 or better; differentiable with respect to the logits.
+    Normalised images (N, B, H, W) and logits (N, C, h', w') give (N, B + C, h, w) in float32 or better, differentiable
+    with respect to the logits. Logits smaller than the grid are interpolated.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
-    probabilities = logits.to(wide).softmax(1)
-    return torch.cat([F.interpolate(images.to(wide), size, mode="area"), _resized(probabilities, size)], 1)
-
-
-def _resized(maps: Tensor, size: tuple[int, int]) -> Tensor:
+    maps = logits.to(wide).softmax(1)
     if maps.shape[-2] >= size[0] and maps.shape[-1] >= size[1]:
-        return F.interpolate(maps, size, mode="area")
-    return F.interpolate(maps, size, mode="bilinear", align_corners=False)
+        maps = F.interpolate(maps, size, mode="area")
+    else:
+        maps = F.interpolate(maps, size, mode="bilinear", align_corners=False)
+    return torch.cat([F.interpolate(images.to(wide), size, mode="area"), maps], 1)
 
 
 class SelfAttention(nn.Module):
@@ -58,7 +48,7 @@ class SelfAttention(nn.Module):
         self.strength = nn.Parameter(torch.zeros(1))
 
     def forward(self, features: Tensor) -> Tensor:
-        """Return features with attention added, (N, K, h, w), from features (N, K, h, w)."""
+        """Return features (N, K, h, w) with attention added."""
         similarity = self.query(features).flatten(2).transpose(1, 2) @ self.key(features).flatten(2)
         attended = self.value(features).flatten(2) @ similarity.softmax(2).transpose(1, 2)
         result: Tensor = features + self.strength * attended.view_as(features)
@@ -80,11 +70,11 @@ class Critic(nn.Module):
     def __init__(self, channels: int, size: tuple[int, int], *, width: int = 64, has_batchnorm: bool = True) -> None:
         super().__init__()
         self.norm = nn.BatchNorm2d(channels) if has_batchnorm else nn.Identity()
-        num_stages = max(1, min(_MAX_STAGES, min(size).bit_length() - 1))
+        num_stages = max(1, min(4, min(size).bit_length() - 1))
         stages: list[nn.Module] = []
         for stage in range(num_stages):
             wider = width * 2**stage
-            stages += [nn.Conv2d(channels, wider, 4, stride=2, padding=1), nn.LeakyReLU(_SLOPE)]
+            stages += [nn.Conv2d(channels, wider, 4, stride=2, padding=1), nn.LeakyReLU(0.1)]
             if stage >= 2:
                 stages.append(SelfAttention(wider))
             channels = wider

@@ -22,20 +22,17 @@ from torch import Tensor, nn
 from segapp.compat.timm import embed_positions
 from segapp.errors import ConfigError
 from segapp.models.names import unknown_name
-from segapp.models.network import FAMILY_NOTES, SegmentationModel
+from segapp.models.network import SegmentationModel
 
 NUM_QUERIES, NUM_BLOCKS = 100, 4
 """Defaults of the options `num_queries` and `num_blocks`."""
-_FLOOR = 1e-6
-"""Added to the scores before their logarithm is taken."""
-_ANNEALING_POWER = 0.9
 
 
 class EomtModel(SegmentationModel):
     """A vision transformer with learned queries in its last blocks.
 
     In training mode it returns what `CriterionMaskClassification` takes: mask and class logits of the last prediction
-    and, with `has_aux`, of the state before each of the last blocks. In evaluation mode it returns semantic logits.
+    and, with `aux`, of the state before each of the last blocks. In evaluation mode it returns semantic logits.
 
     Args:
         encoder: a VisionTransformer or Eva of timm for images of any size, without a classifier.
@@ -49,7 +46,7 @@ class EomtModel(SegmentationModel):
 
     def __init__(
         self,
-        encoder: nn.Module,
+        encoder: Any,
         num_queries: int,
         num_blocks: int,
         *,
@@ -57,41 +54,16 @@ class EomtModel(SegmentationModel):
         mask_steps: int | None,
         **about: Any,
     ) -> None:
-        super().__init__(**about)
-        encoder_: Any = encoder
-        self.encoder = encoder
-        self.num_blocks, self._aux = num_blocks, aux
-        self.num_prefix = int(encoder_.num_prefix_tokens)
-        self.patch_px = int(encoder_.patch_embed.patch_size[0])
-        self.queries = nn.Parameter(torch.randn(num_queries, encoder_.embed_dim))
-        self.decoder = MaskDecoder(encoder_.embed_dim, self.num_classes, self.patch_px)
+        patch_px = int(encoder.patch_embed.patch_size[0])
+        super().__init__(library="segapp", name="eomt", size_divisor=patch_px, **about)
+        self.encoder: Any = encoder
+        self.num_queries, self.num_blocks, self.aux = num_queries, num_blocks, aux
+        self.num_prefix = int(encoder.num_prefix_tokens)
+        self.queries = nn.Parameter(torch.randn(num_queries, encoder.embed_dim))
+        self.decoder = MaskDecoder(encoder.embed_dim, self.num_classes, patch_px)
         self.masking = None if mask_steps is None else QueryMasking(num_blocks, mask_steps)
-        for block in encoder_.blocks[-num_blocks:]:
+        for block in encoder.blocks[-num_blocks:]:
             block.attn.num_prefix_tokens = self.num_prefix + num_queries  # the tokens without rotary embedding
-
-    @property
-    def backbone_module(self) -> nn.Module:
-        """The transformer, for which pretrained weights exist."""
-        return self.encoder
-
-    @property
-    def backbone_prefix(self) -> str:
-        """Prefix of the names of the transformer's tensors, with the dot."""
-        return "encoder."
-
-    @property
-    def has_aux(self) -> bool:
-        """True if it predicts before each of the last blocks in training mode."""
-        return self._aux
-
-    @property
-    def num_queries(self) -> int:
-        """Q."""
-        return len(self.queries)
-
-    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return what `compute_with_features` returns first."""
-        return self.compute_with_features(images_NCHW)[0]
 
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the outputs, and the upscaled patches (N, D, h, w).
@@ -99,16 +71,18 @@ class EomtModel(SegmentationModel):
         In training mode the outputs are (mask logits (N, Q, h, w), class logits (N, Q, C + 1)) of the last prediction,
         then the same pair of each earlier one; in evaluation mode the semantic logits (N, C, h, w).
         """
-        encoder: Any = self.encoder
-        tokens, grid, rope = self._embed(images_NCHW)
+        patches = self.encoder.patch_embed(images_NCHW)
+        grid = patches.shape[1:3]
+        tokens, rope = embed_positions(self.encoder, patches)
+        tokens = self.encoder.norm_pre(tokens)
         earlier: list[Tensor] = []
-        first = len(encoder.blocks) - self.num_blocks
-        for number, block in enumerate(encoder.blocks):
+        first = len(self.encoder.blocks) - self.num_blocks
+        for number, block in enumerate(self.encoder.blocks):
             if number == first:
                 queries = self.queries.expand(tokens.shape[0], -1, -1).to(tokens.dtype)
                 tokens = torch.cat([tokens[:, : self.num_prefix], queries, tokens[:, self.num_prefix :]], 1)
             options = {} if rope is None else {"rope": rope}
-            if number >= first and self.training and self._aux:
+            if number >= first and self.training and self.aux:
                 masks, classes, _ = self._predict(tokens, grid)
                 earlier += [masks, classes]
                 if self.masking is not None:
@@ -119,29 +93,15 @@ class EomtModel(SegmentationModel):
             return (masks, classes, *earlier), features
         return (semantic_logits(masks, classes),), features
 
-    def _embed(self, images: Tensor) -> tuple[Tensor, tuple[int, int], Tensor | None]:
-        """Return the first block's tokens (N, prefix + gh gw, D), (gh, gw), and the rotary embedding, if any."""
-        encoder: Any = self.encoder
-        patches = encoder.patch_embed(images)
-        tokens, rope = embed_positions(encoder, patches)
-        return encoder.norm_pre(tokens), patches.shape[1:3], rope
-
     def _predict(self, tokens: Tensor, grid: tuple[int, int]) -> tuple[Tensor, Tensor, Tensor]:
-        encoder: Any = self.encoder
-        normed = encoder.norm(tokens)[:, self.num_prefix :]
+        normed = self.encoder.norm(tokens)[:, self.num_prefix :]
         queries, patches = normed[:, : self.num_queries], normed[:, self.num_queries :]
         outputs: tuple[Tensor, Tensor, Tensor] = self.decoder(queries, patches.transpose(1, 2).unflatten(2, grid))
         return outputs
 
 
 class MaskDecoder(nn.Module):
-    """Class and mask logits from the tokens of queries and patches.
-
-    Args:
-        channels: D.
-        num_classes: C.
-        patch_px: side of a patch; the masks have a stride of 4 pixels for patches of 16.
-    """
+    """Class and mask logits from the tokens of queries and patches (D = `channels`)."""
 
     def __init__(self, channels: int, num_classes: int, patch_px: int) -> None:
         super().__init__()
@@ -153,9 +113,7 @@ class MaskDecoder(nn.Module):
     def forward(self, queries: Tensor, patches: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return mask logits (N, Q, h, w), class logits (N, Q, C + 1) and the upscaled patches (N, D, h, w).
 
-        Args:
-            queries: (N, Q, D).
-            patches: (N, D, gh, gw).
+        `queries` is (N, Q, D), `patches` (N, D, gh, gw).
         """
         features = self.upscale(patches)
         masks = torch.einsum("nqd,ndhw->nqhw", self.mask_head(queries), features)
@@ -199,23 +157,20 @@ class QueryMasking(nn.Module):
         self.register_buffer("num_updates", torch.zeros((), dtype=torch.int64))
 
     def count_update(self) -> None:
-        """Count an update of the weights; without waiting for the device."""
+        """Count an update of the weights, without waiting for the device."""
         self.num_updates.add_(1)
 
     def masked_share(self, block: int) -> Tensor:
         """Return the share of masked queries in a block, 0 to 1, as a 0-dim tensor."""
         step_of_unit = self.num_steps / (self.num_blocks + 2)
         progress = (self.num_updates / step_of_unit - (block + 1)).clamp(0, 1)
-        return (1 - progress) ** _ANNEALING_POWER
+        return (1 - progress) ** 0.9
 
     def forward(self, masks: Tensor, block: int, grid: tuple[int, int], num_prefix: int) -> Tensor:
-        """Return which tokens attend to which, (N, 1, T, T) bool.
+        """Return which tokens attend to which, (N, 1, T, T) bool, for mask logits (N, Q, h, w).
 
-        Args:
-            masks: logits (N, Q, h, w).
-            block: number of the block, counted from the first one with queries.
-            grid: patches along height and width.
-            num_prefix: tokens before the queries.
+        Blocks are counted from the first one with queries; `grid` is (gh, gw), `num_prefix` the tokens before the
+        queries.
         """
         N, Q = masks.shape[:2]
         inside = F.interpolate(masks.detach(), grid, mode="bilinear", align_corners=False).flatten(2) > 0
@@ -250,13 +205,13 @@ def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
     with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
         probability = classes.to(wide).softmax(-1)[..., :-1]
         scores = torch.einsum("nqc,nqhw->nchw", probability, masks.to(wide).sigmoid())
-        return (scores + _FLOOR).log()
+        return (scores + 1e-6).log()
 
 
 def build_eomt(
     name: str, num_classes: int, aux: bool, encoder: str | None, options: Mapping[str, Any], in_channels: int
 ) -> SegmentationModel:
-    """Return a network with random weights.
+    """Return a network with random weights; see `build_model`.
 
     Args:
         name: `eomt`.
@@ -272,37 +227,22 @@ def build_eomt(
     if name.lower() != "eomt":
         raise unknown_name("model.name", name, "a model of segapp", ("eomt",))
     own = {"num_queries": NUM_QUERIES, "num_blocks": NUM_BLOCKS, "mask_steps": None}
-    settings = {key: options.get(key, default) for key, default in own.items()}
-    for key, value in settings.items():
-        if not (isinstance(value, int) and not isinstance(value, bool) and value >= 1) and value != own[key]:
-            raise ConfigError(
-                f"model.options: {key} = {value!r} is not a whole number of at least 1", key="model.options"
-            )
-    if settings["mask_steps"] is not None and not aux:
-        raise ConfigError(
-            "model.options: mask_steps needs the predictions of model.aux: set it to true", key="model.options"
-        )
+    settings: dict[str, Any] = {key: options.get(key, default) for key, default in own.items()}
     further = {key: value for key, value in options.items() if key not in own}
+    for key, value in settings.items():
+        if value != own[key] and (type(value) is not int or value < 1):
+            raise _refused(f"{key} = {value!r} is not a whole number of at least 1")
+    if settings["mask_steps"] is not None and not aux:
+        raise _refused("mask_steps needs the predictions of model.aux: set it to true")
     net = _build_transformer(encoder, {**further, "in_chans": in_channels})
     if settings["num_blocks"] > len(net.blocks):
-        raise ConfigError(
-            f"model.options: num_blocks = {settings['num_blocks']}, but {encoder} has {len(net.blocks)}",
-            key="model.options",
-        )
-    return EomtModel(
-        net,
-        settings["num_queries"],
-        settings["num_blocks"],
-        aux=aux,
-        mask_steps=settings["mask_steps"],
-        library="segapp",
-        name="eomt",
-        encoder_name=str(encoder),
-        num_classes=num_classes,
-        in_channels=in_channels,
-        note=FAMILY_NOTES["segapp/eomt"],
-        size_divisor=int(net.patch_embed.patch_size[0]),
-    )
+        raise _refused(f"num_blocks = {settings['num_blocks']}, but {encoder} has {len(net.blocks)}")
+    about: dict[str, Any] = {"encoder_name": str(encoder), "num_classes": num_classes, "in_channels": in_channels}
+    return EomtModel(net, **settings, aux=aux, **about)
+
+
+def _refused(problem: str) -> ConfigError:
+    return ConfigError(f"model.options: {problem}", key="model.options")
 
 
 def _build_transformer(encoder: str | None, options: Mapping[str, Any]) -> Any:

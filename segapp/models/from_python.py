@@ -8,48 +8,29 @@ from torch import Tensor, nn
 from segapp.custom import build_part
 from segapp.errors import ConfigError
 from segapp.losses.additive import heads_of
-from segapp.models.network import FamilyNote, SegmentationModel
-
-_BACKBONES = ("backbone", "encoder")
-"""Names of the submodule that counts as the backbone; the first that the network has."""
+from segapp.models.network import SegmentationModel
 
 
 class PythonModel(SegmentationModel):
-    """A network of the user's own code; tensor names are its own behind `network.`."""
+    """A network of the user's own code; tensor names are its own behind `network.`.
+
+    Its submodule `backbone` or `encoder` counts as the backbone; without one the whole network does.
+    """
 
     def __init__(self, network: nn.Module, *, name: str, num_classes: int, in_channels: int) -> None:
+        parts = [part for part in ("backbone", "encoder") if isinstance(getattr(network, part, None), nn.Module)]
         super().__init__(
             library="python",
             name=name,
             encoder_name=type(network).__name__,
             num_classes=num_classes,
             in_channels=in_channels,
-            note=FamilyNote(1, True, "nothing"),
+            backbone_name=".".join(["network", *parts[:1]]),
             size_divisor=int(getattr(network, "size_divisor", 1)),
             min_size_px=int(getattr(network, "min_size_px", 1)),
             fixed_size_px=getattr(network, "fixed_size_px", None),
         )
         self.network = network
-
-    def _backbone(self) -> str | None:
-        return next((name for name in _BACKBONES if isinstance(getattr(self.network, name, None), nn.Module)), None)
-
-    @property
-    def backbone_module(self) -> nn.Module:
-        """The network's submodule `backbone` or `encoder`; without one the whole network."""
-        name = self._backbone()
-        return self.network if name is None else self.network.get_submodule(name)
-
-    @property
-    def backbone_prefix(self) -> str:
-        """Prefix of the names of the backbone's tensors, with the dot."""
-        name = self._backbone()
-        return "network." if name is None else f"network.{name}."
-
-    @property
-    def has_aux(self) -> bool:
-        """False: what the network returns beside the main logits in training counts as auxiliary logits."""
-        return False
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
         """Return the network's logits, the main ones first; in evaluation the main ones alone.
@@ -69,13 +50,7 @@ class PythonModel(SegmentationModel):
 
 
 def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_channels: int) -> PythonModel:
-    """Return the network that an own part makes.
-
-    Args:
-        name: `package.module:factory`; the factory gets `num_classes` and `in_channels` if it takes them.
-        num_classes: C.
-        options: further keyword arguments of the factory.
-        in_channels: B, the bands of the images.
+    """Return the network of an own part, whose factory gets `num_classes` and `in_channels` if it takes them.
 
     Raises:
         ConfigError: the part cannot be made, or is no module.

@@ -6,50 +6,35 @@ and activation.
 Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
 
+import contextlib
 import inspect
 import math
 from collections import OrderedDict
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
 from segapp.models.names import check_options, unknown_name
-from segapp.models.network import FAMILY_NOTES, FamilyNote, SegmentationModel
+from segapp.models.network import SegmentationModel
 
-# Arguments set by `build_model`, and the head's upsampling, which is removed.
-_RESERVED = {"self", "kwargs", "encoder_name", "encoder_weights", "in_channels", "classes", "activation", "aux_params"}
-_RESERVED |= {"upsampling"}
+_RESERVED = (
+    *("self", "kwargs", "encoder_name", "encoder_weights", "in_channels", "classes", "activation", "aux_params"),
+    "upsampling",  # of the head, which is removed
+)
+"""Arguments of smp's classes that `build_model` sets or leaves out."""
 
 
 class SmpModel(SegmentationModel):
     """An smp network without its head's upsampling; tensor names are smp's."""
 
     def __init__(self, encoder: nn.Module, decoder: nn.Module, segmentation_head: nn.Module, **about: Any) -> None:
-        super().__init__(**about)
+        super().__init__(library="smp", **about)
         self.encoder = encoder
         self.decoder = decoder
         self.segmentation_head = segmentation_head
-
-    @property
-    def backbone_module(self) -> nn.Module:
-        """The backbone, for which pretrained weights exist."""
-        return self.encoder
-
-    @property
-    def backbone_prefix(self) -> str:
-        """Prefix of the names of the backbone's tensors, with the dot."""
-        return "encoder."
-
-    @property
-    def has_aux(self) -> bool:
-        """False: smp's networks have no auxiliary segmentation head."""
-        return False
-
-    def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return the segmentation head's logits, (N, C, h, w)."""
-        return self.compute_with_features(images_NCHW)[0]
 
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the logits, and the decoder's output (N, K, h, w)."""
@@ -67,7 +52,7 @@ def smp_names() -> tuple[str, ...]:
 def build_smp(
     name: str, num_classes: int, encoder: str | None, options: Mapping[str, Any], in_channels: int
 ) -> SmpModel:
-    """Return a network with random weights.
+    """Return a network with random weights; see `build_model`.
 
     Args:
         name: an architecture's class in smp, e.g. `Unet`, in any case.
@@ -98,12 +83,10 @@ def build_smp(
         net.encoder,
         net.decoder,
         _head_without_upsampling(net.segmentation_head),
-        library="smp",
         name=name,
         encoder_name=encoder,
         num_classes=num_classes,
         in_channels=in_channels,
-        note=FAMILY_NOTES.get(f"smp/{name}", FamilyNote(1, True, "the head's upsampling and activation")),
         size_divisor=_size_divisor(name, net),
         # PAN pools its deepest features three times by 2.
         min_size_px=8 * int(net.encoder.output_stride) if name == "PAN" else 1,
@@ -132,38 +115,33 @@ def _check_encoder(encoder: str) -> None:
 
 def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: list[str]) -> dict[str, Any]:
     """Return the options as keyword arguments of the architecture."""
-    if name == "PSPNet":
-        accepted = [*accepted, "encoder_output_stride"]
     for option in options:
         if option in _RESERVED:
             raise ConfigError(
                 f"model.options: {option} is set by model.* and the data, or not used; drop it", key="model.options"
             )
+    # smp's PSPNet hands `output_stride` on to its encoder; DeepLabV3 has the option under the longer name.
+    renamed = {"encoder_output_stride": "output_stride"} if name == "PSPNet" else {}
     if not encoder.startswith("tu-"):  # smp ignores unknown arguments, timm raises an error
-        check_options(options, accepted, f"smp {name}")
-    arguments = dict(options)
-    if name == "PSPNet" and "encoder_output_stride" in arguments:
-        arguments["output_stride"] = arguments.pop("encoder_output_stride")  # handed on to smp's get_encoder
-    return arguments
+        check_options(options, [*accepted, *renamed], f"smp {name}")
+    return {renamed.get(option, option): value for option, value in options.items()}
 
 
-def _construct(architecture: type[Any], name: str, encoder: str, num_classes: int, arguments: dict[str, Any]) -> Any:
+def _construct(architecture: Any, name: str, encoder: str, num_classes: int, arguments: dict[str, Any]) -> Any:
     """Return the network as smp builds it; a DPT for images of any size if its transformer supports that."""
-    attempts = [arguments]
+    build: Any = partial(architecture, encoder_name=encoder, encoder_weights=None, classes=num_classes, **arguments)
     if name == "DPT" and not {"dynamic_img_size", "img_size"} & arguments.keys():
-        attempts.insert(0, {**arguments, "dynamic_img_size": True})
-    for attempt in attempts:
-        try:
-            return architecture(encoder_name=encoder, encoder_weights=None, classes=num_classes, **attempt)
-        except Exception as error:  # smp and timm raise exceptions of any type for wrong arguments
-            if attempt is attempts[-1]:
-                given = f" and options {arguments}" if arguments else ""
-                raise ConfigError(
-                    f"model.encoder: smp {name} cannot be built with {encoder}{given}: {error}; change the encoder or "
-                    f"the options",
-                    key="model.encoder",
-                ) from error
-    raise AssertionError("unreachable")
+        with contextlib.suppress(Exception):
+            return build(dynamic_img_size=True)
+    try:
+        return build()
+    except Exception as error:  # smp and timm raise exceptions of any type for wrong arguments
+        given = f" and options {arguments}" if arguments else ""
+        raise ConfigError(
+            f"model.encoder: smp {name} cannot be built with {encoder}{given}: {error}; change the encoder or the "
+            "options",
+            key="model.encoder",
+        ) from error
 
 
 def _resize_by_powers_of_two(net: Any) -> None:

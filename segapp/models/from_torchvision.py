@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from segapp.compat.torchvision import feature_maps_of, strided_blocks
 from segapp.errors import ConfigError
 from segapp.models.names import check_options, unknown_name
-from segapp.models.network import FAMILY_NOTES, SegmentationModel
+from segapp.models.network import SegmentationModel
 from segapp.models.surgery import widen_first_conv
 
 FAMILIES = ("deeplabv3", "fcn", "lraspp")
@@ -29,25 +29,10 @@ class TorchvisionModel(SegmentationModel):
     """A torchvision network without its final interpolation; tensor names are torchvision's."""
 
     def __init__(self, backbone: nn.Module, classifier: nn.Module, aux: nn.Module | None, **about: Any) -> None:
-        super().__init__(**about)
+        super().__init__(library="torchvision", backbone_name="backbone", **about)
         self.backbone = backbone
         self.classifier = classifier
         self.aux_classifier = aux
-
-    @property
-    def backbone_module(self) -> nn.Module:
-        """The backbone, for which pretrained weights exist."""
-        return self.backbone
-
-    @property
-    def backbone_prefix(self) -> str:
-        """Prefix of the names of the backbone's tensors, with the dot."""
-        return "backbone."
-
-    @property
-    def has_aux(self) -> bool:
-        """True if the network returns auxiliary logits in training mode."""
-        return self.aux_classifier is not None
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
         """Return the classifier's logits (N, C, h, w), then those of the auxiliary head in training mode."""
@@ -86,14 +71,14 @@ def build_torchvision(
     options: Mapping[str, Any],
     in_channels: int,
 ) -> TorchvisionModel:
-    """Return a network with random weights.
+    """Return a network with random weights; see `build_model`.
 
     Args:
         name: a name of torchvision, such as `deeplabv3_resnet50`, or a family (`fcn`, `deeplabv3`, `lraspp`), whose
-            backbone `encoder` then names.
+            backbone `encoder` then names: any ResNet or MobileNetV3.
         num_classes: C.
         aux: add an auxiliary FCN head on an earlier stage; LR-ASPP has none.
-        encoder: the backbone's name in torchvision, any ResNet or MobileNetV3.
+        encoder: the backbone's name.
         options: `output_stride` of the backbone (8, 16 or 32), and other arguments of backbone and head.
         in_channels: B.
 
@@ -131,12 +116,10 @@ def build_torchvision(
         backbone,
         classifier,
         aux_classifier,
-        library="torchvision",
         name=name,
         encoder_name=backbone_name,
         num_classes=num_classes,
         in_channels=in_channels,
-        note=FAMILY_NOTES[f"torchvision/{family}"],
     )
 
 
@@ -172,15 +155,11 @@ def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
 
 def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, int]]:
     """Return a backbone that computes a dict of feature maps, and their numbers of channels."""
-    if name.startswith("mobilenet"):
-        net, layers, channels = _mobilenet(name, options)
-    else:
-        net, layers, channels = _resnet(name, options)
+    net, layers, channels = (_mobilenet if name.startswith("mobilenet") else _resnet)(name, options)
     # LR-ASPP's head expects its deep features under "high".
     wanted = ("low", "out") if family == "lraspp" else ("aux", "out") if aux else ("out",)
     spelled = {"out": "high"} if family == "lraspp" else {}
-    return_layers = {layers[key]: spelled.get(key, key) for key in wanted}
-    return feature_maps_of(net, return_layers), channels
+    return feature_maps_of(net, {layers[key]: spelled.get(key, key) for key in wanted}), channels
 
 
 def _resnet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, str], dict[str, int]]:

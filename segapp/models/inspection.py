@@ -42,7 +42,9 @@ def inspect_model(model: SegmentationModel) -> None:
     size_px = model.suitable_size(side_px, side_px)
     was_training = model.training
     called: set[str] = set()
-    hooks = [module.register_forward_hook(_recording(name, called)) for name, module in model.named_modules()]
+    hooks = [
+        module.register_forward_hook(lambda *_, name=name: called.add(name)) for name, module in model.named_modules()
+    ]
     try:
         with torch.random.fork_rng(devices=[]):
             unused = _measure(model, size_px)
@@ -53,41 +55,28 @@ def inspect_model(model: SegmentationModel) -> None:
     _remove_unused(model, unused, called)
 
 
-def _recording(name: str, called: set[str]) -> Any:
-    def record(*_: object) -> None:
-        called.add(name)
-
-    return record
-
-
 def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str | None:
     """Return a sentence if the outputs of a network are probabilities instead of logits; else None.
 
     A criterion applies softmax or sigmoid again, so that the loss of such a network hardly falls. Outputs of a softmax
     sum to 1 over the classes. Outputs of a sigmoid stay within 0 and 1 for any image, unlike those of a last ReLU with
-    small weights, which grow with the image. Logarithms of probabilities are logits.
-
-    Args:
-        logits_NCHW: of some images.
-        of_brighter_NCHW: of the same images with values a thousand times as large.
+    small weights, which grow with the image: `of_brighter_NCHW` are the outputs for the same images with values a
+    thousand times as large. Logarithms of probabilities are logits.
     """
     both = (logits_NCHW.float(), of_brighter_NCHW.float())
     is_inside = all(bool(((each >= 0) & (each <= 1)).all()) for each in both)
     if not is_inside or logits_NCHW.shape[1] == 1 or not any(bool(each.any()) for each in both):
         return None
-    sums_to_one = all(bool(((each.sum(1) - 1).abs() < 1e-3).all()) for each in both)
-    if sums_to_one:
+    if all(bool(((each.sum(1) - 1).abs() < 1e-3).all()) for each in both):
         return "these are probabilities (in 0..1, with the sum 1 over the classes): return logits, without softmax"
     return "these are probabilities (in 0..1 for any image): return logits, without sigmoid"
 
 
 def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
     """Run the network, record its measures in it, and return the names of the parameters without a gradient."""
-    try:
-        with QuickShapes():  # type: ignore[no-untyped-call]
-            return _measure_on("meta", model, size_px)
-    except Exception:  # some code reads a tensor's value, which a meta tensor does not have
-        pass
+    # Some code reads a tensor's value, which a meta tensor does not have.
+    with contextlib.suppress(Exception), QuickShapes():  # type: ignore[no-untyped-call]
+        return _measure_on("meta", model, size_px)
     try:
         return _measure_on("cpu", model, size_px)
     except Exception as error:
@@ -101,14 +90,10 @@ def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
         ) from error
 
 
-_SIDES_PX = (32, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
-"""Sides of square images with which a network of own code that fails is tried again."""
-
-
 def _own_failure(model: SegmentationModel, size_px: tuple[int, int], error: Exception) -> ConfigError:
     """Return the error for a network of own code that cannot run, with a size that it does take."""
     failed = f"model.name = {model.name} fails on images of {size_px[0]}x{size_px[1]} px with {shown_error(error)}"
-    for side in _SIDES_PX:
+    for side in (32, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512):
         with contextlib.suppress(Exception):
             _run(model, "cpu", 1, (side, side), training=False)
             return ConfigError(
@@ -130,7 +115,8 @@ def _measure_on(device: str, model: SegmentationModel, size_px: tuple[int, int])
             raise
         min_train_batch = 2
         logits_all, tensors = _run(model, device, 2, size_px, training=True)
-    model.record_inspection(max(1, round(size_px[0] / logits.shape[-2])), min_train_batch)
+    model.logits_stride = max(1, round(size_px[0] / logits.shape[-2]))
+    model.min_train_batch = min_train_batch
     names = [name for name, _ in model.named_parameters()]
     given = [torch.empty_like(logits) for logits in logits_all]  # only which gradients exist is asked
     gradients = torch.autograd.grad(logits_all, [tensors[name] for name in names], given, allow_unused=True)
@@ -278,18 +264,15 @@ class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = operator_name(func)
         if name in WITHOUT_DETERMINISTIC_CUDA:
-            self.found.append((self.running[-1] if self.running else "", name))
+            self.found.append((self.running[-1], name))
         return func(*args, **(kwargs or {}))
 
 
 def nondeterministic_parts(model: nn.Module, example: Tensor) -> list[tuple[str, str]]:
     """Return (module, operator) for each operator without a deterministic implementation on CUDA.
 
-    The forward pass runs on the meta device, without values; the model is not changed.
-
-    Args:
-        model: on any device.
-        example: (N, 3, H, W) on the meta device.
+    The forward pass runs on the meta device, without values; the model, on any device, is not changed. `example` is
+    (N, B, H, W) on the meta device.
     """
     finder, handles = _Finder(), []
     for name, part in model.named_modules():

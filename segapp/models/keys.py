@@ -9,15 +9,13 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from segapp.errors import CheckpointError
 from segapp.models.names import some_names
 
-Shapes = Mapping[str, Sequence[int]]
-
-MIN_HEAD_SHARE = 0.5
-"""Least share of the other tensors in a file that has no tensor of the backbone."""
+Shapes = Mapping[str, tuple[int, ...]]
 
 _WRAPPERS = re.compile(r"(?:_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)\.")
 _CLASSIFIERS = ("fc", "classifier", "head", "heads", "last_linear", "head_drop", "head_norm")
@@ -43,8 +41,7 @@ class KeyMap:
     missing: Mapping[str, str]
 
 
-@dataclass(frozen=True)
-class _Renaming:
+class _Renaming(NamedTuple):
     """A file's tensors under names of a network.
 
     Attributes:
@@ -55,7 +52,7 @@ class _Renaming:
 
     convention: str
     names: Mapping[str, str]
-    notes: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = {}
 
 
 def map_keys(
@@ -102,9 +99,6 @@ def map_keys(
     }
     missing = {name: shapes.get(name, "not in the file") for name in wanted if name not in taken}
     return KeyMap(renaming.convention, taken, left_out, missing)
-
-
-# Renamings
 
 
 def _best_renaming(found: Shapes, wanted: Shapes, backbone: str) -> _Renaming:
@@ -176,11 +170,12 @@ def _of_mmseg(inner: Mapping[str, str], wanted: Shapes, add: str) -> _Renaming:
     backbone's names in the network.
     """
     stem = _deep_stem if f"{add}conv1.0.weight" in wanted else str
-    names: dict[str, str] = {}
     notes: dict[str, str] = {}
-    for name, file_name in inner.items():
-        if name.startswith("backbone."):
-            names[add + stem(name.removeprefix("backbone."))] = file_name
+    names = {
+        add + stem(name.removeprefix("backbone.")): file_name
+        for name, file_name in inner.items()
+        if name.startswith("backbone.")
+    }
     for theirs, ours in _HEADS_OF_MMSEG.items():
         head = {name.removeprefix(theirs): file_name for name, file_name in inner.items() if name.startswith(theirs)}
         renamed = {ours + part: file_name for name, file_name in head.items() if (part := _fcn_part(name))}
@@ -198,14 +193,7 @@ def _fcn_part(name: str) -> str | None:
 
 def _fitting(renaming: _Renaming, found: Shapes, wanted: Shapes) -> dict[str, str]:
     names = renaming.names
-    return {name: names[name] for name in wanted if name in names and _same(found[names[name]], wanted[name])}
-
-
-def _same(a: Sequence[int], b: Sequence[int]) -> bool:
-    return tuple(a) == tuple(b)
-
-
-# What is too little
+    return {name: names[name] for name in wanted if name in names and found[names[name]] == wanted[name]}
 
 
 def _check_backbone(
@@ -275,10 +263,10 @@ def _list_indices(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 def _check_head(
     taken: Mapping[str, str], found: Shapes, wanted: Shapes, backbone: str, optional: Collection[str]
 ) -> None:
-    """Raise CheckpointError if the file has nothing of the backbone and too little of the head."""
+    """Raise CheckpointError if the file has nothing of the backbone and less than half of the head."""
     own = [name for name in wanted if name not in optional and not (backbone and name.startswith(backbone))]
     num_taken = sum(name not in optional for name in taken)
-    if any(name.startswith(backbone) for name in taken) or num_taken >= MIN_HEAD_SHARE * len(own):
+    if any(name.startswith(backbone) for name in taken) or num_taken >= len(own) / 2:
         return
     raise CheckpointError(
         f"gives {num_taken} of the {len(own)} tensors of this model's head and none of its backbone"
@@ -296,15 +284,12 @@ def _nearest(found: Shapes, names: Collection[str]) -> str:
     return ""
 
 
-# Reasons
-
-
 def _shape_reasons(renaming: _Renaming, found: Shapes, wanted: Shapes, backbone: str) -> dict[str, str]:
     """Return name in the network -> difference of the shapes, for equal names of different shapes."""
     pairs = {
-        name: (tuple(found[file_name]), tuple(wanted[name]))
+        name: (found[file_name], wanted[name])
         for name, file_name in renaming.names.items()
-        if name in wanted and not _same(found[file_name], wanted[name])
+        if name in wanted and found[file_name] != wanted[name]
     }
     counts = {(there[:1], here[:1]) for there, here in pairs.values() if there[1:] == here[1:]}
     is_classes = len(counts) == 1 and all(there[1:] == here[1:] and there for there, here in pairs.values())

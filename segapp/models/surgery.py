@@ -62,10 +62,7 @@ class SizedPooling(nn.Module):
 
     def forward(self, features: Tensor) -> Tensor:
         """Return features (N, C, H, W) pooled to (N, C, *size)."""
-        rows, columns = (
-            _bins(num_bins, side, features)
-            for num_bins, side in zip(self.size, (features.shape[-2], features.shape[-1]), strict=True)
-        )
+        rows, columns = (_bins(self.size[axis], features.shape[axis], features) for axis in (-2, -1))
         return torch.matmul(rows, torch.matmul(features, columns.T))
 
 

@@ -4,6 +4,7 @@ Files cannot run code: pickles are read with `weights_only=True`. `keys` maps te
 tensors that a file does not have.
 """
 
+import contextlib
 import hashlib
 import os
 import pickle
@@ -14,7 +15,7 @@ import threading
 import urllib.request
 import warnings
 import zipfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -33,26 +34,15 @@ from segapp.run.events import Weights
 StateDict = dict[str, Tensor]
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "network", "net", "module")
-"""Keys under which training scripts store a state dict, the most likely first."""
+"""Keys under which training scripts store a state dict, the most likely first; up to four lie in each other."""
 MAX_NAMES = 100
 """Largest number of names of each kind in an event."""
-_MAX_WRAPPERS = 4
-"""Largest depth of nested state dicts."""
-
-CONNECT_TIMEOUT_S = 2.0
-"""Longest time in which a server must accept a connection, before a library tries again and again."""
 HUB_FILE = "model.safetensors"
-_HASH_IN_NAME = re.compile(r"-([0-9a-f]{8,})\.")  # torch hub's convention: resnet50-0676ba61.pth
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Tensors that a weights file contributed to a network, by name.
-
-    Attributes:
-        source: the file or the weights' name.
-        keys: the tensors copied into the network, and why the others were not.
-    """
+    """Tensors that a weights file contributed to a network, and why it did not contribute the others."""
 
     source: str
     keys: KeyMap
@@ -68,11 +58,13 @@ class LoadReport:
         keys = self.keys
         num_wanted = len(keys.taken) + len(keys.missing)
         left_out = f"left out {_by_reason(keys.left_out)}" if keys.left_out else "nothing left out"
-        missing = f"left at initialisation {_by_reason(keys.missing)}" if keys.missing else ""
+        missing = (
+            f"left at initialisation {_by_reason(keys.missing)}" if keys.missing else "nothing left at initialisation"
+        )
         return (
             f"weights {self.source}: {len(keys.taken)} of {num_wanted} tensors of the network taken "
             f"({keys.convention})",
-            f"weights {self.source}: {left_out}; {missing or 'nothing left at initialisation'}",
+            f"weights {self.source}: {left_out}; {missing}",
         )
 
     def as_event(self) -> Weights:
@@ -106,9 +98,6 @@ def _config_key(key: str) -> str | None:
     return key if "." in key else None  # "weights": a file of the command line
 
 
-# From a name to a file
-
-
 def looks_like_path(text: str) -> bool:
     """Return True if a `weights` value is a file: it exists, or has a folder or an extension."""
     return Path(text).is_file() or os.sep in text or "/" in text or bool(Path(text).suffix)
@@ -120,9 +109,8 @@ def fetch_url(url: str, name: str, key: str) -> Path:
     Raises:
         CheckpointError: the file cannot be downloaded, or the local one is damaged.
     """
-    filename = url.rsplit("/", 1)[-1]
-    path = Path(torch.hub.get_dir()) / "checkpoints" / filename
-    in_name = _HASH_IN_NAME.search(filename)
+    path = _torch_hub_file(url)
+    in_name = re.search(r"-([0-9a-f]{8,})\.", path.name)  # torch hub's convention: resnet50-0676ba61.pth
     sha256_prefix = in_name.group(1) if in_name else None
     if not path.exists():
         try:
@@ -133,7 +121,7 @@ def fetch_url(url: str, name: str, key: str) -> Path:
             raise _refused(
                 key,
                 path,
-                f"{filename} is not on this machine and could not be downloaded from {_address(url)} "
+                f"{path.name} is not on this machine and could not be downloaded from {url.partition('://')[2]} "
                 f"({_reason(error)}); put the file into {path.parent}, or give the path of a copy as {key}",
                 name,
             ) from error
@@ -166,15 +154,19 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
             key,
             folder,
             f"{HUB_FILE} of {repo_id} is not on this machine and could not be downloaded from "
-            f"{_address(url)} ({_reason(error)}); copy {folder} from a machine that has it, or give the path of a copy "
-            f"as {key}",
+            f"{url.partition('://')[2]} ({_reason(error)}); copy {folder} from a machine that has it, or give the path "
+            f"of a copy as {key}",
             name,
         ) from error
 
 
 def cached_url(url: str) -> bool:
     """Return True if the file of a torchvision weights URL lies in torch's hub folder."""
-    return (Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]).is_file()
+    return _torch_hub_file(url).is_file()
+
+
+def _torch_hub_file(url: str) -> Path:
+    return Path(torch.hub.get_dir()) / "checkpoints" / url.rsplit("/", 1)[-1]
 
 
 def cached_hub_file(repo_id: str, revision: str | None) -> bool:
@@ -184,12 +176,11 @@ def cached_hub_file(repo_id: str, revision: str | None) -> bool:
     return isinstance(huggingface_hub.try_to_load_from_cache(repo_id, HUB_FILE, revision=revision), str)
 
 
-def check_reachable(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+def check_reachable(url: str, timeout_s: float = 2.0) -> None:
     """Check that the server of a URL, or the proxy that leads to it, accepts a connection.
 
-    Args:
-        url: with its scheme.
-        timeout_s: includes the lookup of the server's name, which has no timeout of its own.
+    Libraries try again and again without such a check. The timeout includes the lookup of the server's name, which has
+    none of its own.
 
     Raises:
         OSError: it does not.
@@ -199,26 +190,20 @@ def check_reachable(url: str, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
     if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
         parts = urlsplit(proxy if "://" in proxy else f"http://{proxy}")
     server = parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
-    results: list[OSError | None] = []
+    outcome: list[OSError | None] = [TimeoutError(f"no answer from {server[0]} within {timeout_s:g} s")]
 
     def connect() -> None:
         try:
             socket.create_connection(server, timeout_s).close()
-            results.append(None)
+            outcome[0] = None
         except OSError as error:
-            results.append(error)
+            outcome[0] = error
 
     thread = threading.Thread(target=connect, name="segapp-connect", daemon=True)
     thread.start()
     thread.join(timeout_s)
-    if not results:
-        raise TimeoutError(f"no answer from {server[0]} within {timeout_s:g} s")
-    if results[0] is not None:
-        raise results[0]
-
-
-def _address(url: str) -> str:
-    return url.partition("://")[2]
+    if outcome[0] is not None:
+        raise outcome[0]
 
 
 def _reason(error: Exception) -> str:
@@ -241,9 +226,6 @@ def sha256_of(path: Path, key: str) -> str:
         raise _refused(key, path, f"{path} cannot be read ({error.strerror})") from error
 
 
-# From a file to tensors
-
-
 def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict:
     """Return the tensors of a weights file, on the CPU.
 
@@ -255,10 +237,14 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
             objects than tensors and plain values.
     """
     path = Path(path)
-    if not path.is_file():
-        raise _refused(key, path, f"no file {path}; give the path of a weights file")
-    content: Any = _read_safetensors(path, key) if path.suffix.lower() == ".safetensors" else _read_torch(path, key)
-    for _ in range(_MAX_WRAPPERS):
+    if path.suffix.lower() == ".safetensors":
+        from safetensors.torch import load_file
+
+        with _reading(path, key, "safetensors"):
+            content: Any = load_file(path, device="cpu")
+    else:
+        content = _read_torch(path, key)
+    for _ in range(4):
         if not isinstance(content, Mapping):
             break
         inner = [name for name in _WRAPPERS if isinstance(content.get(name), Mapping)]
@@ -285,13 +271,8 @@ def read_metadata(path: Path, key: str = "model.weights") -> dict[str, str]:
     """
     from safetensors import safe_open
 
-    if not path.is_file():
-        raise _refused(key, path, f"no file {path}; give the path of a weights file")
-    try:
-        with safe_open(path, "pt") as file:
-            return dict(file.metadata() or {})
-    except Exception as error:  # as for its tensors
-        raise _no_safetensors(path, key, error) from error
+    with _reading(path, key, "safetensors"), safe_open(path, "pt") as file:
+        return dict(file.metadata() or {})
 
 
 def _tensors_in(content: Mapping[Any, Any]) -> StateDict:
@@ -308,22 +289,20 @@ def load_tensors(file: BinaryIO) -> Any:
         Exception: torch's own, of many types, for a file that is damaged or holds other objects.
     """
     _refuse_compressed(file)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about formats that are refused below
-        return torch.load(file, map_location="cpu", weights_only=True)
+    return _loaded(file)
 
 
 def peek_tensors(path: Path) -> Any:
-    """Return what `load_tensors` returns, the tensors mapped from the file and not read.
-
-    Raises:
-        Exception: as `load_tensors`.
-    """
+    """Return and raise what `load_tensors` does, the tensors mapped from the file and not read."""
     with path.open("rb") as file:
         _refuse_compressed(file)
+    return _loaded(path, mmap=True)
+
+
+def _loaded(file: BinaryIO | Path, **options: Any) -> Any:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        warnings.simplefilter("ignore")  # about formats that are refused
+        return torch.load(file, map_location="cpu", weights_only=True, **options)
 
 
 def _refuse_compressed(file: BinaryIO) -> None:
@@ -341,42 +320,37 @@ def _refuse_compressed(file: BinaryIO) -> None:
 
 
 def _read_torch(path: Path, key: str) -> Any:
-    try:
-        with path.open("rb") as file:
-            return load_tensors(file)
-    except CheckpointError as error:
-        raise _refused(key, path, f"{path}: {error}; save the tensors again with torch.save") from error
-    except OSError as error:
-        raise _refused(key, path, f"{path} cannot be read ({error.strerror or error})") from error
-    except Exception as error:  # a damaged file shows as any of a dozen exceptions
-        if isinstance(error, pickle.UnpicklingError) and "global" in str(error).lower():
+    with _reading(path, key, "weights"):
+        try:
+            with path.open("rb") as file:
+                return load_tensors(file)
+        except CheckpointError as error:
+            raise _refused(key, path, f"{path}: {error}; save the tensors again with torch.save") from error
+        except pickle.UnpicklingError as error:
+            if "global" not in str(error).lower():
+                raise
             raise _refused(
                 key,
                 path,
                 f"{path} holds more than tensors and plain values, and loading it would run code, so it was "
                 f"not loaded; save the tensors alone with torch.save(model.state_dict(), path)",
             ) from error
-        raise _refused(
-            key, path, f"{path} is damaged or not a weights file ({type(error).__name__}); copy or download it again"
-        ) from error
 
 
-def _read_safetensors(path: Path, key: str) -> StateDict:
-    from safetensors.torch import load_file
-
+@contextlib.contextmanager
+def _reading(path: Path, key: str, kind: str) -> Iterator[None]:
+    """Turn what a reader raises about a missing or damaged file, any of a dozen exceptions, into CheckpointErrors."""
+    if not path.is_file():
+        raise _refused(key, path, f"no file {path}; give the path of a weights file")
     try:
-        return dict(load_file(path, device="cpu"))
-    except Exception as error:  # as above
-        raise _no_safetensors(path, key, error) from error
-
-
-def _no_safetensors(path: Path, key: str, error: Exception) -> CheckpointError:
-    return _refused(
-        key, path, f"{path} is damaged or not a safetensors file ({type(error).__name__}); copy or download it again"
-    )
-
-
-# From tensors into a network
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:
+        problem = f"is damaged or not a {kind} file ({type(error).__name__}); copy or download it again"
+        if isinstance(error, OSError):
+            problem = f"cannot be read ({error.strerror or error})"
+        raise _refused(key, path, f"{path} {problem}") from error
 
 
 def load_weights(
@@ -389,20 +363,19 @@ def load_weights(
     is_partial: bool = False,
     in_channels: int = RGB,
 ) -> LoadReport:
-    """Copy the matching tensors of `state` into a network or a backbone, in place.
+    """Copy the matching tensors of `state` into a network or a backbone, in place, and return which those are.
+
+    A missing head, or one for other classes, keeps its initialisation. The classifier in a backbone's file is not used.
 
     Args:
         module: a whole network, or a backbone alone.
         state: tensors by name; of the whole network in the naming of any library that `map_keys` knows, or of its
-            backbone alone. The classifier in a backbone's file is not used.
+            backbone alone.
         source: where the tensors are from, for messages.
         key: the config key that asked for them.
         backbone_prefix: prefix of the backbone's tensors in `module`; "" for a backbone alone.
         is_partial: take whatever matches, also of another backbone.
         in_channels: B of the network; the first convolution of a file for RGB is adapted to it.
-
-    Returns:
-        The loaded and the unused tensors. A missing head, or one for other classes, keeps its initialisation.
 
     Raises:
         CheckpointError: too few tensors match, or they are of another backbone.
@@ -430,23 +403,11 @@ def _map_keys_and_stem(
 ) -> tuple[KeyMap, str | None]:
     """Return the mapping, and the name of the first convolution's weight where the file has it for RGB instead."""
     name = None if in_channels == RGB else first_conv_name(module, in_channels)
-    if name is None:
-        return map_keys(found, wanted, **options), None
-    stem = f"{name}.weight"
-    problem: CheckpointError | None = None
-    try:
-        keys = map_keys(found, wanted, **options)
-        if stem in keys.taken:
-            return keys, None
-    except CheckpointError as error:
-        problem = error
-    shape = wanted[stem]
-    try:
-        adapted = map_keys(found, {**wanted, stem: (shape[0], RGB, *shape[2:])}, **options)
-    except CheckpointError:
-        raise problem or AssertionError("unreachable: more tensors match than before") from None
-    if stem in adapted.taken:
-        return adapted, stem
-    if problem is not None:
-        raise problem
-    return keys, None
+    if name is not None:
+        stem = f"{name}.weight"
+        shape = wanted[stem]
+        with contextlib.suppress(CheckpointError):
+            keys = map_keys(found, {**wanted, stem: (shape[0], RGB, *shape[2:])}, **options)
+            if stem in keys.taken:
+                return keys, stem
+    return map_keys(found, wanted, **options), None

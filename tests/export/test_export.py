@@ -23,7 +23,6 @@ from segapp.commands.predict import PredictOptions, predict_target
 from segapp.errors import CheckpointError, ConfigError, RunError
 from segapp.export import ExportedModel, ExportInfo, ExportNetwork, check_export, runner, write, write_export
 from segapp.models import SegmentationModel, build_model
-from segapp.models.network import FamilyNote
 from tests.support.runs import merged, segapp, train
 from tests.training.test_modern_networks import DPT, DPT_V2, EOMT, NETWORKS
 
@@ -82,9 +81,8 @@ class SmallNet(SegmentationModel):
     """A network that is traced in a second; it accepts multiples of 4 and pools adaptively."""
 
     def __init__(self, seed: int = 0) -> None:
-        note = FamilyNote(4, True, "nothing")
         about = {"library": "test", "name": "small", "encoder_name": "none"}
-        super().__init__(**about, num_classes=len(CLASSES), note=note, in_channels=3, size_divisor=4)
+        super().__init__(**about, num_classes=len(CLASSES), in_channels=3, size_divisor=4)
         torch.manual_seed(seed)
         self.stem = nn.Conv2d(3, 8, 5, stride=4, padding=2)
         self.pool = nn.AdaptiveAvgPool2d((2, 3))

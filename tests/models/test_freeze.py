@@ -9,7 +9,6 @@ import torch
 
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel, build_model
-from segapp.models.names import modules_matching
 from segapp.training.step.precise_bn import recompute_batchnorm
 
 
@@ -54,9 +53,10 @@ def test_pattern_of_parameters_leaves_modules_in_training(model: SegmentationMod
     assert model.backbone["1"].training
 
 
-def test_outermost_modules_stand_for_those_within(model: SegmentationModel) -> None:
-    assert modules_matching(model, "backbone*") == ["backbone"]
-    assert modules_matching(model, "backbone.1?") == ["backbone.10", "backbone.11", "backbone.12"]
+def test_modules_of_a_glob_stay_in_evaluation_mode(model: SegmentationModel) -> None:
+    model.freeze(["backbone.1?"])
+    model.train()
+    assert [number for number, part in model.backbone.named_children() if not part.training] == ["10", "11", "12"]
 
 
 @pytest.mark.parametrize(

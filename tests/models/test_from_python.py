@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from segapp.models import FamilyNote
 from segapp.models.from_python import PythonModel
 
 
@@ -36,10 +35,6 @@ def test_backbone_is_the_part_of_that_name_or_the_whole(part: str | None) -> Non
     assert names == {f"{model.backbone_prefix}{name}" for name, _ in model.backbone_module.named_parameters()}
 
 
-def test_logits_are_taken_as_the_network_returns_them() -> None:
-    assert build(Net()).note == FamilyNote(1, True, "nothing")
-
-
 def test_sizes_are_the_networks_own() -> None:
     assert build(Net()).suitable_size(1, 33) == (1, 33)
     network = Net()
@@ -51,7 +46,6 @@ def test_further_heads_are_left_out_in_an_evaluation() -> None:
     model, images = build(Net()), torch.rand(1, 3, 4, 5)
     assert [tuple(head.shape) for head in model(images)] == [(1, 2, 4, 5), (1, 3, 4, 5)]
     assert [tuple(head.shape) for head in model.eval()(images)] == [(1, 2, 4, 5)]
-    assert not model.has_aux
     with pytest.raises(TypeError, match="own:Net has no features"):
         model.compute_with_features(images)
 
