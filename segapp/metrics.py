@@ -188,14 +188,15 @@ class LabelCounts:
 
     Args:
         num_classes: C, at least 1.
+        ignore_index: target value of pixels that count nowhere.
         device: of the counts.
 
     Attributes:
         counts: int64 (C * 4,), the matrices one after the other.
     """
 
-    def __init__(self, num_classes: int, device: torch.device | str = "cpu") -> None:
-        self.num_classes = num_classes
+    def __init__(self, num_classes: int, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
+        self.num_classes, self.ignore_index = num_classes, ignore_index
         with torch.inference_mode(False):  # as above
             self.counts = torch.zeros(num_classes * 4, dtype=torch.int64, device=device)
 
@@ -212,9 +213,9 @@ class LabelCounts:
         """Add counts (C, 2, 2)."""
         self.matrix.add_(matrix)
 
-    def update(self, prediction_NHW: Tensor, target_NHW: Tensor, ignore_index: int = -1) -> None:
+    def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
         """Count one batch of sets of classes (N, H, W), bit c for class c."""
-        valid = target_NHW != ignore_index
+        valid = target_NHW != self.ignore_index
         for number, matrix in enumerate(self.matrix):
             own, found = (target_NHW[valid] >> number) & 1, (prediction_NHW[valid] >> number) & 1
             matrix.add_(_count(own.long() * 2 + found.long(), 4).view(2, 2))
@@ -275,7 +276,7 @@ Counts = ConfusionMatrix | LabelCounts
 
 def counts_for(num_classes: int, ignore_index: int, *, multilabel: bool, device: torch.device | str = "cpu") -> Counts:
     """Return empty counts for targets with one class per pixel, or with sets of classes."""
-    return LabelCounts(num_classes, device) if multilabel else ConfusionMatrix(num_classes, ignore_index, device)
+    return (LabelCounts if multilabel else ConfusionMatrix)(num_classes, ignore_index, device)
 
 
 def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:

@@ -9,13 +9,14 @@ Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logi
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from torch import Tensor, nn
 from segapp.accelerator import accelerator_of, wide_dtype
 from segapp.compat.torch import dispatch_modes
 from segapp.failpoints import failpoint
-from segapp.inference.sliding import Inference
+from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
@@ -99,11 +100,7 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Scores, loss and number of images of an evaluation.
-
-    Attributes:
-        note: a message for the user, such as the use of tiles.
-    """
+    """Scores, loss and number of images of an evaluation, and a message for the user, such as the use of tiles."""
 
     scores: SegmentationScores
     loss: float | None
@@ -124,15 +121,6 @@ class EvaluationCounts:
     """All that an evaluation adds up over images, devices and ranks.
 
     A new additive number is one more tensor here: devices and ranks add whatever `tensors` returns.
-
-    Args:
-        settings: classes, device and criterion.
-        with_boundary: count boundary pixels too.
-
-    Attributes:
-        confusion: counts of (target, prediction) pairs.
-        boundary: counts of boundary pixels; None unless asked for.
-        num_images: evaluated on this device.
     """
 
     def __init__(self, settings: EvaluationSettings, *, with_boundary: bool = False) -> None:
@@ -184,9 +172,8 @@ class EvaluationCounts:
 def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
     """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
 
-    They are on the device, or on the host where the device has no float64.
-
-    A rank without images takes part in the sum over ranks, for which every rank needs the same shapes and types.
+    They are on the device, or on the host where the device has no float64. A rank without images takes part in the sum
+    over ranks, for which every rank needs the same shapes and types.
     """
     criterion = settings.criterion
     if criterion is None:
@@ -231,9 +218,9 @@ def evaluate(
     num_images = num_batches = 0
     failure: Exception | None = None
     try:
-        counters = [_DeviceCounter(model, settings)]
-        counters += [_DeviceCounter(copy_to(model, device), settings.on(device)) for device in settings.other_devices]
-        with SpreadCounters(counters) as spread:
+        counters = [DeviceCounter(model, settings)]
+        counters += [DeviceCounter(copy_to(model, device), settings.on(device)) for device in settings.other_devices]
+        with without_cudnn_benchmark(), spread_over(counters) as add:
             for batch in batches:
                 failpoint("eval.batch")
                 check()
@@ -241,14 +228,13 @@ def evaluate(
                 if failure is not None:
                     continue  # the other ranks need this one in every check
                 try:
-                    spread.add(batch)
+                    add(batch)
                 except Exception as error:
                     if ranks.world_size == 1 or not is_out_of_memory(error):
                         raise
                     failure = error
                 num_images += len(batch.indices)
                 progress(num_images)
-            spread.finish()
         for _ in range(num_batches, num_checks):
             check()
     finally:
@@ -262,20 +248,25 @@ def evaluate(
     return counts.result(None if settings.host is None else ranks.first_of(settings.host.take_note()))
 
 
-class _DeviceCounter:
-    """Counts the batches that one device evaluates."""
+class DeviceCounter:
+    """Counts the batches that one device evaluates.
 
-    def __init__(self, model: SegmentationModel, settings: EvaluationSettings) -> None:
-        self.device = settings.device
-        self.counts = EvaluationCounts(settings)
-        self._model, self._settings = model, settings
+    Args:
+        model: in eval mode, on the device of the settings.
+        settings: how images are evaluated.
+        with_boundary: count boundary pixels too.
+    """
+
+    def __init__(self, model: SegmentationModel, settings: EvaluationSettings, *, with_boundary: bool = False) -> None:
+        self.model, self.settings = model, settings
+        self.counts = EvaluationCounts(settings, with_boundary=with_boundary)
 
     def add(self, batch: Batch | LargeBatch) -> None:
         """Evaluate a batch and add its counts."""
-        is_single = self._settings.is_single or not self._settings.fits(self._model, batch.images)
+        is_single = self.settings.is_single or not self.settings.fits(self.model, batch.images)
         for images, target in split_batch(batch, is_single=is_single):
             oom_failpoint("eval.forward")
-            for part in evaluate_parts(self._model, images, target, self._settings):
+            for part in evaluate_parts(self.model, images, target, self.settings):
                 self.counts.add(part.counts, part.statistics)
         self.counts.num_images += len(batch.indices)
 
@@ -292,14 +283,7 @@ def split_batch(
 
 @dataclass(frozen=True)
 class EvaluatedPart:
-    """What an evaluation found in images, or in a tile of them.
-
-    Attributes:
-        counts: (C, C) int64, row: target's class, column: predicted class.
-        statistics: of the criterion; () without one.
-        views: low-resolution logits, and the size that they stand for, as `Inference.views` returns them.
-        tile: the part of the images.
-    """
+    """What an evaluation found in images, or in a tile of them: the results of `count_views` and `Inference.views`."""
 
     counts: Tensor
     statistics: tuple[Tensor, ...]
@@ -317,7 +301,7 @@ def evaluate_parts(
 
     Args:
         model: in eval mode.
-        images: uint8 (N, 3, H, W).
+        images: (N, B, H, W), as they are stored.
         target: (N, H, W).
         settings: how the images are evaluated.
     """
@@ -350,108 +334,61 @@ def count_views(
     align_corners, criterion = settings.inference.align_corners, settings.criterion
     padding = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
     target = F.pad(target, padding, value=settings.ignore_index)
+    how: dict[str, Any] = {"align_corners": align_corners, "ignore_index": settings.ignore_index}
     if settings.inference.threshold is not None:
-        counts = upsample_label_counts(
-            views,
-            labels_of(target),
-            settings.inference.threshold,
-            align_corners=align_corners,
-            ignore_index=settings.ignore_index,
-        )
-        return counts, () if criterion is None else _statistics(criterion, views, target, align_corners)
-    is_cross_entropy = isinstance(criterion, CriterionCE)
-    counted = upsample_confusion(
-        views,
-        labels_of(target),
-        align_corners=align_corners,
-        ignore_index=settings.ignore_index,
-        weight=criterion.weight if isinstance(criterion, CriterionCE) else None,
-        label_smoothing=criterion.label_smoothing if isinstance(criterion, CriterionCE) else 0.0,
-        with_loss=is_cross_entropy,
-    )
-    if is_cross_entropy:
+        counts = upsample_label_counts(views, labels_of(target), settings.inference.threshold, **how)
+    elif isinstance(criterion, CriterionCE):
+        how |= {"weight": criterion.weight, "label_smoothing": criterion.label_smoothing}
+        counted = upsample_confusion(views, labels_of(target), **how)
         return counted.confusion, (counted.loss_sum, counted.weight_sum)
+    else:
+        counts = upsample_confusion(views, labels_of(target), with_loss=False, **how).confusion
     if criterion is None:
-        return counted.confusion, ()
-    return counted.confusion, _statistics(criterion, views, target, align_corners)
-
-
-def _statistics(
-    criterion: AdditiveCriterion, views: Tensor | list[View], target: Tensor, align_corners: bool
-) -> tuple[Tensor, ...]:
+        return counts, ()
     if not isinstance(views, Tensor):
         size = (target.shape[-2], target.shape[-1])
         views = upsample_logits(views, size, align_corners=align_corners, is_sigmoid=criterion.is_sigmoid)
-    return criterion.statistics((views,), target)
+    return counts, criterion.statistics((views,), target)
 
 
-_MAX_WAITING = 2
-"""Batches that wait for a device; more would hold the memory of more batches."""
-
-T = TypeVar("T", contravariant=True)
 M = TypeVar("M", bound=nn.Module)
 
-
-class Counter(Protocol[T]):
-    """Adds batches on one device."""
-
-    device: torch.device
-
-    def add(self, batch: T) -> None:
-        """Evaluate a batch and add its counts."""
+MAX_WAITING = 2
+"""Batches that wait for a device; more would hold the memory of more batches."""
 
 
-class SpreadCounters(Generic[T]):
-    """Passes batches to counters in turn, as a context manager.
+@contextmanager
+def spread_over(counters: Sequence[DeviceCounter]) -> Iterator[Callable[[Batch | LargeBatch], None]]:
+    """Yield a function that passes batches to counters in turn; when the block ends, all are evaluated.
 
     The first counter runs in the calling thread and every other one in a thread of its own. Under a dispatch mode, such
     as that of the memory planner, all run in the calling thread, because those modes are not thread-safe.
 
-    Args:
-        counters: one per device.
+    Raises:
+        Exception: that of an earlier batch, in a later call of the function or at the end of the block.
     """
+    num_threads = 0 if dispatch_modes() else len(counters) - 1
+    threads = [ThreadPoolExecutor(1, thread_name_prefix="evaluation") for _ in range(num_threads)]
+    waiting: list[deque[Future[None]]] = [deque() for _ in threads]
+    turns = itertools.cycle(range(len(counters)))
 
-    def __init__(self, counters: Sequence[Counter[T]]) -> None:
-        self._counters = list(counters)
-        num_threads = 0 if dispatch_modes() else len(counters) - 1
-        self._threads = [ThreadPoolExecutor(1, thread_name_prefix="evaluation") for _ in range(num_threads)]
-        self._waiting: list[deque[Future[None]]] = [deque() for _ in self._threads]
-        self._next = 0
-
-    def __enter__(self) -> SpreadCounters[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for thread in self._threads:
-            thread.shutdown(wait=True, cancel_futures=True)
-
-    def add(self, batch: T) -> None:
-        """Pass a batch to the next counter.
-
-        Raises:
-            Exception: that of an earlier batch, or of this one.
-        """
-        number, self._next = self._next, (self._next + 1) % len(self._counters)
-        counter = self._counters[number]
-        if number == 0 or not self._threads:
-            _add(counter, batch)
+    def add(batch: Batch | LargeBatch) -> None:
+        number = next(turns)
+        if number == 0 or not threads:
+            _add(counters[number], batch)
             return
-        waiting = self._waiting[number - 1]
-        while len(waiting) >= _MAX_WAITING:
-            waiting.popleft().result()
-        waiting.append(self._threads[number - 1].submit(_add, counter, batch))
+        own = waiting[number - 1]
+        while len(own) >= MAX_WAITING:
+            own.popleft().result()
+        own.append(threads[number - 1].submit(_add, counters[number], batch))
 
-    def finish(self) -> None:
-        """Wait for all batches.
-
-        Raises:
-            Exception: that of the first batch, by device, that could not be evaluated.
-        """
-        for waiting in self._waiting:
-            while waiting:
-                waiting.popleft().result()
+    try:
+        yield add
+        for each in itertools.chain(*waiting):
+            each.result()
+    finally:
+        for thread in threads:
+            thread.shutdown(wait=True, cancel_futures=True)
 
 
 def further_devices(network: nn.Module) -> tuple[torch.device, ...]:
@@ -459,8 +396,9 @@ def further_devices(network: nn.Module) -> tuple[torch.device, ...]:
     return tuple(dict.fromkeys(network.devices))[1:] if isinstance(network, DataParallelModel) else ()
 
 
-def _add(counter: Counter[T], batch: T) -> None:
-    with accelerator_of(counter.device).current(counter.device), torch.no_grad():
+def _add(counter: DeviceCounter, batch: Batch | LargeBatch) -> None:
+    device = counter.settings.device
+    with accelerator_of(device).current(device), torch.no_grad():
         counter.add(batch)
 
 

@@ -21,20 +21,20 @@ from segapp.datasets.dataset import LargeBatch, TensorOnDisk
 from segapp.datasets.pool import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import (
+    DeviceCounter,
     Evaluation,
-    EvaluationCounts,
     EvaluationSettings,
-    SpreadCounters,
     copy_to,
     evaluate_parts,
     split_batch,
+    spread_over,
 )
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.losses import labels_of
 from segapp.memory.oom import is_out_of_memory
-from segapp.metrics import Counts, LabelCounts, counts_for
+from segapp.metrics import Counts, counts_for
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
@@ -60,12 +60,12 @@ class EvaluationResult:
     notes: list[str] = field(default_factory=list)
 
 
-class Evaluator:
-    """Evaluation on one device.
+class Evaluator(DeviceCounter):
+    """Evaluation on one device; windows replace its inference where the device runs out of memory.
 
     Args:
         model: in eval mode, on the device of the settings.
-        settings: how images are evaluated; windows replace its inference where the device runs out of memory.
+        settings: how images are evaluated.
         with_images: keep the counts of every image.
         with_boundary: compute the boundary IoU too.
     """
@@ -78,9 +78,7 @@ class Evaluator:
         with_images: bool = False,
         with_boundary: bool = False,
     ) -> None:
-        self.model, self.settings = model, settings
-        self.device = settings.device
-        self.counts = EvaluationCounts(settings, with_boundary=with_boundary)
+        super().__init__(model, settings, with_boundary=with_boundary)
         self.with_images = with_images
         self.per_image: dict[int, Tensor] = {}
         self.notes: list[str] = []
@@ -124,22 +122,20 @@ class Evaluator:
 
     def _smaller(self, inference: Inference, size: tuple[int, int], num_images: int) -> Inference:
         """Return an inference with windows of half the side."""
-        window = inference.window_px or size
-        if self.model.fixed_size_px is not None or max(window) <= MIN_WINDOW_PX:
+        height, width = inference.window_px or size
+        if self.model.fixed_size_px is not None or max(height, width) <= MIN_WINDOW_PX:
             raise OutOfMemoryError(
-                f"{self.settings.device}: a window of {window[0]}x{window[1]} px of {num_images} images does not fit: "
+                f"{self.settings.device}: a window of {height}x{width} px of {num_images} images does not fit: "
                 "free memory, lower eval.batch_size, or name other --devices",
                 key="eval.batch_size",
                 value=num_images,
             )
-        return self._windowed((max(MIN_WINDOW_PX, window[0] // 2), max(MIN_WINDOW_PX, window[1] // 2)))
-
-    def _windowed(self, window: tuple[int, int]) -> Inference:
+        window = max(MIN_WINDOW_PX, height // 2), max(MIN_WINDOW_PX, width // 2)
         self.notes.append(
             f"images that do not fit into the memory of {self.settings.device} were evaluated in windows of "
             f"{window[0]}x{window[1]} px"
         )
-        return replace(self.settings.inference, window_px=window)
+        return replace(inference, window_px=window)
 
     def _count(self, inference: Inference, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> Tensor:
         """Add the counts of images, once all of their parts are computed, and return the pixel counts."""
@@ -164,11 +160,7 @@ class EnsembleEvaluator(Evaluator):
     The loss is that of the mean probabilities. Statistics that belong to an image as a whole (Lovász) take a strip of a
     large image for an image.
 
-    Args:
-        predictor: the mean of the networks' probabilities.
-        settings: classes, and the criterion; its inference is not used.
-        with_images: keep the counts of every image.
-        with_boundary: compute the boundary IoU too.
+    The settings state the classes and the criterion; their inference is not used.
     """
 
     def __init__(
@@ -212,14 +204,11 @@ class EnsembleEvaluator(Evaluator):
         for strip in strips:
             aim = target[..., strip.rows, :][None]
             found = torch.from_numpy(strip.labels.astype(np.int64))[None]
-            if isinstance(counts, LabelCounts):
-                counts.update(found, labels_of(aim), settings.ignore_index)
-            else:
-                counts.update(found, labels_of(aim))
+            counts.update(found, labels_of(aim))
             labels[strip.rows] = strip.labels
             if settings.criterion is not None and strip.probabilities is not None:
-                logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(self.device), settings)
-                self.counts.add_statistics(settings.criterion.statistics((logits,), aim.to(self.device)))
+                logits = _as_logits(torch.from_numpy(strip.probabilities)[None].to(settings.device), settings)
+                self.counts.add_statistics(settings.criterion.statistics((logits,), aim.to(settings.device)))
         if self.counts.boundary is not None:
             self.counts.boundary.update(labels, labels_of(target[None])[0].numpy())
         return counts
@@ -239,11 +228,10 @@ def evaluate_on_devices(
 ) -> EvaluationResult:
     """Distribute batches over devices in turn and sum their counts, which do not depend on the number of devices."""
     first = evaluators[0]
-    with SpreadCounters(evaluators) as spread:
+    with spread_over(evaluators) as add:
         for batch in batches:
-            spread.add(batch)
+            add(batch)
             progress(sum(evaluator.counts.num_images for evaluator in evaluators))
-        spread.finish()
     counts = first.counts
     for other in evaluators[1:]:
         counts.merge(other.counts)

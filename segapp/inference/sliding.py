@@ -6,8 +6,8 @@ Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logi
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,35 +30,17 @@ if TYPE_CHECKING:
     from segapp.models import SegmentationModel
 
 
-class _BenchmarkOff:
-    """Turns cuDNN's benchmark off while any thread is inside; the last one restores it."""
+@contextlib.contextmanager
+def without_cudnn_benchmark() -> Iterator[None]:
+    """Keep cuDNN from timing its algorithms: images of many sizes would have every convolution timed anew.
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._num_inside = 0
-        self._was_on = False
-
-    @contextlib.contextmanager
-    def __call__(self) -> Iterator[None]:
-        with self._lock:
-            if self._num_inside == 0:
-                self._was_on = torch.backends.cudnn.benchmark
-                torch.backends.cudnn.benchmark = False
-            self._num_inside += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._num_inside -= 1
-                if self._num_inside == 0:
-                    torch.backends.cudnn.benchmark = self._was_on
-
-
-without_cudnn_benchmark = _BenchmarkOff()
-"""Context in which cuDNN does not time its algorithms: images of many sizes would have every convolution timed anew.
-
-(`torch.backends.cudnn.flags` would also set switches that it is not told of.)
-"""
+    (`torch.backends.cudnn.flags` would also set switches that it is not told of.)
+    """
+    was_on, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = was_on
 
 
 @dataclass(frozen=True)
@@ -105,55 +87,47 @@ class Inference:
         )
 
     @property
-    def is_plain(self) -> bool:
-        """True if one forward pass of the whole image suffices."""
-        return self.window_px is None and self.scales == (1.0,) and not self.flip
-
-    @property
     def has_plain_windows(self) -> bool:
         """True for sliding windows over the image as it is; those of a part are then windows of the whole."""
-        return self.window_px is not None and self.scales == (1.0,) and not self.flip
+        return self.window_px is not None and self._is_plain
+
+    @property
+    def _is_plain(self) -> bool:
+        return self.scales == (1.0,) and not self.flip
 
     def views(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
-        """Return low-resolution logits, as `upsample_argmax` and related functions take them, and their full size.
+        """Return low-resolution logits of normalised images (N, B, H, W), and the size that they stand for.
 
-        Args:
-            model: returns a tuple, logits first.
-            images: (N, 3, H, W), normalised.
-
-        Returns:
-            Logits (N, C, h, w) or a list of views; and (H', W'), the size of the images including the padding at the
-            bottom and right for models that accept certain sizes only.
+        The logits are (N, C, h, w) or a list of views, as `upsample_argmax` and related functions take them. The size
+        (H', W') includes the padding at the bottom and right for models that accept certain sizes only.
         """
         frame = _padded(images, model.suitable_size(*images.shape[-2:])) if self.window_px is None else images
         size = (frame.shape[-2], frame.shape[-1])
-        if self.is_plain:
+        if self.window_px is None and self._is_plain:
             return self._logits(model, frame), size
-        views = [self._view(model, frame, scale, flip) for scale in self.scales for flip in self._flips()]
-        return views, size
-
-    def _flips(self) -> tuple[bool, ...]:
-        return (False, True) if self.flip else (False,)
+        flips = (False, True) if self.flip else (False,)
+        return [self._view(model, frame, scale, flip) for scale in self.scales for flip in flips], size
 
     def _view(self, model: SegmentationModel, frame: Tensor, scale: float, flip: bool) -> View:
         seen = frame
         if scale != 1.0:
-            size = tuple(max(1, round(side * scale)) for side in frame.shape[-2:])
+            scaled = tuple(max(1, round(side * scale)) for side in frame.shape[-2:])
             if self.window_px is None:
-                size = model.suitable_size(*size)
-            seen = F.interpolate(frame, size, mode="bilinear", align_corners=False, antialias=scale < 1.0)
+                scaled = model.suitable_size(*scaled)
+            seen = F.interpolate(frame, scaled, mode="bilinear", align_corners=False, antialias=scale < 1.0)
         seen = seen.flip(-1) if flip else seen
         if self.window_px is None:
             logits = self._logits(model, seen)
             return logits.flip(-1) if flip else logits
         tiles = list(self._tiles(model, seen, self.window_px))
+        size = (seen.shape[-2], seen.shape[-1])
         if scale == 1.0:
-            width = seen.shape[-1]
-            return [_unflipped(tile, width) if flip else tile for tile in tiles]
-        return self._joined(tiles, (seen.shape[-2], seen.shape[-1]), flip)
+            return [_unflipped(tile, size[1]) if flip else tile for tile in tiles]
+        # The borders of the windows of a scaled image lie between output pixels: they are joined at its size.
+        logits = upsample_logits([tiles], size, align_corners=self.align_corners, is_sigmoid=self.multilabel)
+        return logits.flip(-1) if flip else logits
 
     def _tiles(self, model: SegmentationModel, images: Tensor, window_px: tuple[int, int]) -> Iterator[LogitsTile]:
-        """Yield the logits of every window."""
         height, width = images.shape[-2:]
         window = (min(window_px[0], height), min(window_px[1], width))
         frame = model.suitable_size(*window)
@@ -164,15 +138,10 @@ class Inference:
             part = images[..., top : top + window[0], left : left + window[1]]
             yield LogitsTile(self._logits(model, _padded(part, frame)), top, left, window, frame, weights=weights)
 
-    def _joined(self, tiles: list[LogitsTile], size: tuple[int, int], flip: bool) -> Tensor:
-        """Return the tiles of a scaled image as one tensor of its size; their borders lie between output pixels."""
-        logits = upsample_logits([tiles], size, align_corners=self.align_corners, is_sigmoid=self.multilabel)
-        return logits.flip(-1) if flip else logits
-
     def _logits(self, model: SegmentationModel, images: Tensor) -> Tensor:
         # The weight average of a half-precision model is float32, and is evaluated in float32.
         dtype = next((p.dtype for p in model.parameters() if p.dim() > 1), images.dtype)
-        with self.autocast(), without_cudnn_benchmark():
+        with self.autocast():
             logits: Tensor = model(images.to(dtype))[0]
         return logits
 
@@ -201,17 +170,12 @@ def gaussian_weights(side: int, device: torch.device) -> Tensor:
 
 
 def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: float) -> Iterator[tuple[int, int]]:
-    """Yield the top left corners of windows that cover an image; the last ones end at its border.
+    """Yield the top left corners of windows, no larger than the image, that cover it; the last end at its border.
 
-    Args:
-        size: height and width of the image, pixels.
-        window: height and width of the window, no larger than the image.
-        overlap: share of a window that the next one covers too, 0 <= overlap < 1.
+    `overlap` is the share of a window that the next one covers too, 0 <= overlap < 1.
     """
     tops, lefts = (window_starts(side, length, overlap) for side, length in zip(size, window, strict=True))
-    for top in tops:
-        for left in lefts:
-            yield top, left
+    return itertools.product(tops, lefts)
 
 
 def window_starts(side: int, length: int, overlap: float) -> list[int]:

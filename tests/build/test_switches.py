@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from segapp.build import numerics as module
 from segapp.build.numerics import ALLOCATOR_VARIABLES, CUBLAS_VARIABLE, numerics
 from segapp.config import load_config
+from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError
-from segapp.inference.sliding import without_cudnn_benchmark
+from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.inference.normalize import Normalizer
+from segapp.inference.predict import predict_image
+from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.training.failures import as_segapp_error
 from tests.support import ROOT
 
@@ -96,15 +102,33 @@ def test_users_workspace_is_kept_and_children_inherit(monkeypatch: pytest.Monkey
     assert os.environ[CUBLAS_VARIABLE] == ":16:8"
 
 
-def test_benchmark_is_off_inside_and_restored_by_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_benchmark_is_off_inside_and_restored_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
-    first, second = without_cudnn_benchmark(), without_cudnn_benchmark()
-    first.__enter__()
-    second.__enter__()  # as another thread would
-    first.__exit__(None, None, None)
-    assert torch.backends.cudnn.benchmark is False
-    assert torch.backends.cudnn.enabled is True
-    second.__exit__(None, None, None)
+    with contextlib.suppress(KeyError), without_cudnn_benchmark():
+        assert torch.backends.cudnn.benchmark is False
+        assert torch.backends.cudnn.enabled is True
+        raise KeyError
+    assert torch.backends.cudnn.benchmark is True
+
+
+def test_evaluations_and_sample_pictures_time_no_algorithms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    seen: list[bool] = []
+
+    class Net(torch.nn.Module):
+        def suitable_size(self, height: int, width: int) -> tuple[int, int]:
+            return height, width
+
+        def forward(self, images: torch.Tensor) -> tuple[torch.Tensor]:
+            seen.append(torch.backends.cudnn.benchmark)
+            return (images,)
+
+    model: Any = Net()
+    inference = Inference(Normalizer((0.5,) * 3, (0.5,) * 3))
+    batch = Batch(torch.zeros(1, 3, 4, 4, dtype=torch.uint8), torch.zeros(1, 4, 4, dtype=torch.uint8), (0,))
+    evaluate(model, [batch], EvaluationSettings(inference, 3, 255, torch.device("cpu")))
+    predict_image(model, inference, np.zeros((4, 4, 3), np.uint8), torch.device("cpu"))
+    assert seen == [False, False]
     assert torch.backends.cudnn.benchmark is True
 
 

@@ -82,53 +82,56 @@ def predict_files(
         OutOfMemoryError: not even a block of the smallest size fits.
     """
     workspace = workspace or plan_workspace(predictor)
-    job = _Job(predictor, plan, workspace, batch or (1 if gpu_of(predictor.device) is None else MAX_BATCH))
+    job = _Job(predictor, plan, workspace, batch or (1 if gpu_of(predictor.device) is None else MAX_BATCH), progress)
     start = time.perf_counter()
-    done = 0
-
-    def count(number: int) -> None:
-        nonlocal done
-        done += number
-        progress(done)
-
     with _large_pictures_allowed():
         for is_video, group in itertools.groupby(files, key=lambda file: file.is_video):
             if is_video:
                 for file in group:
                     job.predict_video(file)
-                    count(1)
+                    job.count(1)
             else:
-                job.predict_images(list(group), count)
+                job.predict_images(list(group))
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
     return job.tally
 
 
+@dataclass
 class _Job:
     """State of a running prediction."""
 
-    def __init__(self, predictor: Predictor, plan: OutputPlan, workspace: Workspace, batch: int) -> None:
-        self.predictor, self.plan, self.workspace, self.batch = predictor, plan, workspace, batch
-        self.tally = Tally()
-        self.written: dict[str, list[Path]] = {}
+    predictor: Predictor
+    plan: OutputPlan
+    workspace: Workspace
+    batch: int
+    progress: Callable[[int], None]
+    tally: Tally = field(default_factory=Tally)
+    written: dict[str, list[Path]] = field(default_factory=dict)
+    num_done: int = 0
 
-    def predict_images(self, files: list[InputFile], count: Callable[[int], None]) -> None:
+    def count(self, num_files: int) -> None:
+        """Count files that are done."""
+        self.num_done += num_files
+        self.progress(self.num_done)
+
+    def predict_images(self, files: list[InputFile]) -> None:
         """Predict images; the outputs are written in threads."""
         calls = ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files)
         with closing(ahead(calls, READERS)) as read, BoundedExecutor(WRITERS) as behind:
-            for pictures in self._batches(self._readable(read, count)):
+            for pictures in self._batches(self._readable(read)):
                 for picture, strips in self._predicted(pictures):
                     if isinstance(strips, list):
                         behind.submit(partial(self._write, picture, strips), picture.num_px)
                     else:  # larger than the workspace: written while it is predicted
                         self._write(picture, strips)
-                count(len(pictures))
+                self.count(len(pictures))
 
-    def _readable(self, read: Iterable[Picture | str], count: Callable[[int], None]) -> Iterator[Picture]:
+    def _readable(self, read: Iterable[Picture | str]) -> Iterator[Picture]:
         for found in read:
             if isinstance(found, str):
                 self.tally.problems.append(found)
-                count(1)
+                self.count(1)
             else:
                 yield found
 
@@ -262,18 +265,13 @@ def ahead(
         limit: total weight of running and finished calls that are not yet yielded; a heavier call runs alone.
     """
     waiting: deque[tuple[int, Future[Item]]] = deque()
-    source = iter(calls)
-    following = next(source, None)
     with ThreadPool(num_threads, "read") as pool:
         try:
-            while following is not None or waiting:
-                weighs = sum(weight for weight, _ in waiting)
-                while following is not None and len(waiting) < 2 * num_threads:
-                    if waiting and weighs + following[0] > limit:
-                        break
-                    waiting.append((following[0], pool.submit(following[1])))
-                    weighs += following[0]
-                    following = next(source, None)
+            for weight, call in calls:
+                while waiting and (len(waiting) >= 2 * num_threads or weight + sum(w for w, _ in waiting) > limit):
+                    yield waiting.popleft()[1].result()
+                waiting.append((weight, pool.submit(call)))
+            while waiting:
                 yield waiting.popleft()[1].result()
         finally:
             for _, each in waiting:
@@ -292,40 +290,33 @@ class BoundedExecutor:
 
     def __init__(self, num_threads: int, limit: int = MAX_WAITING_PX) -> None:
         self._pool = ThreadPoolExecutor(num_threads, "write")
-        self._limit, self._weight = limit, 0
-        self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._limit = limit
+        self._waiting: deque[tuple[int, Future[None]]] = deque()
 
     def submit(self, work: Callable[[], None], weight: int) -> None:
         """Submit a task; blocks while the limit is reached."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error or not self._weight or self._weight + weight <= self._limit)
-            self._raise()
-            self._weight += weight
-        self._pool.submit(self._run, work, weight)
+        while self._waiting:
+            first = self._waiting[0][1]
+            if not first.done() and weight + sum(w for w, _ in self._waiting) <= self._limit:
+                break
+            self._waiting.popleft()
+            self._finish(first)
+        self._waiting.append((weight, self._pool.submit(work)))
 
-    def _run(self, work: Callable[[], None], weight: int) -> None:
+    def _finish(self, task: Future[None]) -> None:
         try:
-            if self._error is None:
-                work()
-        except BaseException as error:
-            self._error = self._error or error
-        finally:
-            with self._changed:
-                self._weight -= weight
-                self._changed.notify_all()
-
-    def _raise(self) -> None:
-        if self._error is not None:
-            raise self._error
+            task.result()
+        except BaseException:
+            self._pool.shutdown(cancel_futures=True)
+            raise
 
     def __enter__(self) -> BoundedExecutor:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        while kind is None and self._waiting:
+            self._finish(self._waiting.popleft()[1])
         self._pool.shutdown()
-        if kind is None:
-            self._raise()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from segapp.accelerator import gpu_of
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.sliding import Inference
+from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit
 from segapp.losses import View
 
@@ -57,16 +57,16 @@ class Predictor(Protocol):
         ...
 
 
-def likeliest(probabilities: NDArray[Any], threshold: float | None) -> NDArray[Any]:
-    """Return the classes (N, H, W) of probabilities (N, C, H, W), as `Predictor.labels` does.
+def id_dtype(num_classes: int) -> type[np.uint8] | type[np.uint16]:
+    """Return the smallest type that holds so many class ids."""
+    return np.uint8 if num_classes <= 256 else np.uint16
 
-    Args:
-        probabilities: of every class.
-        threshold: a class is in the set of a pixel where its probability is above this; None: the likeliest class.
-    """
+
+def likeliest(probabilities: NDArray[Any], threshold: float | None) -> NDArray[Any]:
+    """Return the classes (N, H, W) of probabilities (N, C, H, W), as `Predictor.labels` does."""
     num_classes = probabilities.shape[1]
     if threshold is None:
-        return np.asarray(probabilities.argmax(1).astype(np.uint8 if num_classes <= 256 else np.uint16))
+        return np.asarray(probabilities.argmax(1).astype(id_dtype(num_classes)))
     bits = 1 << np.arange(num_classes, dtype=np.int32).reshape(1, -1, 1, 1)
     return np.asarray(((probabilities > threshold) * bits).sum(1, dtype=np.int32))
 
@@ -90,7 +90,7 @@ class TrainedPredictor:
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
-        return infer_labels(self.model, self.inference, images, self.device)
+        return _infer_labels(self.model, self.inference, images, self.device)
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
@@ -105,26 +105,7 @@ class TrainedPredictor:
         return found[..., : images.shape[1], : images.shape[2]].float()
 
 
-@torch.no_grad()
-def infer_labels(
-    model: SegmentationModel, inference: Inference, images: NDArray[Any], device: torch.device
-) -> NDArray[Any]:
-    """Return the class ids of images.
-
-    Args:
-        model: in eval mode.
-        inference: how logits are computed.
-        images: (N, H, W, B), as they are stored.
-        device: where the model is.
-
-    Returns:
-        uint8 (N, H, W), or uint16 for more than 256 classes; int32 for sets of classes.
-    """
-    views, size = _views(model, inference, images, device)
-    labels: NDArray[Any] = inference.labels(views, size)[:, : images.shape[1], : images.shape[2]].cpu().numpy()
-    return labels if labels.dtype != np.int64 else labels.astype(np.uint16)
-
-
+@without_cudnn_benchmark()
 def predict_image(
     model: SegmentationModel,
     inference: Inference,
@@ -132,18 +113,24 @@ def predict_image(
     device: torch.device,
     host: HostLimit | None = None,
 ) -> NDArray[Any]:
-    """Return the class ids (H, W) of one image, (H, W, B); see `infer_labels`.
-
-    Larger images than `host` allows are predicted in tiles.
-    """
+    """Return the class ids (H, W) of an image (H, W, B), as `Predictor.labels` does; in tiles if `host` demands it."""
     height, width = image.shape[:2]
     if host is None or host.fits(height * width, model, inference, device):
-        labels: NDArray[Any] = infer_labels(model, inference, image[None], device)[0]
+        labels: NDArray[Any] = _infer_labels(model, inference, image[None], device)[0]
         return labels
     labels = np.empty((height, width), np.int32 if inference.multilabel else np.uint16)
     for tile in host.tiles((height, width)):
-        labels[tile.place] = infer_labels(model, inference, image[tile.whole][None], device)[0][tile.core]
+        labels[tile.place] = _infer_labels(model, inference, image[tile.whole][None], device)[0][tile.core]
     return labels
+
+
+@torch.no_grad()
+def _infer_labels(
+    model: SegmentationModel, inference: Inference, images: NDArray[Any], device: torch.device
+) -> NDArray[Any]:
+    views, size = _views(model, inference, images, device)
+    labels: NDArray[Any] = inference.labels(views, size)[:, : images.shape[1], : images.shape[2]].cpu().numpy()
+    return labels if labels.dtype != np.int64 else labels.astype(np.uint16)
 
 
 def _views(
@@ -169,14 +156,10 @@ class ExportedPredictor:
         found = self.exported(images)
         if self.exported.info.output == "logits":
             found = found.argmax(1)
-        return found.astype(np.uint8 if self.scheme.num_classes <= 256 else np.uint16, copy=False)
+        return found.astype(id_dtype(self.scheme.num_classes), copy=False)
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
-        """See `Predictor`.
-
-        Raises:
-            ConfigError: the file gives labels.
-        """
+        """See `Predictor`."""
         probabilities: NDArray[Any] = self.probability_tensor(images).numpy()
         return probabilities
 
@@ -207,17 +190,13 @@ class EnsemblePredictor:
 
     The members may differ in architecture, stride, precision and device, but not in their classes, and not in the bands
     and the type of their images. On a GPU that cannot hold all weights, the weights wait on the CPU, and each network
-    is moved to the GPU for its part of a batch.
+    is moved to the GPU for its part of a batch (`is_resident` is False).
 
     Args:
         members: name and predictor of each network; two or more. Taken one after the other, so that a generator may
             load them.
         budget_bytes: memory for the weights on the device of the first member; None: a share of what is free there,
             without a limit on the CPU.
-
-    Attributes:
-        members: the predictors.
-        is_resident: all weights stay on the device.
 
     Raises:
         ConfigError: the classes or the images of two networks differ, or the only sizes that they accept.
@@ -231,9 +210,8 @@ class EnsemblePredictor:
         for name, member in members:
             if not self.members:
                 first_name, self.scheme, self.device = name, member.scheme, member.device
-                self.threshold = member.threshold
+                self.threshold, self.pixels = member.threshold, member.pixels
                 budget_bytes = _budget_bytes(member) if budget_bytes is None else budget_bytes
-                self.pixels = member.pixels
             if (member.threshold is None) != (self.threshold is None):
                 raise ConfigError(
                     f"one of {first_name} and {name} knows several classes per pixel, the other one: they cannot be "
@@ -243,9 +221,10 @@ class EnsemblePredictor:
             check_same_pixels(first_name, self.pixels, name, member.pixels)
             check_same_classes(first_name, self.scheme.names, name, member.scheme.names)
             if member.frame_px is not None and self.frame_px not in (None, member.frame_px):
+                ours, theirs = (f"{size[1]}x{size[0]}" for size in (self.frame_px, member.frame_px) if size)
                 raise ConfigError(
-                    f"{frame_name} accepts images of {_size(self.frame_px)} px only, and {name} of "
-                    f"{_size(member.frame_px)} px: export them for one size, or predict with the runs",
+                    f"{frame_name} accepts images of {ours} px only, and {name} of {theirs} px: export them for one "
+                    "size, or predict with the runs",
                     path=name,
                 )
             if member.frame_px is not None:
@@ -259,7 +238,7 @@ class EnsemblePredictor:
         if self.threshold is not None:
             return likeliest(found.cpu().numpy(), self.threshold)
         labels: NDArray[Any] = found.argmax(1).cpu().numpy()
-        return labels.astype(np.uint8 if self.scheme.num_classes <= 256 else np.uint16)
+        return labels.astype(id_dtype(self.scheme.num_classes))
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
         """See `Predictor`."""
@@ -302,11 +281,7 @@ class EnsemblePredictor:
 
 
 def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelFormat) -> None:
-    """Check that two networks take the same bands and type.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Raise ConfigError if two networks do not take the same bands and type."""
     if (pixels.bands, pixels.dtype) != (found.bands, found.dtype):
         raise ConfigError(
             f"{first} takes images of {pixels.layout} {list(pixels.bands or ())}, and {other} of {found.layout} "
@@ -316,11 +291,7 @@ def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelF
 
 
 def check_same_classes(first: str, names: tuple[str, ...], other: str, other_names: tuple[str, ...]) -> None:
-    """Check that two networks have the same classes in the same order.
-
-    Raises:
-        ConfigError: they differ; the message names up to three differing classes.
-    """
+    """Raise ConfigError if two networks do not have the same classes in the same order."""
     if names == other_names:
         return
     pairs = enumerate(itertools.zip_longest(names, other_names))
@@ -345,7 +316,3 @@ def _budget_bytes(member: Member) -> float | None:
 def _weight_bytes(member: TrainedPredictor) -> int:
     tensors = itertools.chain(member.model.parameters(), member.model.buffers())
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _size(size: tuple[int, int] | None) -> str:
-    return "any size" if size is None else f"{size[1]}x{size[0]}"

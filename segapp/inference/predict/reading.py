@@ -8,8 +8,10 @@ file that has the transform alone. Other metadata is dropped.
 from __future__ import annotations
 
 import glob
+import itertools
 import re
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,15 +79,15 @@ def _matching(pattern: Path) -> list[InputFile]:
 
     As in a shell, `*` and `**` skip hidden files; `**` does not follow links to folders, which may form cycles.
     """
-    fixed = Path(*_until_magic(pattern))
+    fixed = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), pattern.parts[:-1]))
     parts = [part if part == "**" else re.sub(r"\*{2,}", "*", part) for part in pattern.relative_to(fixed).parts]
     if parts[-1] == "**":
         parts.append("*")
-    wants_hidden = any(part.startswith(".") for part in parts)
+    wants_hidden = _has_hidden(parts)
     files = sorted(
         path
         for path in fixed.glob("/".join(parts))
-        if _is_picture(path) and (wants_hidden or not _is_hidden(path.relative_to(fixed)))
+        if _is_picture(path) and (wants_hidden or not _has_hidden(path.relative_to(fixed).parts))
     )
     if not files:
         raise DataError(
@@ -95,15 +97,8 @@ def _matching(pattern: Path) -> list[InputFile]:
     return [InputFile(path, str(path.relative_to(fixed).with_suffix(""))) for path in files]
 
 
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
-
-
-def _until_magic(pattern: Path) -> Iterator[str]:
-    for part in pattern.parts[:-1]:
-        if glob.has_magic(part):
-            return
-        yield part
+def _has_hidden(parts: Iterable[str]) -> bool:
+    return any(part.startswith(".") for part in parts)
 
 
 def _is_picture(path: Path) -> bool:
@@ -116,9 +111,7 @@ def _suffixes() -> str:
 
 def _distinct(images: list[InputFile]) -> list[InputFile]:
     """Make the names unique: equal ones (a.jpg, a.png) get their suffix, then a number."""
-    names: dict[str, int] = {}
-    for image in images:
-        names[image.name] = names.get(image.name, 0) + 1
+    names = Counter(image.name for image in images)
     taken: set[str] = set()
     result = []
     for image in images:
@@ -162,11 +155,7 @@ class Picture:
 
 
 def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
-    """Read a picture from its file.
-
-    Args:
-        file: the file.
-        format: bands and type that the network takes.
+    """Read a picture in the bands and the type that the network takes.
 
     Raises:
         DataError: it cannot be read.
@@ -175,15 +164,13 @@ def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
     pixels: Any = image_windows(file.path, format)
     if pixels is None:
         pixels = read_image(file.path, format, max_pixels=MAX_PREDICTED_PX)
-    profile, world = None, None
     tags = tiff_tags(file.path)
     if tags is not None and has_rasterio() and tags.orientation == 1:
         georeference = read_georeference(file.path)
         if georeference is not None:
             return Picture(file, pixels, georeference=georeference)
-    if header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"}:
-        profile, world = _metadata(file)
-    return Picture(file, pixels, profile, world)
+    has_metadata = header.format in {"PNG", "JPEG", "MPO", "TIFF", "WEBP"}
+    return Picture(file, pixels, *(_metadata(file) if has_metadata else ()))
 
 
 def _metadata(file: InputFile) -> tuple[bytes | None, str | None]:

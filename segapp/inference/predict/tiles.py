@@ -56,13 +56,7 @@ def _bytes_per_px(predictor: Predictor) -> float:
 
 @dataclass(frozen=True)
 class Strip:
-    """Rows of a prediction over the whole width.
-
-    Attributes:
-        rows: range of the rows in the picture.
-        labels: (R, W) class ids.
-        probabilities: float32 (C, R, W), if requested.
-    """
+    """Rows of a prediction over the whole width: class ids (R, W) and, if requested, probabilities (C, R, W)."""
 
     rows: slice
     labels: NDArray[Any]
@@ -72,18 +66,14 @@ class Strip:
 def predict_strips(
     predictor: Predictor, image: NDArray[Any], workspace: Workspace, *, with_probabilities: bool = False
 ) -> Iterator[Strip]:
-    """Yield the prediction of a picture of any size from top to bottom; one strip if it fits into the workspace.
+    """Yield the prediction of a picture (H, W, B) from top to bottom; one strip if it fits into the workspace.
 
-    Args:
-        predictor: the network.
-        image: (H, W, B), as it is stored.
-        workspace: number of pixels that fit; halved after an out-of-memory error.
-        with_probabilities: compute probabilities too.
+    The workspace is halved after an out-of-memory error.
     """
     height, width = image.shape[:2]
     done = 0
     while done < height:
-        frame = _frame(predictor, (height, width), workspace)
+        frame = predictor.frame_px or tile_frame((height, width), workspace.max_px)
         rows = next(core for core in tile_cores(height, frame[0]) if core[2] > done)
         try:
             yield _strip(predictor, image, frame, rows, done, with_probabilities=with_probabilities)
@@ -94,13 +84,6 @@ def predict_strips(
             workspace.halve()
             continue
         done = rows[2]
-
-
-def _frame(predictor: Predictor, size: tuple[int, int], workspace: Workspace) -> tuple[int, int]:
-    """Return height and width of a tile, margins included."""
-    if predictor.frame_px is not None:
-        return predictor.frame_px
-    return tile_frame(size, workspace.max_px)
 
 
 def _strip(
@@ -116,22 +99,17 @@ def _strip(
     labels, probabilities = [], []
     for left, start, stop in tile_cores(image.shape[1], frame[1]):
         tile = image[top : top + frame[0], left : left + frame[1]]
+        if predictor.frame_px is not None and tile.shape[:2] != frame:
+            bottom, right = frame[0] - tile.shape[0], frame[1] - tile.shape[1]
+            tile = np.pad(tile, ((0, bottom), (0, right), (0, 0)), mode="edge")
         inner = slice(first - top, last - top), slice(start - left, stop - left)
         if with_probabilities:
-            values = predictor.probabilities(_pad_to(tile, predictor.frame_px)[None])[0][:, *inner]
+            values = predictor.probabilities(tile[None])[0][:, *inner]
             probabilities.append(values)
             labels.append(likeliest(values[None], predictor.threshold)[0])
         else:
-            labels.append(predictor.labels(_pad_to(tile, predictor.frame_px)[None])[0][inner])
+            labels.append(predictor.labels(tile[None])[0][inner])
     return Strip(slice(first, last), _joined(labels), _joined(probabilities) if with_probabilities else None)
-
-
-def _pad_to(tile: NDArray[Any], frame: tuple[int, int] | None) -> NDArray[Any]:
-    """Return a tile (H, W, B) padded to the only accepted size, by repeating its edge at the bottom and right."""
-    if frame is None or tile.shape[:2] == frame:
-        return tile
-    missing = [(0, wanted - there) for wanted, there in zip(frame, tile.shape[:2], strict=True)]
-    return np.pad(tile, (*missing, (0, 0)), mode="edge")
 
 
 def _joined(parts: list[NDArray[Any]]) -> NDArray[Any]:
