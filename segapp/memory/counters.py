@@ -301,12 +301,18 @@ class DeviceMemoryTracker:
             self._peaks[index].note(counters.pop_peak_mib(), phase)
 
 
+IDLE_SAMPLES = 60
+"""Samples of steps, two minutes, after which `MemorySampler` says that GPUs are idle."""
+BUSY_FRAC = 0.7
+
+
 class MemorySampler:
     """Context manager that emits a `memory` event every 2 s and a `heartbeat` every 5 s from a thread of its own.
 
     It makes no GPU call: torch's counters are on the host, and other threads run nvidia-smi and ask the CUDA driver,
     whose latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event. A checkpoint
-    write of `saving_s` is reported after each `blocked_s` seconds.
+    write of `saving_s` is reported after each `blocked_s` seconds. `idle_advice` is an alert, once, if no GPU computes
+    for `BUSY_FRAC` of the first minutes of steps, and they do not wait for data.
     """
 
     def __init__(
@@ -320,7 +326,10 @@ class MemorySampler:
         memory_s: float = MEMORY_S,
         heartbeat_s: float = HEARTBEAT_S,
         blocked_s: float = 30.0,
+        idle_advice: str | None = None,
     ) -> None:
+        self._idle_advice = idle_advice
+        self._samples: list[tuple[str, float]] = []
         self.emit, self.device_memory = emit, device_memory
         self._step, self._saving_s = step, saving_s
         has_gpus = any(place.uuid for place in device_memory.devices)
@@ -355,7 +364,26 @@ class MemorySampler:
         """Emit a `memory` event."""
         devices = self.device_memory.sample()
         statuses = {status.uuid: status for status in (self._gpus.poll() if self._gpus else [])}
-        self.emit(Memory(devices=[merged(device, statuses) for device in devices], step=self._step()))
+        merged_devices = [merged(device, statuses) for device in devices]
+        self.emit(Memory(devices=merged_devices, step=self._step()))
+        if self._idle_advice is not None:
+            busy = [each.utilization for each in merged_devices if each.uuid and each.utilization is not None]
+            self._advise(self._idle_advice, max(busy, default=None))
+
+    def _advise(self, advice: str, busiest: float | None) -> None:
+        """Note how busy the busiest GPU is while steps are made; emit the advice after `IDLE_SAMPLES` of these."""
+        phase = self.device_memory.phase
+        if busiest is None or phase in ("start", "eval", "save", "paused"):
+            return
+        self._samples.append((phase, busiest))
+        if len(self._samples) < IDLE_SAMPLES:
+            return
+        self._idle_advice = None
+        share = sum(value for _, value in self._samples) / len(self._samples)
+        waiting = sum(phase == "data" for phase, _ in self._samples) / len(self._samples)
+        if share < BUSY_FRAC and waiting < 0.2:
+            message = f"the busiest GPU computes for {share:.0%} of the time: {advice}"
+            self.emit(Alert(kind="mode", message=message, step=self._step()))
 
     def _run(self) -> None:
         next_memory_s = next_beat_s = time.monotonic()

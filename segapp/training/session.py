@@ -376,7 +376,7 @@ def _restored_trainer(
         on_main(ranks, lambda: check_host_memory(config, min(config.train.batch_size, num_train)))
 
     with (
-        _watched(context, config, stage, rank_pids),
+        _watched(context, config, stage, rank_pids, DP_ADVICE if devices.mode == "dp" else None),
         contextlib.closing(
             build_trainer(
                 config,
@@ -394,9 +394,16 @@ def _restored_trainer(
         yield trainer
 
 
+DP_ADVICE = "in dp one process dispatches the operators of all GPUs; parallel.mode=ddp has a process for each of them"
+
+
 @contextlib.contextmanager
 def _watched(
-    context: RunContext, config: RunConfig, stage: Stage, rank_pids: Sequence[tuple[str, int]]
+    context: RunContext,
+    config: RunConfig,
+    stage: Stage,
+    rank_pids: Sequence[tuple[str, int]],
+    idle_advice: str | None,
 ) -> Iterator[None]:
     """Run the body under the watchdog and, on the main rank, the sampler of memory and heartbeats."""
     sampler = MemorySampler(
@@ -405,6 +412,7 @@ def _watched(
         step=stage.step,
         saving_s=stage.saving_s,
         blocked_s=config.checkpoint.grace_s,
+        idle_advice=idle_advice,
     )
     watchdog = Watchdog(
         context.folder,
