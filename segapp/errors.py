@@ -24,18 +24,13 @@ _FIELDS = ("key", "path", "value")
 
 
 class SegappError(Exception):
-    """A failure that a user can act on; printed as one line, without a traceback.
-
-    Every error survives pickling between processes.
+    """A failure that a user can act on; printed as one line, without a traceback. It survives pickling.
 
     Args:
         message: names the thing, the value and the next move.
         key: the config key that is to be changed, as `train.batch_size`.
         path: the file or folder that cannot be used.
         value: of the key.
-
-    Attributes:
-        problems: of an error that lists several, the fields of each.
     """
 
     exit_code = 1
@@ -53,15 +48,13 @@ class SegappError(Exception):
         super().__init__(message)
         self.key, self.path, self.value = key, None if path is None else os.fspath(path), value
         self.problems: list[dict[str, Any]] = []
+        """Of an error that lists several, the fields of each."""
 
     @classmethod
     def together(cls, errors: Sequence["SegappError"], heading: str, num_more: int = 0) -> "SegappError":
-        """Return the only one of several errors, or one of this class that lists them, with the fields of each.
+        """Return the only one of several errors, or one of this class that lists them below a heading.
 
-        Args:
-            errors: one or more.
-            heading: first line of the list.
-            num_more: errors that are counted and not listed.
+        `num_more` further errors are counted and not listed.
         """
         if len(errors) == 1 and num_more <= 0:
             return errors[0]
@@ -177,10 +170,6 @@ def storage_errors(path: str | os.PathLike[str], advice: str = "choose another -
         raise StorageError(cannot_be_written(path, error, advice), path=path) from None
 
 
-MAX_LISTED = 20
-"""Known words that a message lists; of a longer list it has the closest ones."""
-
-
 def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:
     """Return the known words that a word was probably meant to be, the most similar first; [] if none is similar.
 
@@ -197,13 +186,9 @@ def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:
     for name in known:
         plain = _plain(name)
         begins = min(len(plain), len(wanted)) > 2 and (plain.startswith(wanted) or wanted.startswith(plain))
-        scores[name] = max(difflib.SequenceMatcher(None, plain, wanted).ratio(), _BEGINS if begins else 0.0)
-    similar = [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= least]
-    return similar[:most]
-
-
-_BEGINS = 0.75
-"""Similarity, of 0 to 1, of two words of which one begins with the other: that of four letters with one wrong."""
+        # A word that begins with the other is as similar as four letters of which one is wrong.
+        scores[name] = max(difflib.SequenceMatcher(None, plain, wanted).ratio(), 0.75 if begins else 0.0)
+    return [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= least][:most]
 
 
 def _plain(word: str) -> str:
@@ -226,6 +211,6 @@ def accepted_words(word: str, known: Iterable[str], most: int = 1) -> str:
     hint = did_you_mean(word, words, most)
     if not words:
         return "none exists"
-    if len(words) > MAX_LISTED:
-        return hint or f"there are {len(words)}, such as {', '.join(words[:MAX_LISTED])}"
+    if len(words) > 20:
+        return hint or f"there are {len(words)}, such as {', '.join(words[:20])}"
     return f"{hint} use {'one of ' if len(words) > 1 else ''}{', '.join(words)}".strip()

@@ -43,11 +43,7 @@ class _Point:
 
 
 def parse_failpoints(text: str) -> dict[str, _Point]:
-    """Return the armed points of a `SEGAPP_FAILPOINTS` value.
-
-    Raises:
-        ValueError: an entry does not have the form `name=[HIT:]ACTION[:ARGUMENT][*TIMES]`.
-    """
+    """Return the armed points of a `SEGAPP_FAILPOINTS` value; raise ValueError for an entry of another form."""
     points = {}
     for entry in filter(None, (part.strip() for part in text.split(";"))):
         name, _, spec = entry.partition("=")
@@ -81,49 +77,34 @@ def _mark(name: str, line: str) -> None:
     """Add `line` to the file of a point, where a folder for them is named."""
     folder = os.environ.get(MARKS_VARIABLE)
     if folder:
-        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-        try:
-            os.write(file, line.encode())
-        finally:
-            os.close(file)
+        with open(os.path.join(folder, name), "a", encoding="utf-8") as file:
+            file.write(line)
 
 
 arm(os.environ.get(VARIABLE, ""))
 
 
 def failpoint(name: str) -> str | None:
-    """Act if the point `name` is armed and due.
+    """Act if the point `name`, such as `ckpt.before_rename`, is armed and due.
 
-    Args:
-        name: `floor.place`, for example `ckpt.before_rename`.
-
-    Returns:
-        None, or the word of an action that the caller performs.
-
-    Raises:
-        OSError: for `raise:` with an errno name such as `ENOSPC`.
-        Exception: any built-in exception named by `raise:`.
+    Returns None, or the word of an action that the caller performs; raises the exception that `raise:` names.
     """
     point = _points.get(name)
     if point is None:
         return None
     with _lock:
-        is_due = point.is_due()
-    if not is_due:
-        return None
+        if not point.is_due():
+            return None
     _mark(name, f"{os.getpid()}\n")
     return _act(name, point)
-
-
-_SIGNALS = {"segv": signal.SIGSEGV, "term": signal.SIGTERM}
 
 
 def _act(name: str, point: _Point) -> str | None:
     if point.action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(60)
-    elif point.action in _SIGNALS:
-        os.kill(os.getpid(), _SIGNALS[point.action])
+    elif point.action in ("segv", "term"):
+        os.kill(os.getpid(), signal.SIGSEGV if point.action == "segv" else signal.SIGTERM)
     elif point.action == "stop":
         signal.raise_signal(signal.SIGSTOP)  # to this thread: it would run on for a while after a signal to the process
     elif point.action == "exit":

@@ -60,11 +60,7 @@ _said: set[str] = set()
 
 
 def upgraded(raw: Any) -> tuple[Any, list[str]]:
-    """Return the nested values of a config with the names of today, and what was renamed, one sentence each.
-
-    Args:
-        raw: of this version or an older one; it is not changed.
-    """
+    """Return the nested values of a config with the names of today, and what was renamed, one sentence each."""
     notes: list[str] = []
     if not isinstance(raw, Mapping):
         return raw, notes
@@ -108,11 +104,7 @@ def _section(section: Any, kind: str, place: str, notes: list[str]) -> Any:
 
 
 def renamed(saved: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a state or an event with the names of today.
-
-    >>> renamed({"step": 3, "speed": 2.0}, {"speed": "images_per_s"})
-    {'step': 3, 'images_per_s': 2.0}
-    """
+    """Return a state or an event with the names of today."""
     return {names.get(key, key): value for key, value in saved.items()} if names.keys() & saved.keys() else saved
 
 

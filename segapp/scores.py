@@ -13,21 +13,18 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Score:
-    """One number of an evaluation.
-
-    Attributes:
-        name: in events, JSON, config and Python.
-        title: on the screen and in reports.
-        spec: format of a finite value.
-        larger_is_better: direction, for the best checkpoint and the plateau schedule.
-        is_headline: shown where there is room for a few scores only.
-    """
+    """One number of an evaluation."""
 
     name: str
+    """In events, JSON, config and Python."""
     title: str
+    """On the screen and in reports."""
     spec: str = ".4f"
+    """Format of a finite value."""
     larger_is_better: bool = True
+    """Direction, for the best checkpoint and the plateau schedule."""
     is_headline: bool = False
+    """Shown where there is room for a few scores only."""
 
 
 SCORES: Mapping[str, Score] = {
@@ -57,12 +54,7 @@ def score_of(event: Mapping[str, Any], name: str) -> Any:
 
 
 def scores_text(values: Mapping[str, float | None], iou: Sequence[float | None], *, has_loss: bool = True) -> str:
-    """Return the headline scores of an evaluation as a line.
-
-    Args:
-        values: name -> score.
-        iou: of each class; None for an absent class.
-        has_loss: the loss was computed; None is then a loss that was not finite.
+    """Return the headline scores of an evaluation, by name, as a line; a computed loss of None was not finite.
 
     >>> scores_text({"miou": 0.5, "pixel_accuracy": 0.75, "loss": None}, [0.5, None])
     'mIoU 0.5000 over 1 of 2 classes  mean Dice -  pixel accuracy 0.7500  loss not finite'
@@ -93,22 +85,12 @@ def as_float(value: Any) -> float:
 
 
 def count_scored(iou: Any) -> int:
-    """Return the number of classes that have an IoU: those that the mean is over.
-
-    Args:
-        iou: of each class, as a `val` event has it; None or nan for an absent class.
-    """
-    if not isinstance(iou, Sequence):
-        return 0
-    return sum(math.isfinite(as_float(value)) for value in iou)
+    """Return the number of classes with an IoU in a `val` event: those that the mean is over."""
+    return sum(math.isfinite(as_float(value)) for value in iou) if isinstance(iou, Sequence) else 0
 
 
 def of_classes(num_scored: int, num_classes: int) -> str:
-    """Return the classes of a mean in words.
-
-    >>> of_classes(17, 19)
-    '17 of 19 classes'
-    """
+    """Return the classes of a mean in words: 17 of 19 classes."""
     return f"{num_scored} of {num_classes} classes"
 
 
@@ -124,13 +106,7 @@ def with_count(shown: str, num_scored: int | None, num_classes: int | None) -> s
 
 
 def loss_text(value: float | None, *, is_known: bool, spec: str = ".4f") -> str:
-    """Return a loss as text.
-
-    Args:
-        value: None if it was not finite, or does not exist.
-        is_known: the loss was computed.
-        spec: format of a finite value.
-    """
+    """Return a loss as text; None was not finite if the loss is known, or does not exist."""
     if value is None or not math.isfinite(value):
         return NOT_FINITE if is_known else "-"
     return format(value, spec)
@@ -149,23 +125,15 @@ def is_best_candidate(miou: Any, loss: Any) -> bool:
 def best_shown(values: Iterable[float | None], digits: int = 3) -> frozenset[int]:
     """Return the positions of the best values of a row: the largest ones, equal where they are shown alike.
 
-    A value is the best only if another one is known and shown as lower: neither an absent value nor one that is not
-    finite takes part.
-
-    Args:
-        values: shares, larger is better; None if absent.
-        digits: digits behind the point that are shown.
+    A value is the best only if another one is known and shown, with `digits` behind the point, as lower.
 
     >>> sorted(best_shown([0.5, None, 0.7])), sorted(best_shown([None, 0.0])), sorted(best_shown([0.5, 0.5]))
     ([2], [], [])
     """
-    known = {
-        place: round(value, digits) for place, value in enumerate(values) if value is not None and math.isfinite(value)
-    }
+    known = {i: round(value, digits) for i, value in enumerate(values) if value is not None and math.isfinite(value)}
     best = max(known.values(), default=0.0)
-    if all(value == best for value in known.values()):
-        return frozenset()
-    return frozenset(place for place, value in known.items() if value == best)
+    is_one_lower = any(value < best for value in known.values())
+    return frozenset(i for i, value in known.items() if is_one_lower and value == best)
 
 
 class EpochLoss:
@@ -182,7 +150,7 @@ class EpochLoss:
         self._losses: list[float] = []
 
     def add(self, epoch: Any, steps: Sequence[int], losses: Iterable[Any]) -> None:
-        """Add consecutive `step` events of one epoch; None or nan for a loss that was not finite."""
+        """Add consecutive `step` events of an epoch; None or nan for a loss that was not finite."""
         if type(epoch) is not int:
             return
         if epoch != self.epoch:

@@ -35,15 +35,15 @@ _EXCHANGE_S = 5.0
 
 @dataclass
 class Position:
-    """`batch` micro-batches of epoch `epoch` (from 1) are done, and `step` updates in all.
-
-    `is_evaluated`: there was an evaluation after the last of them.
-    """
+    """The position of a training."""
 
     epoch: int = 1
     batch: int = 0
+    """Micro-batches of the epoch that are done."""
     step: int = 0
+    """Updates in all."""
     is_evaluated: bool = False
+    """There was an evaluation after the last of them."""
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,15 @@ class Captured:
 
 @dataclass(frozen=True)
 class SaveRules:
-    """When checkpoints are saved, besides the best one and the last one, and how many stay.
-
-    Attributes:
-        every_epochs: epochs from one save to the next; None: none at the end of an epoch.
-        every_steps: steps from one save to the next; None: none within an epoch.
-        every_minutes: minutes from one save to the next; None: none by time.
-        keep: number of `epoch_*.pt` that stay.
-        grace_s: seconds between a scheduler's SIGTERM and SIGKILL; a save that takes longer is an alert.
-    """
+    """When checkpoints are saved, besides the best one and the last one, and how many stay; None: not by this."""
 
     every_epochs: int | None = None
     every_steps: int | None = None
     every_minutes: float | None = None
     keep: int = 3
+    """Number of `epoch_*.pt` that stay."""
     grace_s: float = 30.0
+    """Seconds between a scheduler's SIGTERM and SIGKILL; a save that takes longer is an alert."""
 
 
 class CheckpointSaver:
@@ -116,8 +110,6 @@ class CheckpointSaver:
         self._problem: Exception | None = None
         self._has_warned_of_grace = False
 
-    # --- when ------------------------------------------------------------------------------------------------------
-
     def is_due(self, step: int, finished_epoch: int | None = None) -> bool:
         """Return True if a save is due after this step, which may have finished an epoch; the same on every rank."""
         steps, epochs = self._rules.every_steps, self._rules.every_epochs
@@ -141,8 +133,6 @@ class CheckpointSaver:
         since_s = self._written_since_s
         return None if since_s is None else time.monotonic() - since_s
 
-    # --- how -------------------------------------------------------------------------------------------------------
-
     def begin_or_postpone(self) -> None:
         """Begin a save, or postpone it while the last one is still being written; every rank must call it."""
         if self._ranks.from_main(self.written_for_s() is not None):
@@ -151,22 +141,15 @@ class CheckpointSaver:
             self.begin()
 
     def begin(self, *, finished_epoch: int | None = None, is_best: bool = False) -> None:
-        """Begin a save: training waits for the copy, and for the writer if it is busy.
-
-        Every rank must call it.
-        """
+        """Begin a save; training waits for the copy, and for the writer if it is busy. Every rank must call it."""
         self._save(finished_epoch, is_best, is_last=False)
 
     def finish(self, position: Position, *, is_required: bool) -> None:
-        """Wait for the writer, and save what is not saved yet; every rank must call it.
-
-        Args:
-            position: of the training.
-            is_required: a failure is an error; otherwise only an alert.
+        """Wait for the writer, and save the state at `position` if it is not saved yet; every rank must call it.
 
         Raises:
-            StorageError: it could not be written.
-            NonFiniteError: a weight is not finite.
+            StorageError: `is_required`, and it could not be written; otherwise that is only an alert.
+            NonFiniteError: `is_required`, and a weight is not finite.
         """
         if not self.is_saved(position):
             self._save(None, False, is_last=True)
@@ -178,11 +161,7 @@ class CheckpointSaver:
         return self.wait() and self._begun == position
 
     def wait(self) -> bool:
-        """Wait for the writer; every rank must call it.
-
-        Returns:
-            True if the last save that was begun is committed.
-        """
+        """Wait for the writer; return True if the last save that was begun is committed. Every rank must call it."""
         while not self._ranks.from_main(self._join_writer(_EXCHANGE_S)):
             pass
         if self._ranks.from_main(self._problem is not None):
@@ -201,20 +180,14 @@ class CheckpointSaver:
 
     def outcome(self) -> tuple[bool, str | None]:
         """Return whether the last save is done, and why it failed; as the main rank sees it."""
-        return (
-            self.written_for_s() is None,
-            None if self._problem is None else f"it could not be saved: {self._problem}",
-        )
+        problem = None if self._problem is None else f"it could not be saved: {self._problem}"
+        return self.written_for_s() is None, problem
 
     def save_last_boundary(self, captured: Captured, is_still: Callable[[], bool]) -> str | None:
-        """Save a state from another thread while the training thread hangs.
+        """Save a state, whose tensors may be those of the model, from another thread while the training thread hangs.
 
-        Args:
-            captured: tensors may still be those of the model.
-            is_still: returns True while the training thread has not moved; if it has, the copy may be torn.
-
-        Returns:
-            Why it could not be saved; None where it is, or was already.
+        `is_still` returns True while the training thread has not moved; if it has, the copy may be torn. Returns why it
+        could not be saved; None where it is, or was already.
         """
         state = snapshot(captured.state)
         if not is_still():
@@ -243,8 +216,6 @@ class CheckpointSaver:
             if is_last or failpoint("ckpt.background") == "sync":
                 self.wait()
 
-    # --- the writer ------------------------------------------------------------------------------------------------
-
     def _start_writer(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
         self._written_since_s = time.monotonic()
         arguments = (captured, finished_epoch, is_best, copy_s)
@@ -268,20 +239,11 @@ class CheckpointSaver:
         at = captured.position
         try:
             self._event_log.sync()  # a resume continues from this checkpoint: the events before it must be there
-            saved = save_checkpoint(
-                self._folder,
-                captured.state,
-                CheckpointFacts(
-                    step=at.step,
-                    epoch=at.epoch,
-                    position=at.batch,
-                    metric=captured.metric,
-                    config_hash=self._config_hash,
-                ),
-                is_best=is_best,
-                finished_epoch=finished_epoch,
-                keep=self._rules.keep,
+            facts = CheckpointFacts(
+                step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
             )
+            options: Any = {"is_best": is_best, "finished_epoch": finished_epoch, "keep": self._rules.keep}
+            saved = save_checkpoint(self._folder, captured.state, facts, **options)
             self._on_written(saved.save_s)
             self._tell(saved, captured, finished_epoch, copy_s)
             self._retry_s = self._first_retry_s

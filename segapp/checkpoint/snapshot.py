@@ -1,6 +1,7 @@
 """Copies of a training state: nested tensors and plain values, and the states of the random generators."""
 
 import contextlib
+import math
 import random
 import sys
 from collections import OrderedDict
@@ -24,9 +25,6 @@ def snapshot(state: Any) -> Any:
     The copy shares no memory with the original, so training can continue while it is written. A tensor that occurs
     twice is copied once, so shared weights stay shared. An `OrderedDict`, as `state_dict` returns it, keeps its type
     and `_metadata`; other dicts become dicts, tuples of any kind tuples.
-
-    Args:
-        state: Tensors on any device, `str`, `int`, `float`, `bool`, `None`; dicts, lists and tuples of them.
 
     Raises:
         TypeError: the state has another type, for example a numpy number; the message has its place and type.
@@ -73,17 +71,13 @@ def as_storable(state: Any) -> Any:
 
 
 def find_non_finite(state: Any, name: str = "state") -> str | None:
-    """Return the place of the first NaN or infinity in a state; None if all numbers are finite.
-
-    Args:
-        state: As for `snapshot`.
-        name: Name of its root in the result.
-    """
+    """Return the place of the first NaN or infinity in a state of this name; None if all numbers are finite."""
     for place, leaf in _leaves(state, name):
         if isinstance(leaf, Tensor):
-            if (leaf.is_floating_point() or leaf.is_complex()) and not bool(torch.isfinite(leaf).all()):
-                return place
-        elif isinstance(leaf, float) and leaf - leaf != 0.0:
+            is_finite = bool(torch.isfinite(leaf).all())
+        else:
+            is_finite = not isinstance(leaf, float) or math.isfinite(leaf)
+        if not is_finite:
             return place
     return None
 
@@ -97,10 +91,11 @@ def num_tensor_bytes(state: Any) -> int:
 def capture_rng() -> dict[str, Any]:
     """Return the states of the generators of Python, numpy, torch and every GPU as plain values and tensors."""
     version, numbers, gauss = random.getstate()
-    legacy: Any = np.random.get_state(legacy=True)
+    name, key, *rest = np.random.get_state(legacy=True)
+    position, has_gauss, cached = rest
     return {
         "python": [version, list(numbers), gauss],
-        "numpy": [str(legacy[0]), np.asarray(legacy[1]).tolist(), *_plain_tail(legacy[2:])],
+        "numpy": [str(name), np.asarray(key).tolist(), int(position), int(has_gauss), float(cached)],
         "torch": torch.get_rng_state(),
         CUDA.kind: [],
         **{gpu.kind: [gpu.rng_state(device) for device in gpu.devices()] for gpu in GPUS if gpu.count()},
@@ -108,11 +103,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Set every generator to a state of `capture_rng`; states of GPUs that do not exist are skipped.
-
-    Raises:
-        ValueError: the state does not come from `capture_rng`.
-    """
+    """Set every generator to a state of `capture_rng`, or raise ValueError; states of missing GPUs are skipped."""
     try:
         version, numbers, gauss = state["python"]
         name, key, position, has_gauss, cached = state["numpy"]
@@ -124,11 +115,6 @@ def restore_rng(state: dict[str, Any]) -> None:
                 gpu.set_rng_state(of_device, device)
     except (KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"not a state of random generators: {error}") from error
-
-
-def _plain_tail(tail: Any) -> list[Any]:
-    position, has_gauss, cached = tail
-    return [int(position), int(has_gauss), float(cached)]
 
 
 def _identity(tensor: Tensor) -> tuple[Any, ...]:

@@ -33,7 +33,7 @@ from segapp.run.checkpoints import (
     DamagedError,
     Manifest,
 )
-from segapp.run.files import hash_file
+from segapp.run.files import hash_file, reason_of
 from segapp.run.folder import RunFolder
 from segapp.run.words import first_line
 
@@ -64,16 +64,26 @@ class LoadedCheckpoint:
     state: dict[str, Any]
     """The saved state, on the CPU."""
     path: Path
-    step: int
-    epoch: int
-    position: int
-    metric: float | None
-    config_hash: str
     sha256: str
-    is_verified: bool
-    """True if the file matches a sha256 in a manifest."""
     messages: tuple[str, ...]
     """Newer checkpoints that were skipped, with reasons, and other warnings; shown and reported as alerts."""
+    is_verified: bool = True
+    """True if the file matches a sha256 in a manifest."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer updates done."""
+        return int(self.state["checkpoint"]["step"])
+
+    @property
+    def epoch(self) -> int:
+        """The epoch in which training continues, from 1."""
+        return int(self.state["checkpoint"]["epoch"])
+
+    @property
+    def position(self) -> int:
+        """Batches of that epoch already used."""
+        return int(self.state["checkpoint"]["position"])
 
 
 def save_checkpoint(
@@ -152,12 +162,9 @@ def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool 
 def checkpoint_to_resume(
     folder: RunFolder, *, is_resumed: bool, checkpoint: Path | None = None
 ) -> LoadedCheckpoint | None:
-    """Load the state to continue from; None for a new training, or for a run that was stopped before its first save.
+    """Load the state to continue from: a file, else the newest intact one of a folder that was there before.
 
-    Args:
-        folder: of the run.
-        is_resumed: the folder was there before.
-        checkpoint: the file to continue from; None: the folder's newest intact one.
+    None for a new training, or for a run that was stopped before its first save.
 
     Raises:
         CheckpointError: no checkpoint can be read.
@@ -175,11 +182,8 @@ def checkpoint_to_resume(
 def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path, dict[str, Any]] | None:
     """Return the file that a training would continue from, and the state in it without its tensors.
 
-    None for a new training, or if the state cannot be read: loading it goes back to an older one, or names the damage.
-
-    Args:
-        folder: of the run, if it was there before.
-        checkpoint: the file to continue from; None: the folder's newest.
+    That is `checkpoint`, else the newest of a folder that was there before. None for a new training, or if the state
+    cannot be read: loading it goes back to an older one, or names the damage.
     """
     path = checkpoint
     if path is None and folder is not None:
@@ -191,11 +195,7 @@ def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path
 def check_resumable(
     state: Mapping[str, Any], path: Path, config: RunConfig, num_train: int, classes: Sequence[str]
 ) -> None:
-    """Refuse to continue where the course of the training would change.
-
-    Raises:
-        CheckpointError: names every difference.
-    """
+    """Raise CheckpointError, with every difference, where the course of the training would change."""
     saved = state.get("config")
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{path} holds no config: it was not written by segapp train", path=path)
@@ -251,7 +251,7 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
             damaged.append(entry)
             messages.append(f"{label} {error}")
         except (OSError, CheckpointError) as error:
-            messages.append(f"{label} cannot be used: {_reason(error)}")
+            messages.append(f"{label} cannot be used: {reason_of(error)}")
         else:
             messages += _alias_messages(store, manifest, entry, is_holder)
             if entry is not manifest.entries[0]:
@@ -260,7 +260,7 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
                 messages += store.quarantine(damaged) if damaged else store.repair_aliases()
             name = next(iter(manifest.names_of(entry)), None)
             path = store.path / name if name else store.objects / entry.object
-            return _loaded(state, path, entry.sha256, messages)
+            return LoadedCheckpoint(state, path, entry.sha256, tuple(messages))
     reasons = "".join(f"\n  {message}" for message in messages)
     raise CheckpointError(
         f"{store.path}: none of the {len(manifest.entries)} checkpoints can be used:{reasons}", path=store.path
@@ -293,10 +293,11 @@ def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:
         state = _read_entry(store, entry)
     except (DamagedError, OSError) as error:
         raise CheckpointError(
-            f"{store.path / name} {_reason(error)}: use another, or `auto` for the newest intact one",
+            f"{store.path / name} {reason_of(error)}: use another, or `auto` for the newest intact one",
             path=store.path / name,
         ) from error
-    return _loaded(state, store.path / name, entry.sha256, _alias_messages(store, manifest, entry, False))
+    messages = _alias_messages(store, manifest, entry, False)
+    return LoadedCheckpoint(state, store.path / name, entry.sha256, tuple(messages))
 
 
 def _load_file(path: Path) -> LoadedCheckpoint:
@@ -319,10 +320,10 @@ def _load_file(path: Path) -> LoadedCheckpoint:
             state = _read_state(file, path, str(path))
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read: {_reason(error)}: name a checkpoint file or a run", path=path
+            f"{path} cannot be read: {reason_of(error)}: name a checkpoint file or a run", path=path
         ) from error
     warning = f"{path}: no manifest vouches for it: only its own checksums were compared"
-    return _loaded(state, path, sha256, [] if is_verified else [warning], is_verified=is_verified)
+    return LoadedCheckpoint(state, path, sha256, () if is_verified else (warning,), is_verified)
 
 
 def _read_entry(store: CheckpointFolder, entry: CheckpointEntry) -> dict[str, Any]:
@@ -337,11 +338,7 @@ def _read_entry(store: CheckpointFolder, entry: CheckpointEntry) -> dict[str, An
 
 
 def _read_state(file: BinaryIO, path: Path, label: str) -> dict[str, Any]:
-    """Return the dict in an open checkpoint file.
-
-    Raises:
-        CheckpointError: torch cannot read the file, or it is not a checkpoint of segapp.
-    """
+    """Return the dict in an open checkpoint file; raise CheckpointError for any other content."""
     try:
         state: Any = load_tensors(file)
     except CheckpointError as error:
@@ -374,11 +371,7 @@ def _why_not_loaded(error: Exception) -> str:
 
 
 def _check_zip(file: BinaryIO, path: Path) -> None:
-    """Compare the checksums inside the file, which torch writes but does not check.
-
-    Raises:
-        CheckpointError: a checksum differs, or the file is not a zip archive.
-    """
+    """Compare the checksums inside the file, which torch writes but does not check."""
     try:
         with zipfile.ZipFile(file) as archive:
             damaged = archive.testzip()
@@ -398,31 +391,8 @@ def _alias_messages(store: CheckpointFolder, manifest: Manifest, entry: Checkpoi
     return messages + (store.set_aside(names) if is_holder and names else [])
 
 
-def _loaded(
-    state: dict[str, Any], path: Path, sha256: str, messages: list[str], *, is_verified: bool = True
-) -> LoadedCheckpoint:
-    about = state["checkpoint"]
-    metric = about.get("metric")
-    return LoadedCheckpoint(
-        state=state,
-        path=path,
-        step=about["step"],
-        epoch=about["epoch"],
-        position=about["position"],
-        metric=metric if isinstance(metric, float) else None,
-        config_hash=str(about.get("config_hash", "")),
-        sha256=sha256,
-        is_verified=is_verified,
-        messages=tuple(messages),
-    )
-
-
 def _no_checkpoint(store: CheckpointFolder, manifest: Manifest) -> str:
     files = sorted(path.name for path in store.path.glob("*.pt"))
     why = "; ".join(manifest.problems) or "nothing is committed there"
     hint = f"name a file to use it on its own checksums: {', '.join(files)}" if files else "start a new training"
     return f"{store.path}: no checkpoint to resume from: {why}: {hint}"
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)

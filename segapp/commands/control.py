@@ -53,7 +53,7 @@ def control_run(
     if problem is not None:
         print(f"rejected: {printable(problem)}", file=sys.stderr)
         return NOT_APPLIED
-    reader = EventReader(folder.events, from_end=True)
+    reader = EventReader(folder.events, last_bytes=0)
     command_id = send_command(folder.path, command)
     print(f"sent {command_id}: {format_command(command)}", flush=True)
     return _wait(folder, reader, command_id, timeout_s) if wait else APPLIED

@@ -142,7 +142,7 @@ def spawn_trainer(
     arguments += ["--run", str(run)] if run is not None else []
     arguments += ["--resume", resume] if resume is not None else []
     arguments += ["--debug"] if "--debug" in sys.argv else []
-    events = EventReader(folder.events, from_end=True)
+    events = EventReader(folder.events, last_bytes=0)
     with folder.log.open("ab") as log:
         log_start = log.tell()
         process = subprocess.Popen(

@@ -8,6 +8,8 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -68,11 +70,7 @@ def is_config_name(word: str) -> bool:
 
 
 def named_config(config: str | None, overrides: Sequence[str] = (), advice: str = "name a config") -> str:
-    """Return the value of `--config`.
-
-    Raises:
-        ConfigError: it was not given; if one of the other words is a config, the message says so.
-    """
+    """Return the value of `--config`; raise ConfigError without one, which names a config among the other words."""
     if config is not None:
         return config
     files = [word for word in overrides if "=" not in word and is_config_name(word)]
@@ -82,11 +80,7 @@ def named_config(config: str | None, overrides: Sequence[str] = (), advice: str 
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[tuple[str, ...], Any]:
-    """Parse `dotted.key=value` words; values are YAML.
-
-    Raises:
-        ConfigError: a word that is not KEY=VALUE or whose value is not YAML.
-    """
+    """Parse `dotted.key=value` words with YAML values; raise ConfigError for any other word."""
     parsed: dict[tuple[str, ...], Any] = {}
     for word in overrides:
         key, equals, text = word.partition("=")
@@ -161,11 +155,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Return nested plain values, which are changed, with `dotted.key=value` words as a config.
-
-    Raises:
-        ConfigError: lists every problem.
-    """
+    """Return nested plain values, which are changed, with `dotted.key=value` words as a config."""
     _merge(raw, parse_overrides(overrides))
     return validate_config(raw)
 
@@ -175,7 +165,7 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
 
     Names of older versions are read as those of today, and said once.
     """
-    locations = locations or KeyLocations(None, {}, frozenset())
+    locations = locations or KeyLocations()
     today, notes = upgraded(raw)
     say(notes, locations.path)
     try:
@@ -185,8 +175,9 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
         found = describe_problems(items[:MAX_PROBLEMS], locations)
         raise _all_problems(found, locations.path, len(items) - MAX_PROBLEMS) from None
     problems = [
-        ConfigError(f"{locations.place(loc)}: {'.'.join(loc)}: {text}", key=".".join(loc), value=_value_at(today, loc))
-        for loc, text in combination_problems(config)
+        ConfigError(f"{locations.place(loc)}: {key}: {text}", key=key, value=_value_at(today, loc))
+        for key, text in combination_problems(config)
+        for loc in [tuple(key.split("."))]
     ]
     if problems:
         raise _all_problems(problems, locations.path)
@@ -245,15 +236,10 @@ def config_schema() -> dict[str, Any]:
 
 
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Return the keys in which `config` differs from a saved one so that it cannot resume its run.
+    """Return the keys in which a config differs from a saved one so that it cannot resume its run.
 
-    Args:
-        saved: the config in the checkpoint, as nested plain values; keys that its version did not have are taken to
-            have their defaults.
-        config: the requested config.
-
-    Returns:
-        One line per key: "optim.lr: 0.01 -> 0.02".
+    One line per key: "optim.lr: 0.01 -> 0.02". Keys that the version of the saved one did not have are taken to have
+    their defaults.
     """
     try:
         old_config: Mapping[str, Any] = validate_config(saved).model_dump(mode="json")
@@ -269,23 +255,14 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]
 def kept_on_resume(own: RunConfig, asked: RunConfig) -> tuple[RunConfig, list[str]]:
     """Return the config of a resume that names a config file, and the keys whose values are the run's own.
 
-    The keys that may change on a resume keep the run's values; the others are the file's, and must be equal.
-
-    Args:
-        own: the run's config, with the overrides of the command line.
-        asked: the file's config, with the same overrides.
-
-    Returns:
-        The config, and one line per kept key: "train.epochs: 50 (the file has 100)".
+    The keys that may change on a resume keep the run's values, with one line per kept key, "train.epochs: 50 (the file
+    has 100)"; the others are the file's, and must be equal. Both configs have the overrides of the command line.
     """
     raw, kept = asked.model_dump(mode="json"), []
     for key, mine, theirs in _changed(own.model_dump(mode="json"), raw, ""):
         if _may_change(key):
             *sections, name = key.split(".")
-            section = raw
-            for part in sections:
-                section = section[part]
-            section[name] = mine
+            reduce(getitem, sections, raw)[name] = mine
             kept.append(f"{key}: {mine!r} (the file has {theirs!r})")
     return validate_config(raw), kept
 

@@ -12,23 +12,17 @@ from segapp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Feature:
-    """What a config may ask for, and the modes in which it works.
+    """What a config may ask for, and the modes in which it works."""
 
-    Attributes:
-        key: of the config.
-        modes: in which it works.
-        is_on: whether a config asks for it.
-        otherwise: what to do to use another mode.
-        value: of the key, for messages.
-        is_of_mode: it describes its modes alone, and a step in another mode does without it.
-    """
-
-    key: tuple[str, ...]
+    key: str
     modes: tuple[Mode, ...]
     is_on: Callable[[RunConfig], bool]
     otherwise: str = "leave it out"
+    """What to do to use another mode."""
     value: str = ""
+    """Of the key, for messages."""
     is_of_mode: bool = False
+    """It describes its modes alone, and a step in another mode does without it."""
 
     def problem(self, mode: str) -> str:
         """Return the end of a message that begins with the key, for a mode in which the feature does not work."""
@@ -37,23 +31,23 @@ class Feature:
 
 
 FEATURES = (
-    Feature(("train", "compile"), ("single", "ddp"), lambda config: config.train.compile, "set it to false"),
-    Feature(("distill",), ("single", "dp", "ddp"), lambda config: config.distill is not None),
+    Feature("train.compile", ("single", "ddp"), lambda config: config.train.compile, "set it to false"),
+    Feature("distill", ("single", "dp", "ddp"), lambda config: config.distill is not None),
     Feature(
-        ("model", "library"),
+        "model.library",
         ("single", "dp", "ddp"),
         lambda config: config.model.library == "segapp",
         "use a network of another library",
         "segapp",
     ),
     Feature(
-        ("parallel", "shard_optimizer"),
+        "parallel.shard_optimizer",
         ("ddp",),
         lambda config: config.parallel.shard_optimizer is True,
         "set it to auto",
         is_of_mode=True,
     ),
-    Feature(("parallel", "stages"), ("model",), lambda config: config.parallel.stages is not None, is_of_mode=True),
+    Feature("parallel.stages", ("model",), lambda config: config.parallel.stages is not None, is_of_mode=True),
 )
 
 
@@ -65,17 +59,14 @@ def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
 def check_mode(config: RunConfig, mode: Mode, *, is_step: bool = False) -> None:
     """Check that all that a config asks for works in a mode.
 
-    Args:
-        config: the complete config.
-        mode: the mode.
-        is_step: a step is assembled, which the memory plan also simulates in other modes than the training's.
+    `is_step`: a step is assembled, which the memory plan also simulates in other modes than the training's.
 
     Raises:
         ConfigError: something does not.
     """
     for feature in unsupported(config, mode):
         if not (is_step and feature.is_of_mode):
-            raise ConfigError(f"{'.'.join(feature.key)} {feature.problem(mode)}", key=".".join(feature.key))
+            raise ConfigError(f"{feature.key} {feature.problem(mode)}", key=feature.key)
 
 
 def has_step(config: RunConfig, mode: Mode) -> bool:
@@ -135,7 +126,7 @@ def auto_mode(
         return wanted, reason or "one process for each GPU is the fastest"
     others: tuple[Mode, ...] = ("ddp", "dp", "single", "model") if against_ddp is None else ("dp", "single", "model")
     mode = next((mode for mode in others if next(unsupported(config, mode), None) is None), wanted)
-    return mode, f"{'.'.join(against_wanted.key)} works with {_listed(against_wanted.modes)} only"
+    return mode, f"{against_wanted.key} works with {_listed(against_wanted.modes)} only"
 
 
 def _listed(words: tuple[str, ...]) -> str:

@@ -13,8 +13,8 @@ from segapp.custom.names import beside
 
 def _named(config: RunConfig) -> dict[str, tuple[Any, Mapping[str, Any]]]:
     """Return the keys that can name an own part, each with its value and the options beside it."""
-    terms = {"loss": config.loss, **{f"loss.plus.{i}": term for i, term in enumerate(config.loss.plus)}}
-    sections: dict[str, Any] = {"model": config.model, **terms, "optim": config.optim, "schedule": config.schedule}
+    sections: dict[str, Any] = {"model": config.model, **config.loss.by_key()}
+    sections |= {"optim": config.optim, "schedule": config.schedule}
     found = {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
     return {"data.format": (config.data.format, config.data.options), **found}
 
@@ -48,12 +48,7 @@ def _keys(value: Any) -> Iterator[Any]:
 
 
 def parts_beside(raw: Any, folder: Path) -> Any:
-    """Return nested config values in which `./file.py:factory` is a path from the current folder.
-
-    Args:
-        raw: mappings, lists and plain values.
-        folder: of the config file, where the file is looked for first.
-    """
+    """Return nested config values in which `./file.py:factory`, looked for in `folder` first, is a path from here."""
     if isinstance(raw, Mapping):
         return {parts_beside(key, folder): parts_beside(value, folder) for key, value in raw.items()}
     if isinstance(raw, list):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +23,13 @@ from segapp.older import upgraded
 
 @dataclass(frozen=True)
 class KeyLocations:
-    """The file and line of each key path, and the key paths that were given on the command line.
+    """The file and line of each key path, and the key paths that were given on the command line."""
 
-    Attributes:
-        path: the config file; None without one.
-        lines: of the keys in the file.
-        overrides: key paths of the command line.
-        wrong_in_file: key paths that have a problem in the file without the command line; None if that is not known.
-    """
-
-    path: Path | None
-    lines: Mapping[tuple[str, ...], int]
-    overrides: frozenset[tuple[str, ...]]
+    path: Path | None = None
+    lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
+    overrides: frozenset[tuple[str, ...]] = frozenset()
     wrong_in_file: frozenset[tuple[str, ...]] | None = None
+    """Key paths that have a problem in the file without the command line; None if that is not known."""
 
     def place(self, loc: tuple[str, ...]) -> str:
         """Return the place that a problem with a key comes from.
@@ -54,21 +48,14 @@ class KeyLocations:
 
 
 _ACCEPTED = {
-    "missing": "is missing: add it",
-    "int_parsing": "a whole number is expected",
-    "int_type": "a whole number is expected",
-    "int_from_float": "a whole number is expected",
-    "float_parsing": "a number is expected",
-    "float_type": "a number is expected",
-    "bool_parsing": "true or false is expected",
-    "bool_type": "true or false is expected",
+    **dict.fromkeys(("int_parsing", "int_type", "int_from_float"), "a whole number is expected"),
+    **dict.fromkeys(("float_parsing", "float_type"), "a number is expected"),
+    **dict.fromkeys(("bool_parsing", "bool_type"), "true or false is expected"),
     "string_type": "text is expected",
-    "list_type": "a list is expected",
-    "tuple_type": "a list is expected",
-    "dict_type": "a mapping of keys is expected",
-    "model_type": "a mapping of keys is expected",
-    "model_attributes_type": "a mapping of keys is expected",
+    **dict.fromkeys(("list_type", "tuple_type"), "a list is expected"),
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping of keys is expected"),
 }
+"""Type of an error of pydantic -> the end of the message."""
 
 
 def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
@@ -89,15 +76,12 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
 
 
 def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
-    """Return the key paths of a nested mapping that have a problem.
-
-    None if there are problems with single values, for then the combinations of values are not known.
-    """
+    """Return the key paths of values that do not fit together; None where single values are wrong themselves."""
     try:
         config = RunConfig.model_validate(upgraded(raw)[0])
     except ValidationError:
         return None
-    return frozenset(loc for loc, _ in combination_problems(config))
+    return frozenset(tuple(key.split(".")) for key, _ in combination_problems(config))
 
 
 def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[ConfigError]:
@@ -113,14 +97,9 @@ def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[Con
             text = f"{'.'.join(loc)} = {_shown(value)}: {_hint(loc, value)}accepted: {options}"
             found.append(ConfigError(f"{locations.place(loc)}: {text}", key=".".join(loc), value=value))
         else:
-            found += [
-                ConfigError(
-                    _describe_problem(item, loc, locations),
-                    key=".".join(loc),
-                    value=None if item["type"] == "missing" else item["input"],
-                )
-                for item in own
-            ]
+            for item in own:
+                value = None if item["type"] == "missing" else item["input"]
+                found.append(ConfigError(_describe_problem(item, loc, locations), key=".".join(loc), value=value))
     return list({str(problem): problem for problem in found}.values())
 
 
@@ -156,168 +135,157 @@ def _hint(loc: Sequence[str], value: object) -> str:
     return f"{hint} " if hint else ""
 
 
-def combination_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yield the key path and the message of each value that is valid by itself but not together with others."""
+def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Yield the key and the message of each value that is valid by itself but not together with others."""
     data, train, parallel = config.data, config.train, config.parallel
     yield from _data_problems(data)
     yield from _multilabel_problems(config) if data.multilabel is not None else _sigmoid_problems(config.loss)
     yield from _part_problems(config)
     yield from _schedule_problems(config)
     if config.model.freeze_epochs is not None and not config.model.freeze:
-        yield ("model", "freeze_epochs"), "needs model.freeze: name what is frozen, e.g. [backbone], or leave it out"
+        yield "model.freeze_epochs", "needs model.freeze: name what is frozen, e.g. [backbone], or leave it out"
     if config.model.library == "smp" and config.model.encoder is None:
         yield (
-            ("model", "encoder"),
+            "model.encoder",
             "is missing: the models of model.library = smp are built on an encoder: add e.g. model.encoder=resnet34, "
             "efficientnet-b3 or tu-convnext_tiny (segapp models lists all)",
         )
     if config.model.library == "segapp":
         yield from _mask_classification_problems(config)
     elif config.loss.name == "mask_classification":
-        yield ("loss", "name"), "mask_classification is for model.library: segapp: use ce, or model.name: eomt"
+        yield "loss.name", "mask_classification is for model.library: segapp: use ce, or model.name: eomt"
     if config.optim.name == "sgd" and config.optim.options["nesterov"] and config.optim.momentum == 0:
-        yield ("optim", "options", "nesterov"), "needs optim.momentum > 0"
+        yield "optim.options.nesterov", "needs optim.momentum > 0"
     if isinstance(parallel.gpu0_bsz, int) and train.batch_size and parallel.gpu0_bsz > train.batch_size:
         yield (
-            ("parallel", "gpu0_bsz"),
+            "parallel.gpu0_bsz",
             f"{parallel.gpu0_bsz} is above train.batch_size = {train.batch_size}: use 0 to {train.batch_size}, or null",
         )
     if parallel.shares is not None:
         if parallel.gpu0_bsz is not None:
-            yield ("parallel", "shares"), "cannot be combined with parallel.gpu0_bsz: keep one of them"
+            yield "parallel.shares", "cannot be combined with parallel.gpu0_bsz: keep one of them"
         if sum(parallel.shares) == 0:
-            yield ("parallel", "shares"), "adds up to 0: at least one device must take images"
+            yield "parallel.shares", "adds up to 0: at least one device must take images"
     if (batch := train.effective_batch_size) is not None:
         if train.batch_size and batch % train.batch_size:
             yield (
-                ("train", "effective_batch_size"),
+                "train.effective_batch_size",
                 f"{batch} is not a multiple of train.batch_size = {train.batch_size}: "
                 f"use {-(-batch // train.batch_size) * train.batch_size}",
             )
         elif train.accumulate not in (1, batch // train.batch_size if train.batch_size else 1):
-            yield (
-                ("train", "accumulate"),
-                "is set by train.effective_batch_size: keep one of them",
-            )
+            yield "train.accumulate", "is set by train.effective_batch_size: keep one of them"
     if parallel.memory_budget_mib is not None:
         yield from _budget_problems(parallel)
     if parallel.mode != "auto":
         yield from ((feature.key, feature.problem(parallel.mode)) for feature in unsupported(config, parallel.mode))
     if config.train.compile and config.distill is not None:
-        yield ("train", "compile"), "does not support distill: set it to false, or leave distill out"
+        yield "train.compile", "does not support distill: set it to false, or leave distill out"
     if isinstance(parallel.devices, list) and not parallel.devices:
-        yield ("parallel", "devices"), "is empty: name at least one device, or auto"
+        yield "parallel.devices", "is empty: name at least one device, or auto"
     distill = config.distill
     if distill is not None and not (distill.pixel_wise or distill.pair_wise or distill.holistic):
-        yield ("distill",), "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
+        yield "distill", "has no term: give pixel_wise, pair_wise or holistic a factor above 0, or leave it out"
     num_classes = len(data.classes) if data.classes is not None else None
-    for index, term in enumerate([config.loss, *config.loss.plus]):
-        path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
+    for path, term in config.loss.by_key().items():
         if isinstance(term.class_weights, list) and not any(term.class_weights):
-            yield (*path, "class_weights"), f"{term.class_weights} has no weight above 0: nothing would be trained"
+            yield f"{path}.class_weights", f"{term.class_weights} has no weight above 0: nothing would be trained"
         if isinstance(term.class_weights, list) and num_classes is not None and len(term.class_weights) != num_classes:
             yield (
-                (*path, "class_weights"),
+                f"{path}.class_weights",
                 f"has {len(term.class_weights)} values, but data.classes has {num_classes} names: give one per class",
             )
-        if index and term.name == "mask_classification":
-            yield (*path, "name"), "mask_classification cannot be added to another loss: make it loss.name"
+        if path != "loss" and term.name == "mask_classification":
+            yield f"{path}.name", "mask_classification cannot be added to another loss: make it loss.name"
         if term.label_smoothing and term.name not in {"ce", "bce"}:
-            yield (*path, "label_smoothing"), f"is for name: ce or bce, not {term.name}: set it to 0"
+            yield f"{path}.label_smoothing", f"is for name: ce or bce, not {term.name}: set it to 0"
 
 
-def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     loss = config.loss
     if config.model.encoder is None:
-        yield ("model", "encoder"), "is missing: eomt needs one, e.g. tu-vit_small_patch16_dinov3"
+        yield "model.encoder", "is missing: eomt needs one, e.g. tu-vit_small_patch16_dinov3"
     if loss.name != "mask_classification":
-        yield ("loss", "name"), f"{loss.name} needs logits per pixel, but eomt learns by loss.name: mask_classification"
+        yield "loss.name", f"{loss.name} needs logits per pixel, but eomt learns by loss.name: mask_classification"
     if loss.plus:
-        yield ("loss", "plus"), "cannot be combined with mask_classification: leave it out"
+        yield "loss.plus", "cannot be combined with mask_classification: leave it out"
     if loss.class_weights is not None:
-        yield ("loss", "class_weights"), "are not used by mask_classification: set them to null"
+        yield "loss.class_weights", "are not used by mask_classification: set them to null"
     if config.distill is not None:
-        yield ("distill",), "needs logits per pixel, which eomt does not learn by: leave it out (it may be the teacher)"
+        yield "distill", "needs logits per pixel, which eomt does not learn by: leave it out (it may be the teacher)"
 
 
-def _schedule_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     section = config.schedule
     if section.min_lr > config.optim.lr:
-        yield ("schedule", "min_lr"), f"{section.min_lr} is above optim.lr = {config.optim.lr}: lower it"
+        yield "schedule.min_lr", f"{section.min_lr} is above optim.lr = {config.optim.lr}: lower it"
     if section.name == "step" and not (section.options["epochs"] or section.options["steps"]):
         yield (
-            ("schedule", "options"),
+            "schedule.options",
             "has neither epochs nor steps, but schedule.name is step: list the epochs, e.g. {epochs: [60, 80]}",
         )
     if section.name == "onecycle" and section.warmup_steps:
-        yield (
-            ("schedule", "warmup_steps"),
-            "is for other schedules, onecycle itself begins with a rise: set it to 0",
-        )
+        yield "schedule.warmup_steps", "is for other schedules, onecycle itself begins with a rise: set it to 0"
 
 
-def _part_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _part_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     named = part_names(config)
     if config.data.options and "data.format" not in named:
-        yield ("data", "options"), "is for an own part, and data.format names none: leave it out"
+        yield "data.options", "is for an own part, and data.format names none: leave it out"
     if config.model.library == "python" and "model.name" not in named:
         yield (
-            ("model", "name"),
+            "model.name",
             f"{config.model.name!r} names no own code: write package.module:factory or ./file.py:factory, or set "
             "model.library to torchvision or smp",
         )
     if config.model.library != "python" and is_part(config.model.name):
-        yield ("model", "library"), f"is {config.model.library}, but model.name names own code: set it to python"
+        yield "model.library", f"is {config.model.library}, but model.name names own code: set it to python"
     if "data.format" in named and not config.data.classes:
-        yield ("data", "classes"), "is missing: an own data format does not fix the classes; list their names by id"
+        yield "data.classes", "is missing: an own data format does not fix the classes; list their names by id"
     if "data.format" in named and config.data.cache != "none":
-        yield (
-            ("data", "cache"),
-            f"{config.data.cache} keeps files, which an own data format need not have: set it to none",
-        )
+        yield "data.cache", f"{config.data.cache} keeps files, which an own data format need not have: set it to none"
 
 
 MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal", "boundary")
 """The losses of classes that do not exclude each other."""
 
 
-def _multilabel_problems(config: RunConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _multilabel_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     data = config.data
     if data.format not in ("folder", "list"):
-        yield ("data", "multilabel"), f"is for the formats folder and list, not {data.format}: set it to null"
+        yield "data.multilabel", f"is for the formats folder and list, not {data.format}: set it to null"
     names_class = any("{class}" in (part or "") for part in (data.mask_dir, data.mask_suffix))
     if data.multilabel == "files" and data.format == "folder" and not names_class:
-        yield ("data", "multilabel"), "files needs {class} in data.mask_dir or data.mask_suffix, e.g. masks/{class}"
+        yield "data.multilabel", "files needs {class} in data.mask_dir or data.mask_suffix, e.g. masks/{class}"
     if data.classes is not None and len(data.classes) > MAX_LABELS:
-        yield ("data", "classes"), f"has {len(data.classes)} names: at most {MAX_LABELS} with data.multilabel"
+        yield "data.classes", f"has {len(data.classes)} names: at most {MAX_LABELS} with data.multilabel"
     for key in ("groups", "label_map", "foreground_classes"):
         if getattr(data, key) is not None:
-            yield ("data", key), "cannot be combined with data.multilabel: leave it out"
+            yield f"data.{key}", "cannot be combined with data.multilabel: leave it out"
     if data.rgb_masks:
-        yield ("data", "rgb_masks"), "cannot be combined with data.multilabel: set it to false"
+        yield "data.rgb_masks", "cannot be combined with data.multilabel: set it to false"
     if data.sampling != "uniform":
-        yield ("data", "sampling"), f"{data.sampling} aims at one class per pixel: use uniform with data.multilabel"
-    for index, term in enumerate([config.loss, *config.loss.plus]):
-        path = ("loss",) if index == 0 else ("loss", "plus", str(index - 1))
+        yield "data.sampling", f"{data.sampling} aims at one class per pixel: use uniform with data.multilabel"
+    for path, term in config.loss.by_key().items():
         if term.name not in MULTILABEL_LOSSES:
             yield (
-                (*path, "name"),
+                f"{path}.name",
                 f"{term.name} is for one class per pixel: with data.multilabel use {', '.join(MULTILABEL_LOSSES)}",
             )
         if isinstance(term.class_weights, str):
-            yield (*path, "class_weights"), f"{term.class_weights} is for one class per pixel: give a list, or null"
+            yield f"{path}.class_weights", f"{term.class_weights} is for one class per pixel: give a list, or null"
     if config.distill is not None:
-        yield ("distill",), "needs one class per pixel: leave it out with data.multilabel"
+        yield "distill", "needs one class per pixel: leave it out with data.multilabel"
 
 
-def _sigmoid_problems(loss: LossConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _sigmoid_problems(loss: LossConfig) -> Iterator[tuple[str, str]]:
     names = [term.name for term in (loss, *loss.plus)]
     if "bce" in names and set(names) != {"bce"}:
-        yield ("loss", "plus"), "adds losses of sigmoids (bce) and softmax: use ce, or data.multilabel"
+        yield "loss.plus", "adds losses of sigmoids (bce) and softmax: use ce, or data.multilabel"
 
 
-def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...], str]]:
-    path, budgets = ("parallel", "memory_budget_mib"), parallel.memory_budget_mib or []
+def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
+    path, budgets = "parallel.memory_budget_mib", parallel.memory_budget_mib or []
     if parallel.mode == "model":
         yield path, "does not support parallel.mode: model, where devices hold parts of the network: leave it out"
     elif isinstance(parallel.devices, list) and len(budgets) != len(parallel.devices) and parallel.mode != "single":
@@ -326,58 +294,58 @@ def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[tuple[str, ...]
         yield path, "is empty: give one number a device, or null"
 
 
-def _pixel_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _pixel_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
     num_bands = len(data.bands or (1, 2, 3))
     if data.bands is None and data.dtype != "uint8":
-        yield ("data", "bands"), f"is missing: data.dtype = {data.dtype} needs the bands to read, e.g. [1, 2, 3]"
+        yield "data.bands", f"is missing: data.dtype = {data.dtype} needs the bands to read, e.g. [1, 2, 3]"
     if data.value_range is not None:
         if len(data.value_range) not in {1, num_bands}:
             yield (
-                ("data", "value_range"),
+                "data.value_range",
                 f"has {len(data.value_range)} pairs for {num_bands} bands: give one for all, or one for each",
             )
         for pair in (list(pair) for pair in data.value_range if pair[0] >= pair[1]):
-            yield ("data", "value_range"), f"{pair} is not [lowest, highest]: the second must be larger"
+            yield "data.value_range", f"{pair} is not [lowest, highest]: the second must be larger"
     for key, values in (("mean", data.mean), ("std", data.std)):
         if len(values) not in {3, num_bands}:
-            yield ("data", key), f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
+            yield f"data.{key}", f"has {len(values)} values for {num_bands} bands: give {num_bands}, or RGB's three"
 
 
-def _data_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _data_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
     yield from _pixel_problems(data)
     for key in ("scale", "hflip", "cat_max_ratio", "photometric"):
         if data.augment is not None and getattr(data, key) != DataConfig.model_fields[key].default:
-            yield ("data", key), "is for the built-in transforms, not for data.augment: write it into the list there"
+            yield f"data.{key}", "is for the built-in transforms, not for data.augment: write it into the list there"
     if data.sampling != "uniform" and not any("ScaledCrop" in entry for entry in data.transforms):
-        yield ("data", "sampling"), f"{data.sampling} needs ScaledCrop in data.augment, which places the crops: add it"
+        yield "data.sampling", f"{data.sampling} needs ScaledCrop in data.augment, which places the crops: add it"
     if (total := data.mix.cutmix + data.mix.mixup + data.mix.classmix) > 1:
-        yield ("data", "mix"), f"cutmix, mixup and classmix add up to {total:g}: at most one is used, so at most 1"
+        yield "data.mix", f"cutmix, mixup and classmix add up to {total:g}: at most one is used, so at most 1"
     if data.augment == []:
-        yield ("data", "augment"), "is empty: list at least ScaledCrop, or set it to null"
+        yield "data.augment", "is empty: list at least ScaledCrop, or set it to null"
     if data.scale[0] > data.scale[1]:
-        yield ("data", "scale"), f"{list(data.scale)} is not [smallest, largest]: swap them"
+        yield "data.scale", f"{list(data.scale)} is not [smallest, largest]: swap them"
     if math.prod(data.crop_px) > 1 << 26:
-        yield ("data", "crop_px"), f"{list(data.crop_px)} is more than 67 megapixels a sample: use a smaller crop"
+        yield "data.crop_px", f"{list(data.crop_px)} is more than 67 megapixels a sample: use a smaller crop"
     if data.format in {"folder", "list"} and not data.classes:
         yield (
-            ("data", "classes"),
+            "data.classes",
             f"is missing: format {data.format} does not fix the classes; list their names in id order",
         )
     if data.classes is not None and len(data.classes) == 1 and data.multilabel is None:
-        yield ("data", "classes"), f"{data.classes} is one class: add the background, or set data.multilabel: channels"
+        yield "data.classes", f"{data.classes} is one class: add the background, or set data.multilabel: channels"
     if data.rgb_masks and not data.palette:
-        yield ("data", "palette"), "is missing: rgb_masks needs one colour a class"
+        yield "data.palette", "is missing: rgb_masks needs one colour a class"
     num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
     ignored_follow = data.rgb_masks and num_colors > num_classes  # further colours are ignored pixels
     if data.palette is not None and data.classes is not None and num_colors != num_classes and not ignored_follow:
         yield (
-            ("data", "palette"),
+            "data.palette",
             f"has {num_colors} colours, but data.classes has {num_classes} names: give one colour per class",
         )
     yield from _label_map_problems(data)
 
 
-def _label_map_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str]]:
+def _label_map_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
     if data.classes is None or data.multilabel is not None:
         return
     num_classes, ignored = len(data.classes), 255 if data.ignore_index is None else data.ignore_index
@@ -385,7 +353,7 @@ def _label_map_problems(data: DataConfig) -> Iterator[tuple[tuple[str, ...], str
     if strange:
         shown = ", ".join(map(str, strange[:3])) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         yield (
-            ("data", "label_map"),
+            "data.label_map",
             f"maps to {shown}, but data.classes has {num_classes} names (ids 0 to {num_classes - 1}): "
             f"{_fitting(data, max(strange) + 1)}map to these ids, or to data.ignore_index = {ignored}",
         )

@@ -217,6 +217,10 @@ class LossConfig(LossTerm):
     plus: list[LossTerm] = []
     """Further terms; the loss is the weighted sum of all."""
 
+    def by_key(self) -> dict[str, LossTerm]:
+        """Return all terms by their keys: `loss`, `loss.plus.0` and so on."""
+        return {"loss": self, **{f"loss.plus.{i}": term for i, term in enumerate(self.plus)}}
+
 
 class ParamGroupConfig(Section):
     """An entry of `optim.groups`."""

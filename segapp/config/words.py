@@ -17,47 +17,45 @@ from segapp.errors import closest_words, did_you_mean
 LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
 """Fields that hold a list of sections, and the class of an entry."""
 
-KEYS_ELSEWHERE: Mapping[str, str] = {
-    **dict.fromkeys(("device", "gpu", "gpus", "gpu_ids", "cuda", "num_gpus", "n_gpus"), "parallel.devices"),
-    **dict.fromkeys(("strategy", "distributed", "ddp", "dp"), "parallel.mode"),
-    **dict.fromkeys(("sync_batchnorm", "syncbn", "sync_batch_norm"), "parallel.sync_bn"),
-    **dict.fromkeys(("batch", "bs", "bsz", "batchsize", "samples_per_gpu", "train_batch_size"), "train.batch_size"),
-    **dict.fromkeys(("epoch", "num_epochs", "max_epochs", "n_epochs", "num_train_epochs"), "train.epochs"),
-    **dict.fromkeys(("max_steps", "iters", "max_iters", "iterations", "num_steps", "num_iterations"), "train.steps"),
-    **dict.fromkeys(("amp", "fp16", "bf16", "half", "mixed_precision"), "train.precision"),
-    **dict.fromkeys(
-        ("grad_accum", "accumulate_grad_batches", "gradient_accumulation_steps", "accumulative_counts"),
-        "train.accumulate",
-    ),
-    **dict.fromkeys(("early_stopping", "early_stopping_patience"), "train.early_stop"),
-    **dict.fromkeys(("learning_rate", "base_lr", "lr0", "init_lr"), "optim.lr"),
-    **dict.fromkeys(("optimizer", "optimiser"), "optim.name"),
-    **dict.fromkeys(("wd", "weight_decay_rate"), "optim.weight_decay"),
-    **dict.fromkeys(("grad_clip", "clip_grad", "max_grad_norm", "gradient_clip_val"), "optim.clip_grad_norm"),
-    **dict.fromkeys(("scheduler", "lr_scheduler", "lr_schedule", "lr_scheduler_type"), "schedule.name"),
-    **dict.fromkeys(("warmup", "warmup_iters", "num_warmup_steps"), "schedule.warmup_steps"),
-    **dict.fromkeys(("dataset", "data_root", "data_dir", "datadir", "data_path", "root_dir"), "data.root"),
-    **dict.fromkeys(("num_workers", "n_workers", "workers_per_gpu"), "data.workers"),
-    **dict.fromkeys(("num_classes", "nclasses", "n_classes", "class_names", "names", "labels"), "data.classes"),
-    **dict.fromkeys(("ignore_label", "ignore_id", "ignore", "void_label"), "data.ignore_index"),
-    **dict.fromkeys(("image_size", "img_size", "imgsz", "input_size", "crop_size", "crop", "size"), "data.crop_px"),
-    **dict.fromkeys(("img_dir", "images", "images_dir"), "data.image_dir"),
-    **dict.fromkeys(("ann_dir", "masks", "masks_dir", "label_dir"), "data.mask_dir"),
-    **dict.fromkeys(("transforms", "transform", "augmentation", "augmentations"), "data.augment"),
-    **dict.fromkeys(("flip", "horizontal_flip", "fliplr"), "data.hflip"),
-    **dict.fromkeys(("arch", "architecture", "network", "net", "model_name"), "model.name"),
-    **dict.fromkeys(("backbone", "encoder_name"), "model.encoder"),
-    **dict.fromkeys(("encoder_weights", "backbone_weights"), "model.weights_backbone"),
-    **dict.fromkeys(("pretrained", "load_from", "pretrained_weights"), "model.weights"),
-    **dict.fromkeys(("criterion", "loss_name", "loss_fn"), "loss.name"),
-    **dict.fromkeys(("val_interval", "eval_interval", "validate_every"), "eval.every_epochs"),
-    **dict.fromkeys(("save_interval", "save_every", "save_epochs"), "checkpoint.every_epochs"),
-    **dict.fromkeys(("save_total_limit", "save_top_k", "max_keep_ckpts"), "checkpoint.keep"),
-    **dict.fromkeys(("metric_for_best_model", "save_best"), "checkpoint.monitor"),
-    **dict.fromkeys(("log_interval", "log_every_n_steps", "logging_steps"), "log.every_steps"),
-    **dict.fromkeys(("random_seed", "manual_seed", "random_state"), "seed"),
-    **dict.fromkeys(("run_name", "exp_name", "experiment", "experiment_name", "project"), "name"),
+_WORDS_ELSEWHERE = {
+    "parallel.devices": "device gpu gpus gpu_ids cuda num_gpus n_gpus",
+    "parallel.mode": "strategy distributed ddp dp",
+    "parallel.sync_bn": "sync_batchnorm syncbn sync_batch_norm",
+    "train.batch_size": "batch bs bsz batchsize samples_per_gpu train_batch_size",
+    "train.epochs": "epoch num_epochs max_epochs n_epochs num_train_epochs",
+    "train.steps": "max_steps iters max_iters iterations num_steps num_iterations",
+    "train.precision": "amp fp16 bf16 half mixed_precision",
+    "train.accumulate": "grad_accum accumulate_grad_batches gradient_accumulation_steps accumulative_counts",
+    "train.early_stop": "early_stopping early_stopping_patience",
+    "optim.lr": "learning_rate base_lr lr0 init_lr",
+    "optim.name": "optimizer optimiser",
+    "optim.weight_decay": "wd weight_decay_rate",
+    "optim.clip_grad_norm": "grad_clip clip_grad max_grad_norm gradient_clip_val",
+    "schedule.name": "scheduler lr_scheduler lr_schedule lr_scheduler_type",
+    "schedule.warmup_steps": "warmup warmup_iters num_warmup_steps",
+    "data.root": "dataset data_root data_dir datadir data_path root_dir",
+    "data.workers": "num_workers n_workers workers_per_gpu",
+    "data.classes": "num_classes nclasses n_classes class_names names labels",
+    "data.ignore_index": "ignore_label ignore_id ignore void_label",
+    "data.crop_px": "image_size img_size imgsz input_size crop_size crop size",
+    "data.image_dir": "img_dir images images_dir",
+    "data.mask_dir": "ann_dir masks masks_dir label_dir",
+    "data.augment": "transforms transform augmentation augmentations",
+    "data.hflip": "flip horizontal_flip fliplr",
+    "model.name": "arch architecture network net model_name",
+    "model.encoder": "backbone encoder_name",
+    "model.weights_backbone": "encoder_weights backbone_weights",
+    "model.weights": "pretrained load_from pretrained_weights",
+    "loss.name": "criterion loss_name loss_fn",
+    "eval.every_epochs": "val_interval eval_interval validate_every",
+    "checkpoint.every_epochs": "save_interval save_every save_epochs",
+    "checkpoint.keep": "save_total_limit save_top_k max_keep_ckpts",
+    "checkpoint.monitor": "metric_for_best_model save_best",
+    "log.every_steps": "log_interval log_every_n_steps logging_steps",
+    "seed": "random_seed manual_seed random_state",
+    "name": "run_name exp_name experiment experiment_name project",
 }
+KEYS_ELSEWHERE: Mapping[str, str] = {word: key for key, words in _WORDS_ELSEWHERE.items() for word in words.split()}
 """Names of keys in other trainers, in lower case -> the key here."""
 
 VALUES_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
@@ -96,9 +94,6 @@ def meant_key(path: Sequence[str]) -> str:
 
     Considered are keys of the same section with a similar spelling, keys of that name in other sections, and the key
     that other programs call so; without any, similar names anywhere.
-
-    Args:
-        path: the unknown key path.
     """
     keys = list(known_keys())
     *section, word = path
@@ -157,51 +152,51 @@ def _field_schema(loc: Sequence[str]) -> dict[str, Any] | None:
     return _resolved(node)
 
 
+def _members(loc: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the schemas of the types that a field accepts."""
+    node = _field_schema(loc) or {}
+    members: list[dict[str, Any]] = node.get("anyOf", [node])
+    return members
+
+
 def words_of(loc: Sequence[str]) -> list[str]:
     """Return the words that a field accepts; [] for a field without any, such as a number or text."""
-    node = _field_schema(loc)
     words: list[str] = []
-    for member in (node or {}).get("anyOf", [node or {}]):
-        member = _resolved(member)
+    for member in map(_resolved, _members(loc)):
         words += [str(value) for value in member.get("enum", [])]
         words += [str(member["const"])] if "const" in member else []
         words += {"null": ["null"], "boolean": ["true", "false"]}.get(member.get("type", ""), [])
     return words
 
 
-_LEAST = {"minimum": ">=", "exclusiveMinimum": ">"}
+_TYPES = {"null": "null", "array": "a list", "object": "a mapping", "string": "text", "boolean": "true | false"}
+
+
+def _accepted(member: dict[str, Any]) -> str:
+    """Return the words for one type of a field; "" for a section."""
+    kind = member.get("type", "")
+    if "enum" in member:
+        return " | ".join(map(str, member["enum"]))
+    if "const" in member:
+        return str(member["const"])
+    if member.get("pattern") == PART_PATTERN:
+        return "package.module:factory"
+    if kind in ("integer", "number"):
+        least = [
+            f" {sign} {member[key]}" for key, sign in (("minimum", ">="), ("exclusiveMinimum", ">")) if key in member
+        ]
+        return ("a whole number" if kind == "integer" else "a number") + "".join(least[:1])
+    return _TYPES.get(kind, "")
 
 
 def options_of(loc: Sequence[str]) -> str:
     """Return what a field accepts, e.g. "auto | null | a whole number >= 0"; empty for a field with one type."""
-    node = _field_schema(loc)
-    if node is None:
-        return ""
-    words: list[str] = []
-    for member in node.get("anyOf", [node]):
-        if "enum" in member:
-            words += [str(value) for value in member["enum"]]
-        elif "const" in member:
-            words.append(str(member["const"]))
-        elif member.get("pattern") == PART_PATTERN:
-            words.append("package.module:factory")
-        elif member.get("type") == "null":
-            words.append("null")
-        elif member.get("type") == "integer":
-            words.append("a whole number" + (f" >= {member['minimum']}" if "minimum" in member else ""))
-        elif member.get("type") == "number":
-            least = next((f" {sign} {member[key]}" for key, sign in _LEAST.items() if key in member), "")
-            words.append(f"a number{least}")
-        elif member.get("type") in {"array", "object", "string", "boolean"}:
-            words.append(
-                {"array": "a list", "object": "a mapping", "string": "text", "boolean": "true | false"}[member["type"]]
-            )
-    return " | ".join(words) if len(words) > 1 or "enum" in node else ""
+    options = [text for member in _members(loc) if (text := _accepted(member))]
+    return " | ".join(options) if len(options) > 1 or any("enum" in member for member in _members(loc)) else ""
 
 
 def description_of(loc: Sequence[str]) -> str:
     """Return ": " and the documentation of a field with what it accepts."""
-    node = _field_schema(loc)
     options = options_of(loc)
-    text = (node or {}).get("description", "")
+    text = (_field_schema(loc) or {}).get("description", "")
     return ": " + (f"{text} Accepted: {options}" if options else text or "add it").strip()

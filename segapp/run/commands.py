@@ -30,7 +30,7 @@ from segapp.run.files import TEMPORARY_PREFIX, fsync_directory, open_new, remove
 from segapp.run.words import encodable, printable
 
 MAX_COMMAND_BYTES = 64 * 2**10
-"""Files in the inbox that are larger are refused unread."""
+"""Larger files in the inbox are refused unread."""
 
 _MAX_DRAINED = 256
 _FILE_NAME = re.compile(r"\d{20}-(?P<id>[0-9a-f]{12})\.json")
@@ -172,12 +172,11 @@ class ReceivedCommand:
 def parse_command(text: str) -> Command:
     """Parse a command as it is typed.
 
+    `set gpu0_bsz=3`, `set gpu0_bsz=7 force`, `set gpu0_bsz=auto`, `set lr_factor=0.5`, `set shares=2,3,3`, `pause`,
+    `resume`, `checkpoint`, `stop`, `stop epoch`, `cancel`, `cancel ID`.
+
     >>> parse_command("set gpu0_bsz=3").changes
     {'gpu0_bsz': 3}
-
-    Args:
-        text: `set gpu0_bsz=3`, `set gpu0_bsz=7 force`, `set gpu0_bsz=auto`, `set lr_factor=0.5`, `set shares=2,3,3`,
-            `pause`, `resume`, `checkpoint`, `stop`, `stop epoch`, `cancel`, `cancel ID`.
 
     Raises:
         CommandError: The text is not a command; names the accepted words and the nearest one.
@@ -207,10 +206,7 @@ def format_command(command: Command) -> str:
 
 
 def send_command(folder: Path | str, command: Command, by: str | None = None) -> str:
-    """Put a command into a run's inbox.
-
-    Returns:
-        The command's id, which its answers carry.
+    """Put a command into a run's inbox, and return its id, which its answers carry.
 
     Raises:
         CommandError: The inbox cannot be written to.
@@ -244,30 +240,18 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
 
 
 def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[ReceivedCommand]:
-    """Return the commands of the inbox, in the order in which they were sent; no file is removed.
+    """Return the commands of the inbox, in the order in which they were sent, at most 256; no file is removed.
 
-    Never raises: the problem of a file is in its `ReceivedCommand`.
-
-    Args:
-        folder: The run folder.
-        handled: Ids to leave out: those returned before, and after a restart those that are answered
-            (`segapp.run.events.read_answers`).
-
-    Returns:
-        At most 256 commands; the next call returns the rest.
+    Never raises: the problem of a file is in its `ReceivedCommand`. The ids in `handled` are left out: those returned
+    before, and after a restart those that are answered (`segapp.run.events.read_answers`).
     """
     inbox = Path(folder) / "commands"
     try:
         names = sorted(name for name in os.listdir(inbox) if not name.startswith(TEMPORARY_PREFIX))
     except OSError:
         return []
-    received = []
-    for name in names:
-        if _id_of(name) not in handled:
-            received.append(_receive(inbox / name))
-            if len(received) == _MAX_DRAINED:
-                break
-    return received
+    new = [name for name in names if _id_of(name) not in handled]
+    return [_receive(inbox / name) for name in new[:_MAX_DRAINED]]
 
 
 def remove_command(received: ReceivedCommand) -> None:
@@ -276,11 +260,7 @@ def remove_command(received: ReceivedCommand) -> None:
 
 
 def remove_answered(folder: Path | str, answered: Container[str]) -> int:
-    """Remove the files of commands that were answered before a crash.
-
-    Returns:
-        The number of files removed.
-    """
+    """Remove the files of commands that were answered before a crash, and return their number."""
     done = [received for received in drain_commands(folder) if received.id in answered]
     for received in done:
         remove_command(received)
@@ -386,12 +366,7 @@ def _receive(path: Path) -> ReceivedCommand:
 
 
 def _read_own_file(path: Path) -> bytes:
-    """Return the content of a small regular file of this user or of root.
-
-    Raises:
-        CommandError: It is something else.
-        OSError: It cannot be read.
-    """
+    """Return the content of a small regular file of this user or of root; raise CommandError for anything else."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise CommandError("not a regular file")
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -424,8 +399,4 @@ def _parse_envelope(content: bytes, command_id: str) -> tuple[str, float, Comman
         return by[:200], float(sent_s), _adapter.validate_python(raw.get("command"))  # type: ignore[arg-type]
     except (ValidationError, OverflowError) as error:
         reason = _first_problem(error) if isinstance(error, ValidationError) else str(error)
-        raise CommandError(_shown_long(reason)) from None
-
-
-def _shown_long(text: str) -> str:
-    return printable(text)[:500]
+        raise CommandError(printable(reason)[:500]) from None

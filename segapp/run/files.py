@@ -14,8 +14,9 @@ import secrets
 import shutil
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from segapp.errors import StorageError
 from segapp.failpoints import failpoint
@@ -23,7 +24,6 @@ from segapp.run.words import size
 
 TEMPORARY_PREFIX = ".tmp-"
 _TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-[0-9a-f]+(?:@(?P<host>[\w.-]*))?")
-_BLOCK_BYTES = 2**20
 _STALE_TEMPORARY_S = 3600.0
 _IMPORTED_S = time.time()
 
@@ -31,8 +31,7 @@ _IMPORTED_S = time.time()
 def temporary_name(tag: int = 0) -> str:
     """Return a name for a temporary file, with the writer's process id and host, to recognise those of dead writers.
 
-    Args:
-        tag: A number that helps a reader of the folder, such as the step.
+    `tag`, such as the step, helps a reader of the folder.
     """
     host = re.sub(r"[^\w.-]", "_", socket.gethostname())[:60]
     return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{secrets.token_hex(4)}@{host}"
@@ -92,11 +91,7 @@ def make_durable_directory(path: Path) -> None:
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file") -> None:
     """Replace a small file atomically: readers see the old content or the new, also after a power cut.
 
-    Args:
-        path: The file; its directory exists.
-        data: The whole content; text is written as UTF-8.
-        mode: Permission bits, narrowed by the umask.
-        point: Prefix of the failpoints: `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
+    `point` is the prefix of the failpoints `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
 
     Raises:
         OSError: The file could not be written; the old one is untouched, the temporary one removed.
@@ -134,9 +129,7 @@ def write_json(path: Path, value: Any, *, mode: int = 0o644, point: str = "file"
 class HashingFile:
     """A file that hashes what is written and keeps the first error, because torch.save replaces some errors by its own.
 
-    Args:
-        fd: Open for writing; closed at the end of the `with` block.
-        point: The failpoint at every write.
+    `point` is the failpoint at every write.
     """
 
     def __init__(self, fd: int, point: str = "file.write") -> None:
@@ -183,17 +176,7 @@ def hash_file(path: Path) -> tuple[str, int]:
         OSError: The file could not be read.
     """
     with open(path, "rb", buffering=0) as file:
-        return hash_open(file)
-
-
-def hash_open(file: IO[bytes]) -> tuple[str, int]:
-    """Like `hash_file`, from the current position of a file open in binary mode."""
-    digest, size = hashlib.sha256(), 0
-    buffer = memoryview(bytearray(_BLOCK_BYTES))
-    while num := file.readinto(buffer):  # type: ignore[attr-defined]
-        digest.update(buffer[:num])
-        size += num
-    return digest.hexdigest(), size
+        return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
 
 
 def remove_quietly(path: Path) -> None:
@@ -203,21 +186,11 @@ def remove_quietly(path: Path) -> None:
 
 
 def remove_dead_temporaries(directory: Path) -> int:
-    """Remove temporary files whose writer no longer runs; those of a live process stay for an hour.
-
-    Returns:
-        Number of files removed.
-    """
-    num_removed = 0
-    try:
-        names = [entry.name for entry in os.scandir(directory) if entry.name.startswith(TEMPORARY_PREFIX)]
-    except OSError:
-        return 0
-    for name in names:
-        if _is_dead_temporary(directory / name):
-            remove_quietly(directory / name)
-            num_removed += 1
-    return num_removed
+    """Remove temporary files whose writer no longer runs, and return how many; those of a live process stay an hour."""
+    dead = [path for path in directory.glob(f"{TEMPORARY_PREFIX}*") if _is_dead_temporary(path)]
+    for path in dead:
+        remove_quietly(path)
+    return len(dead)
 
 
 def _is_dead_temporary(path: Path) -> bool:
@@ -254,6 +227,15 @@ def free_bytes(directory: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+@contextlib.contextmanager
+def storage_errors_of(action: str, path: Path) -> Iterator[None]:
+    """Raise the `storage_error` in place of an OSError."""
+    try:
+        yield
+    except OSError as error:
+        raise storage_error(action, path, error) from error
+
+
 def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     """Return the error that tells the user what could not be written, why, and what to do."""
     reason = error.strerror or str(error)
@@ -281,18 +263,13 @@ def copy_durably(source: Path, target: Path) -> None:
 def is_same_file(path: Path, other: Path) -> bool:
     """Return True if two paths are hard links to one file; False if one is missing."""
     try:
-        one, two = os.lstat(path), os.lstat(other)
+        return os.path.samestat(os.lstat(path), os.lstat(other))
     except OSError:
         return False
-    return (one.st_dev, one.st_ino) == (two.st_dev, two.st_ino)
 
 
 def has_same_bytes(path: Path, other: Path) -> bool:
-    """Return True if two files have the same content.
-
-    Raises:
-        OSError: One cannot be read.
-    """
+    """Return True if two files have the same content; raise OSError if one cannot be read."""
     if is_same_file(path, other):
         return True
     if path.is_symlink() or path.stat().st_size != other.stat().st_size:

@@ -1,19 +1,13 @@
-"""The folder of a run: created once, locked by one trainer at a time, found by name.
-
-Locks end with the process that holds them, and can be queried without being taken.
-"""
+"""The folder of a run: created once, locked by one trainer at a time, found by name."""
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import secrets
 import shutil
-import struct
 import sys
 import time
-import weakref
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +20,11 @@ from segapp.run.files import (
     make_durable_directory,
     remove_dead_temporaries,
     storage_error,
+    storage_errors_of,
     write_atomic,
     write_json,
 )
+from segapp.run.lock import FileLock
 from segapp.run.process import ProcessId, this_process
 
 SCHEMA = 1
@@ -60,8 +56,22 @@ class RunFolder:
     """The files of one run."""
 
     def __init__(self, path: Path | str, *, is_made: bool = False) -> None:
-        self.path, self.is_made = Path(path), is_made  # made: by `create`, where no folder was before
-        self._lock_fd = -1
+        self.path = Path(path)
+        self.is_made = is_made
+        """True if `create` made it, where no folder was before."""
+        self.run_json = self.path / "run.json"  # `RunInfo`
+        self.config_yaml = self.path / "config.yaml"  # the complete config
+        self.events = self.path / "events.jsonl"
+        self.commands = self.path / "commands"  # the inbox
+        self.checkpoints = self.path / "checkpoints"
+        self.samples = self.path / "samples"  # sample pictures
+        self.reports = self.path / "reports"  # of out-of-memory errors
+        self.saved_plan = self.path / "memory_plan.json"  # the memory plan at the start of the run
+        self.parts = self.path / "parts"  # copies of the source files of own parts
+        self.tensorboard = self.path / "tensorboard"
+        self.log = self.path / "trainer.log"  # output of a detached trainer, and tracebacks
+        self.lock = self.path / "lock"  # locked while a trainer runs; names that process
+        self._file_lock = FileLock(self.lock)
 
     @property
     def name(self) -> str:
@@ -74,75 +84,12 @@ class RunFolder:
         """The shortest argument that names the run on a command line in the current folder."""
         return self.name if Path("runs", self.name).resolve() == self.path.resolve() else str(self.path)
 
-    @property
-    def run_json(self) -> Path:
-        """`RunInfo` of the run."""
-        return self.path / "run.json"
-
-    @property
-    def config_yaml(self) -> Path:
-        """The complete config."""
-        return self.path / "config.yaml"
-
-    @property
-    def events(self) -> Path:
-        """The events of the run."""
-        return self.path / "events.jsonl"
-
-    @property
-    def commands(self) -> Path:
-        """Inbox of the commands."""
-        return self.path / "commands"
-
-    @property
-    def checkpoints(self) -> Path:
-        """`last.pt`, `best.pt`, `epoch_NNNN.pt` and their manifest."""
-        return self.path / "checkpoints"
-
-    @property
-    def samples(self) -> Path:
-        """Sample pictures."""
-        return self.path / "samples"
-
-    @property
-    def reports(self) -> Path:
-        """Reports of out-of-memory errors."""
-        return self.path / "reports"
-
-    @property
-    def saved_plan(self) -> Path:
-        """The memory plan at the start of the run."""
-        return self.path / "memory_plan.json"
-
-    @property
-    def parts(self) -> Path:
-        """Folder with copies of the source files of own parts."""
-        return self.path / "parts"
-
-    @property
-    def tensorboard(self) -> Path:
-        """TensorBoard event files."""
-        return self.path / "tensorboard"
-
-    @property
-    def log(self) -> Path:
-        """Output of a detached trainer, and tracebacks."""
-        return self.path / "trainer.log"
-
-    @property
-    def lock(self) -> Path:
-        """File that the trainer keeps locked while it runs; names that process."""
-        return self.path / "lock"
-
     @classmethod
     def create(cls, name: str = "run", *, path: Path | str | None = None, root: Path | str = "runs") -> "RunFolder":
-        """Create the folder of a new training, not yet locked.
+        """Create the folder of a new training, not yet locked: `path`, else `root/name`.
 
-        Args:
-            name: `runs/<name>`; if that exists, `runs/<name>-2`, `-3` and so on. A start that failed before any
-                training is replaced.
-            path: This folder instead; it may exist if it holds no run, or one without a single step.
-            root: The folder of the runs.
+        `path` may exist if it holds no run, or one without a single step. If `root/name` exists, the folder is
+        `root/name-2`, `-3` and so on; a start that failed before any training is replaced.
 
         Raises:
             ConfigError: The name is not a valid folder name, or `path` already holds a run.
@@ -178,29 +125,20 @@ class RunFolder:
     def acquire(self) -> None:
         """Lock the folder for this process, until `release` or the end of the process.
 
-        Child processes do not inherit the lock: a data worker that outlives its trainer does not hold it.
-
         Raises:
             RunBusyError: Another process holds the lock; the message names its host and process id.
             StorageError: The lock file cannot be written, or the inbox belongs to another user.
         """
-        if self._lock_fd >= 0:
+        if self._file_lock.fd >= 0:
             return
-        try:
-            fd = os.open(self.lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        except OSError as error:
-            raise storage_error("lock", self.lock, error) from error
-        try:
-            take_lock(fd)
-        except OSError:
-            os.close(fd)
-            raise RunBusyError(self._busy_message(), path=self.path) from None
-        self._lock_fd = fd
-        _close_in_children(self)
+        with storage_errors_of("lock", self.lock):
+            is_acquired = self._file_lock.acquire()
+        if not is_acquired:
+            raise RunBusyError(self._busy_message(), path=self.path)
         with contextlib.suppress(OSError):
             body = this_process().model_dump() | {"acquired_s": round(time.time(), 3)}
-            os.ftruncate(fd, 0)
-            os.pwrite(fd, json.dumps(body).encode(), 0)
+            os.ftruncate(self._file_lock.fd, 0)
+            os.pwrite(self._file_lock.fd, json.dumps(body).encode(), 0)
             self._make_subfolders()
             below = (self.commands, self.checkpoints, self.checkpoints / "objects", self.samples)
             for directory in (self.path, *below):
@@ -208,16 +146,7 @@ class RunFolder:
 
     def release(self) -> None:
         """Release the lock; the file stays and names the last holder."""
-        if self._lock_fd >= 0:
-            with contextlib.suppress(OSError):
-                drop_lock(self._lock_fd)
-            self.close_lock()
-
-    def close_lock(self) -> None:
-        """Close this process's copy of the lock; the lock is held until every process has closed its copy."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        self._file_lock.release()
 
     def __enter__(self) -> "RunFolder":
         self.acquire()
@@ -229,10 +158,7 @@ class RunFolder:
     def write_info(
         self, *, versions: dict[str, str] | None = None, gpus: list[dict[str, Any]] | None = None
     ) -> RunInfo:
-        """Write `run.json`, as the holder of the lock; an existing one is not changed.
-
-        Returns:
-            The content of the file.
+        """Write `run.json`, as the holder of the lock, and return its content; an existing one is not changed.
 
         Raises:
             StorageError: The file cannot be written.
@@ -251,10 +177,8 @@ class RunFolder:
         body = info.model_dump()
         flat = {"schema": body.pop("schema_version"), **body, **info.process.model_dump(include={"host", "pid"})}
         flat["process_start_s"] = info.process.start_s
-        try:
+        with storage_errors_of("write", self.run_json):
             write_json(self.run_json, flat)
-        except OSError as error:
-            raise storage_error("write", self.run_json, error) from error
         return info
 
     def read_info(self) -> RunInfo | None:
@@ -271,10 +195,8 @@ class RunFolder:
         Raises:
             StorageError: The file cannot be written.
         """
-        try:
+        with storage_errors_of("write", self.config_yaml):
             write_atomic(self.config_yaml, text)
-        except OSError as error:
-            raise storage_error("write", self.config_yaml, error) from error
 
     def read_holder(self) -> ProcessId | None:
         """Return the process that holds the lock, or held it last."""
@@ -286,16 +208,7 @@ class RunFolder:
 
     def is_locked(self) -> bool | None:
         """Return True if a trainer holds the lock, without taking it; None if the system cannot tell."""
-        try:
-            fd = os.open(self.lock, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except FileNotFoundError:
-            return False
-        except OSError:
-            return None
-        try:
-            return is_write_locked(fd)
-        finally:
-            os.close(fd)
+        return self._file_lock.is_held()
 
     def _busy_message(self) -> str:
         holder = self.read_holder()
@@ -349,11 +262,7 @@ def is_sweep(path: Path) -> bool:
 
 
 def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFolder:
-    """Return the folder of the run that the user names.
-
-    Args:
-        what: A run's name, a path to its folder (or to a file in it), or None for the run that began last.
-        root: The folder of the runs.
+    """Return the folder of a run: by its name, a path to its folder or a file in it; None: the run that began last.
 
     Raises:
         ConfigError: There is no such run; the message names the most similar ones.
@@ -364,10 +273,8 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
             raise ConfigError(f"no run in {root}: start one with `segapp train`, or name a folder", path=root)
         return runs[0]
     for path in (Path(root) / what, Path(what), *Path(what).parents[:3]):
-        if is_run(path) and path != Path("."):
+        if is_run(path) and (path != Path(".") or str(what) == "."):
             return RunFolder(path)
-    if str(what) == "." and is_run(Path(what)):
-        return RunFolder(what)
     names = [run.name for run in runs]
     for path in (Path(root) / what, Path(what)):
         if is_sweep(path):
@@ -384,8 +291,7 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
 
 def run_of_file(path: Path) -> RunFolder | None:
     """Return the run that a file lies in, such as one of its checkpoints; None for a file outside a run."""
-    found = next((folder for folder in list(path.absolute().parents)[:3] if is_run(folder)), None)
-    return None if found is None else RunFolder(found)
+    return next((RunFolder(folder) for folder in list(path.absolute().parents)[:3] if is_run(folder)), None)
 
 
 def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list[RunFolder]:
@@ -443,17 +349,6 @@ def remove_failed_start(folder: RunFolder) -> bool:
     return False
 
 
-def _close_in_children(folder: RunFolder) -> None:
-    """Make forked children close their copy of the lock immediately."""
-    reference = weakref.ref(folder)
-
-    def close() -> None:
-        if (held := reference()) is not None:
-            held.close_lock()
-
-    os.register_at_fork(after_in_child=close)
-
-
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -461,45 +356,3 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return raw if isinstance(raw, dict) else None
-
-
-_FLOCK = "hhqqi4x"
-"""`struct flock` of Linux on 64 bits: type, whence, start, length, pid."""
-
-
-def take_lock(fd: int) -> None:
-    """Lock an open file until its file description is closed (an "open file description" lock).
-
-    Unlike a POSIX record lock it is not released when another part of the process opens and closes the same file,
-    and unlike `flock` it can be queried without being taken.
-
-    Raises:
-        OSError: Another process holds the lock.
-    """
-    if _has_ofd_locks():
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-
-def drop_lock(fd: int) -> None:
-    """Unlock for all processes that share the file description: a new child may not have closed its copy yet."""
-    if _has_ofd_locks():
-        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_UNLCK, os.SEEK_SET, 0, 0, 0))
-    else:
-        fcntl.flock(fd, fcntl.LOCK_UN)
-
-
-def is_write_locked(fd: int) -> bool | None:
-    """Return the lock that conflicts with a shared one, without taking any."""
-    if not _has_ofd_locks():
-        return None
-    try:
-        answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
-    except OSError:
-        return None
-    return int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
-
-
-def _has_ofd_locks() -> bool:
-    return sys.platform.startswith("linux") and hasattr(fcntl, "F_OFD_SETLK")

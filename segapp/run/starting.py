@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
-from types import ModuleType
 from typing import Any
 
 _MARK = "starting: "
 
 
 def announce(what: str) -> None:
-    """Print what the trainer does now; `what` follows on `starting:`."""
+    """Print what the trainer does now, behind `starting:`."""
     print(f"{_MARK}{what}", flush=True)
 
 
@@ -31,13 +28,10 @@ class _TorchNotice:
 
     has_printed = False
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, *_: object) -> None:
         if name == "torch" and not self.has_printed:
             self.has_printed = True
             announce_on_terminal("importing torch")
-        return None
 
 
 def announce_torch() -> None:

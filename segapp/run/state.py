@@ -1,15 +1,13 @@
 """State of a run, derived from the end of its events and from the liveness of its process."""
 
-import os
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from segapp.run.events import is_known, parse_line
+from segapp.run.events import EventReader
 from segapp.run.folder import RunFolder
 from segapp.run.process import is_alive
 
@@ -25,7 +23,7 @@ _MAX_TAIL_BYTES = 16 * 2**20
 
 @dataclass(frozen=True)
 class StateFacts:
-    """The facts from which a state is derived."""
+    """What decides about a state."""
 
     end_status: Literal["finished", "stopped", "failed"] | None = None
     """Status of `run_end`, if no training began after it."""
@@ -61,7 +59,7 @@ def derive_state(facts: StateFacts) -> State:
 
 
 def read_facts(path: Path | str, now_s: float | None = None) -> StateFacts:
-    """Return the facts of a run, from its folder; reads only the end of the events."""
+    """Return the facts of a run; reads only the end of its events."""
     now_s = time.time() if now_s is None else now_s
     folder = RunFolder(path)
     events = _read_tail(folder.events)
@@ -107,30 +105,10 @@ def _interval_s(times_s: list[float]) -> float:
 
 
 def _read_tail(path: Path) -> list[dict[str, Any]]:
-    """Return the last events of a file (whole lines); reads further back if the end holds none."""
+    """Return the last events of a file; reads further back if the end holds none."""
     num_bytes = _TAIL_BYTES
     while True:
-        block, is_whole = _read_end(path, num_bytes)
-        lines = block.split(b"\n")[:-1]
-        events = list(_parsed(lines if is_whole else lines[1:]))
-        if events or is_whole or num_bytes >= _MAX_TAIL_BYTES:
+        events = EventReader(path, last_bytes=num_bytes).read_raw()
+        if events or num_bytes >= _MAX_TAIL_BYTES:
             return events
         num_bytes *= 4
-
-
-def _read_end(path: Path, num_bytes: int) -> tuple[bytes, bool]:
-    """Return the last bytes of a file, and True if that is all of it; an unreadable file counts as empty."""
-    try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            start = max(0, os.fstat(file.fileno()).st_size - num_bytes)
-            file.seek(start)
-            return file.read(num_bytes), start == 0
-    except OSError:
-        return b"", True
-
-
-def _parsed(lines: list[bytes]) -> Iterator[dict[str, Any]]:
-    for line in lines:
-        raw = parse_line(line.rstrip(b"\n"))
-        if raw is not None and is_known(raw):
-            yield raw

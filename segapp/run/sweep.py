@@ -1,7 +1,6 @@
 """The folder of a sweep: what its runs are, where they lie, and how far they are. No torch here."""
 
 import contextlib
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,8 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from segapp.errors import ConfigError, RunBusyError, storage_errors
 from segapp.run.files import write_atomic
-from segapp.run.folder import RunFolder, is_run, is_sweep, is_write_locked, take_lock
+from segapp.run.folder import RunFolder, is_run, is_sweep
+from segapp.run.lock import FileLock
 from segapp.run.state import State, run_state
 
 SCHEMA = 1
@@ -77,7 +77,7 @@ class SweepFolder:
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._lock_fd = -1
+        self._lock = FileLock(self.path / "lock")
 
     @property
     def name(self) -> str:
@@ -136,36 +136,22 @@ class SweepFolder:
             RunBusyError: another process carries the sweep out.
             StorageError: the lock file cannot be written.
         """
-        path = self.path / "lock"
-        with storage_errors(path, "choose another folder"):
+        with storage_errors(self._lock.path, "choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            take_lock(fd)
-        except OSError:
-            os.close(fd)
+            is_acquired = self._lock.acquire()
+        if not is_acquired:
             raise RunBusyError(
                 f"{self.path} is carried out by another process: `segapp ls {self.name}` shows how far it is",
                 path=self.path,
-            ) from None
-        self._lock_fd = fd
+            )
 
     def release(self) -> None:
         """Release the lock."""
-        if self._lock_fd >= 0:
-            os.close(self._lock_fd)
-            self._lock_fd = -1
+        self._lock.release()
 
     def is_locked(self) -> bool:
         """Return True if a process carries the sweep out."""
-        try:
-            fd = os.open(self.path / "lock", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except OSError:
-            return False
-        try:
-            return bool(is_write_locked(fd))
-        finally:
-            os.close(fd)
+        return bool(self._lock.is_held())
 
     def progress(self) -> SweepProgress:
         """Return how far the sweep is.
@@ -185,10 +171,7 @@ class SweepFolder:
 
 def find_sweep(what: str | Path, root: Path | str = "runs") -> SweepFolder | None:
     """Return the sweep that the user names, by its name or folder; None if there is none."""
-    for path in (Path(root) / what, Path(what)):
-        if is_sweep(path):
-            return SweepFolder(path)
-    return None
+    return next((SweepFolder(path) for path in (Path(root) / what, Path(what)) if is_sweep(path)), None)
 
 
 def sweep_folders(root: Path | str = "runs") -> list[SweepFolder]:

@@ -165,17 +165,18 @@ def test_auto_takes_a_mode_that_does_what_the_config_asks(
     assert why in found.mode_reason
 
 
-@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: ".".join(feature.key))
+@pytest.mark.parametrize("feature", FEATURES, ids=lambda feature: feature.key)
 def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> None:
-    asked: dict[tuple[str, ...], dict[str, Any]] = {
-        ("train", "compile"): COMPILED,
-        ("distill",): DISTILLED,
-        ("model", "library"): EOMT,
-        ("parallel", "stages"): {},
-        ("parallel", "shard_optimizer"): {},
+    asked: dict[str, dict[str, Any]] = {
+        "train.compile": COMPILED,
+        "distill": DISTILLED,
+        "model.library": EOMT,
+        "parallel.shard_optimizer": {},
+        "parallel.stages": {},
     }
     own = {"stages": {"backbone": 0}, "shard_optimizer": True}
-    parallel = {feature.key[1]: own[feature.key[1]]} if feature.key[0] == "parallel" else {}
+    section, _, key = feature.key.partition(".")
+    parallel = {key: own[key]} if section == "parallel" else {}
     for mode in ("single", "dp", "ddp", "model"):
         config = config_of(parallel, **asked[feature.key])  # `auto`, so that no check has been made yet
         forced = config.model_copy(update={"parallel": config.parallel.model_copy(update={"mode": mode})})
@@ -189,7 +190,7 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
             lambda forced=forced: plan_devices(forced),
             lambda forced=forced, num_gpus=num_gpus: choose_mode(forced, num_gpus),
         ):
-            with pytest.raises(ConfigError, match=f"{'.'.join(feature.key)}:? {feature.problem(mode)}"):
+            with pytest.raises(ConfigError, match=f"{feature.key}:? {feature.problem(mode)}"):
                 act()
 
 
@@ -208,7 +209,7 @@ def test_plan_simulates_no_mode_in_which_a_feature_does_not_work(monkeypatch: py
     assert [job.mode for job in _advice_jobs(staged, 8, 2, []).values()] == ["single", "single", "ddp"]
     with pytest.raises(ConfigError, match=r"parallel\.stages does not support parallel\.mode: dp: use model"):
         check_mode(staged, "dp")
-    alone = Feature(("train", "tf32"), ("single",), lambda config: config.train.tf32)
+    alone = Feature("train.tf32", ("single",), lambda config: config.train.tf32)
     monkeypatch.setattr(modes, "FEATURES", (*FEATURES, alone))
     assert [job.mode for job in _advice_jobs(config_of(), 8, 2, []).values()] == ["single", "single"]
     assert plan_devices(config_of()).mode == "single"

@@ -118,7 +118,7 @@ class SweepRunner:
             self.overview.failed(run, error.exit_code, reason)
             return
         self.overview.started(run, slot.name, is_resumed=not is_new)
-        events = EventReader(folder.events, from_end=not is_new)
+        events = EventReader(folder.events, last_bytes=None if is_new else 0)
         self._running.append(_Running(run, slot, trainer, events, time.monotonic()))
 
     def _follow(self, each: _Running, *, is_time: bool) -> None:

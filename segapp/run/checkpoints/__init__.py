@@ -24,17 +24,16 @@ manifest.py reads, changes and writes the manifest; store.py commits, reads and 
 aliases.
 """
 
-from segapp.run.checkpoints.manifest import BEST, FORMAT, LAST, CheckpointEntry, CheckpointFacts, DamagedError, Manifest
-from segapp.run.checkpoints.store import CheckpointFolder, CheckpointStatus
+# isort: skip_file
+# `as` marks a public name, for linters and type checkers: the one list of them.
 
-__all__ = [
-    "BEST",
-    "FORMAT",
-    "LAST",
-    "CheckpointEntry",
-    "CheckpointFacts",
-    "CheckpointFolder",
-    "CheckpointStatus",
-    "DamagedError",
-    "Manifest",
-]
+from segapp.run.checkpoints.manifest import (
+    BEST as BEST,
+    FORMAT as FORMAT,
+    LAST as LAST,
+    CheckpointEntry as CheckpointEntry,
+    CheckpointFacts as CheckpointFacts,
+    DamagedError as DamagedError,
+    Manifest as Manifest,
+)
+from segapp.run.checkpoints.store import CheckpointFolder as CheckpointFolder, CheckpointStatus as CheckpointStatus

@@ -1,5 +1,6 @@
 """The manifest of a checkpoint folder: what is committed and intact, what each alias stands for, which entries stay."""
 
+import hashlib
 import os
 import re
 import stat
@@ -11,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from segapp.errors import CheckpointError
-from segapp.run.files import hash_open, reason_of, write_json
+from segapp.run.files import reason_of, write_json
 
 FORMAT = 1
 """Format of the manifest and of the content of a checkpoint; a higher one is refused."""
@@ -115,10 +116,7 @@ def alias_names(finished_epoch: int | None, is_best: bool) -> list[str]:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Read `manifest.json`; a damaged one reads as empty, with the reason in `problems`.
-
-    Returns:
-        The manifest; None if the file is missing.
+    """Return `manifest.json`, or None if it is missing; a damaged one reads as empty, with the reason in `problems`.
 
     Raises:
         CheckpointError: The manifest was written by a newer segapp.
@@ -181,12 +179,7 @@ def _parse(raw: dict[str, Any]) -> Manifest:
 
 
 def open_if_intact(path: Path, size_bytes: int, sha256: str | None) -> BinaryIO:
-    """Open a file at its start if it has the committed size and hash.
-
-    Args:
-        path: The file.
-        size_bytes: Committed size.
-        sha256: Committed hash; None: compare only the size.
+    """Open a file at its start if it has the committed size and hash; a hash of None is not compared.
 
     Raises:
         DamagedError: Size or hash differ, or it is not a regular file.
@@ -199,7 +192,7 @@ def open_if_intact(path: Path, size_bytes: int, sha256: str | None) -> BinaryIO:
             raise DamagedError("is not a file")
         if facts.st_size != size_bytes:
             raise DamagedError(f"is damaged: it has {facts.st_size} bytes instead of {size_bytes}")
-        if sha256 is not None and hash_open(file)[0] != sha256:
+        if sha256 is not None and hashlib.file_digest(file, "sha256").hexdigest() != sha256:
             raise DamagedError("is damaged: its sha256 is not the one in manifest.json")
         file.seek(0)
     except BaseException:

@@ -72,8 +72,7 @@ class CheckpointFolder:
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         self.objects = self.path / "objects"
-
-    # -- reading ------------------------------------------------------------------------------------------------
+        self.manifest_path = self.path / "manifest.json"
 
     def read_manifest(self) -> Manifest:
         """Return what is committed; a damaged manifest reads as empty, with the reason in `problems`.
@@ -81,7 +80,7 @@ class CheckpointFolder:
         Raises:
             CheckpointError: The manifest was written by a newer segapp.
         """
-        manifest = read_manifest(self.path / "manifest.json")
+        manifest = read_manifest(self.manifest_path)
         return Manifest(is_readable=self.is_untouched()) if manifest is None else manifest
 
     def is_untouched(self) -> bool:
@@ -106,40 +105,30 @@ class CheckpointFolder:
         object_path = self.objects / entry.object
         aliases = (self.path / name for name in manifest.names_of(entry))
         paths = [object_path, *(path for path in aliases if not is_same_file(path, object_path))]
-        problems: list[str] = []
+        damage: DamagedError | None = None
         unreadable: OSError | None = None
         for path in paths:
             try:
                 return open_if_intact(path, entry.size_bytes, entry.sha256)
             except FileNotFoundError:
-                problems.append("is missing")
+                pass
             except DamagedError as error:
-                problems.append(str(error))
+                damage = damage or error
             except OSError as error:
                 unreadable = error
-        if unreadable is not None:
-            raise unreadable
-        damage = [problem for problem in problems if problem != "is missing"]
-        raise DamagedError((damage or problems)[0])
+        raise unreadable or damage or DamagedError("is missing")
 
     def mismatched_aliases(self, manifest: Manifest, entry: CheckpointEntry, *, hashes: bool = True) -> list[str]:
         """Return the aliases of a checkpoint that hold the bytes of no committed checkpoint, `last.pt` first.
 
         An alias that a crash left missing, or at the checkpoint before, is no mismatch: the next commit repairs it.
-
-        Args:
-            manifest: The manifest of this folder.
-            entry: The checkpoint.
-            hashes: Read every byte of an alias that is not a link to an object; otherwise compare only the size.
+        With `hashes` every byte of an alias that is not a link to an object is read; otherwise only sizes are compared.
         """
         names = manifest.names_of(entry)
         return [name for name in names if is_mismatched(self.path / name, self.objects, manifest, hashes=hashes)]
 
     def verify(self, *, hashes: bool = True) -> list[CheckpointStatus]:
-        """Return the state of every committed checkpoint, newest first.
-
-        Args:
-            hashes: Read every byte; otherwise compare only the sizes.
+        """Return the state of every committed checkpoint, newest first; without `hashes` only the sizes are compared.
 
         Raises:
             CheckpointError: The manifest is damaged, or was written by a newer segapp.
@@ -167,8 +156,6 @@ class CheckpointFolder:
         files = sorted(path.name for path in self.path.glob("*.pt")) or object_names(self.objects)
         hint = f": name a file to use it without the check: {', '.join(files)}" if files else ""
         return "; ".join(manifest.problems or ["manifest.json is missing"]) + hint
-
-    # -- writing ------------------------------------------------------------------------------------------------
 
     def commit(
         self,
@@ -211,7 +198,7 @@ class CheckpointFolder:
             )
             self._publish(temporary, entry)
             manifest = manifest.with_entry(entry, alias_names(finished_epoch, is_best), keep)
-            self._write_manifest(manifest)
+            write_manifest(self.manifest_path, manifest)
         except OSError as error:
             self._remove_uncommitted()
             raise storage_error("write a checkpoint in", self.path, error) from error
@@ -223,12 +210,9 @@ class CheckpointFolder:
         return entry, restored + problems
 
     def quarantine(self, damaged: Iterable[CheckpointEntry]) -> list[str]:
-        """Remove damaged checkpoints from the manifest and rename their files to `*.corrupt`.
+        """Take damaged checkpoints out of the manifest and rename their files to `*.corrupt`, if others are left.
 
-        Does nothing if no checkpoint would be left.
-
-        Returns:
-            What could not be done, in sentences.
+        Returns what could not be done, in sentences.
         """
         manifest = self._read_to_replace()
         bad = {entry.sha256: entry for entry in damaged}
@@ -243,17 +227,13 @@ class CheckpointFolder:
             names = {name: sha for name, sha in manifest.names.items() if sha not in bad}
             names.setdefault(LAST, left[0].sha256)
             manifest = Manifest(left, names, manifest.orphans)
-            self._write_manifest(manifest)
+            write_manifest(self.manifest_path, manifest)
         except OSError as error:
             return [f"damaged checkpoints could not be renamed: {reason_of(error)}"]
         return self.repair_aliases(manifest)
 
     def set_aside(self, names: Iterable[str]) -> list[str]:
-        """Rename aliases with wrong content to `*.corrupt`, and create them anew.
-
-        Returns:
-            What could not be done, in sentences.
-        """
+        """Rename aliases with wrong content to `*.corrupt`, create them anew, and return what could not be done."""
         for name in names:
             with contextlib.suppress(OSError):
                 os.rename(self.path / name, corrupt_name(self.path / name))
@@ -262,8 +242,7 @@ class CheckpointFolder:
     def repair_aliases(self, manifest: Manifest | None = None) -> list[str]:
         """Point every alias at its checkpoint, where a crash or a user changed that; restore objects from aliases.
 
-        Returns:
-            What was restored, and what could not be done, in sentences.
+        Returns what was restored, and what could not be done, in sentences.
         """
         manifest = manifest or self.read_manifest()
         restored = restore_objects(self.path, self.objects, manifest)
@@ -278,7 +257,7 @@ class CheckpointFolder:
         manifest = self._read_to_replace()
         if not manifest.is_readable:
             with contextlib.suppress(FileNotFoundError):
-                os.rename(self.path / "manifest.json", corrupt_name(self.path / "manifest.json"))
+                os.rename(self.manifest_path, corrupt_name(self.manifest_path))
             manifest.is_readable = True
             return manifest
         remove_unlisted(self.path, self.objects, manifest)
@@ -286,7 +265,7 @@ class CheckpointFolder:
             return manifest
         smaller = manifest.retire(keep, NUM_ALWAYS_KEPT - 1)
         if len(smaller.entries) < len(manifest.entries):
-            self._write_manifest(smaller)
+            write_manifest(self.manifest_path, smaller)
             remove_unlisted(self.path, self.objects, smaller)
             manifest = smaller
         free = free_bytes(self.path)
@@ -330,7 +309,6 @@ class CheckpointFolder:
 
         Raises:
             DamagedError: It did not read back as written, and is removed.
-            OSError: It could not be written.
         """
         temporary = self.objects / temporary_name(step)
         try:
@@ -368,9 +346,6 @@ class CheckpointFolder:
         failpoint("ckpt.after_rename")
         fsync_directory(self.objects)
 
-    def _write_manifest(self, manifest: Manifest) -> None:
-        write_manifest(self.path / "manifest.json", manifest)
-
 
 def _write_content(write: Callable[[HashingFile], object], file: HashingFile) -> None:
     """Call `write`; raise the file's own error rather than what the writer made of it."""
@@ -395,14 +370,7 @@ def object_names(objects: Path) -> list[str]:
 
 
 def is_mismatched(alias: Path, objects: Path, manifest: Manifest, *, hashes: bool) -> bool:
-    """Return True if an alias exists and holds the bytes of no committed checkpoint.
-
-    Args:
-        alias: Path of the alias.
-        objects: Folder of the objects.
-        manifest: The manifest.
-        hashes: Read every byte if the alias is not a link to an object; otherwise compare only the size.
-    """
+    """Return True if an alias exists and holds the bytes of no committed checkpoint; see `mismatched_aliases`."""
     names = object_names(objects)
     if not os.path.lexists(alias) or any(is_same_file(alias, objects / name) for name in names):
         return False
@@ -419,11 +387,7 @@ def is_mismatched(alias: Path, objects: Path, manifest: Manifest, *, hashes: boo
 
 
 def restore_objects(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
-    """Link each committed object that is gone to an intact alias of its checkpoint.
-
-    Returns:
-        What was restored, in sentences.
-    """
+    """Link each committed object that is gone to an intact alias of its checkpoint; return what was restored."""
     messages = []
     for entry in manifest.entries:
         path = objects / entry.object
@@ -438,11 +402,7 @@ def restore_objects(folder: Path, objects: Path, manifest: Manifest) -> list[str
 
 
 def repair_aliases(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
-    """Point every alias at its checkpoint, where a crash or a user changed that.
-
-    Returns:
-        What could not be done, in sentences.
-    """
+    """Point every alias at its checkpoint, where a crash or a user changed that; return what could not be done."""
     problems = []
     for name in sorted(manifest.names, key=last_first):
         entry = manifest.entry_named(name)
@@ -477,11 +437,7 @@ def _point(alias: Path, source: Path, entry: CheckpointEntry) -> None:
 
 
 def remove_unlisted(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
-    """Remove what the manifest no longer lists: first `epoch_*.pt` aliases, then objects.
-
-    Returns:
-        What could not be done, in sentences.
-    """
+    """Remove what the manifest no longer lists: `epoch_*.pt` aliases, then objects; return what could not be done."""
     names = object_names(objects)
     wanted = {entry.object for entry in manifest.entries} | set(manifest.orphans)
     try:

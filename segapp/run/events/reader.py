@@ -1,6 +1,6 @@
 """Reads events.jsonl while it is being written: bytes to a dict, to an event, or many `step` lines to their curve.
 
-There are three depths because of their cost, per million lines: `skim_block` takes 2 s of CPU, `parse_line` (JSON, and
+There are three depths because of their cost, per million lines: skimming takes 3 s of CPU, `parse_line` (JSON, and
 the fields of every line) 5 s, and `parse_event` (types of all fields) ten times that. All accept the same lines, except
 that only `parse_event` checks an event's own fields.
 """
@@ -11,20 +11,15 @@ import math
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from segapp.older import EVENT_KEYS, renamed
-from segapp.run.events.types import (
-    EVENT_TYPES,
-    FINAL_STATUSES,
-    MAX_LINE_BYTES,
-    VERSION,
-    Event,
-)
+from segapp.run.events.types import EVENT_TYPES, FINAL_STATUSES, MAX_LINE_BYTES, VERSION, Event
 
 _adapter: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="type")], config=ConfigDict(defer_build=True)
@@ -60,9 +55,8 @@ def is_known(raw: dict[str, Any]) -> bool:
     return raw["v"] == VERSION and raw["type"] in EVENT_TYPES
 
 
-def last_line_end(fd: int) -> int:
-    """Return the offset behind the last newline of a file; 0 if it has none."""
-    end = os.fstat(fd).st_size
+def last_line_end(fd: int, end: int) -> int:
+    """Return the offset behind the last newline in the first `end` bytes of a file; 0 if they have none."""
     while end > 0:
         start = max(0, end - 2**16)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
@@ -72,39 +66,28 @@ def last_line_end(fd: int) -> int:
     return 0
 
 
-# The first fields of a step stand in the order in which `EventWriter` writes them.
-_STEP_LINE = re.compile(
-    rb'(\{"v":1,"seq":[0-9]+,"t":(-?[0-9][0-9.eE+-]*+),"type":"step","epoch":[0-9]+,"step":([0-9]{1,15}),"loss":'
-    rb"(null|-?[0-9][0-9.eE+-]*+),.*+(?<=\}))\n"
+_NUMBER = rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
+_STEP_LINE = re.compile(  # the first fields stand in the order in which `EventWriter` writes them
+    rb'\{"v":1,"seq":\d+,"t":(%b),"type":"step","epoch":(\d{1,15}),"step":(\d{1,15}),"loss":(null|%b),.*\}\n'
+    % (_NUMBER, _NUMBER)
 )
-_ONCE_A_LINE = ((b"{", b'{"v":'), (b"y", b'"type":'))
-"""In most `step` lines the byte stands only in the word beside it, and is counted in half the time."""
 
 
-_EPOCH = re.compile(rb'"type":"step","epoch":([0-9]{1,9}),')
+@dataclass
+class StepRun:
+    """Consecutive `step` events of one epoch, reduced to their curve."""
 
-
-class StepRun(NamedTuple):
-    """Consecutive `step` events, reduced to their curve."""
-
-    t: list[float]
-    step: list[int]
-    loss: list[float]
+    epoch: int
+    t: list[float] = field(default_factory=list)
+    step: list[int] = field(default_factory=list)
+    loss: list[float] = field(default_factory=list)
     """nan where it was null."""
-    last_line: bytes
-    """The last of the lines, as bytes."""
+    last_line: bytes = b""
 
     @property
     def last(self) -> dict[str, Any] | None:
         """The last step, parsed; None if the line is damaged behind its loss."""
-        raw = parse_line(self.last_line)
-        return raw if raw is not None and raw["type"] == "step" else None
-
-    @property
-    def epoch(self) -> int | None:
-        """The epoch of the last step, which is that of all of them: an `epoch_start` line divides epochs."""
-        found = _EPOCH.search(self.last_line)
-        return None if found is None else int(found[1])
+        return parse_line(self.last_line)
 
     @property
     def split_text(self) -> bytes:
@@ -113,61 +96,18 @@ class StepRun(NamedTuple):
         return self.last_line[start : self.last_line.find(b"]", start)] if start >= 0 else b""
 
 
-def step_column(field: str) -> re.Pattern[bytes]:
-    """Return the pattern of a number in `step` lines: groups t, step, value.
+def step_column(name: str) -> re.Pattern[bytes]:
+    """Return the pattern of a number in a `step` line, for `EventReader.read_column`.
 
     Args:
-        field: Name of the field, or `terms.NAME` for a term of the loss.
+        name: Name of the field, or `terms.NAME` for a term of the loss.
     """
-    inside, _, name = field.rpartition(".")
-    key = re.escape(json.dumps(name or field).encode())
-    where = rb'[^\n]*?"terms":\{[^}\n]*?' if inside else rb"[^\n]*?"
+    is_term = name.startswith("terms.")
+    key = re.escape(json.dumps(name.removeprefix("terms.")).encode())
+    where = rb'.*?"terms":\{[^}]*?' if is_term else rb".*?"
     return re.compile(
-        rb'"t":(-?\d[\d.eE+-]*+),"type":"step","epoch":\d+,"step":(\d{1,15}),'
-        + where
-        + key
-        + rb":(null|-?\d[\d.eE+-]*+)"
+        rb'.*"t":(%b),"type":"step","epoch":\d+,"step":(\d{1,15}),%b%b:(null|%b)' % (_NUMBER, where, key, _NUMBER)
     )
-
-
-def skim_block(block: bytes) -> Iterator[StepRun | bytes]:
-    """Split whole lines into runs of `step` events and the lines between them, in order.
-
-    Yields:
-        A `StepRun`, or the bytes of other lines (also damaged steps), to be parsed in full.
-    """
-    parts = _STEP_LINE.split(block)
-    between, lines = parts[0::5], parts[1::5]
-    others = [piece for piece in between if piece]
-    rest = b"\n".join(others)
-    is_whole = all(
-        any(block.count(mark) == len(lines) + rest.count(mark) for mark in either) for either in _ONCE_A_LINE
-    )
-    if not is_whole or not all(piece.endswith(b"\n") for piece in others):
-        yield block  # damage joined two lines: only the full parser can tell the good from the bad
-        return
-    try:
-        t, step, loss = (_numbers(parts[group::5]) for group in (2, 3, 4))
-    except ValueError:  # such as 1.2.3
-        yield block
-        return
-    if None in loss:
-        loss = [float("nan") if value is None else value for value in loss]
-    start = 0
-    ends = [i for i, piece in enumerate(between) if piece]
-    if not between[-1]:
-        ends.append(len(lines))
-    for end in ends:
-        if end > start:
-            yield StepRun(t[start:end], step[start:end], loss[start:end], lines[end - 1])
-        if between[end]:
-            yield between[end]
-        start = end
-
-
-def _numbers(texts: list[bytes]) -> list[Any]:
-    numbers: list[Any] = from_json(b"[%b]" % b",".join(texts))  # a third of the time of float() one by one
-    return numbers
 
 
 class EventReader:
@@ -178,10 +118,11 @@ class EventReader:
 
     Args:
         path: The file.
-        from_end: Skip the present content (to wait for an answer).
+        last_bytes: Skip the present content except for about this much at its end (0: to wait for an answer); None
+            reads the whole file.
     """
 
-    def __init__(self, path: Path | str, *, from_end: bool = False) -> None:
+    def __init__(self, path: Path | str, *, last_bytes: int | None = None) -> None:
         self.path = Path(path)
         self.generation = 0
         """Increases when the file was replaced, truncated or removed: what was read before is void."""
@@ -192,8 +133,8 @@ class EventReader:
         self._fd = -1
         self._offset = 0
         self._is_skipping = False
-        if from_end and self._follow():
-            self._offset = last_line_end(self._fd)
+        if last_bytes is not None and self._follow():
+            self._offset = last_line_end(self._fd, os.fstat(self._fd).st_size - last_bytes)
 
     def read(self, max_bytes: int | None = None) -> list[Event]:
         """Return the events written since the last call, parsed and validated.
@@ -210,43 +151,42 @@ class EventReader:
         return events
 
     def read_raw(self, max_bytes: int | None = None) -> list[dict[str, Any]]:
-        """Return the events written since the last call as dicts: about ten times as fast as `read`.
+        """Like `read`, but as dicts, about ten times as fast.
 
         Each has `v`, `seq`, `t` and a known `type`; the other fields are not validated.
-
-        Args:
-            max_bytes: Read about this much at most; None reads to the end.
         """
-        return [raw for block in self._blocks(max_bytes) for raw in self._parse_block(block)]
+        return [raw for line in self._lines(max_bytes) if (raw := self._parse(line)) is not None]
 
     def read_skimmed(self, max_bytes: int | None = None) -> list[dict[str, Any] | StepRun]:
-        """Like `read_raw`, but with consecutive `step` events reduced to their curve: for long histories.
-
-        Args:
-            max_bytes: Read about this much at most; None reads to the end.
-        """
+        """Like `read_raw`, but with consecutive `step` events reduced to their curve: for long histories."""
         items: list[dict[str, Any] | StepRun] = []
-        for block in self._blocks(max_bytes):
-            for part in [block] if self._is_skipping else skim_block(block):
-                if isinstance(part, StepRun):
-                    items.append(part)
-                else:
-                    items.extend(self._parse_block(part))
+        run: StepRun | None = None
+        for line in self._lines(max_bytes):
+            found = _STEP_LINE.fullmatch(line)
+            if found is None or line.count(b'"type":') > 1 or line.count(b'{"v":') > 1:  # damage joined two lines
+                if (raw := self._parse(line)) is not None:
+                    items.append(raw)
+                    run = None
+                continue
+            epoch = int(found[2])
+            if run is None or run.epoch != epoch:
+                run = StepRun(epoch)
+                items.append(run)
+            run.t.append(float(found[1]))
+            run.step.append(int(found[3]))
+            run.loss.append(math.nan if found[4] == b"null" else float(found[4]))
+            run.last_line = line
         return items
 
-    def read_column(self, field: re.Pattern[bytes], max_bytes: int | None = None) -> list[tuple[float, int, float]]:
+    def read_column(self, pattern: re.Pattern[bytes], max_bytes: int | None = None) -> list[tuple[float, int, float]]:
         """Return time, step and value of a number in the new `step` events; nan where it was null.
 
         Args:
-            field: From `step_column`.
+            pattern: From `step_column`.
             max_bytes: Read about this much at most; None reads to the end.
         """
-        found = []
-        for block in self._blocks(max_bytes):
-            for t, step, value in field.findall(block):
-                with contextlib.suppress(ValueError):  # such as 1.2.3
-                    found.append((float(t), int(step), math.nan if value == b"null" else float(value)))
-        return found
+        found = [match.groups() for line in self._lines(max_bytes) if (match := pattern.match(line))]
+        return [(float(t), int(step), math.nan if value == b"null" else float(value)) for t, step, value in found]
 
     @property
     def num_bytes_left(self) -> int:
@@ -263,18 +203,35 @@ class EventReader:
         with contextlib.suppress(OSError, AttributeError):
             self.close()
 
-    def _blocks(self, max_bytes: int | None) -> Iterator[bytes]:
-        """Yield whole lines from the current offset, at most a few megabytes at a time."""
+    def _lines(self, max_bytes: int | None) -> Iterator[bytes]:
+        """Yield whole lines from the current offset; one without an end is skipped in pieces, in bounded memory."""
         if not self._follow():
             return
-        left = max_bytes if max_bytes is not None else os.fstat(self._fd).st_size - self._offset
-        left = max(left, 1)
-        while left > 0:
-            block = self._read_block(min(left, 4 * 2**20))
-            if not block:
-                return
-            left -= len(block)
-            yield block
+        end = os.fstat(self._fd).st_size if max_bytes is None else self._offset + max_bytes
+        # A buffer of its own for each call: a writer may replace the torn last line that an older one holds.
+        with contextlib.suppress(OSError), open(self._fd, "rb", closefd=False) as file:
+            file.seek(self._offset)
+            while self._offset < end:
+                line = file.readline(MAX_LINE_BYTES)
+                is_whole = line.endswith(b"\n")
+                if not is_whole and len(line) < MAX_LINE_BYTES:
+                    return
+                self._offset += len(line)
+                was_skipping, self._is_skipping = self._is_skipping, not is_whole
+                if was_skipping and is_whole:
+                    self.num_bad += 1
+                elif is_whole:
+                    yield line
+
+    def _parse(self, line: bytes) -> dict[str, Any] | None:
+        """Return the event of a line; None, and counted, if it has none that this program knows."""
+        raw = parse_line(line)
+        if raw is None:
+            self.num_bad += 1
+        elif not is_known(raw):
+            self.num_unknown += 1
+            return None
+        return raw
 
     def _follow(self) -> bool:
         """Open the file, again if the path now names another one; return False if there is none."""
@@ -300,42 +257,6 @@ class EventReader:
         self.generation += 1
         self._offset = 0
         self._is_skipping = False
-
-    def _read_block(self, num_bytes: int) -> bytes:
-        """Return whole lines from the current offset, at least one if there is one, else empty bytes."""
-        while True:
-            try:
-                block = os.pread(self._fd, num_bytes, self._offset)
-            except OSError:
-                return b""
-            end = block.rfind(b"\n") + 1
-            if end:
-                self._offset += end
-                return block[:end]
-            if len(block) < num_bytes:
-                return b""
-            if num_bytes > MAX_LINE_BYTES:
-                self._is_skipping = True
-                self._offset += len(block)
-                num_bytes = 4 * 2**20
-            else:
-                num_bytes *= 4
-
-    def _parse_block(self, block: bytes) -> Iterator[dict[str, Any]]:
-        lines = block.split(b"\n")
-        lines.pop()
-        if self._is_skipping:
-            self._is_skipping = False
-            self.num_bad += 1
-            del lines[0]
-        for line in lines:
-            raw = parse_line(line)
-            if raw is None:
-                self.num_bad += 1
-            elif not is_known(raw):
-                self.num_unknown += 1
-            else:
-                yield raw
 
 
 def read_answers(raws: Iterable[dict[str, Any]]) -> dict[str, str]:

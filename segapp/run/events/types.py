@@ -1,6 +1,6 @@
 """The event types: a closed union of pydantic models, one for each `type` of a line in events.jsonl."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -416,21 +416,7 @@ Event = (
     | RunEnd
 )
 
-EVENT_TYPES: dict[str, type[BaseModel]] = {
-    "run_start": RunStart,
-    "weights": Weights,
-    "epoch_start": EpochStart,
-    "step": Step,
-    "memory": Memory,
-    "val": Val,
-    "checkpoint": Checkpoint,
-    "command": CommandAnswer,
-    "gpu0_bsz": Gpu0Bsz,
-    "alert": Alert,
-    "oom": Oom,
-    "heartbeat": Heartbeat,
-    "run_end": RunEnd,
-}
+EVENT_TYPES: dict[str, type[BaseModel]] = {kind.model_fields["type"].default: kind for kind in get_args(Event)}
 """The model of each `type`."""
 
 FINAL_STATUSES = frozenset({"applied", "rejected", "cancelled"})

@@ -7,6 +7,7 @@ checkpoint is written while training continues, so its line comes after lines of
 from __future__ import annotations
 
 import contextlib
+import io
 import json
 import math
 import os
@@ -16,12 +17,20 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, Protocol
 
 from segapp.failpoints import failpoint
 from segapp.run.events.reader import last_line_end, parse_line
 from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, AsNull, Event
-from segapp.run.files import fsync_directory, open_new, remove_quietly, storage_error, temporary_name, write_all
+from segapp.run.files import (
+    fsync_directory,
+    open_new,
+    remove_quietly,
+    storage_error,
+    storage_errors_of,
+    temporary_name,
+    write_all,
+)
 
 _DURABLE = frozenset({"run_start", "checkpoint", "command", "run_end"})
 _EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
@@ -54,10 +63,8 @@ class EventWriter:
         self._alerted_fields: set[str] = set()
         self._lock = threading.RLock()
         self._fd = -1
-        try:
+        with storage_errors_of("open", self.path):
             self._open()
-        except OSError as error:
-            raise storage_error("open", self.path, error) from error
 
     @property
     def last_seq(self) -> int:
@@ -71,10 +78,7 @@ class EventWriter:
             return len(self._pending)
 
     def write(self, event: Event) -> None:
-        """Append one event with the next `seq` and the current time.
-
-        Non-finite numbers are written as null, with one `alert` for each field.
-        """
+        """Append one event; its non-finite numbers are written as null, with one `alert` for each field."""
         with self._lock:
             if self._fd < 0:
                 raise ValueError(f"{self.path.name} is closed")
@@ -92,10 +96,7 @@ class EventWriter:
         self.write(Alert(kind=kind, message=message, step=step))
 
     def flush(self, *, required: bool = False) -> bool:
-        """Try to write the waiting events.
-
-        Returns:
-            True if all events are in the file.
+        """Try to write the waiting events; return True if all events are in the file.
 
         Raises:
             StorageError: `required`, and an event could not be written.
@@ -139,23 +140,47 @@ class EventWriter:
     def rewind(
         self, step: int, *, epoch: int, batch: int, sha256: str | None = None, is_evaluated: bool = False
     ) -> int:
-        """Remove the events that training repeats when it continues from a checkpoint.
+        """Remove the events that training repeats when it continues from a checkpoint; return their number.
 
         The `step`, `epoch_start`, `val` and `checkpoint` lines that the checkpoint does not contain are moved to
-        `events.rewound.jsonl`. The rest keeps its order and is renumbered. Without such lines the file is not touched.
-
-        Returns:
-            Number of lines removed; 0 also if the file could not be replaced (an `alert` reports it).
+        `events.rewound.jsonl`. The rest keeps its order and is renumbered. Without such lines, or if the file cannot
+        be replaced (an `alert` reports it), the file is not touched.
         """
         with self._lock:
             self._write_pending()
             try:
-                return self._cut(split_tail(self.path, RewindPoint(step, epoch, batch, sha256, is_evaluated)), step)
+                return self._move_repeated(RewindPoint(step, epoch, batch, sha256, is_evaluated))
             except OSError as error:
                 reason = error.strerror or str(error)
                 message = f"the events after step {step} could not be removed from {self.path.name}: {reason}"
                 self.alert("storage", message)
                 return 0
+
+    def _move_repeated(self, point: RewindPoint) -> int:
+        """Move the lines that training repeats, and damaged ones behind the first of them, to another file."""
+        prefix, kept, dropped = split_repeated(self.path.read_bytes(), point)
+        if not dropped:
+            return 0
+        with open(self.path.with_name("events.rewound.jsonl"), "ab") as rewound:
+            rewound.writelines(dropped)
+            rewound.flush()
+            os.fsync(rewound.fileno())
+        temporary = self.path.parent / temporary_name(point.step)
+        try:
+            with open(open_new(temporary, 0o644), "wb") as new:
+                new.write(prefix)
+                new.writelines(kept)
+                new.flush()
+                os.fsync(new.fileno())
+            failpoint("events.before_rewind_rename")
+            os.rename(temporary, self.path)
+        except BaseException:
+            remove_quietly(temporary)
+            raise
+        fsync_directory(self.path.parent)
+        os.close(self._fd)
+        self._open()
+        return len(dropped)
 
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
@@ -222,33 +247,6 @@ class EventWriter:
             with contextlib.suppress(OSError):
                 os.fsync(self._fd)
 
-    def _cut(self, tail: Tail, step: int) -> int:
-        if not tail.dropped:
-            return 0
-        with open(self.path.with_name("events.rewound.jsonl"), "ab") as rewound:
-            rewound.writelines(line + b"\n" for line in tail.dropped)
-            rewound.flush()
-            os.fsync(rewound.fileno())
-        last_seq = _seq_before(self.path, tail.start)
-        temporary = self.path.parent / temporary_name(step)
-        try:
-            with open(open_new(temporary, 0o644), "wb") as new, open(self.path, "rb") as old:
-                _copy_prefix(old, new, tail.start)
-                for raw in tail.kept:
-                    last_seq += 1
-                    new.write(_encode({**raw, "seq": last_seq}))
-                new.flush()
-                os.fsync(new.fileno())
-            failpoint("events.before_rewind_rename")
-            os.rename(temporary, self.path)
-        except BaseException:
-            remove_quietly(temporary)
-            raise
-        fsync_directory(self.path.parent)
-        os.close(self._fd)
-        self._open()
-        return len(tail.dropped)
-
 
 def _fields(body: dict[str, Any]) -> dict[str, Any]:
     """Return an event's own fields: optional ones that are None are left out, required ones stay as null."""
@@ -284,13 +282,9 @@ def _null_non_finite(value: Any, name: str) -> Iterator[str]:
 
 
 def _repair_tail(fd: int) -> tuple[int, int]:
-    """Cut off a last line without a newline, or complete it if only the newline is missing.
-
-    Returns:
-        `seq` of the last whole event (0 if there is none), and the size of the file in bytes.
-    """
+    """Cut off an incomplete last line, or add a missing newline; return the `seq` of the last event and the size."""
     size = os.fstat(fd).st_size
-    end = last_line_end(fd)
+    end = last_line_end(fd, size)
     if end < size:
         tail = os.pread(fd, min(size - end, MAX_LINE_BYTES), end)
         if parse_line(tail) is not None:
@@ -302,102 +296,61 @@ def _repair_tail(fd: int) -> tuple[int, int]:
     return _last_seq(fd, size), size
 
 
-def _last_seq(fd: int, size: int) -> int:
-    """Return the `seq` of the last readable event among the first `size` bytes; 0 if there is none."""
-    length = 2**16
-    while True:
-        start = max(0, size - length)
-        lines = os.pread(fd, size - start, start).split(b"\n")
-        for line in reversed(lines if start == 0 else lines[1:]):
-            raw = parse_line(line) if line else None
-            if raw is not None:
-                return int(raw["seq"])
-        if start == 0:
-            return 0
-        length *= 4
-
-
-def _seq_before(path: Path, size: int) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        return _last_seq(fd, size)
-    finally:
-        os.close(fd)
-
-
-def _copy_prefix(old: IO[bytes], new: IO[bytes], num_bytes: int) -> None:
-    left = num_bytes
-    while left > 0:
-        block = old.read(min(left, 2**20))
-        if not block:
-            return
-        new.write(block)
-        left -= len(block)
+def _last_seq(fd: int, end: int) -> int:
+    """Return the `seq` of the last readable event in the first `end` bytes; 0 if there is none."""
+    while end > 0:
+        start = last_line_end(fd, end - 1)
+        raw = parse_line(os.pread(fd, end - start, start))
+        if raw is not None:
+            return int(raw["seq"])
+        end = start
+    return 0
 
 
 @dataclass(frozen=True)
 class RewindPoint:
-    """The position of a checkpoint in the training.
-
-    Args:
-        step: Optimizer updates done.
-        epoch: The epoch in which training continues, from 1.
-        batch: Batches of that epoch already used.
-        sha256: Distinguishes two checkpoints of one step; None if unknown.
-        is_evaluated: True if the evaluation after that step is done, where the epoch does not tell.
-    """
+    """The position of a checkpoint in the training."""
 
     step: int
+    """Optimizer updates done."""
     epoch: int
+    """The epoch in which training continues, from 1."""
     batch: int
+    """Batches of that epoch already used."""
     sha256: str | None = None
+    """Distinguishes two checkpoints of one step; None if unknown."""
     is_evaluated: bool = False
+    """True if the evaluation after that step is done, where the epoch does not tell."""
 
 
-@dataclass
-class Tail:
-    """The part of a file from the first repeated line on.
-
-    Args:
-        start: Offset of that line; the size of the file if nothing is repeated.
-        kept: The events behind it that stay, in order.
-        dropped: The repeated lines, and damaged lines behind the first of them.
-    """
-
-    start: int
-    kept: list[dict[str, Any]]
-    dropped: list[bytes]
-
-
-def split_tail(path: Path, point: RewindPoint) -> Tail:
-    """Split the events of a file into those that stay and those that training repeats from a point.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    tail = Tail(0, [], [])
-    has_own_line = False
-    for start, line in _lines(path):
-        if not tail.dropped and not _may_be_repeated(line):
-            tail.start = start + len(line)
-            continue
-        raw = parse_line(line.rstrip(b"\n"))
-        is_own = raw is not None and _is_own(raw, point)
-        is_gone = bool(tail.dropped) if raw is None else is_repeated(raw, point, is_after_own=has_own_line)
-        has_own_line |= is_own
+def split_repeated(content: bytes, point: RewindPoint) -> tuple[bytes, list[bytes], list[bytes]]:
+    """Return the lines before the first repeated one, and those behind it that stay, renumbered, and that go."""
+    kept: list[bytes] = []
+    dropped: list[bytes] = []
+    has_own_line, seq, offset = False, 0, 0
+    for line in io.BytesIO(content):
+        raw = parse_line(line)
+        if raw is None:
+            is_gone = bool(dropped)
+        else:
+            is_gone = is_repeated(raw, point, is_after_own=has_own_line)
+            is_checkpoint = raw["type"] == "checkpoint" and raw.get("step") == point.step
+            has_own_line |= is_checkpoint and (point.sha256 is None or raw.get("sha256") in (None, point.sha256))
         if is_gone:
-            tail.dropped.append(line.rstrip(b"\n"))
-        elif not tail.dropped:
-            tail.start = start + len(line)
+            dropped.append(line)
+        elif not dropped:
+            offset += len(line)
+            seq = seq if raw is None else raw["seq"]
         elif raw is not None:
-            tail.kept.append(raw)
-    return tail
+            seq += 1
+            kept.append(_encode({**raw, "seq": seq}))
+    return content[:offset], kept, dropped
 
 
 def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) -> bool:
     """Return True if training repeats an event when it continues from a point.
 
-    `is_after_own` says that the event's line is behind the checkpoint's own `checkpoint` line.
+    `is_after_own`: the event's line is behind the checkpoint's own `checkpoint` line.
     """
     kind, step, epoch = raw["type"], raw.get("step"), raw.get("epoch")
     if kind == "step":
@@ -410,27 +363,6 @@ def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) 
         is_later = isinstance(epoch, int) and epoch >= point.epoch
         return is_later and not (isinstance(step, int) and step < point.step + point.is_evaluated)
     return False
-
-
-def _is_own(raw: dict[str, Any], point: RewindPoint) -> bool:
-    is_same = raw["type"] == "checkpoint" and raw.get("step") == point.step
-    return is_same and (point.sha256 is None or raw.get("sha256") in (None, point.sha256))
-
-
-def _may_be_repeated(line: bytes) -> bool:
-    """Return False if a substring test rules out that the line is repeated; avoids parsing most lines."""
-    return any(mark in line for mark in _MARKS)
-
-
-_MARKS = (b'"type":"step"', b'"type":"checkpoint"', b'"type":"epoch_start"', b'"type":"val"')
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    offset = 0
-    with open(path, "rb") as file:
-        for line in file:
-            yield offset, line
-            offset += len(line)
 
 
 class EventListener(Protocol):

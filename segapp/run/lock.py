@@ -1,0 +1,95 @@
+"""A lock on a file that ends with the process that holds it and can be queried without being taken."""
+
+import contextlib
+import fcntl
+import os
+import struct
+import sys
+import weakref
+from pathlib import Path
+
+
+class FileLock:
+    """A lock on a file, which is made if it is missing.
+
+    On Linux it is an "open file description" lock: unlike a POSIX record lock it is not released when another part of
+    the process opens and closes the same file, and unlike `flock` it can be queried. Child processes do not inherit it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.fd = -1
+        """The open file while the lock is held; -1 otherwise."""
+
+    def acquire(self) -> bool:
+        """Lock the file until `release` or the end of the process; return False if another process holds the lock.
+
+        Raises:
+            OSError: The file cannot be opened for writing.
+        """
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        try:
+            _lock(fd)
+        except OSError:
+            os.close(fd)
+            return False
+        self.fd = fd
+        reference = weakref.ref(self)
+
+        def close_in_child() -> None:
+            if (lock := reference()) is not None:
+                lock.close()
+
+        os.register_at_fork(after_in_child=close_in_child)
+        return True
+
+    def release(self) -> None:
+        """Unlock for all processes that share the open file: a new child may not have closed its copy yet."""
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                _unlock(self.fd)
+            self.close()
+
+    def close(self) -> None:
+        """Close this process's copy; the lock is held until every process has closed its copy."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+    def is_held(self) -> bool | None:
+        """Return True if a process holds the lock; None if the system cannot tell."""
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except FileNotFoundError:
+            return False
+        except OSError:
+            return None
+        try:
+            answer = _ofd(fd, fcntl.F_OFD_GETLK, fcntl.F_RDLCK) if _HAS_OFD_LOCKS else None
+        except OSError:
+            return None
+        finally:
+            os.close(fd)
+        return None if answer is None else int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
+
+
+_HAS_OFD_LOCKS = sys.platform.startswith("linux") and hasattr(fcntl, "F_OFD_SETLK")
+
+
+def _lock(fd: int) -> None:
+    if _HAS_OFD_LOCKS:
+        _ofd(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
+    else:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def _unlock(fd: int) -> None:
+    if _HAS_OFD_LOCKS:
+        _ofd(fd, fcntl.F_OFD_SETLK, fcntl.F_UNLCK)
+    else:
+        fcntl.flock(fd, fcntl.LOCK_UN)
+
+
+def _ofd(fd: int, command: int, kind: int) -> bytes:
+    """Call fcntl with a lock of the whole file, as `struct flock` of Linux on 64 bits has it."""
+    return fcntl.fcntl(fd, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))
