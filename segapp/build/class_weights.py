@@ -21,11 +21,9 @@ RULES = ("inverse", "enet", "median-frequency")
 def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
     """Return one weight per class; 0 for a class that never occurs.
 
-    Args:
-        rule: `inverse`: 1 / share of pixels, scaled to mean 1 over the present classes; `enet`: 1 / ln(1.02 + share)
-            (Paszke et al., ENet, 2016); `median-frequency`: median frequency / frequency, a class's frequency being its
-            share of the pixels of the images that contain it (Eigen & Fergus, 2015).
-        frequencies: counts of the training masks.
+    The rules: `inverse`: 1 / share of pixels, scaled to mean 1 over the present classes; `enet`: 1 / ln(1.02 + share)
+    (Paszke et al., ENet, 2016); `median-frequency`: median frequency / frequency, a class's frequency being its share
+    of the pixels of the images that contain it (Eigen & Fergus, 2015).
 
     Raises:
         ValueError: an unknown rule, or no valid pixel at all.
@@ -54,11 +52,8 @@ def cached_frequencies(
 ) -> ClassFrequencies:
     """Return the frequencies of a set of masks, counted once and then read from the user's cache.
 
-    Args:
-        masks: the mask files; they are counted again if any name, size or modification time changes.
-        key: everything else that the count depends on (label map, number of classes).
-        count: the function that counts them.
-        folder: folder of the cache; None: $XDG_CACHE_HOME/segapp.
+    They are counted again if the name, size or modification time of a mask changes, or the key: everything else that
+    the count depends on (label map, number of classes). The default folder is $XDG_CACHE_HOME/segapp.
     """
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"

@@ -27,13 +27,8 @@ def build_criterion(
 ) -> AdditiveCriterion:
     """Return the criterion of a `loss` section.
 
-    Args:
-        section: the first term; `plus` holds the others.
-        num_classes: C.
-        ignore_index: target id that counts nowhere.
-        weights_of: returns the class weights of a rule by its name.
-        num_queries: of the network, for mask classification.
-        multilabel: targets are sets of classes.
+    `weights_of` returns the class weights of a rule by its name; `num_queries` is for mask classification; with
+    `multilabel`, targets are sets of classes.
 
     Raises:
         ConfigError: the number of class weights is not the number of classes.

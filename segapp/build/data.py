@@ -40,13 +40,7 @@ NUM_TRIED = 4
 def build_transform(
     data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]], pixels: PixelFormat
 ) -> TrainTransform:
-    """Return the transform of training images, tried before the training if the config lists its own.
-
-    Args:
-        data: the section of the config.
-        scheme: of the classes.
-        sizes_px: height and width of the images.
-        pixels: bands and type of the images.
+    """Return the transform of training images of these sizes, tried before the training if the config lists its own.
 
     Raises:
         ConfigError: `data.augment` cannot be used.
@@ -73,15 +67,9 @@ def build_dataset(
 ) -> SegmentationDataset:
     """Return the data set of a split, its headers checked, with the training or the evaluation transform.
 
-    Args:
-        data: the section of the config.
-        scheme: of the classes.
-        split: name of the split.
-        is_training: use the training transform.
-        seed: of the augmentation.
-        most: use only so many images; None: all.
-        has_distances: targets hold the distance maps of the classes too, for the boundary loss.
-        ranks: of a training, which share `data.cache`; all must call. None: images are read once, and so decoded.
+    At most `most` images are used, evenly spread. With `has_distances` targets hold the distance maps of the classes
+    too, for the boundary loss. `ranks` are those of a training, which share `data.cache`; all must call. Without them
+    images are read once, and so decoded.
 
     Raises:
         ConfigError: `data.cache_dir` lies in the data set.
@@ -190,14 +178,7 @@ def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, pixels: Pixe
 def build_load_options(
     data: DataConfig, dataset: SegmentationDataset, device: torch.device, batch_size: int
 ) -> LoadOptions:
-    """Return how batches are loaded for a device: `data.workers: auto` becomes a number.
-
-    Args:
-        data: the section of the config.
-        dataset: whose samples are measured.
-        device: that the batches go to; for a GPU they are page-locked.
-        batch_size: images in a batch of this rank.
-    """
+    """Return how batches of a rank are loaded for a device, `data.workers: auto` resolved by measured samples."""
     workers = data.workers
     if workers == "auto":
         px_bytes = dataset.pixels.num_bands * dataset.pixels.numpy_dtype.itemsize + dataset.scheme.dtype.itemsize
@@ -209,12 +190,6 @@ def build_load_options(
 
 def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: ClassFrequencies, seed: int) -> Order:
     """Return the order of `data.sampling: class-balanced` or `foreground`.
-
-    Args:
-        data: the section of the config.
-        dataset: the training images.
-        frequencies: counts of their masks.
-        seed: of the order.
 
     Raises:
         ConfigError: `data.foreground_classes` names an unknown class, or no image contains a class to aim at.

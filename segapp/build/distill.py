@@ -50,11 +50,7 @@ def _factors(config: RunConfig) -> dict[str, float]:
 
 
 def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme) -> None:
-    """Raise ConfigError if the teacher does not suit the student.
-
-    Raises:
-        ConfigError: it knows other classes, or does not take crops of this size.
-    """
+    """Raise ConfigError if the teacher does not suit the student: its classes, its library, its images, its crops."""
     found = trained.path
     if list(trained.scheme.names) != list(scheme.names):
         pairs = zip(trained.scheme.names, scheme.names, strict=False)
@@ -93,13 +89,9 @@ def build_teacher(
     input_dtype: torch.dtype,
     put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
 ) -> Teacher:
-    """Return the teacher with one copy per device; logical devices on one real device share a copy.
+    """Return the teacher, cast to the training's precision, with a copy per device made by `put`.
 
-    Args:
-        trained: the teacher, its model cast as the training's precision needs it.
-        devices: where it is needed.
-        input_dtype: of the training's precision.
-        put: returns a copy of a module on a device.
+    Logical devices on one real device share a copy.
     """
     model, data = trained.model.eval().requires_grad_(False), trained.config.data
     return Teacher(
@@ -112,14 +104,7 @@ def build_teacher(
 
 
 def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, is_synced: bool) -> Critic | None:
-    """Return the critic of the holistic term; None if the term's weight is 0.
-
-    Args:
-        config: with a `distill` section.
-        num_classes: C.
-        device: where it lies.
-        is_synced: synchronise its BatchNorm.
-    """
+    """Return the critic of the holistic term; None if the term's weight is 0."""
     assert config.distill is not None
     if not config.distill.holistic:
         return None
@@ -172,12 +157,7 @@ def build_distillation(
 ) -> list[StepParticipant]:
     """Build the participants of the distillation; a critic is trained on the devices of the student's network.
 
-    Args:
-        config: with a `distill` section.
-        network: of the student, wrapped.
-        inner: the same, bare.
-        device: the first one.
-        ranks: the processes that train together.
+    `network` is that of the student, wrapped, and `inner` the same, bare; `device` is the first one.
     """
     assert config.distill is not None
     section, critic = config.distill.critic, inner.critic

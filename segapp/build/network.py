@@ -7,11 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from segapp.build.pairs import band_statistics, build_pixels
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
-from segapp.compat.torch import BatchNorm
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.normalize import Normalizer
@@ -27,9 +25,7 @@ from segapp.run.folder import find_run, is_run
 def build_network(
     section: ModelConfig, num_classes: int, *, num_bands: int = 3, with_weights: bool = True
 ) -> SegmentationModel:
-    """Return the network of a `model` section for images of so many bands.
-
-    `with_weights=False` skips its pretrained weights.
+    """Return the network of a `model` section for images of so many bands, with its pretrained weights or without.
 
     Raises:
         ConfigError: the network cannot be built, or there is no such run.
@@ -113,14 +109,6 @@ def largest_phase(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": config.model.model_copy(update={"freeze": [], "freeze_epochs": None})})
 
 
-def set_batchnorm_momentum(model: nn.Module, momentum: float | None) -> None:
-    """Set the momentum of every BatchNorm layer; None leaves it unchanged."""
-    if momentum is not None:
-        for module in model.modules():
-            if isinstance(module, BatchNorm):
-                module.momentum = momentum
-
-
 def find_checkpoint(target: str) -> LoadedCheckpoint:
     """Return a checkpoint file, or the best checkpoint of a run, else its last.
 
@@ -156,10 +144,7 @@ def names_run(text: str) -> bool:
 def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) -> None:
     """Copy the weights of a run into a network, and record what it has taken.
 
-    Args:
-        model: the network, changed in place.
-        run: name or folder.
-        is_partial: take the tensors that match; otherwise all of the network's must be there.
+    Unless `is_partial`, all tensors of the network must be there.
 
     Raises:
         CheckpointError: the run has no readable checkpoint, or its network is another one.

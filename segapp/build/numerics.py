@@ -33,12 +33,8 @@ def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.dev
     """Return True if the network is to work in NHWC.
 
     `auto` takes it where it is the faster format: on a GPU whose tensor cores make the convolutions (half precision, or
-    float32 as TF32), for networks whose parameters are mostly those of convolutions.
-
-    Args:
-        section: `train`, with its precision resolved.
-        model: the network.
-        device: of the network; one that is neither CPU nor CUDA stands for a GPU that is planned for.
+    float32 as TF32), for networks whose parameters are mostly those of convolutions. The precision is resolved before.
+    A device that is neither CPU nor CUDA stands for a GPU that is planned for.
     """
     if section.channels_last != "auto":
         return section.channels_last
@@ -59,10 +55,7 @@ def keep_freed_memory() -> bool:
 
     glibc maps every large block anew and unmaps it when it is freed, so that each activation of each step is paid for
     with page faults: over a third of a LR-ASPP step on two cores. Here the process keeps what it has once had; its peak
-    grows by what fragmentation costs (1 to 10 % measured).
-
-    Returns:
-        Whether it could be done: only with glibc.
+    grows by what fragmentation costs (1 to 10 % measured). Returns whether it could be done: only with glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False

@@ -20,11 +20,7 @@ from segapp.losses import AdditiveCriterion, PlainCriterion
 
 
 def check_parts(config: RunConfig) -> None:
-    """Import the own parts of a config and check their options.
-
-    Raises:
-        ConfigError: lists every problem of all parts.
-    """
+    """Import the own parts of a config and check their options; raise ConfigError with every problem of all parts."""
     problems: list[SegappError] = []
     options = part_sections(config)
     for key, name in part_names(config).items():
@@ -50,19 +46,18 @@ def part_hashes(config: RunConfig) -> dict[str, str]:
 
 
 def changed_parts(saved: Any, config: RunConfig) -> list[str]:
-    """Return one sentence for each own part whose source file is not the one that a checkpoint was made with.
-
-    Args:
-        saved: name -> SHA-256, from the checkpoint; anything else says nothing.
-        config: names the parts.
-    """
-    if not isinstance(saved, Mapping):
-        return []
+    """Return one sentence for each own part whose source file is not the one whose SHA-256 is in the checkpoint."""
+    known = saved if isinstance(saved, Mapping) else {}
     return [
         f"{name}: its file has changed since the checkpoint was saved; RUN/parts keeps the former one"
         for name, value in part_hashes(config).items()
-        if saved.get(name, value) != value
+        if known.get(name, value) != value
     ]
+
+
+def _wrong_kind(key: str, name: str, made: object, wanted: str) -> ConfigError:
+    """Return the error for a part that made something else than it should."""
+    return ConfigError(f"{key} = {name} made a {type(made).__name__}: return {wanted}", key=key, value=name)
 
 
 def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: Tensor | None) -> AdditiveCriterion:
@@ -87,12 +82,8 @@ def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: T
     if isinstance(made, AdditiveCriterion):
         return made
     if not callable(made):
-        raise ConfigError(
-            f"loss.name = {term.name} made a {type(made).__name__}: return a function of (logits, target), or an "
-            "AdditiveCriterion",
-            key="loss.name",
-            value=term.name,
-        )
+        wanted = "a function of (logits, target), or an AdditiveCriterion"
+        raise _wrong_kind("loss.name", term.name, made, wanted)
     return PlainCriterion(made, ignore_index=ignore_index, align_corners=term.align_corners, aux_weight=term.aux_weight)
 
 
@@ -117,12 +108,8 @@ def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> 
     own = [dict(group) for group in groups]
     optimizer = build_part(section.name, "optim.name", section.options, own, offered={"lr": section.lr})
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise ConfigError(
-            f"optim.name = {section.name} made a {type(optimizer).__name__}: return a torch.optim.Optimizer over the "
-            "parameter groups that it is given",
-            key="optim.name",
-            value=section.name,
-        )
+        wanted = "a torch.optim.Optimizer over the parameter groups that it is given"
+        raise _wrong_kind("optim.name", section.name, optimizer, wanted)
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
@@ -136,10 +123,7 @@ def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> 
 def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: int) -> Schedule:
     """Return the factor on the learning rate at each step, from 1, of an own part.
 
-    Args:
-        section: names the part; its factory gets the two numbers below if it takes them.
-        total_steps: of the run.
-        steps_per_epoch: of an epoch.
+    Its factory gets the two numbers if it takes them.
 
     Raises:
         ConfigError: the part cannot be made, or gives something else than a number from 0 on.
@@ -147,12 +131,8 @@ def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: 
     offered = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
     made: Schedule = build_part(section.name, "schedule.name", section.options, offered=offered)
     if not callable(made):
-        raise ConfigError(
-            f"schedule.name = {section.name} made a {type(made).__name__}: return a function of the step, from 1, that "
-            "gives a factor on optim.lr",
-            key="schedule.name",
-            value=section.name,
-        )
+        wanted = "a function of the step, from 1, that gives a factor on optim.lr"
+        raise _wrong_kind("schedule.name", section.name, made, wanted)
 
     def factor(step: int, /) -> float:
         value = made(step)

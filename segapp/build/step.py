@@ -25,12 +25,13 @@ from segapp.build.distill import (
     check_teacher,
     distilled_criterion,
 )
-from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries, set_batchnorm_momentum
+from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries
 from segapp.build.numerics import uses_channels_last
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedState
 from segapp.chunks import Mode
+from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
 from segapp.custom import is_part
@@ -96,30 +97,21 @@ class StepLayout:
 
 
 def build_layout(config: RunConfig, devices: DevicePlan, gpu0_bsz: int | None) -> StepLayout:
-    """Return the layout that a config asks for on the devices of this process.
-
-    Args:
-        config: its `parallel.shares` hold before `gpu0_bsz`.
-        devices: devices and mode.
-        gpu0_bsz: samples of a full batch on the first device, `auto` resolved.
-    """
+    """Return the layout that a config asks for on the devices of this process, with `gpu0_bsz: auto` resolved."""
     shares = None if config.parallel.shares is None else tuple(config.parallel.shares)
     return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares)
 
 
 @dataclass(frozen=True)
 class StepParts:
-    """The modules that an engine is assembled from.
-
-    Attributes:
-        model: prepared by `StepAssembler.prepare`, on its device.
-        criterion: of the task, without distillation.
-        critic: of the holistic term, on the first device; None without it.
-    """
+    """The modules that an engine is assembled from."""
 
     model: SegmentationModel
+    """Prepared by `StepAssembler.prepare`, on its device."""
     criterion: AdditiveCriterion
+    """Of the task, without distillation."""
     critic: Critic | None = None
+    """Of the holistic term, on the first device; None without it."""
 
 
 class DeviceBackend(Protocol):
@@ -135,12 +127,9 @@ class DeviceBackend(Protocol):
         """Note what tensors are for (a kind of `segapp.memory.peaks.KINDS`)."""
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return the device of each part of the model, in mode model.
+        """Return the device of each part of a prepared model, in mode model.
 
-        Args:
-            model: as `StepAssembler.prepare` returns it.
-            layout: its devices are filled in order.
-            example: input of the model, of which only shape and dtype are used.
+        The devices of the layout are filled in order; of the example input only shape and dtype are used.
         """
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
@@ -222,13 +211,8 @@ class StepAssembler:
             check_teacher(config, teacher, scheme)
             Precision(config.train.precision, torch.device("cpu")).prepare(teacher.model)
 
-    # --- parts -----------------------------------------------------------------------------------------------------
-
     def build_model(self, *, with_weights: bool) -> SegmentationModel:
-        """Build the model in fp32 on the CPU.
-
-        Args:
-            with_weights: load its pretrained weights; not needed where a checkpoint follows.
+        """Build the model in fp32 on the CPU, with its pretrained weights unless a checkpoint follows.
 
         Raises:
             ConfigError: the crop, the batch or `model.freeze` does not suit it.
@@ -237,7 +221,10 @@ class StepAssembler:
             self.config.model, self.scheme.num_classes, num_bands=self.pixels.num_bands, with_weights=with_weights
         )
         check_sizes(self.config, model)
-        set_batchnorm_momentum(model, self.config.train.bn_momentum)
+        if self.config.train.bn_momentum is not None:
+            for module in model.modules():
+                if isinstance(module, BatchNorm):
+                    module.momentum = self.config.train.bn_momentum
         if self.config.model.freeze:
             model.freeze(self.config.model.freeze)
         return model
@@ -262,14 +249,12 @@ class StepAssembler:
     def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
         """Build the criterion of the task.
 
-        Args:
-            class_weights: returns the weights (C) of a rule by its name.
-            style: "upsampled" computes the loss at full resolution.
+        `class_weights` returns the weights (C) of a rule by its name; the style "upsampled" computes the loss at full
+        resolution.
         """
-        scheme, section = self.scheme, self.config.loss
-        queries = num_queries(self.config.model)
+        scheme, queries = self.scheme, num_queries(self.config.model)
         criterion = build_criterion(
-            section,
+            self.config.loss,
             scheme.num_classes,
             scheme.ignore_index,
             class_weights,
@@ -304,8 +289,6 @@ class StepAssembler:
 
     def _is_synced(self, layout: StepLayout) -> bool:
         return self.config.parallel.sync_bn and layout.is_batch_divided
-
-    # --- the engine ------------------------------------------------------------------------------------------------
 
     def assemble(
         self,
@@ -347,11 +330,10 @@ class StepAssembler:
         optimizer = build_optimizer(config.optim, build_parameter_groups(config.optim, model, precision))
         shards, average = self._divided(optimizer, model, layout, ranks)
         criterion = distilled_criterion(config, parts.criterion, inner).to(device)
-        smallest = 1
+        smallest, needs_samples = 1, None
         is_split = rank_split is not None or isinstance(network, DataParallelModel)
         if backend.has_values and is_split and not config.parallel.sync_bn:
             smallest = smallest_chunk(bare, self._example())
-        needs_samples = None
         if backend.has_values and rank_split is not None:
             needs_samples = self._needs_samples(inner, criterion, precision, rank_split)
 
@@ -516,22 +498,15 @@ class StepAssembler:
                 stages = backend.stages(bare.model, layout, example)
                 place_stages(bare.model, stages, layout.devices[0], layout.devices[0])
                 return inner
-            return self._replicated(inner, bare, layout, backend)
+            full_batch = self.config.train.batch_size if layout.shares is None else None
+            options: Any = {"shares": layout.shares, "full_batch": full_batch}
+            options["mode"] = backend.replica_mode(layout.devices)
+            network = DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
+            if backend.has_values:
+                check_batchnorm(bare, network.plan(self.config.train.batch_size), self._example())
+            return network
         except (ValueError, TypeError) as error:
             raise ConfigError(f"parallel: {error}", key="parallel") from None
-
-    def _replicated(
-        self, inner: NormalizedInput, bare: NormalizedInput, layout: StepLayout, backend: DeviceBackend
-    ) -> nn.Module:
-        options: Any = {
-            "shares": layout.shares,
-            "full_batch": self.config.train.batch_size if layout.shares is None else None,
-            "mode": backend.replica_mode(layout.devices),
-        }
-        network = DataParallelModel(inner, layout.devices, layout.gpu0_bsz, **options)
-        if backend.has_values:
-            check_batchnorm(bare, network.plan(self.config.train.batch_size), self._example())
-        return network
 
     def _example(self) -> Tensor:
         return torch.zeros(1, self.pixels.num_bands, *self.config.data.crop_px, dtype=self.pixels.torch_dtype)

@@ -31,29 +31,23 @@ CONFIG_KEY = "config"
 
 @dataclass(frozen=True)
 class TrainedState:
-    """A network with the weights of a file.
-
-    Attributes:
-        model: on the CPU in fp32; the average of the weights if there is one.
-        config: the config of the training, or the given one.
-        scheme: classes and colours.
-        path: the file.
-        sha256: sha256 of the file.
-        epoch: epochs of training; 0 if unknown.
-        step: steps of training; 0 if unknown.
-        criterion: state of the criterion, with the class weights of the training; None if the file has none.
-        messages: notes for the user.
-    """
+    """A network with the weights of a file."""
 
     model: SegmentationModel
+    """On the CPU in fp32; the average of the weights if there is one."""
     config: RunConfig
+    """The config of the training, or the given one."""
     scheme: ClassScheme
     path: Path
     sha256: str
     epoch: int = 0
+    """Epochs of training; 0 if unknown."""
     step: int = 0
+    """Steps of training; 0 if unknown."""
     criterion: Mapping[str, Any] | None = None
+    """State of the criterion, with the class weights of the training; None if the file has none."""
     messages: tuple[str, ...] = ()
+    """Notes for the user."""
 
 
 @dataclass(frozen=True)
@@ -145,26 +139,21 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys
     # A BatchNorm without statistics would use those of the initialisation; the auxiliary head is not used.
     needed = [
-        (name, reason)
+        f"{name} ({reason})"
         for name, reason in keys.missing.items()
         if not name.endswith("num_batches_tracked") and not name.startswith("aux_classifier.")
     ]
     if needed:
         raise CheckpointError(
-            f"{path} leaves {len(needed)} tensors of {config.model.name} without a value, such as {needed[0][0]} "
-            f"({needed[0][1]}): give weights of the whole network for these classes, or train them first with "
-            "model.weights",
+            f"{path} leaves {len(needed)} tensors of {config.model.name} without a value, such as {needed[0]}: "
+            "give weights of the whole network for these classes, or train them first with model.weights",
             path=path,
         )
     return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
 
 
 def _config_of(path: Path) -> RunConfig:
-    """Return the config in the metadata of a safetensors file.
-
-    Raises:
-        CheckpointError: the file holds none or cannot be read.
-    """
+    """Return the config in the metadata of a safetensors file; raise CheckpointError without one."""
     text = read_metadata(path, "weights").get(CONFIG_KEY)
     if text is None:
         raise CheckpointError(f"{path} holds no config: say which network the weights are of with --config", path=path)

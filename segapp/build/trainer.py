@@ -241,13 +241,7 @@ def build_controller(
 ) -> CommandController:
     """Build what handles commands, with the settings that the config begins with.
 
-    Args:
-        config: the complete config.
-        context: of the run.
-        devices: which devices, in which mode.
-        engine: makes steps.
-        saved_plan: the memory plan that the run began with.
-        step: steps done; settings that were applied after it before are applied again.
+    Settings that were applied after the given number of steps before are applied again.
     """
     ranks = context.ranks
     inbox = Inbox(context.folder if ranks.is_main else None, context.event_log)
