@@ -26,7 +26,6 @@ from segapp.run.files import (
     fsync_directory,
     open_new,
     remove_quietly,
-    storage_error,
     storage_errors_of,
     temporary_name,
     write_all,
@@ -37,15 +36,11 @@ _EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
 
 
 class EventWriter:
-    """Appends events, each with one `write` call; a full disk does not stop the training.
+    """Appends events to a file, each with one `write` call; a full disk does not stop the training.
 
-    Events that cannot be written stay in memory (at most `max_pending`; beyond that `step`, `memory` and `heartbeat`
-    events are dropped first, and counted) and are written in order once the disk has space again. Thread-safe within
-    the one process that holds the run's lock.
-
-    Args:
-        path: `events.jsonl`; created if missing. An incomplete last line left by a crash is cut off first.
-        max_pending: Number of events that may wait in memory.
+    An incomplete last line left by a crash is cut off first. Events that cannot be written stay in memory (at most
+    `max_pending`; beyond that `step`, `memory` and `heartbeat` events are dropped first, and counted) and are written
+    in order once the disk has space again. Thread-safe within the one process that holds the run's lock.
 
     Raises:
         StorageError: The file cannot be opened.
@@ -65,11 +60,6 @@ class EventWriter:
         self._fd = -1
         with storage_errors_of("open", self.path):
             self._open()
-
-    @property
-    def last_seq(self) -> int:
-        """`seq` of the last line in the file."""
-        return self._seq
 
     @property
     def num_pending(self) -> int:
@@ -95,17 +85,11 @@ class EventWriter:
         """Append an `alert`."""
         self.write(Alert(kind=kind, message=message, step=step))
 
-    def flush(self, *, required: bool = False) -> bool:
-        """Try to write the waiting events; return True if all events are in the file.
-
-        Raises:
-            StorageError: `required`, and an event could not be written.
-        """
+    def flush(self) -> bool:
+        """Try to write the waiting events now; return True if all events are in the file."""
         with self._lock:
-            error = self._write_pending() if self._fd >= 0 else None
-        if error is not None and required:
-            raise storage_error("write", self.path, error) from error
-        return not self._pending
+            self._write_pending()
+            return not self._pending
 
     def sync(self) -> None:
         """Make the events in the file survive a power cut; a failure is left to the next write.
@@ -185,29 +169,22 @@ class EventWriter:
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         self._fd = os.open(self.path, flags, 0o644)
-        self._seq, self._size = _repair_tail(self._fd)
+        self.last_seq, self._size = _repair_tail(self._fd)
         self._is_torn = False
 
     def _enqueue(self, body: dict[str, Any]) -> None:
-        if len(self._pending) >= self._max_pending and not self._drop_expendable(body):
+        if len(self._pending) >= self._max_pending:
             self.num_dropped += 1
-            return
+            oldest = next((i for i, waiting in enumerate(self._pending) if waiting["type"] in _EXPENDABLE), None)
+            if oldest is None or body["type"] in _EXPENDABLE:
+                return
+            del self._pending[oldest]
         self._pending.append(body)
         if self.problem is None or time.monotonic() >= self._retry_at_s:
             self._write_pending()
 
-    def _drop_expendable(self, body: dict[str, Any]) -> bool:
-        if body["type"] in _EXPENDABLE:
-            return False
-        for index, waiting in enumerate(self._pending):
-            if waiting["type"] in _EXPENDABLE:
-                del self._pending[index]
-                self.num_dropped += 1
-                return True
-        return False
-
-    def _write_pending(self) -> OSError | None:
-        """Write the waiting events in order; return the error that stopped it."""
+    def _write_pending(self) -> None:
+        """Write the waiting events in order, until one cannot be written."""
         num_dropped = self.num_dropped
         had_problem = self.problem
         while self._pending:
@@ -216,7 +193,7 @@ class EventWriter:
             except OSError as error:
                 self.problem = error.strerror or str(error)
                 self._retry_at_s = time.monotonic() + 1.0
-                return error
+                return
             self._pending.popleft()
         self.problem = None
         if had_problem is not None:
@@ -224,24 +201,16 @@ class EventWriter:
             with contextlib.suppress(OSError):
                 body = Alert(kind="storage", message=f"events could not be written for a while: {had_problem}{lost}")
                 self._write_line({**body.model_dump(), "t": round(time.time(), 6)})
-        return None
 
     def _write_line(self, body: dict[str, Any]) -> None:
-        line = _encode({"v": VERSION, "seq": self._seq + 1, "t": body["t"], "type": body["type"], **_fields(body)})
+        line = _encode({"v": VERSION, "seq": self.last_seq + 1, "t": body["t"], "type": body["type"], **_fields(body)})
         failpoint("events.before_write")
-        if self._is_torn:
+        if self._is_torn:  # a write failed, perhaps within a line
             os.ftruncate(self._fd, self._size)
-            self._is_torn = False
-        try:
-            num_written = os.write(self._fd, line)
-        except OSError:
-            self._is_torn = True
-            raise
-        if num_written < len(line):
-            self._is_torn = True
-            write_all(self._fd, line[num_written:])
-            self._is_torn = False
-        self._seq += 1
+        self._is_torn = True
+        write_all(self._fd, line)
+        self._is_torn = False
+        self.last_seq += 1
         self._size += len(line)
         if body["type"] in _DURABLE:
             with contextlib.suppress(OSError):
@@ -376,12 +345,7 @@ class EventListener(Protocol):
 
 
 class EventLog:
-    """Writes each event and passes it to the listeners.
-
-    Args:
-        writer: Appends to events.jsonl; None on ranks that do not write.
-        listeners: Called with each event, in order (console, trackers).
-    """
+    """Writes each event, except on ranks without a writer, and passes it to the listeners (console, trackers)."""
 
     def __init__(self, writer: EventWriter | None, listeners: Iterable[EventListener] = ()) -> None:
         self.writer = writer
