@@ -40,11 +40,7 @@ NUM_TRIED = 4
 def build_transform(
     data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]], pixels: PixelFormat
 ) -> TrainTransform:
-    """Return the transform of training images of these sizes, tried before the training if the config lists its own.
-
-    Raises:
-        ConfigError: `data.augment` cannot be used.
-    """
+    """Return the transform of training images of these sizes; one of `data.augment` is tried, or a ConfigError."""
     bands = None if pixels.is_rgb8 else BandValues(pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
     transform = TrainTransform(
         data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
@@ -189,11 +185,7 @@ def build_load_options(
 
 
 def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: ClassFrequencies, seed: int) -> Order:
-    """Return the order of `data.sampling: class-balanced` or `foreground`.
-
-    Raises:
-        ConfigError: `data.foreground_classes` names an unknown class, or no image contains a class to aim at.
-    """
+    """Return the order of `data.sampling: class-balanced` or `foreground`; ConfigError without a class to aim at."""
     names = dataset.scheme.names
     wanted = set(range(len(names)))
     if data.sampling == "foreground":

@@ -81,11 +81,7 @@ def build_inference(
 
 
 def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
-    """Check that the model takes the crop size and the batch size.
-
-    Raises:
-        ConfigError: it does not; the message names the nearest value that works.
-    """
+    """Raise ConfigError, with the nearest value that works, if the model does not take the crop or the batch size."""
     height, width = config.data.crop_px
     wanted = model.suitable_size(height, width)
     if wanted != (height, width):
@@ -127,11 +123,7 @@ def find_checkpoint(target: str) -> LoadedCheckpoint:
 
 
 def network_state(state: Mapping[str, Any]) -> Any:
-    """Return the network's tensors of a training state: the average of the weights if there is one.
-
-    Raises:
-        KeyError: there are none.
-    """
+    """Return the network's tensors of a training state, the average if there is one; KeyError if there are none."""
     average = state.get("ema")
     return average["module"] if average is not None else state["model"]
 

@@ -31,11 +31,7 @@ def build_scheme(data: DataConfig) -> ClassScheme:
 
 
 def build_pixels(data: DataConfig) -> PixelFormat:
-    """Return bands, type and range of the images of a data section.
-
-    Raises:
-        ConfigError: the range of another type than uint8 is missing.
-    """
+    """Return bands, type and range of the images of a data section; ConfigError without the range that a type needs."""
     if data.dtype != "uint8" and data.value_range is None:
         raise ConfigError(
             f"data.value_range is missing: data.dtype = {data.dtype} has no usual range; segapp check --config FILE "
@@ -75,11 +71,7 @@ def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
 
 
 def own_data(data: DataConfig, split: str) -> OwnData:
-    """Return the own data of a split, checked.
-
-    Raises:
-        ConfigError: the part cannot be made or is no data set.
-    """
+    """Return the own data of a split, checked; ConfigError for a part that cannot be made or is no data set."""
     made: DataSource = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
     return OwnData(made, data.format, split)
 
@@ -90,11 +82,7 @@ def count_images(data: DataConfig, split: str) -> int:
 
 
 def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:
-    """Return name -> class ids of the groups to be scored: the config's, or else the format's.
-
-    Raises:
-        ConfigError: a group names an unknown class.
-    """
+    """Return name -> class ids of the groups to be scored: the config's, or else the format's."""
     groups: Mapping[str, Sequence[str]] = data.groups or {}
     known = PUBLISHED.get(data.format)
     if data.groups is None and known is not None and scheme.names == known.names:
@@ -128,11 +116,7 @@ def split_note(data: DataConfig) -> str | None:
 
 
 def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> None:
-    """Check that no image is used for training and for validation.
-
-    Raises:
-        DataError: some are, and `data.allow_overlap` is false.
-    """
+    """Raise DataError if an image is used for training and for validation, unless `data.allow_overlap`."""
     problem = None if data.allow_overlap else overlap_problem(data, train, val)
     if problem is not None:
         raise DataError(problem, key="data.allow_overlap", value=False)

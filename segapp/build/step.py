@@ -140,13 +140,7 @@ class DeviceBackend(Protocol):
 
 
 class RealDevices:
-    """The devices of this machine.
-
-    Args:
-        stages: part of the model -> device, in mode model; None: balanced by memory.
-        gradient_as_bucket_view: of `DistributedDataParallel`.
-        tag: is told what tensors are for.
-    """
+    """The devices of this machine; in mode model, `stages` of None are balanced by memory."""
 
     has_values = True
 
@@ -417,11 +411,7 @@ class StepAssembler:
     def _needs_samples(
         self, inner: NormalizedInput, criterion: AdditiveCriterion, precision: Precision, rank_split: RankSplit
     ) -> str | None:
-        """Return why no rank can be without samples in a training step; None if it can.
-
-        Raises:
-            ConfigError: the split leaves a rank without samples that needs some.
-        """
+        """Return why no rank can be without samples in a step; None if it can; ConfigError if one is."""
         has_distances = needs_distances(self.config.loss)
         shape, dtype = target_layout(self.scheme, self.config.data.crop_px, has_distances=has_distances)
         target = torch.zeros(0, *shape, dtype=getattr(torch, dtype.name), device=precision.device)

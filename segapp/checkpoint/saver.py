@@ -71,16 +71,9 @@ class SaveRules:
 class CheckpointSaver:
     """Saves checkpoints; every rank has one, the main rank writes.
 
-    Args:
-        folder: the run's `checkpoints` folder.
-        rules: when saves are due.
-        event_log: the thread that writes emits events too.
-        ranks: that train together.
-        capture: returns the state; every rank must call it at the same time.
-        config_hash: of the resolved config.
-        during_save: a context for the time that training waits.
-        on_written: called with the seconds of each write, by the thread that writes.
-        retry_s: seconds before a failed save is tried again.
+    Every rank must call `capture` at the same time. `during_save` is a context for the time that training waits. The
+    thread that writes emits events, and calls `on_written` with the seconds of each write. A failed save is tried again
+    after `retry_s`.
     """
 
     def __init__(

@@ -62,10 +62,7 @@ def as_storable(state: Any) -> Any:
     """Return a state in its stored form: copied containers, the same tensors, equal strings as one object.
 
     Pickle writes the second occurrence of an object as a reference, so equal states have equal bytes only if the
-    identities of their strings are equal too.
-
-    Raises:
-        TypeError: the state has other values than tensors and plain ones; the message has the place and type.
+    identities of their strings are equal too. Other values than tensors and plain ones are a TypeError.
     """
     return _mapped(state, lambda tensor: tensor, "state")
 

@@ -42,11 +42,7 @@ def config_places(name: str) -> list[Path]:
 
 
 def find_config(name: str) -> Path:
-    """Return the file of a config: as given, else under configs/, else in the package.
-
-    Raises:
-        ConfigError: there is none; the message names known configs.
-    """
+    """Return the file of a config: as given, else under configs/, else in the package; ConfigError names known ones."""
     given, places = Path(name), config_places(name)
     for place in places:
         if os.path.isfile(place):  # unlike Path.is_file, also of a name that is too long

@@ -57,12 +57,9 @@ def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
 
 
 def check_mode(config: RunConfig, mode: Mode, *, is_step: bool = False) -> None:
-    """Check that all that a config asks for works in a mode.
+    """Raise ConfigError if something that a config asks for does not work in a mode.
 
     `is_step`: a step is assembled, which the memory plan also simulates in other modes than the training's.
-
-    Raises:
-        ConfigError: something does not.
     """
     for feature in unsupported(config, mode):
         if not (is_step and feature.is_of_mode):

@@ -137,15 +137,12 @@ class PlateauOptions(Section):
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A loss, optimizer or schedule of segapp.
-
-    Attributes:
-        factory: path of the function that builds it, `package.module:name`; text, so that the config imports no torch.
-        options: its keys in `options`.
-    """
+    """A loss, optimizer or schedule of segapp."""
 
     factory: str
+    """Path of the function that builds it, `package.module:name`; text, so that the config imports no torch."""
     options: type[Section] = NoOptions
+    """Its keys in `options`."""
 
 
 LOSSES: Mapping[str, BuiltIn] = {

@@ -25,13 +25,7 @@ def part_sections(config: RunConfig) -> dict[str, Mapping[str, Any]]:
 
 
 def part_names(config: RunConfig) -> dict[str, str]:
-    """Return the config's own parts: key -> `package.module:factory`.
-
-    >>> from segapp.config import validate_config
-    >>> raw = {"name": "x", "data": {"format": "voc", "root": "."}, "optim": {"name": "torch.optim:RMSprop"}}
-    >>> part_names(validate_config(raw))
-    {'optim.name': 'torch.optim:RMSprop'}
-    """
+    """Return the config's own parts: key, as `optim.name` -> `package.module:factory`."""
     found = {key: name for key, (name, _) in _named(config).items() if is_part(name)}
     if config.model.library != "python":
         found.pop("model.name", None)

@@ -96,16 +96,9 @@ def _walk(node: yaml.Node, path: tuple[str, ...], lines: dict[tuple[str, ...], i
 def parse_yaml(
     text: str, what: str = "config", *, key: str | None = None, path: Path | None = None
 ) -> tuple[Any, dict[tuple[str, ...], int]]:
-    """Parse YAML without tags, aliases and duplicate keys.
+    """Return the value of YAML without tags, aliases and duplicate keys, and the line, from 1, of every key path.
 
-    Args:
-        text: the YAML source.
-        what: name of the text, for errors.
-        key: config key of the text, for errors.
-        path: file of the text, for errors.
-
-    Returns:
-        The value, and the line number (from 1) of every key path.
+    `what`, `key` and `path` name the text in errors.
 
     Raises:
         ConfigError: the text is not such YAML.

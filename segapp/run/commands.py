@@ -206,11 +206,7 @@ def format_command(command: Command) -> str:
 
 
 def send_command(folder: Path | str, command: Command, by: str | None = None) -> str:
-    """Put a command into a run's inbox, and return its id, which its answers carry.
-
-    Raises:
-        CommandError: The inbox cannot be written to.
-    """
+    """Put a command into a run's inbox, and return its id, which its answers carry; CommandError if that fails."""
     inbox = Path(folder) / "commands"
     command_id, now_s = secrets.token_hex(6), time.time()
     body = {

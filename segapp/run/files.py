@@ -38,31 +38,19 @@ def temporary_name(tag: int = 0) -> str:
 
 
 def open_new(path: Path, mode: int = 0o600) -> int:
-    """Open a new file for writing and return its descriptor; an existing file or symbolic link is refused.
-
-    Raises:
-        OSError: The file exists, or cannot be created.
-    """
+    """Open a new file for writing and return its descriptor; an existing file or symbolic link is refused."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write all bytes, in as many calls as needed.
-
-    Raises:
-        OSError: The disk is full, a quota is exceeded, or the device failed.
-    """
+    """Write all bytes, in as many calls as needed."""
     view = memoryview(data)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable; does nothing where directories have no fsync, or this one is unreadable.
-
-    Raises:
-        OSError: The device failed.
-    """
+    """Make the names in a directory durable, where directories have an fsync and this one is readable."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
@@ -77,11 +65,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_durable_directory(path: Path) -> None:
-    """Create a directory and its parents where they are missing, so that a power cut does not take their names away.
-
-    Raises:
-        OSError: One cannot be created, or is a file.
-    """
+    """Create a directory and its parents so that a power cut does not take their names away."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -117,12 +101,7 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644, point: str = "file") -> None:
-    """Replace a small JSON file atomically, as `write_atomic` does.
-
-    Raises:
-        OSError: The file could not be written.
-        ValueError: A number is not finite.
-    """
+    """Replace a small JSON file, without NaN and infinities, as `write_atomic` does."""
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n", mode=mode, point=point)
 
 
@@ -170,11 +149,7 @@ class HashingFile:
 
 
 def hash_file(path: Path) -> tuple[str, int]:
-    """Return the sha256 of a file, hexadecimal, and its size in bytes.
-
-    Raises:
-        OSError: The file could not be read.
-    """
+    """Return the sha256 of a file, hexadecimal, and its size in bytes."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.file_digest(file, "sha256").hexdigest(), file.tell()
 

@@ -112,11 +112,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> "RunFolder":
-        """Return the folder of an existing run.
-
-        Raises:
-            ConfigError: The folder holds no run.
-        """
+        """Return the folder of an existing run; ConfigError for any other folder."""
         folder = cls(path)
         if not is_run(folder.path):
             raise ConfigError(f"{path}: not a run (it has no run.json): see `segapp ls`", path=path)
@@ -158,11 +154,7 @@ class RunFolder:
     def write_info(
         self, *, versions: dict[str, str] | None = None, gpus: list[dict[str, Any]] | None = None
     ) -> RunInfo:
-        """Write `run.json`, as the holder of the lock, and return its content; an existing one is not changed.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Write `run.json`, as the holder of the lock, and return its content; an existing one is not changed."""
         if (info := self.read_info()) is not None:
             return info
         info = RunInfo(
@@ -190,11 +182,7 @@ class RunFolder:
             return None
 
     def write_config(self, text: str) -> None:
-        """Write `config.yaml`.
-
-        Raises:
-            StorageError: The file cannot be written.
-        """
+        """Write `config.yaml`."""
         with storage_errors_of("write", self.config_yaml):
             write_atomic(self.config_yaml, text)
 

@@ -22,11 +22,7 @@ class FileLock:
         """The open file while the lock is held; -1 otherwise."""
 
     def acquire(self) -> bool:
-        """Lock the file until `release` or the end of the process; return False if another process holds the lock.
-
-        Raises:
-            OSError: The file cannot be opened for writing.
-        """
+        """Lock the file until `release` or the end of the process; False if another process holds the lock."""
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             _lock(fd)

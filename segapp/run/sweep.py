@@ -105,11 +105,7 @@ class SweepFolder:
         return "failed" if is_over_or_unknown and run.exit_code is not None else state
 
     def read(self) -> SweepInfo:
-        """Return the content of `sweep.json`.
-
-        Raises:
-            ConfigError: the folder holds no sweep, or the file is damaged.
-        """
+        """Return the content of `sweep.json`; ConfigError if it is missing or damaged."""
         try:
             return SweepInfo.model_validate_json((self.path / "sweep.json").read_bytes())
         except (OSError, ValidationError) as error:
@@ -119,23 +115,14 @@ class SweepFolder:
             ) from None
 
     def write(self, info: SweepInfo) -> None:
-        """Write `sweep.json`.
-
-        Raises:
-            StorageError: it cannot be written.
-        """
+        """Write `sweep.json`."""
         path = self.path / "sweep.json"
         with storage_errors(path, "free space or choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomic(path, info.model_dump_json(indent=1) + "\n")
 
     def acquire(self) -> None:
-        """Lock the sweep for this process until its end, or `release`.
-
-        Raises:
-            RunBusyError: another process carries the sweep out.
-            StorageError: the lock file cannot be written.
-        """
+        """Lock the sweep for this process until its end, or `release`; RunBusyError if another one carries it out."""
         with storage_errors(self._lock.path, "choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             is_acquired = self._lock.acquire()
@@ -154,11 +141,7 @@ class SweepFolder:
         return bool(self._lock.is_held())
 
     def progress(self) -> SweepProgress:
-        """Return how far the sweep is.
-
-        Raises:
-            ConfigError: the folder holds no sweep.
-        """
+        """Return how far the sweep is."""
         states = [self.state_of(run) for run in self.read().runs]
         return SweepProgress(
             num_runs=len(states),

@@ -140,11 +140,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace `manifest.json` atomically and durably: this commits what it lists.
-
-    Raises:
-        OSError: The file could not be written.
-    """
+    """Replace `manifest.json` atomically and durably: this commits what it lists. Raises OSError."""
     value = {
         "format": FORMAT,
         "names": manifest.names,

@@ -60,13 +60,10 @@ class CheckpointStatus:
 
 
 class CheckpointFolder:
-    """The `checkpoints` folder of a run.
+    """The `checkpoints` folder of a run, which the first commit makes.
 
     Only the holder of the run's lock may call `commit`, `quarantine`, `set_aside` and `repair_aliases`; any process may
     read.
-
-    Args:
-        path: The folder; created by the first commit.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -75,11 +72,7 @@ class CheckpointFolder:
         self.manifest_path = self.path / "manifest.json"
 
     def read_manifest(self) -> Manifest:
-        """Return what is committed; a damaged manifest reads as empty, with the reason in `problems`.
-
-        Raises:
-            CheckpointError: The manifest was written by a newer segapp.
-        """
+        """Return what is committed; a damaged manifest reads as empty, that of a newer segapp is a CheckpointError."""
         manifest = read_manifest(self.manifest_path)
         return Manifest(is_readable=self.is_untouched()) if manifest is None else manifest
 
@@ -305,10 +298,9 @@ class CheckpointFolder:
         return written, [f"a checkpoint {first}, and was written again: {advice}"]
 
     def _write_verified(self, write: Callable[[HashingFile], object], step: int) -> tuple[Path, str, int]:
-        """Write a new temporary file and read it back; return its path, sha256 and size.
+        """Write a temporary file and read it back; return its path, sha256 and size.
 
-        Raises:
-            DamagedError: It did not read back as written, and is removed.
+        A file that did not read back as written is removed, and a DamagedError is raised.
         """
         temporary = self.objects / temporary_name(step)
         try:

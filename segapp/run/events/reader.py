@@ -27,11 +27,7 @@ _adapter: TypeAdapter[Event] = TypeAdapter(
 
 
 def parse_event(raw: dict[str, Any]) -> Event:
-    """Return the event of a line's dict.
-
-    Raises:
-        ValueError: A field is missing or has a wrong type, or the type is unknown.
-    """
+    """Return the event of a line's dict; ValueError if a field is missing or wrong, or the type is unknown."""
     return _adapter.validate_python(raw)
 
 
@@ -97,11 +93,7 @@ class StepRun:
 
 
 def step_column(name: str) -> re.Pattern[bytes]:
-    """Return the pattern of a number in a `step` line, for `EventReader.read_column`.
-
-    Args:
-        name: Name of the field, or `terms.NAME` for a term of the loss.
-    """
+    """Return the pattern of a field of a `step` line, or of a term of the loss, `terms.NAME`."""
     is_term = name.startswith("terms.")
     key = re.escape(json.dumps(name.removeprefix("terms.")).encode())
     where = rb'.*?"terms":\{[^}]*?' if is_term else rb".*?"
@@ -114,12 +106,8 @@ class EventReader:
     """Reads a growing `events.jsonl` in pieces; any content is safe.
 
     A last line without a newline is read once it is complete. Lines that are damaged, of an unknown type or of another
-    version are skipped and counted. A missing file reads as empty.
-
-    Args:
-        path: The file.
-        last_bytes: Skip the present content except for about this much at its end (0: to wait for an answer); None
-            reads the whole file.
+    version are skipped and counted. A missing file reads as empty. With `last_bytes` the present content is skipped,
+    except for about this much at its end (0: to wait for an answer).
     """
 
     def __init__(self, path: Path | str, *, last_bytes: int | None = None) -> None:
@@ -137,11 +125,7 @@ class EventReader:
             self._offset = last_line_end(self._fd, os.fstat(self._fd).st_size - last_bytes)
 
     def read(self, max_bytes: int | None = None) -> list[Event]:
-        """Return the events written since the last call, parsed and validated.
-
-        Args:
-            max_bytes: Read about this much at most; None reads to the end.
-        """
+        """Return the events written since the last call, validated; of about `max_bytes`, if that is given."""
         events = []
         for raw in self.read_raw(max_bytes):
             try:
@@ -179,12 +163,7 @@ class EventReader:
         return items
 
     def read_column(self, pattern: re.Pattern[bytes], max_bytes: int | None = None) -> list[tuple[float, int, float]]:
-        """Return time, step and value of a number in the new `step` events; nan where it was null.
-
-        Args:
-            pattern: From `step_column`.
-            max_bytes: Read about this much at most; None reads to the end.
-        """
+        """Return time, step and value of a `step_column` in the new `step` events; nan where it was null."""
         found = [match.groups() for line in self._lines(max_bytes) if (match := pattern.match(line))]
         return [(float(t), int(step), math.nan if value == b"null" else float(value)) for t, step, value in found]
 
