@@ -187,9 +187,14 @@ def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path
     """
     path = checkpoint
     if path is None and folder is not None:
-        path = newest_file(CheckpointFolder(folder.checkpoints))
-    state = None if path is None else peek_state(path)
-    return None if path is None or state is None else (path, state)
+        store = CheckpointFolder(folder.checkpoints)
+        path = next((store.objects / entry.object for entry in store.read_manifest().entries), None)
+    try:
+        state: Any = None if path is None else peek_tensors(path)
+    except Exception:  # a damaged file shows as any of a dozen exceptions
+        return None
+    is_state = isinstance(state, dict) and all(key in state for key in ("config", "data", "classes"))
+    return (path, state) if path is not None and is_state else None
 
 
 def check_resumable(
@@ -265,22 +270,6 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
     raise CheckpointError(
         f"{store.path}: none of the {len(manifest.entries)} checkpoints can be used:{reasons}", path=store.path
     )
-
-
-def newest_file(store: CheckpointFolder) -> Path | None:
-    """Return the file of the newest committed checkpoint; None if nothing is committed."""
-    entries = store.read_manifest().entries
-    return store.objects / entries[0].object if entries else None
-
-
-def peek_state(path: Path) -> dict[str, Any] | None:
-    """Return the state in a checkpoint file without reading its tensors; None if it is no intact training state."""
-    try:
-        state: Any = peek_tensors(path)
-    except Exception:  # a damaged file shows as any of a dozen exceptions
-        return None
-    is_state = isinstance(state, dict) and all(key in state for key in ("config", "data", "classes"))
-    return state if is_state else None
 
 
 def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:

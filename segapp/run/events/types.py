@@ -14,15 +14,7 @@ MAX_LINE_BYTES = 16 * 2**20
 """A longer line counts as damaged and is skipped."""
 
 
-def _as_text(value: Any) -> Any:
-    return encodable(value) if isinstance(value, str) else value
-
-
-def _as_device(value: Any) -> Any:
-    return {"device": value} if isinstance(value, str) else value
-
-
-Text = Annotated[str, BeforeValidator(_as_text)]
+Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
 """Text that can be encoded as UTF-8; undecodable bytes of file names become visible escapes."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
@@ -81,7 +73,7 @@ class RunStart(_Event):
     """Samples in a full batch, over all devices."""
     epochs: int
     steps_per_epoch: int
-    devices: list[Annotated[Device, BeforeValidator(_as_device)]]
+    devices: list[Annotated[Device, BeforeValidator(lambda value: {"device": value} if type(value) is str else value)]]
     name: Text | None = None
     run_id: str | None = None
     host: Text | None = None
