@@ -173,7 +173,6 @@ def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> 
         "model.library": EOMT,
         "parallel.shard_optimizer": {},
         "parallel.stages": {},
-        "parallel.shard_optimizer": {},
     }
     own = {"stages": {"backbone": 0}, "shard_optimizer": True}
     section, _, key = feature.key.partition(".")
