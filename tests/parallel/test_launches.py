@@ -21,7 +21,7 @@ BOUNDS = {
     "dp x3, CUDA's kernels": (3680, 1920),
     "dp x8": (10000, 5990),
     "dp x8, CUDA's kernels": (8500, 4610),
-    "ddp": (4000, 2950),
+    "ddp": (3620, 2710),
     "ddp, CUDA's kernels": (2320, 1580),
 }
 

@@ -73,6 +73,35 @@ def test_thread_ids_repeat_over_steps_and_models(mode):
     assert settles(lambda: replica_threads() <= before)
 
 
+def test_models_in_several_threads_at_once_share_workers_safely():
+    """What the threads share is changed by atomic operations: the interpreter switches between them everywhere."""
+    before = replica_threads()
+    x = torch.randn(8, 3, dtype=torch.float64)
+    exact = []
+
+    def use(seed):
+        for i in range(6):
+            truth = nn.Linear(3, 2).double()
+            net = copy.deepcopy(truth)
+            truth(x).sum().backward()
+            model = DataParallelModel(net, ["cpu"] * (2 + (seed + i) % 3), mode=["threads", "lockstep"][i % 2])
+            model(x).gather().sum().backward()
+            exact.append(torch.allclose(net.weight.grad, truth.weight.grad))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        users = [threading.Thread(target=use, args=(seed,)) for seed in range(4)]
+        for user in users:
+            user.start()
+        for user in users:
+            user.join(60)
+    finally:
+        sys.setswitchinterval(interval)
+    assert exact == [True] * 24, "every thread computed all its steps"
+    assert settles(lambda: replica_threads() <= before)
+
+
 def test_threads_without_a_user_end_with_their_call():
     before = replica_threads()
     ReplicaGroup([torch.device("cpu")] * 2).run([lambda: None] * 2)
