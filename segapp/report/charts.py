@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 from markupsafe import Markup
-from numpy.typing import ArrayLike
 
 from segapp.run.words import learning_rate, number, printable
 from segapp.view.plot import CurveColumns, Floats, Scale, choose_scale, reduce_columns
@@ -21,55 +20,42 @@ NUM_COLORS = 8
 
 @dataclass(frozen=True)
 class ChartCurve:
-    """A curve.
-
-    Args:
-        label: shown in the legend.
-        x: increasing values.
-        y: as many values; the curve has gaps where they are not finite.
-        color: 0 to `NUM_COLORS` - 1.
-        is_dotted: draw a dot with a tooltip at each point.
-        band: lowest and highest value at each x, drawn faintly behind the curve; None: no band.
-    """
+    """A curve over increasing x, with gaps where y is not finite."""
 
     label: str
-    x: ArrayLike
-    y: ArrayLike
+    x: Floats
+    y: Floats
     color: int = 0
+    """0 to `NUM_COLORS` - 1."""
     is_dotted: bool = False
+    """Draw a dot with a tooltip at each point."""
     band: tuple[Floats, Floats] | None = None
+    """Lowest and highest value at each x, drawn faintly behind the curve."""
 
 
 @dataclass(frozen=True)
 class Frame:
-    """Axes and size of a chart.
-
-    Args:
-        x_label: of the horizontal axis.
-        y_label: of the vertical axis.
-        is_log: logarithmic vertical axis.
-        marks: positions on the horizontal axis with their tooltips.
-        bottom: lower end of the vertical axis; None: below the lowest value.
-        top: lower bound of the upper end; None: none.
-        width_px: width of the chart.
-    """
+    """Axes and size of a chart."""
 
     x_label: str
     y_label: str
     is_log: bool = False
-    marks: Sequence[tuple[float, str]] = field(default_factory=tuple)
+    marks: Sequence[tuple[float, str]] = ()
+    """Positions on the horizontal axis with their tooltips."""
     bottom: float | None = None
-    top: float | None = None
+    """Lower end of the vertical axis; None: below the lowest value."""
+    top: float = -math.inf
+    """Lower bound of the upper end."""
     width_px: int = WIDTH_PX
 
 
 def line_chart(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
     """Return a chart of curves with a legend; a sentence if no curve has a finite value."""
-    known = [curve for curve in curves if np.isfinite(np.asarray(curve.y, float)).any()]
+    known = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not known:
         return Markup("<p class=quiet>nothing was recorded</p>")
-    xs = np.concatenate([np.asarray(curve.x, float) for curve in known])
-    x_scale = Scale(float(xs.min()), float(xs.max()) if xs.max() > xs.min() else float(xs.min()) + 1.0)
+    left, right = (float(edge([edge(curve.x) for curve in known])) for edge in (np.min, np.max))
+    x_scale = Scale(left, right if right > left else left + 1.0)
     y_scale = _y_scale(known, frame)
     parts = [_axes(x_scale, y_scale, frame)]
     for at, label in frame.marks:
@@ -89,14 +75,12 @@ def line_chart(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
 
 def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
     nothing = np.empty(0)
-    lows = np.concatenate([curve.band[0] for curve in curves if curve.band is not None] or [nothing])
-    highs = np.concatenate([curve.band[1] for curve in curves if curve.band is not None] or [nothing])
-    firm = np.concatenate([np.asarray(curve.y, float) for curve in curves])
-    is_bad = np.zeros(0, bool)
-    scale = choose_scale(CurveColumns(lows, highs, is_bad), firm, is_log=frame.is_log) or Scale(0.0, 1.0)
-    bottom = scale.bottom if frame.bottom is None else min(scale.bottom, frame.bottom)
-    top = scale.top if frame.top is None else max(scale.top, frame.top)
-    return Scale(bottom if frame.bottom is None else frame.bottom, top, scale.is_log)
+    lows, highs = (np.concatenate([nothing, *(curve.band[i] for curve in curves if curve.band)]) for i in (0, 1))
+    columns = CurveColumns(lows, highs, np.zeros(0, bool))
+    firm = np.concatenate([curve.y for curve in curves])
+    scale = choose_scale(columns, firm, is_log=frame.is_log) or Scale(0.0, 1.0)
+    bottom = scale.bottom if frame.bottom is None else frame.bottom
+    return Scale(bottom, max(scale.top, frame.top), scale.is_log)
 
 
 def _x(scale: Scale, value: float, frame: Frame) -> float:
@@ -130,10 +114,8 @@ def _text(x: float, y: float, style: str, text: str) -> Markup:
 
 def _band(curve: ChartCurve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
     assert curve.band is not None
-    x = np.asarray(curve.x, float)
-    columns = reduce_columns(
-        x, *curve.band, ~np.isfinite(curve.band[0]), x_scale.bottom, x_scale.top, frame.width_px - _LEFT - _RIGHT
-    )
+    width_px, is_bad = frame.width_px - _LEFT - _RIGHT, ~np.isfinite(curve.band[0])
+    columns = reduce_columns(curve.x, *curve.band, is_bad, x_scale.bottom, x_scale.top, width_px)
     at = np.flatnonzero(np.isfinite(columns.low))
     low, high = _ys(y_scale, columns.low[at]), _ys(y_scale, columns.high[at])
     strokes = " ".join(f"M{_LEFT + i} {b + 0.4:.1f}V{t - 0.4:.1f}" for i, b, t in zip(at, low, high, strict=True))
@@ -141,10 +123,9 @@ def _band(curve: ChartCurve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Ma
 
 
 def _curve_path(curve: ChartCurve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
-    x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
-    stride = max(1, len(x) // (2 * frame.width_px)) if not curve.is_dotted else 1
-    keep = np.unique(np.concatenate([np.arange(0, len(x), stride), [len(x) - 1]]))
-    x, y = x[keep], y[keep]
+    stride = max(1, len(curve.x) // (2 * frame.width_px)) if not curve.is_dotted else 1
+    keep = np.unique([*range(0, len(curve.x), stride), len(curve.x) - 1])
+    x, y = curve.x[keep], curve.y[keep]
     ys = _ys(y_scale, y)
     path, is_drawing = [], False
     for at, height in zip(x, ys, strict=True):

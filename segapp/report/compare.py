@@ -35,11 +35,10 @@ UNIMPORTANT_KEYS = frozenset({"name"})
 
 
 def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]:
-    """Compare runs, and write a page if requested.
+    """Compare runs, and write a page if requested; return plain values.
 
-    Returns:
-        Plain values: `runs`, `differences` (config key -> value of each run), and `common_classes`: the classes that
-        have an IoU in every run's best evaluation, with `common_miou`, the mean over them of each run.
+    They are `runs`, `differences` (config key -> value of each run), and `common_classes`: the classes that have an IoU
+    in every run's best evaluation, with `common_miou`, the mean over them of each run.
 
     Raises:
         ConfigError: fewer than two runs, or a run does not exist.
@@ -79,10 +78,6 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
 
 def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) -> Path:
     """Write the page of a sweep into its folder, and return its path: its runs with columns of their settings.
-
-    Args:
-        sweep: the sweep.
-        results: as just read; None: read here.
 
     Raises:
         ConfigError: the folder holds no sweep.
@@ -196,13 +191,9 @@ def _chart(
 
 
 def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats] | None:
-    """Return x, mean, lowest and highest of curves, interpolated between their points where all of them have values.
+    """Return x, mean, lowest and highest of curves (x, y), interpolated between their points that are finite.
 
-    Args:
-        curves: x, increasing, and y of each; points that are not finite are left out.
-
-    Returns:
-        None if the curves have no x in common.
+    The result lies where all curves have values; None if they have no x in common.
     """
     known = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     known = [(x, y) for x, y in known if len(x)]

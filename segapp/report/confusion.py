@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from markupsafe import Markup, escape
@@ -28,20 +28,21 @@ _FILE_STYLE = f"""text {{ font: 11px sans-serif; fill: {_INK}; }}
 text.value {{ font-size: 10px; }} text.on {{ fill: {_PAPER}; }}"""
 
 
-@dataclass(frozen=True)
-class _Cell:
+class _Cell(NamedTuple):
     row: int
     column: int
     share: float
+    opacity: float
+    text: str
+    """The percentage; empty below half a percent or where cells are small."""
 
     @property
     def is_hit(self) -> bool:
         return self.row == self.column
 
     @property
-    def opacity(self) -> float:
-        """Opacity of the fill; the square root makes confusions of a few percent visible."""
-        return 0.06 + 0.94 * math.sqrt(min(max(self.share, 0.0), 1.0))
+    def is_dark(self) -> bool:
+        return self.opacity > 0.55
 
 
 class _Grid:
@@ -50,11 +51,11 @@ class _Grid:
     def __init__(self, matrix: NDArray[np.int64], classes: Sequence[str]) -> None:
         self._matrix = matrix
         self.names = [printable(name) for name in classes]
-        self.labels = [n if len(n) <= _MAX_LABEL_CHARS else f"{n[: _MAX_LABEL_CHARS - 1]}…" for n in self.names]
+        labels = [n if len(n) <= _MAX_LABEL_CHARS else f"{n[: _MAX_LABEL_CHARS - 1]}…" for n in self.names]
         self.cell_px = 30 if len(classes) <= 24 else max(6, 720 // len(classes))
-        self.margin_px = round(8 + 6.6 * max(map(len, self.labels)))
+        self.margin_px = round(8 + 6.6 * max(map(len, labels)))
         self.side_px = self.margin_px + self.cell_px * len(classes) + 4
-        self.has_labels = self.cell_px >= 11
+        self.labels = labels if self.cell_px >= 11 else []
 
     def cells(self) -> Iterator[_Cell]:
         """Yield the cells that are drawn: the diagonal, and shares of at least 0.05 %."""
@@ -62,7 +63,9 @@ class _Grid:
         for row in np.flatnonzero(totals).tolist():
             for column, share in enumerate((self._matrix[row] / totals[row]).tolist()):
                 if share >= 0.0005 or row == column:
-                    yield _Cell(row, column, share)
+                    opacity = 0.06 + 0.94 * math.sqrt(share)  # the root makes confusions of a few percent visible
+                    text = f"{100 * share:.0f}" if self.cell_px >= 24 and share >= 0.005 else ""
+                    yield _Cell(row, column, share, opacity, text)
 
     def corner(self, number: int) -> int:
         return self.margin_px + number * self.cell_px
@@ -70,18 +73,9 @@ class _Grid:
     def center(self, number: int) -> float:
         return self.margin_px + (number + 0.5) * self.cell_px
 
-    def value(self, cell: _Cell) -> str:
-        """Return the percentage written into a cell; empty below half a percent or where cells are small."""
-        return f"{100 * cell.share:.0f}" if self.cell_px >= 24 and cell.share >= 0.005 else ""
-
 
 def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Markup:
-    """Return a confusion matrix as a figure in the colours of the page.
-
-    Args:
-        matrix: (C, C) counts of (target, prediction).
-        classes: C names.
-    """
+    """Return a confusion matrix, (C, C) counts of (target, prediction), as a figure in the colours of the page."""
     grid = _Grid(matrix, classes)
     return Markup('<figure class=matrix><svg viewBox="0 0 {0} {0}" style="max-width:{0}px">{1}</svg></figure>').format(
         grid.side_px, _svg_parts(grid)
@@ -89,13 +83,7 @@ def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Marku
 
 
 def confusion_file(matrix: NDArray[np.int64], classes: Sequence[str], suffix: str) -> bytes:
-    """Return a confusion matrix as the content of a file.
-
-    Args:
-        matrix: (C, C) counts of (target, prediction).
-        classes: C names.
-        suffix: .png or .svg.
-    """
+    """Return a confusion matrix, (C, C) counts of (target, prediction), as the content of a .png or .svg file."""
     grid = _Grid(matrix, classes)
     return _png(grid) if suffix == ".png" else _svg_file(grid)
 
@@ -116,7 +104,7 @@ def _svg_file(grid: _Grid) -> bytes:
 def _svg_parts(grid: _Grid) -> Markup:
     parts = []
     near = grid.margin_px - 6
-    for number, label in enumerate(grid.labels if grid.has_labels else ()):
+    for number, label in enumerate(grid.labels):
         at = grid.center(number) + 4
         parts.append(f'<text x="{near}" y="{at}" class="end">{escape(label)}</text>')
         parts.append(f'<text transform="translate({at} {near}) rotate(-90)">{escape(label)}</text>')
@@ -128,10 +116,10 @@ def _svg_parts(grid: _Grid) -> Markup:
             f'fill-opacity="{cell.opacity:.2f}"/><title>{target} predicted as {prediction}: {cell.share:.1%} of its '
             "pixels</title></g>"
         )
-        if value := grid.value(cell):
+        if cell.text:
             parts.append(
                 f'<text x="{grid.center(cell.column) - 0.5}" y="{grid.center(cell.row) + 3.5}" '
-                f'class="mid value{" on" if cell.opacity > 0.55 else ""}">{value}</text>'
+                f'class="mid value{" on" if cell.is_dark else ""}">{cell.text}</text>'
             )
     return Markup("".join(parts))
 
@@ -146,8 +134,8 @@ def _png(grid: _Grid) -> bytes:
         full = Image.new("RGB", (grid.cell_px - 1, grid.cell_px - 1), _HIT if cell.is_hit else _MISS)
         picture.paste(Image.blend(Image.new("RGB", full.size, _PAPER), full, cell.opacity), (left, top))
         middle = grid.center(cell.column), grid.center(cell.row) + _LEGEND_PX
-        draw.text(middle, grid.value(cell), fill=_PAPER if cell.opacity > 0.55 else _INK, font=font, anchor="mm")
-    if grid.has_labels:
+        draw.text(middle, cell.text, fill=_PAPER if cell.is_dark else _INK, font=font, anchor="mm")
+    if grid.labels:
         near = grid.margin_px - 6
         columns = Image.new("RGB", (near, width), _PAPER)  # drawn horizontally, then rotated
         for number, label in enumerate(grid.labels):

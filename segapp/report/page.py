@@ -49,11 +49,11 @@ class ReportedClass:
 def write_report(
     run: str, out: Path | None = None, *, split: str | None = None, num_worst: int = 8, has_pictures: bool = True
 ) -> Path:
-    """Write the report of a run and return its path.
+    """Write the report of a run, by default `report.html` in the run folder, and return its path.
 
     Args:
         run: name or folder.
-        out: the file; None: `report.html` in the run folder.
+        out: the file.
         split: of the data set, for the confusion matrix and the pictures; None: the run's own validation split.
         num_worst: number of images shown, those with the lowest mIoU.
         has_pictures: False: leave out the parts that need the model and the data.
@@ -64,6 +64,7 @@ def write_report(
         StorageError: the file cannot be written.
     """
     report = read_run_report(run)
+    out = out or report.folder.path / "report.html"
     evaluation, why_not = None, "left out because of --no-images"
     if has_pictures:
         try:
@@ -71,9 +72,7 @@ def write_report(
         except SegappError as error:
             why_not = str(error)
             print(f"note: no pictures and no confusion matrix: {printable(why_not)}", file=sys.stderr)
-    page = render("report.html.j2", template_values(report, evaluation, why_not))
-    out = out or report.folder.path / "report.html"
-    save_page(out, page)
+    save_page(out, render("report.html.j2", template_values(report, evaluation, why_not)))
     return out
 
 
@@ -124,7 +123,7 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
         history, vals = report.view.history, report.view.vals
         if history.size:
             factor = history.usual_smoothing
-            band = (np.array(history.low), np.array(history.high)) if is_alone else None
+            band = (history.low, history.high) if is_alone else None
             smoothed = f"training loss (smoothed over about {round(1 / (1 - factor))} logged steps)"
             mean = f"mean of epoch {report.view.loss.epoch}: {wording.loss(report.view.loss.mean, 4)}"
             label = f"{smoothed if is_alone else report.name}, {mean}"
@@ -136,7 +135,7 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
         if is_alone:
             marks = [(mark.step, mark.text) for mark in report.view.marks if mark.kind != "best"]
             marks += [(mark.step, mark.text) for mark in report.view.marks if mark.kind == "best"][-1:]
-    values = np.concatenate([np.asarray(curve.y, float) for curve in curves]) if curves else np.empty(0)
+    values = np.concatenate([np.empty(0), *(curve.y for curve in curves)])
     values = values[np.isfinite(values)]
     is_log = bool(len(values)) and values.min() > 0 and values.max() > 20 * values.min()
     return charts.line_chart(curves, Frame("step", "loss", is_log, marks))
@@ -144,17 +143,12 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
 
 def miou_curves(reports: Sequence[RunReport]) -> list[ChartCurve]:
     """Return the mIoU over the steps of each run."""
-    return [
-        ChartCurve(
-            report.name if len(reports) > 1 else "mIoU",
-            report.view.vals.values("step"),
-            report.view.vals.values("miou"),
-            color % charts.NUM_COLORS,
-            True,
-        )
-        for color, report in enumerate(reports)
-        if report.view.vals
-    ]
+    curves = []
+    for color, report in enumerate(reports):
+        vals, label = report.view.vals, report.name if len(reports) > 1 else "mIoU"
+        if vals:
+            curves.append(ChartCurve(label, vals.values("step"), vals.values("miou"), color % charts.NUM_COLORS, True))
+    return curves
 
 
 def _miou_chart(report: RunReport) -> Markup:
@@ -232,9 +226,8 @@ def _memory_rows(report: RunReport) -> list[dict[str, Any]]:
                 {
                     "split": split,
                     "is_first": i == 0,
-                    "num": len(peaks),
-                    "device": (device.device if device else f"device {i}"),
-                    "name": (device.name or "" if device else ""),
+                    "device": device.device if device else f"device {i}",
+                    "name": (device.name or "") if device else "",
                     "samples": split[i] if i < len(split) else None,
                     "peak_mib": peak,
                     "total_mib": total,

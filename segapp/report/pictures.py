@@ -95,11 +95,7 @@ def evaluate_split(
 def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:
     """Return reduced pictures of input, target, prediction and errors as `data:` addresses, by name.
 
-    Args:
-        image: uint8 (H, W, 3), RGB.
-        target: (H, W) class ids.
-        labels: (H, W) predicted class ids.
-        scheme: names and colours of the classes.
+    The image is uint8 (H, W, 3), RGB; `target` and `labels` are (H, W) class ids.
     """
     factor = min(1.0, PICTURE_PX / max(image.shape[:2]))
     size = max(1, round(image.shape[1] * factor)), max(1, round(image.shape[0] * factor))

@@ -42,22 +42,13 @@ def render(template: str, values: dict[str, Any]) -> str:
 
 
 def save_page(out: Path, page: str) -> None:
-    """Write a page.
-
-    Raises:
-        StorageError: it cannot be written.
-    """
+    """Write a page; raise StorageError if it cannot be written."""
     with storage_errors(out):
         write_atomic(out, page)
 
 
 def data_url(pixels: NDArray[Any], suffix: str) -> str:
-    """Return a picture as a `data:` address.
-
-    Args:
-        pixels: uint8 (H, W, 3), RGB.
-        suffix: .jpg or .png.
-    """
+    """Return a picture, uint8 (H, W, 3), RGB, as a `data:` address of a .jpg or .png."""
     options = [cv2.IMWRITE_JPEG_QUALITY, 80] if suffix == ".jpg" else [cv2.IMWRITE_PNG_COMPRESSION, 9]
     _, data = cv2.imencode(suffix, np.ascontiguousarray(pixels[..., ::-1]), options)
     kind = "jpeg" if suffix == ".jpg" else "png"

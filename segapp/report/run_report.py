@@ -21,20 +21,13 @@ _MAX_TERMS = 16
 
 @dataclass
 class RunReport:
-    """Contents of one run.
-
-    Attributes:
-        folder: the run folder.
-        state: live, finished, failed and so on.
-        view: its folded events.
-        config: at the start of the run; None if the file cannot be read.
-        config_text: content of the config file.
-    """
+    """Contents of one run."""
 
     folder: RunFolder
     state: State
-    view: View = field(default_factory=View)
+    view: View
     config: RunConfig | None = None
+    """At the start of the run; None if the file cannot be read."""
     config_text: str = ""
 
     @property
@@ -66,11 +59,7 @@ class RunReport:
 
 
 def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
-    """Read the events and the config of a run.
-
-    Args:
-        run: name or folder.
-        view: to fold the events into; None: one with the whole loss curve.
+    """Read the events of a run into a view, by default one with the whole loss curve, and its config.
 
     Raises:
         ConfigError: there is no such run.

@@ -42,54 +42,43 @@ class Spread:
 
 @dataclass(frozen=True)
 class SettingResult:
-    """One setting; the spreads are over its finished runs.
-
-    Attributes:
-        settings: keys that vary between settings; `config` is the name of the config where several are compared.
-        runs: names of its runs.
-        num_finished: of them that have finished.
-        best_miou: the highest mIoU of each run.
-        last_miou: mIoU of the last evaluation.
-        val_loss: loss of the last evaluation.
-        loss: mean training loss of the last epoch.
-        best_classes: classes that `best_miou` is the mean of, such as `17/19`, or `16 to 17/19` if runs differ.
-        last_classes: those of `last_miou`.
-        over_seeds: standard deviation of `best_miou` over the seeds, each averaged over the folds; None unless every
-            fold has the same two or more seeds, and there are two folds or more.
-        over_folds: likewise over the folds, each averaged over the seeds.
-    """
+    """One setting; the spreads are over its finished runs."""
 
     settings: dict[str, Any]
+    """Keys that vary between settings; `config` is the name of the config where several are compared."""
     runs: list[str]
     num_finished: int
     best_miou: Spread | None
     last_miou: Spread | None
     val_loss: Spread | None
+    """Of the last evaluation."""
     loss: Spread | None = None
+    """Mean training loss of the last epoch."""
     best_classes: str = ""
+    """Classes that `best_miou` is the mean of, such as `17/19`, or `16 to 17/19` if runs differ."""
     last_classes: str = ""
     over_seeds: float | None = None
+    """Standard deviation of `best_miou` over the seeds, each averaged over the folds; None unless every fold has the
+    same two or more seeds, and there are two folds or more."""
     over_folds: float | None = None
+    """Likewise over the folds, each averaged over the seeds."""
 
 
 @dataclass(frozen=True)
 class SweepResults:
-    """All settings, the best first, and all runs.
-
-    Attributes:
-        varying: keys of the settings' columns.
-        repeated: what the repetitions differ in: seed, fold.
-        reports: of the runs that have begun, by name.
-    """
+    """All settings, the best first, and all runs."""
 
     name: str
     path: str
     state: str
     varying: list[str]
+    """Keys of the settings' columns."""
     repeated: list[str]
+    """What the repetitions differ in: seed, fold."""
     settings: list[SettingResult]
     runs: list[RunRow]
     reports: dict[str, RunReport] = field(default_factory=dict)
+    """Of the runs that have begun, by name."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the results as plain values."""
@@ -97,11 +86,7 @@ class SweepResults:
 
 
 def read_results(sweep: SweepFolder) -> SweepResults:
-    """Read the results of a sweep from the events of its runs.
-
-    Raises:
-        ConfigError: the folder holds no sweep.
-    """
+    """Read the results of a sweep from the events of its runs; raise ConfigError if the folder holds no sweep."""
     info = sweep.read()
     found = [_row_of(sweep, run) for run in info.runs]
     runs = [row for row, _ in found]
@@ -130,21 +115,14 @@ def read_results(sweep: SweepFolder) -> SweepResults:
 
 
 def summarize_setting(settings: dict[str, Any], runs: Sequence[RunRow], fold: Callable[[RunRow], str]) -> SettingResult:
-    """Return the spreads of one setting.
-
-    Args:
-        settings: its columns.
-        runs: its runs.
-        fold: names the fold of a run.
-    """
+    """Return the spreads of one setting over its runs; `fold` names the fold of a run."""
     finished = [run for run in runs if run.state == "finished"]
     cells = {(fold(run), json.dumps(run.settings.get("seed"))): run.best_miou for run in finished}
     folds, seeds = (list(dict.fromkeys(cell[axis] for cell in cells)) for axis in (0, 1))
     over_seeds = over_folds = None
-    values = [[cells.get((fold_, seed)) for seed in seeds] for fold_ in folds]
-    is_complete = len(cells) == len(finished) and all(value is not None for row in values for value in row)
+    table = [[miou for seed in seeds if (miou := cells.get((fold_, seed))) is not None] for fold_ in folds]
+    is_complete = len(cells) == len(finished) and all(len(row) == len(seeds) for row in table)
     if is_complete and len(folds) > 1 and len(seeds) > 1:
-        table = [[float(value or 0.0) for value in row] for row in values]
         over_folds = statistics.stdev([statistics.fmean(row) for row in table])
         over_seeds = statistics.stdev([statistics.fmean(column) for column in zip(*table, strict=True)])
     return SettingResult(

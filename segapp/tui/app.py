@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,15 +29,14 @@ from segapp.tui.dialogs import EventScreen, HelpScreen, StopChoice, StopScreen, 
 from segapp.tui.following import MarkedRuns, ShownRun
 from segapp.tui.glyphs import ASCII, UNICODE
 from segapp.tui.panes import header
-from segapp.tui.panes.chart import X_AXES, ChartOptions, LossChart, Viewport
-from segapp.tui.panes.classes import SORTS, ClassesPane
+from segapp.tui.panes.chart import ChartOptions, LossChart, Viewport
 from segapp.tui.panes.events import GROUPS
 from segapp.tui.panes.gpu0 import EDITOR_KEYS, Draft, begin_draft, edit_draft
 from segapp.tui.runs_screen import RunsScreen
-from segapp.tui.settings import SMOOTHING_CYCLE, UiSettings, next_choice, save_settings
+from segapp.tui.settings import CHOICES, UiSettings, next_choice, save_settings
 from segapp.tui.terminal import RESTORE_TITLE, SAVE_TITLE, Announcer, end_with_terminal, is_hung_up
 from segapp.tui.widgets import LiteralText
-from segapp.view.metrics import CLASS, metric_names
+from segapp.view.metrics import metric_names
 from segapp.view.runs import RunList
 from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
@@ -49,14 +48,6 @@ PANES_EVERY, IDLE_EVERY = 2, 4
 LEAVE_S = 5.0
 
 
-@dataclass(frozen=True)
-class UserFiles:
-    """Files that outlive a screen; None: nothing is kept."""
-
-    settings: Path | None = None
-    seen: Path | None = None
-
-
 class MonitorApp(App[None]):
     """The screen of a run, with its keys: those that look at the run, and those that send commands to it.
 
@@ -65,7 +56,8 @@ class MonitorApp(App[None]):
         readonly: Hide and disable all keys that send commands.
         starts_with_list: Show the list of the runs first.
         settings: Of the user.
-        files: Where the settings and the alerts that were seen are kept.
+        settings_file: Where they are kept; None: they are not.
+        seen_file: Likewise for the alerts that were seen.
         ascii_only: Draw without Unicode.
         has_trainer_ended: For a trainer that is starting; see `run_ui`.
     """
@@ -81,7 +73,8 @@ class MonitorApp(App[None]):
         readonly: bool = False,
         starts_with_list: bool = False,
         settings: UiSettings | None = None,
-        files: UserFiles | None = None,
+        settings_file: Path | None = None,
+        seen_file: Path | None = None,
         ascii_only: bool = False,
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
@@ -93,9 +86,9 @@ class MonitorApp(App[None]):
         self.is_ascii = ascii_only
         self.failure: Exception | None = None
         """The error that ended the screen; None if the user left."""
-        self._files = files or UserFiles()
+        self._settings_file, self._seen_file = settings_file, seen_file
         self.marked = MarkedRuns()
-        self.shown = ShownRun(source, self._files.seen, has_trainer_ended)
+        self.shown = ShownRun(source, seen_file, has_trainer_ended)
         self.outbox = control.Outbox(source, is_readonly=readonly)
         self.pane = "loss"
         self.is_zoomed = False
@@ -119,8 +112,6 @@ class MonitorApp(App[None]):
     def status(self) -> Status:
         """Return the status of the run on the screen."""
         return self.shown.status()
-
-    # --- life ------------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
         """Yield all lines and panes; `plan_layout` selects the visible ones."""
@@ -155,8 +146,8 @@ class MonitorApp(App[None]):
     def on_unmount(self) -> None:
         """Save the settings, and give the terminal its title back."""
         self._write_control(RESTORE_TITLE)
-        if self._files.settings is not None:
-            save_settings(self._files.settings, self.settings)
+        if self._settings_file is not None:
+            save_settings(self._settings_file, self.settings)
 
     def on_resize(self, event: events.Resize) -> None:
         """Select the panes for the new size, before the app's own `size` is updated."""
@@ -214,7 +205,7 @@ class MonitorApp(App[None]):
         if folder is None or folder.path == self.shown.source.folder.path:
             return
         source = LiveSource(folder)
-        self.shown = ShownRun(source, self._files.seen)
+        self.shown = ShownRun(source, self._seen_file)
         self.outbox = control.Outbox(source, is_readonly=self.readonly)
         self.draft, self._is_starting = None, None
         self._announcer.restart()
@@ -230,8 +221,6 @@ class MonitorApp(App[None]):
         else:
             self.failure = self.failure or error
             self.exit(return_code=1)
-
-    # --- drawing ---------------------------------------------------------------------------------------------------
 
     @property
     def columns(self) -> layout.Columns:
@@ -294,14 +283,10 @@ class MonitorApp(App[None]):
             if not is_starting:
                 self.chart.focus()
         if is_starting:
-            self._show_start(view, status)
+            num_lines = max(3, self._text("starting").size.height - 4)
+            self._text("starting").show(header.starting(view, status, self.shown.log_lines(), num_lines))
+            self._show_keys("starting", self.size.width)
         return not is_starting
-
-    def _show_start(self, view: View, status: Status) -> None:
-        """Show what the trainer does before its first step, and the last lines of its log."""
-        num_lines = max(3, self.query_one("#starting").size.height - 4)
-        self._text("starting").show(header.starting(view, status, self.shown.log_lines(), num_lines))
-        self._show_keys("starting", self.size.width)
 
     def _show_keys(self, pane: str, width: int) -> None:
         """Show the keys that act in a pane, or in the editor."""
@@ -324,8 +309,6 @@ class MonitorApp(App[None]):
     def say(self, text: str, severity: control.Severity = "information") -> None:
         """Show a literal message for a few seconds."""
         self.notify(printable(text), severity=severity, markup=False, timeout=8)
-
-    # --- panes ---------------------------------------------------------------------------------------------------
 
     def action_pane(self, name: str) -> None:
         """Select a pane."""
@@ -353,8 +336,6 @@ class MonitorApp(App[None]):
         """Redraw the screen."""
         self.refresh(layout=True)
 
-    # --- chart and pictures --------------------------------------------------------------------------------------
-
     def action_metric(self, by: int) -> None:
         """Show the next metric in the chart, or the one before."""
         names = metric_names(self.view)
@@ -369,21 +350,23 @@ class MonitorApp(App[None]):
             self.action_pane("loss")
         self.show_view()
 
+    def _next_setting(self, name: str) -> None:
+        """Select the next choice of a setting that is kept."""
+        setattr(self.settings, name, next_choice(CHOICES[name], getattr(self.settings, name)))
+        self.chart.options = self._chart_options()
+        self.show_view()
+
     def action_toggle_log(self) -> None:
         """Switch the vertical axis between linear and logarithmic."""
-        self.settings.is_log = not self.settings.is_log
-        self.chart.change(is_log=self.settings.is_log)
+        self._next_setting("is_log")
 
     def action_smooth(self) -> None:
         """Select the next smoothing."""
-        self.settings.smoothing = next_choice(SMOOTHING_CYCLE, self.settings.smoothing)
-        self.chart.change(smoothing=self.settings.smoothing)
-        self.show_view()
+        self._next_setting("smoothing")
 
     def action_x_axis(self) -> None:
         """Select the next horizontal axis."""
-        self.settings.x_axis = next_choice(X_AXES, self.settings.x_axis)
-        self.chart.change(x_axis=self.settings.x_axis)
+        self._next_setting("x_axis")
 
     def action_window(self, by: int) -> None:
         """Show a longer (1) or a shorter (-1) part of the curve."""
@@ -404,20 +387,9 @@ class MonitorApp(App[None]):
         else:
             self.chart.move_cursor(by)
 
-    # --- classes, events and alerts --------------------------------------------------------------------------------
-
     def action_sort(self) -> None:
         """Select the next order of the classes."""
-        self.settings.sort = next_choice(SORTS, self.settings.sort)
-        self.show_view()
-
-    def on_classes_pane_chosen(self, event: ClassesPane.Chosen) -> None:
-        """Show the IoU of a class in the chart."""
-        self.action_show_metric(CLASS + event.name)
-
-    def on_classes_pane_moved(self) -> None:
-        """Draw the cursor of the table."""
-        self.show_view()
+        self._next_setting("sort")
 
     def action_kind(self) -> None:
         """Select the next kind of events to show."""
@@ -493,8 +465,6 @@ class MonitorApp(App[None]):
             self.action_seen()
         self.show_view()
 
-    # --- other screens and looks ---------------------------------------------------------------------------------
-
     def action_theme(self) -> None:
         """Select the next theme."""
         self.action_set_theme(next_choice(themes.NAMES, self.theme))
@@ -533,8 +503,6 @@ class MonitorApp(App[None]):
 
         screen.run_worker(save())
 
-    # --- commands to the trainer --------------------------------------------------------------------------------------
-
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the keys that the view does not offer."""
         return keys.is_offered(action, is_readonly=self.readonly)
@@ -546,10 +514,6 @@ class MonitorApp(App[None]):
 
     def action_detach(self) -> None:
         """Exit; the training continues."""
-        self.exit()
-
-    async def action_quit(self) -> None:
-        """Exit by Textual's own action."""
         self.exit()
 
     def action_help_quit(self) -> None:

@@ -24,12 +24,7 @@ class Message(NamedTuple):
 
 
 class Outbox:
-    """Sends commands to one run, and reports their answers.
-
-    Args:
-        source: Of the run.
-        is_readonly: Refuse every command.
-    """
+    """Sends commands to one run, unless the view is read-only, and reports their answers."""
 
     def __init__(self, source: LiveSource, *, is_readonly: bool) -> None:
         self._source, self._is_readonly = source, is_readonly

@@ -152,10 +152,7 @@ class TrainerLogScreen(ModalScreen[None]):
 class SettingScreen(ModalScreen[SetCommand | None]):
     """Asks for the value of a setting, and checks it at every key; closes with the command, or None.
 
-    Args:
-        title: What is set, with its present value.
-        hint: What can be typed.
-        check: Returns the command of a text, None if it cannot be sent; and what it means, or what is wrong with it.
+    `check` returns the command of a text, None if it cannot be sent; and what it means, or what is wrong with it.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "cancel", "cancel")]

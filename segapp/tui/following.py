@@ -21,13 +21,7 @@ from segapp.view.view import Raised, View
 
 
 class ShownRun:
-    """The run on the screen.
-
-    Args:
-        source: Of its events.
-        seen_file: File of the alerts that were seen; None: they are not kept.
-        has_trainer_ended: For a trainer that is starting; see `run_ui`.
-    """
+    """The run on the screen. Without a file, the alerts that were seen are not kept; for the trainer see `run_ui`."""
 
     def __init__(
         self, source: LiveSource, seen_file: Path | None = None, has_trainer_ended: Callable[[], bool] | None = None

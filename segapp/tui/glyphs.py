@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -12,92 +12,48 @@ from numpy.typing import NDArray
 Item = TypeVar("Item")
 
 
-@dataclass(frozen=True)
-class Glyphs:
-    """A set of characters to draw with."""
-
-    dot: str
-    hollow_dot: str
-    line_done: str
-    line_half: str
-    """The last cell of a progress bar that ends in the middle of the cell."""
-    line_left: str
-    up: str
-    down: str
-    arrow: str
-    separator: str
-    spark: str
-    """Levels of a sparkline, lowest first."""
-    diamond: str
-    star: str
-    bad: str
-    v_mark: str
-    v_cursor: str
-    v_axis: str
-    h_axis: str
-    corner: str
-    clipped: str
-    degree: str
-    dots_per_cell: tuple[int, int]
-    """Rows and columns of dots per cell of the chart."""
-    dot_weights: NDArray[np.uint16]
-    """Weight of each dot in the index into `dot_cells`."""
-    dot_cells: str
-
-
 _BRAILLE = np.array([[0x01, 0x08], [0x02, 0x10], [0x04, 0x20], [0x40, 0x80]], dtype=np.uint16)
 
-UNICODE = Glyphs(
-    dot="●",
-    hollow_dot="○",
-    line_done="━",
-    line_half="╸",
-    line_left="─",
-    up="▲",
-    down="▼",
-    arrow="→",
-    separator="·",
-    spark="▁▂▃▄▅▆▇█",
-    diamond="◆",
-    star="★",
-    bad="×",
-    v_mark="┊",
-    v_cursor="│",
-    v_axis="│",
-    h_axis="─",
-    corner="└",
-    clipped="▲",
-    degree="°",
-    dots_per_cell=(4, 2),
-    dot_weights=_BRAILLE,
-    dot_cells="".join(map(chr, range(0x2800, 0x2900))),
-)
 
+@dataclass(frozen=True)
+class Glyphs:
+    """A set of characters to draw with; the defaults are Unicode."""
+
+    dot: str = "●"
+    hollow_dot: str = "○"
+    line_done: str = "━"
+    line_half: str = "╸"
+    """The last cell of a progress bar that ends in the middle of the cell."""
+    line_left: str = "─"
+    up: str = "▲"
+    down: str = "▼"
+    arrow: str = "→"
+    separator: str = "·"
+    spark: str = "▁▂▃▄▅▆▇█"
+    """Levels of a sparkline, lowest first."""
+    diamond: str = "◆"
+    star: str = "★"
+    bad: str = "×"
+    v_mark: str = "┊"
+    v_cursor: str = "│"
+    v_axis: str = "│"
+    h_axis: str = "─"
+    corner: str = "└"
+    clipped: str = "▲"
+    degree: str = "°"
+    dots_per_cell: tuple[int, int] = (4, 2)
+    """Rows and columns of dots per cell of the chart."""
+    dot_weights: NDArray[np.uint16] = field(default_factory=lambda: _BRAILLE)
+    """Weight of each dot in the index into `dot_cells`."""
+    dot_cells: str = "".join(map(chr, range(0x2800, 0x2900)))
+
+
+UNICODE = Glyphs()
 ASCII = Glyphs(
-    dot="*",
-    hollow_dot="o",
-    line_done="=",
-    line_half="-",
-    line_left=".",
-    up="+",
-    down="-",
-    arrow="->",
-    separator=".",
-    spark="_.-=*#",
-    diamond="V",
-    star="B",
-    bad="x",
-    v_mark=":",
-    v_cursor="|",
-    v_axis="|",
-    h_axis="-",
-    corner="+",
-    clipped="^",
-    degree="C",
-    dots_per_cell=(2, 1),
-    dot_weights=np.array([[1], [2]], dtype=np.uint16),
-    dot_cells=" '.:",
-)
+    dot="*", hollow_dot="o", line_done="=", line_half="-", line_left=".", up="+", down="-", arrow="->", separator=".",
+    spark="_.-=*#", diamond="V", star="B", bad="x", v_mark=":", v_cursor="|", v_axis="|", h_axis="-", corner="+",
+    clipped="^", degree="C", dots_per_cell=(2, 1), dot_weights=np.array([[1], [2]], dtype=np.uint16), dot_cells=" '.:",
+)  # fmt: skip
 
 
 _ASCII_FOR = str.maketrans({"·": ".", "→": ">", "←": "<", "…": "~", "×": "x", "±": "~", "°": "C", "—": "-"})

@@ -38,9 +38,7 @@ class Key(NamedTuple):
     """Label in the key bar; empty: not in the bar."""
     help: str
     ctl: str = ""
-    """The equivalent `segapp ctl` command."""
-    is_control: bool = False
-    """True if the action sends a command to the trainer; hidden and disabled in a read-only view."""
+    """The equivalent `segapp ctl` command of an action that sends one; it is not offered in a read-only view."""
     panes: str = ""
     """Names of the panes, separated by spaces, in which the action does something; empty: everywhere."""
     words: str = ""
@@ -51,45 +49,26 @@ class Key(NamedTuple):
 
 KEYS = (
     Key("detach", "q,ctrl+q", "Leave", "leave; the training continues", words="quit, exit, detach"),
-    Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume", True),
-    Key(
-        "edit_gpu0",
-        "b",
-        "gpu0_bsz",
-        "change the share of GPU 0 from the next epoch on",
-        "set gpu0_bsz=N",
-        True,
-        words="batch split",
-    ),
-    Key("edit_lr_factor", "l", "lr", "set the factor on the learning rate", "set lr_factor=X", True, panes="loss"),
-    Key("edit_shares", "G", "Shares", "set the images of a batch on every device", "set shares=A,B", True, panes="gpu"),
-    Key("checkpoint", "c", "Save", "save a checkpoint now", "checkpoint", True),
-    Key("stop", "S", "Stop", "stop after this epoch, or now; asks first", "stop, stop epoch", True, words="end, kill"),
+    Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume"),
+    Key("edit_gpu0", "b", "gpu0_bsz", "change the share of GPU 0 from the next epoch on", "set gpu0_bsz=N",
+        words="batch split"),
+    Key("edit_lr_factor", "l", "lr", "set the factor on the learning rate", "set lr_factor=X", panes="loss"),
+    Key("edit_shares", "G", "Shares", "set the images of a batch on every device", "set shares=A,B", panes="gpu"),
+    Key("checkpoint", "c", "Save", "save a checkpoint now", "checkpoint"),
+    Key("stop", "S", "Stop", "stop after this epoch, or now; asks first", "stop, stop epoch", words="end, kill"),
     Key("metric(1)", "v", "Metric", "next metric in the chart", panes="loss", words="mIoU, learning rate, grad norm"),
     Key("metric(-1)", "V", "", "metric before", panes="loss"),
-    Key(
-        "window(-1)",
-        "plus,equals_sign,left_square_bracket",
-        "Zoom",
-        "shorter part of the curve; also the wheel",
-        panes="loss",
-        words="zoom in",
-    ),
+    Key("window(-1)", "plus,equals_sign,left_square_bracket", "Zoom", "shorter part of the curve; also the wheel",
+        panes="loss", words="zoom in"),
     Key("window(1)", "minus,right_square_bracket", "", "longer part of the curve", panes="loss", words="zoom out"),
     Key("pan(-1)", "shift+left", "", "earlier part of the curve; also by dragging", panes="loss"),
     Key("pan(1)", "shift+right", "", "later part of the curve", panes="loss"),
     Key("jump(0)", "home", "", "first steps", panes="loss"),
     Key("jump(1)", "end", "", "newest steps, which are followed", panes="loss"),
-    Key(
-        "cursor(-1)",
-        "left",
-        "Read",
-        "read the curve to the left; pictures of the evaluation before",
-        panes="loss pictures",
-    ),
-    Key(
-        "cursor(1)", "right", "", "read the curve to the right; pictures of the next evaluation", panes="loss pictures"
-    ),
+    Key("cursor(-1)", "left", "Read", "read the curve to the left; pictures of the evaluation before",
+        panes="loss pictures"),
+    Key("cursor(1)", "right", "", "read the curve to the right; pictures of the next evaluation",
+        panes="loss pictures"),
     Key("image", "down", "Image", "another image of the evaluation; also up", panes="pictures", is_bound=False),
     Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),
     Key("smooth", "m", "Smooth", "smoothing: auto, 0.98, 0.9, 0.6, none", panes="loss"),
@@ -97,28 +76,16 @@ KEYS = (
     Key("select", "enter", "Chart", "chart of the class under the cursor", panes="classes", is_bound=False),
     Key("sort", "o", "Sort", "order of the classes: worst, best, drop, name, id", panes="classes"),
     Key("open", "enter", "Open", "the whole event under the cursor", panes="events", is_bound=False),
-    Key(
-        "kind",
-        "k",
-        "Kind",
-        "events: all, alerts, commands, evaluations, checkpoints, starts",
-        panes="events",
-        words="filter events",
-    ),
-    Key(
-        "filter",
-        "slash",
-        "Find",
-        "show the events, or the classes, that contain a text",
-        panes="events classes",
-        words="search",
-    ),
+    Key("kind", "k", "Kind", "events: all, alerts, commands, evaluations, checkpoints, starts", panes="events",
+        words="filter events"),
+    Key("filter", "slash", "Find", "show the events, or the classes, that contain a text", panes="events classes",
+        words="search"),
     Key("details", "d", "", "the alert, or the event under the cursor, in full", words="event"),
     Key("seen", "a", "", "acknowledge the alert in the banner", words="dismiss"),
     Key("runs", "R", "Runs", "the list of runs: opens one, marks some for the chart, compares configs", words="list"),
     Key("trainer_log", "L", "Log", "the end of trainer.log", words="output, traceback"),
     Key("copy", "Y", "", "copy the selected text, or the event, to the clipboard", words="clipboard"),
-    Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel", True),
+    Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel"),
     Key("pane('loss')", "1", "", "chart"),
     Key("pane('gpu')", "2", "", "devices and gpu0_bsz", words="memory"),
     Key("pane('classes')", "3", "", "IoU of every class"),
@@ -130,7 +97,7 @@ KEYS = (
     Key("manual", "f1", "", "the documentation of the selected pane", words="docs, manual"),
     Key("escape", "escape", "", "close, clear, or acknowledge an alert"),
     Key("redraw", "r", "", "draw the screen again"),
-)
+)  # fmt: skip
 
 
 def bindings() -> list[Binding]:
@@ -152,7 +119,7 @@ def is_offered(action: str, *, is_readonly: bool) -> bool:
 
 def available(is_readonly: bool) -> list[Key]:
     """Return the keys that a view offers."""
-    return [key for key in KEYS if not (is_readonly and key.is_control)]
+    return [key for key in KEYS if not (is_readonly and key.ctl)]
 
 
 def shown_key(key: Key, keymap: Mapping[str, str], *, is_ascii: bool = False) -> str:
@@ -186,7 +153,7 @@ def palette(
 def here(keys: Sequence[Key], pane: str) -> list[Key]:
     """Return the keys that act in a pane, those of the pane alone first behind the commands."""
     found = [key for key in keys if not key.panes or pane in key.panes.split()]
-    return sorted(found, key=lambda key: (not key.is_control and not key.panes and key.action != "detach",))
+    return sorted(found, key=lambda key: (not key.ctl and not key.panes and key.action != "detach",))
 
 
 def bar(items: Sequence[tuple[str, str]], width: int) -> Content:

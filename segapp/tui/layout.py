@@ -52,19 +52,14 @@ _TABS = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 
 
 @dataclass(frozen=True)
 class ScreenLayout:
-    """The visible parts of the screen.
-
-    Attributes:
-        panes: Names of `PANES`, and `gpu0`; empty if only a notice fits.
-        right_width: Cells of the right column.
-        has_throughput: True if the throughput line is visible.
-        num_summary_rows: Rows that summarise the hidden panes.
-    """
+    """The visible parts of the screen."""
 
     panes: frozenset[str]
+    """Names of `PANES`, and `gpu0`; empty if only a notice fits."""
     right_width: int = 0
     has_throughput: bool = False
     num_summary_rows: int = 0
+    """Rows that summarise the hidden panes."""
 
     @property
     def is_notice(self) -> bool:
@@ -75,11 +70,6 @@ class ScreenLayout:
     def has_left(self) -> bool:
         """True if the left column is not empty."""
         return bool(self.panes & _LEFT)
-
-    @property
-    def has_right(self) -> bool:
-        """True if the right column is not empty."""
-        return bool(self.panes - _LEFT)
 
 
 def plan_layout(
@@ -107,12 +97,7 @@ def plan_layout(
 
 
 class Columns(Horizontal):
-    """The chart or the pictures, the throughput and the events; beside them the devices, gpu0_bsz and the classes.
-
-    Args:
-        glyphs: Characters to draw with.
-        has_colour: The terminal has colours.
-    """
+    """The chart or the pictures, the throughput and the events; beside them the devices, gpu0_bsz and the classes."""
 
     def __init__(self, glyphs: Glyphs, *, has_colour: bool) -> None:
         super().__init__(id="main")
@@ -135,22 +120,14 @@ class Columns(Horizontal):
         self._layout = plan
         for name in (*PANES, "gpu0"):
             self.query_one(f"#{name}").display = name in plan.panes
-        self._left.display, self._right.display = plan.has_left, plan.has_right
+        self._left.display, self._right.display = plan.has_left, bool(plan.panes - _LEFT)
         self._throughput.display = plan.has_throughput
         self._right.styles.width = plan.right_width if plan.has_left else "1fr"
         self.devices.set_class("classes" not in plan.panes, "-tall")
         self.events.set_class(not plan.panes & {"loss", "pictures"}, "-tall")
 
     def show(self, run: ShownRun, marked: MarkedRuns, sort: str, draft: Draft | None, *, is_readonly: bool) -> None:
-        """Update the visible panes.
-
-        Args:
-            run: The run on the screen.
-            marked: Runs whose curves the chart draws too.
-            sort: Order of the classes.
-            draft: Of the editor of gpu0_bsz; None: it is closed.
-            is_readonly: No command can be sent.
-        """
+        """Update the visible panes; the draft is that of the editor of gpu0_bsz, None while it is closed."""
         view, plan, glyphs = run.view, self._layout, self._glyphs
         if "loss" in plan.panes:
             metric = self.chart.options.metric
@@ -192,4 +169,5 @@ class Columns(Horizontal):
         """Set a pane's title; in one column, with the names of the other panes."""
         others = _TABS if len(self._layout.panes - {"gpu0"}) == 1 else {}
         text = "  ".join(label for name, label in others.items() if name not in self._layout.panes)
-        set_title(pane, header.with_tabs(title, text, pane.size.width - 4))
+        tabs = header.LinePart(1, Content.styled(text, "$text-muted"))
+        set_title(pane, header.fit_parts([header.LinePart(0, title), tabs], pane.size.width - 4))

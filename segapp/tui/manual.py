@@ -44,12 +44,7 @@ class PageViewer(MarkdownViewer):
 
 
 class DocsScreen(ModalScreen[None]):
-    """A page in a box.
-
-    Args:
-        page: the page to begin with.
-        anchor: a heading of it to jump to.
-    """
+    """A page in a box, from a heading on if one is named."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,q,f1", "dismiss", "close"),

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tomllib
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,13 +17,10 @@ from segapp.view.history import SMOOTHINGS
 
 Choice = TypeVar("Choice")
 
-NOTIFICATIONS = ("off", "bell", "osc9", "osc777")
-
-SMOOTHING_CYCLE = (AUTO, *reversed(SMOOTHINGS), 0.0)
-_CHOICES: dict[str, tuple[Any, ...]] = {
-    "smoothing": SMOOTHING_CYCLE,
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "smoothing": (AUTO, *reversed(SMOOTHINGS), 0.0),
     "is_log": (False, True),
-    "notify": NOTIFICATIONS,
+    "notify": ("off", "bell", "osc9", "osc777"),
     "x_axis": X_AXES,
     "sort": SORTS,
 }
@@ -63,7 +60,7 @@ def load_settings(path: Path) -> UiSettings:
         raw = tomllib.loads(path.read_text())
     except (OSError, ValueError):
         return settings
-    for name, choices in _CHOICES.items():
+    for name, choices in CHOICES.items():
         value = raw.get(name)
         if type(value) is type(getattr(settings, name)) and value in choices:
             setattr(settings, name, value)
@@ -80,7 +77,7 @@ def save_settings(path: Path, settings: UiSettings) -> None:
     plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "keymap"}
     lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
     if settings.keymap:
-        lines += ["", "[keymap]", *(f"{_toml(k)} = {_toml(v)}" for k, v in asdict(settings)["keymap"].items())]
+        lines += ["", "[keymap]", *(f"{_toml(k)} = {_toml(v)}" for k, v in settings.keymap.items())]
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(path, "\n".join(lines) + "\n")
@@ -92,6 +89,7 @@ def _toml(value: Any) -> str:
 
 
 _MAX_RUNS = 300
+"""Whose alerts that were seen are kept."""
 
 
 def seen_path() -> Path:

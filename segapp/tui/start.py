@@ -12,7 +12,7 @@ from segapp.errors import RunError
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.words import printable
 from segapp.tui import themes
-from segapp.tui.app import MonitorApp, UserFiles
+from segapp.tui.app import MonitorApp
 from segapp.tui.panes.header import state_label
 from segapp.tui.settings import load_settings, seen_path, settings_path
 from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
@@ -56,7 +56,8 @@ def run_ui(
         readonly=readonly,
         starts_with_list=starts_with_list,
         settings=settings,
-        files=UserFiles(file, seen_path()),
+        settings_file=file,
+        seen_file=seen_path(),
         ascii_only=ascii_only or is_ascii_only(),
         has_trainer_ended=has_trainer_ended,
     )

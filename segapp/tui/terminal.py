@@ -23,9 +23,6 @@ def check_terminal() -> None:
     """Raise ConfigError if stdin or stderr is not a terminal that can show a screen.
 
     Textual does not check: with /dev/null as its input it keeps a core busy.
-
-    Raises:
-        ConfigError: stdin or stderr is no terminal, or a terminal without cursor control.
     """
     for name, stream in (("stdin", sys.__stdin__), ("stderr", sys.__stderr__)):
         if not _is_terminal(stream):
@@ -84,12 +81,7 @@ _ENDS = ("finished", "stopped", "failed", "crashed")
 
 
 class Announcer:
-    """Writes the title and the notifications of one run to the terminal.
-
-    Args:
-        write: Writes control codes to the terminal.
-        how: `off`, `bell`, `osc9` or `osc777`.
-    """
+    """Writes the title and the notifications of one run to the terminal: `off`, `bell`, `osc9` or `osc777`."""
 
     def __init__(self, write: Callable[[str], None], how: str) -> None:
         is_silent = "NO_COLOR" in os.environ or os.environ.get("TERM", "") in ("", "dumb")

@@ -71,11 +71,7 @@ _SHORT = {"dark": "segapp-dark", "light": "segapp-light"}
 
 
 def find_theme(name: str) -> str:
-    """Return the theme of a name or abbreviation.
-
-    Raises:
-        ConfigError: There is no such theme.
-    """
+    """Return the theme of a name or abbreviation; raise ConfigError if there is none."""
     name = _SHORT.get(name, name)
     if name not in NAMES:
         raise ConfigError(f"theme {name}: no such theme: {accepted_words(name, [*_SHORT, *NAMES])}")

@@ -44,10 +44,7 @@ class LiteralText(Widget):
 class SearchLine(Input):
     """An input line for a part of the text of some lines; hidden until it is opened.
 
-    Args:
-        hint: What can be typed.
-        id: Of this line.
-        lines: Id of the widget with the lines; it gets the focus after the input.
+    The widget with the id `lines` gets the focus after the input.
     """
 
     def __init__(self, hint: str, *, id: str, lines: str) -> None:

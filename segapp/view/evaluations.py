@@ -48,11 +48,7 @@ class Evaluations:
         self._last = deque((val for val in self._last if val.step <= step), maxlen=NUM_WHOLE)
 
     def values(self, name: str) -> Floats:
-        """Return a number of every evaluation, float64 [evaluations]; nan where it has none.
-
-        Args:
-            name: `epoch`, `step`, `num_images`, `val_s`, or a score.
-        """
+        """Return `epoch`, `step`, `num_images`, `val_s` or a score, float64 [evaluations]; nan where there is none."""
         return self._column(_NUMBERS.index(name))
 
     def class_iou(self, index: int) -> Floats:

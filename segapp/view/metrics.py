@@ -63,13 +63,7 @@ def step_field(name: str) -> str | None:
 
 
 def curve_of(view: View, name: str, series: LossHistory | None) -> Curve:
-    """Return a metric of a run.
-
-    Args:
-        view: The run.
-        name: Of the metric.
-        series: Values of `step_field(name)`, where it has one.
-    """
+    """Return a metric of a run; the series holds the values of `step_field(name)`, where it has one."""
     if name == "loss":
         return Curve(view.history, _points(view, view.vals.values("loss")))
     if step_field(name) is not None:

@@ -48,18 +48,12 @@ class Scale:
 def reduce_columns(
     x: Floats, low: Floats, high: Floats, is_bad: NDArray[np.bool_], x0: float, x1: float, num: int
 ) -> CurveColumns:
-    """Return the extremes of a curve in `num` columns between `x0` and `x1`.
+    """Return the extremes of a curve in `num` columns between the edges `x0` and `x1`.
 
     Empty columns between two points are filled by a straight line, unless a value between the points was not finite.
 
-    Args:
-        x: Increasing positions.
-        low: Smallest value of each point; nan if there is none.
-        high: Largest value of each point.
-        is_bad: True for points with a non-finite value.
-        x0: Left edge.
-        x1: Right edge, greater than `x0`.
-        num: Number of columns.
+    The positions `x` increase; `low` and `high` are the extremes of each point, nan if there is none, and `is_bad` is
+    True for points with a non-finite value.
     """
     first, last = np.searchsorted(x, [x0, x1], side="left")[0], np.searchsorted(x, x1, side="right")
     x, low, high, is_bad = x[first:last], low[first:last], high[first:last], is_bad[first:last]
@@ -153,16 +147,13 @@ def without_spikes(columns: CurveColumns, top: float) -> CurveColumns:
 def choose_scale(
     raw: CurveColumns, firm: Floats, *, is_log: bool, usual: tuple[float, float] | None = None
 ) -> Scale | None:
-    """Return a scale that covers certain values, and a curve without its rarest values.
+    """Return a scale that covers the firm values, and a curve without its rarest values; None without any value.
 
     Args:
         raw: Extremes of the curve.
         firm: Values that must be inside: of smoothed curves and single marks.
         is_log: Logarithmic; values of 0 and below are left out.
         usual: `usual_range` of the curve's points; None: of its columns.
-
-    Returns:
-        The scale; None if there is no value.
     """
     loose = np.concatenate((raw.low, raw.high))
     firm, loose = (values[np.isfinite(values) & ((values > 0) | (not is_log))] for values in (firm, loose))
@@ -182,12 +173,7 @@ def choose_scale(
 def usual_range(low: Floats, high: Floats) -> tuple[float, float] | None:
     """Return the extremes of points, without the rarest 0.5 % where these are far beyond the rest.
 
-    Args:
-        low: Smallest value of each point.
-        high: Largest value of each point.
-
-    Returns:
-        The range; None without a finite value.
+    `low` and `high` are those of each point; None without a finite value.
     """
     low, high = low[np.isfinite(low)], high[np.isfinite(high)]
     if not len(low):

@@ -55,12 +55,7 @@ class FollowedRun(LiveSource):
 
 
 class RunList:
-    """Follows every run below a folder, those of sweeps too.
-
-    Args:
-        root: The folder.
-        clock: Returns Unix seconds.
-    """
+    """Follows every run below a folder, those of sweeps too; the clock returns Unix seconds."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.root = root

@@ -22,12 +22,7 @@ _SLICE_BYTES = 4 * 2**20
 
 
 class SeriesReader:
-    """Follows one number of the `step` events.
-
-    Args:
-        path: The events file.
-        field: Name of the field, or `terms.NAME`.
-    """
+    """Follows one number of the `step` events: a field, or `terms.NAME`."""
 
     def __init__(self, path: Path, field: str) -> None:
         self.history = LossHistory()

@@ -174,10 +174,6 @@ def summarize_sweep(sweep: SweepFolder) -> RunSummary:
 
 
 def summarize_runs(sweep: SweepFolder) -> list[RunSummary]:
-    """Return the summary of each run of a sweep that has begun, in the sweep's order.
-
-    Raises:
-        ConfigError: the folder holds no sweep.
-    """
+    """Return the summary of each run of a sweep that has begun, in its order; raise ConfigError if there is none."""
     folders = [sweep.folder_of(run.name).path for run in sweep.read().runs]
     return [summarize(path) for path in folders if is_run(path)]

@@ -163,12 +163,7 @@ class Detail(NamedTuple):
 
 
 def event_details(event: Event, run: str) -> list[Detail]:
-    """Return everything that an event says, the command last.
-
-    Args:
-        event: The event.
-        run: Name of the run, for the command.
-    """
+    """Return everything that an event says, the command that acts on its run last."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.t))
     return [
         Detail("event", f"{event.type}, line {event.seq} of events.jsonl, {clock}"),

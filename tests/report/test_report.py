@@ -298,12 +298,12 @@ def test_memory_table_has_each_split_and_device(tmp_path: Path) -> None:
     run.write(Memory(devices=[DeviceMemory(device=f"cuda:{i}", peak_mib=mib) for i, mib in enumerate((11264.0, 99e3))]))
     run.write(Gpu0Bsz(status="applied", old=3, new=2, split=[2, 6], observed_mib=[None, 2048.0], epoch=1))
     rows = _memory_rows(read_run_report(str(run.folder.path)))
-    columns = ("split", "is_first", "num", "device", "samples", "peak_mib", "total_mib", "frac")
+    columns = ("split", "is_first", "device", "samples", "peak_mib", "total_mib", "frac")
     assert [tuple(row[column] for column in columns) for row in rows] == [
-        ((2, 6), True, 2, "cuda:0", 2, None, 22_528, None),
-        ((2, 6), False, 2, "cuda:1", 6, 2048.0, 22_528, 1 / 11),
-        ((3, 5), True, 2, "cuda:0", 3, 11264.0, 22_528, 0.5),
-        ((3, 5), False, 2, "cuda:1", 5, 99e3, 22_528, 1.0),
+        ((2, 6), True, "cuda:0", 2, None, 22_528, None),
+        ((2, 6), False, "cuda:1", 6, 2048.0, 22_528, 1 / 11),
+        ((3, 5), True, "cuda:0", 3, 11264.0, 22_528, 0.5),
+        ((3, 5), False, "cuda:1", 5, 99e3, 22_528, 1.0),
     ]
 
 
@@ -327,7 +327,9 @@ def test_report_command_writes_the_page(trained: Path, tmp_path: Path) -> None:
 
 
 def test_chart_line_has_the_coordinates_of_its_values() -> None:
-    chart = charts.line_chart([ChartCurve("a", [0, 10], [0.0, 1.0])], Frame("step", "y", bottom=0.0, top=1.0))
+    chart = charts.line_chart(
+        [ChartCurve("a", np.array([0, 10]), np.array([0.0, 1.0]))], Frame("step", "y", bottom=0.0, top=1.0)
+    )
     svg = ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart)\b", r'="\1"', re.search(r"<svg.*</svg>", chart)[0]))  # type: ignore[index]
     path = next(e for e in svg.iter() if e.get("class") == "line c0").get("d")
     assert path is not None
@@ -336,7 +338,7 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
     assert (x0, x1) == (62, charts.WIDTH_PX - 14)
     assert y0 - y1 == pytest.approx((260 - 34 - 12) / 1.03, rel=0.03)
     assert ticks["0"][1] - 4 == pytest.approx(y0, abs=0.2)
-    long = charts.line_chart([ChartCurve("b", range(2 * 5001), range(2 * 5001))], Frame("step", "y"))
+    long = charts.line_chart([ChartCurve("b", *np.tile(np.arange(2.0 * 5001), (2, 1)))], Frame("step", "y"))
     drawn = re.search(r'class="line c0" d="([^"]*)"', long)
     assert drawn is not None
     points = [[float(n) for n in point.split()] for point in re.split("[ML]", drawn[1])[1:]]
@@ -346,11 +348,13 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])
 def test_chart_without_points_says_so(values: list[float]) -> None:
-    assert "nothing was recorded" in charts.line_chart([ChartCurve("a", range(len(values)), values)], Frame("x", "y"))
+    assert "nothing was recorded" in charts.line_chart(
+        [ChartCurve("a", np.arange(len(values)), np.array(values))], Frame("x", "y")
+    )
 
 
 def test_chart_line_keeps_gaps() -> None:
-    chart = charts.line_chart([ChartCurve("a", [0, 1, 2, 3], [1.0, float("nan"), 2.0, 3.0])], Frame("x", "y"))
+    chart = charts.line_chart([ChartCurve("a", np.arange(4), np.array([1.0, np.nan, 2.0, 3.0]))], Frame("x", "y"))
     path = re.search(r'class="line c0" d="([^"]*)"', chart)
     assert path is not None
     assert path[1].count("M") == 2

@@ -11,7 +11,7 @@ from textual.pilot import Pilot
 from textual.widgets import OptionList
 
 from segapp.run.events import Alert, CommandAnswer, EpochStart, EventReader, Gpu0Bsz, Oom
-from segapp.tui.app import MonitorApp, UserFiles
+from segapp.tui.app import MonitorApp
 from segapp.tui.settings import load_seen, save_seen
 from segapp.tui.terminal import Announcer, terminal_title
 from segapp.view.source import LiveSource, LogTail
@@ -73,7 +73,7 @@ def test_alerts_of_several_kinds_are_seen_one_by_one(fresh: RecordedRun) -> None
 
 
 def test_seen_alerts_stay_seen_on_the_next_screen(fresh: RecordedRun, tmp_path: Path) -> None:
-    files = UserFiles(None, tmp_path / "state" / "seen.json")
+    seen_file = tmp_path / "state" / "seen.json"
     fresh.alert("hang", "no progress for 600 s")
 
     async def see(app: MonitorApp, pilot: Pilot[None]) -> None:
@@ -86,8 +86,8 @@ def test_seen_alerts_stay_seen_on_the_next_screen(fresh: RecordedRun, tmp_path: 
         await settle(app, pilot)
         assert "hang (2 times): no progress for 1200 s" in screen_text(app)
 
-    run_screen(fresh, see, files=files)
-    run_screen(fresh, again, files=files)
+    run_screen(fresh, see, seen_file=seen_file)
+    run_screen(fresh, again, seen_file=seen_file)
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"run": 3}', '{"run": {"hang": "x"}}', "\x00"])

@@ -123,7 +123,6 @@ def test_keys_are_unique_and_control_keys_are_marked() -> None:
     assert len(names) == len(set(names))
     ids = [keys.binding_id(key) for key in keys.KEYS]
     assert len(ids) == len(set(ids))
-    assert {key.action for key in keys.KEYS if key.is_control} == {key.action for key in keys.KEYS if key.ctl}
     assert {"toggle_pause", "edit_gpu0", "edit_lr_factor", "edit_shares", "undo_gpu0", "checkpoint", "stop"} == {
         key.action for key in keys.available(False) if key not in keys.available(True)
     }

@@ -16,7 +16,7 @@ from textual.pilot import Pilot
 from segapp.run.commands import drain_commands
 from segapp.run.events import CommandAnswer
 from segapp.tui import keys, themes
-from segapp.tui.app import MonitorApp, UserFiles
+from segapp.tui.app import MonitorApp
 from segapp.tui.layout import plan_layout
 from segapp.tui.settings import UiSettings, load_settings
 from segapp.view.source import LiveSource
@@ -539,7 +539,7 @@ def test_screen_choices_are_saved(live: RecordedRun, tmp_path: Path) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "y", "o", "t")
 
-    run_screen(live, act, files=UserFiles(file))
+    run_screen(live, act, settings_file=file)
     found = load_settings(file)
     assert (found.is_log, found.sort, found.theme) == (True, "best", "segapp-light")
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
 from textual.strip import Strip
@@ -24,8 +23,6 @@ class Canvas:
         self._chars = np.full((height, width), " ", dtype="<U1")
         self._styles = np.zeros((height, width), dtype=np.int8)
         self._table = np.array(list(glyphs.dot_cells), dtype="<U1")
-        self._strips: list[Strip] = []
-        self._made_of: tuple[Sequence[str], Sequence[Style]] = ((), ())
 
     def curve(self, columns: CurveColumns, scale: Scale, style: int) -> None:
         """Draw a curve in dots."""
@@ -57,29 +54,12 @@ class Canvas:
         """Draw a character in one cell."""
         self._chars[row, column], self._styles[row, column] = char, style
 
-    def strips(self, styles: Sequence[Style], labels: Sequence[str], before: Canvas | None) -> list[Strip]:
-        """Return the rows with a label in front of each; rows that have not changed are taken from another canvas.
-
-        Args:
-            styles: Of the drawn indices, that of the labels last.
-            labels: Of equal length.
-            before: A canvas whose strips were made; None: there is none.
-        """
-        is_new = np.ones(self.height, dtype=bool)
-        old_labels: Sequence[str] = ()
-        if before is not None and before._chars.shape == self._chars.shape and before._made_of[1] == styles:
-            is_new = ((self._chars != before._chars) | (self._styles != before._styles)).any(1)
-            old_labels = before._made_of[0]
-        for row, label in enumerate(labels):
-            if before is not None and not is_new[row] and old_labels[row] == label:
-                self._strips.append(before._strips[row])
-            else:
-                segments = self._row(self._chars[row], self._styles[row], styles)
-                self._strips.append(Strip([Segment(label, styles[-1]), *segments], len(label) + self.width))
-        self._made_of = (labels, styles)
-        return list(self._strips)
-
-    def _row(self, chars: NDArray[np.str_], own: NDArray[np.int8], styles: Sequence[Style]) -> list[Segment]:
-        text = "".join(chars.tolist())
-        edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(text)]
-        return [Segment(text[a:b], styles[int(own[a])]) for a, b in pairwise(edges)]
+    def strips(self, styles: Sequence[Style], labels: Sequence[str]) -> list[Strip]:
+        """Return the rows with a label in front of each; the styles are those of the indices, the labels' one last."""
+        strips = []
+        for label, chars, own in zip(labels, self._chars, self._styles, strict=True):
+            text = "".join(chars.tolist())
+            edges = [0, *(np.flatnonzero(own[1:] != own[:-1]) + 1).tolist(), len(text)]
+            segments = [Segment(text[a:b], styles[int(own[a])]) for a, b in pairwise(edges)]
+            strips.append(Strip([Segment(label, styles[-1]), *segments], len(label) + self.width))
+        return strips

@@ -153,7 +153,6 @@ class LossChart(Widget, can_focus=True):
         self._others: Sequence[Other] = ()
         self._curve = Curve(None, NO_POINTS)
         self._strips: list[Strip] = []
-        self._canvas: Canvas | None = None
         self._styles: list[Style] = []
         self._built: tuple[object, ...] | None = None
         self._x_range = (0.0, 1.0)
@@ -169,13 +168,7 @@ class LossChart(Widget, can_focus=True):
         return SMOOTHINGS[0] if history is None else history.usual_smoothing
 
     def show(self, view: View, series: LossHistory | None = None, others: Sequence[Other] = ()) -> None:
-        """Show a view; redraws only if it has changed.
-
-        Args:
-            view: The run.
-            series: Values of the metric, if it is a number of the steps beside the loss.
-            others: Further runs to draw.
-        """
+        """Show a view, with the values of a metric of the steps and other runs; redraw only if it has changed."""
         self._view, self._series, self._others = view, series, others[: len(_CLASSES) - _OTHER]
         if self._key() == self._built:
             return
@@ -189,7 +182,7 @@ class LossChart(Widget, can_focus=True):
             self.refresh()
         else:
             pairs = enumerate(zip(before, self._strips, strict=True))
-            rows = [y for y, (old, new) in pairs if old is not new and old != new]
+            rows = [y for y, (old, new) in pairs if old != new]
             if rows:
                 self.refresh(*(Region(0, y, size.width, 1) for y in rows))
 
@@ -201,8 +194,6 @@ class LossChart(Widget, can_focus=True):
         """Change some of `ChartOptions`."""
         self.options = replace(self.options, **options)  # type: ignore[arg-type]
         self.show(self._view, self._series, self._others)
-
-    # --- moving about ----------------------------------------------------------------------------------------------
 
     def move_cursor(self, by: int) -> None:
         """Move the cursor; the first move puts it at the right edge."""
@@ -260,8 +251,6 @@ class LossChart(Widget, can_focus=True):
         inside = x - self.gutter.left - GUTTER - 1
         return min(max(inside / max(1, self._plot_size()[0] - 1), 0.0), 1.0)
 
-    # --- rendering ---------------------------------------------------------------------------------------------------
-
     def render_line(self, y: int) -> Strip:
         """Return one line of the widget's content."""
         if self._key() != self._built:
@@ -287,8 +276,6 @@ class LossChart(Widget, can_focus=True):
     def _plot_size(self) -> tuple[int, int]:
         """Return width and height of the plot in cells, without legend, labels and axis."""
         return self.content_size.width - GUTTER - 1, self.content_size.height - 2
-
-    # --- the x axis ------------------------------------------------------------------------------------------------
 
     def _steps(self) -> Floats:
         """Return the steps at which the metric has values."""
@@ -326,8 +313,6 @@ class LossChart(Widget, can_focus=True):
         x0, x1 = self._x_range
         return int(min(max((x - x0) / (x1 - x0), 0.0) * width, width - 1))
 
-    # --- drawing ---------------------------------------------------------------------------------------------------
-
     def _build(self) -> list[Strip]:
         width, height = self._plot_size()
         if width < 4 or height < 2:
@@ -362,9 +347,7 @@ class LossChart(Widget, can_focus=True):
             canvas.line(min(self.options.cursor, width - 1), self.glyphs.v_cursor, _CURSOR)
         labels = [label + self.glyphs.v_axis for label in row_labels(scale, height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
-        strips = canvas.strips(styles, labels, self._canvas)
-        self._canvas = canvas
-        return [self._legend(width), *strips, self._axis_line(raw, width)]
+        return [self._legend(width), *canvas.strips(styles, labels), self._axis_line(raw, width)]
 
     def _message(self, text: str, style: int) -> Strip:
         return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
@@ -499,14 +482,9 @@ NEAR = 3
 
 
 def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, tolerance: float) -> list[str]:
-    """Return the parts of the readout.
+    """Return the parts of the readout at a point of the steps' values, or of a metric of the evaluations.
 
-    Args:
-        view: The run.
-        curve: The metric that is shown.
-        index: Of the point under the cursor: in the steps' values, or in the points of a metric of the evaluations.
-        smoothing: One of `SMOOTHINGS`, or 0.
-        tolerance: Steps of a cell.
+    `smoothing` is one of `SMOOTHINGS`, or 0; `tolerance` the steps of a cell.
     """
     history, points = curve.history, curve.points
     step = float(history.step[index]) if history is not None else float(points[index, 0])

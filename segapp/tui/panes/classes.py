@@ -12,14 +12,12 @@ from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
-from textual.message import Message
 
-from segapp.run.events import RunStart, Val
 from segapp.tui.glyphs import Glyphs, progress, spark, thinned
 from segapp.tui.panes.header import LinePart, fit_parts
 from segapp.tui.widgets import LiteralText, SearchLine
 from segapp.view.evaluations import Floats
-from segapp.view.metrics import class_iou
+from segapp.view.metrics import CLASS, class_iou
 from segapp.view.view import View
 from segapp.view.wording import best_miou, fit_cells, miou
 
@@ -55,12 +53,9 @@ class ClassRow:
 
 
 def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassRow]:
-    """Return the classes of the last evaluation, sorted and filtered.
+    """Return the classes of the last evaluation in an order of `SORTS`, filtered by a part of the name.
 
-    Args:
-        view: The run.
-        sort: One of `SORTS`; absent classes come last, except for `name` and `id`.
-        wanted: Part of the name, case-insensitive; empty: all classes.
+    Absent classes come last, except for `name` and `id`.
     """
     if not view.vals:
         return [ClassRow(i, name, None, None) for i, name in enumerate(view.classes)]
@@ -93,14 +88,7 @@ def _sort_key(row: ClassRow, sort: str) -> tuple[bool, float | str, int]:
 
 
 def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyphs) -> Content:
-    """Return the classes one below the other; in several columns where they would not all be visible.
-
-    Args:
-        view: The run.
-        options: Order, filter and cursor.
-        size: Cells of the table.
-        glyphs: Characters to draw with.
-    """
+    """Return the classes one below the other; in several columns where they would not all be visible."""
     if not view.classes:
         return Content.styled("no classes yet", "$text-muted")
     rows = class_rows(view, options.sort, options.wanted)
@@ -196,14 +184,6 @@ class _Rows(VerticalScroll, can_focus=True, inherit_bindings=False):
     """Scrolls with the cursor of its pane, which handles the keys."""
 
 
-class _Shown(NamedTuple):
-    """What a table of classes was made of."""
-
-    view: View | None
-    start: RunStart | None
-    val: Val | None
-
-
 class ClassesPane(Vertical):
     """The class table with a cursor, and a search line."""
 
@@ -215,20 +195,6 @@ class ClassesPane(Vertical):
         ("enter", "choose", "chart of the class"),
     ]
 
-    class Moved(Message):
-        """The cursor has moved."""
-
-    class Chosen(Message):
-        """A class was chosen.
-
-        Attributes:
-            name: Of the class.
-        """
-
-        def __init__(self, name: str) -> None:
-            super().__init__()
-            self.name = name
-
     def __init__(self) -> None:
         super().__init__(id="classes", classes="pane")
         self.names: list[str] = []
@@ -236,8 +202,8 @@ class ClassesPane(Vertical):
         self.cursor: int | None = None
         """Index of the selected row; None before the first key."""
         self.search = SearchLine("part of a class name", id="filter", lines="class-lines")
-        self._shown = _Shown(None, None, None)
-        self._options: tuple[TableOptions, Size] | None = None
+        self._shown: tuple[object, ...] = ()
+        self._arguments: tuple[View, str, Glyphs] | None = None
         self._lines = LiteralText(classes="lines")
         self._box = _Rows(self._lines, id="class-lines")
 
@@ -247,36 +213,30 @@ class ClassesPane(Vertical):
         yield self._box
 
     def show(self, view: View, sort: str, glyphs: Glyphs) -> None:
-        """Show the table of a view, made anew if its evaluations, the options or the size have changed.
-
-        Args:
-            view: The run.
-            sort: One of `SORTS`.
-            glyphs: Characters to draw with.
-        """
-        wanted = self.search.text
+        """Show the table of a view, made anew if its evaluations, the options or the size have changed."""
+        self._arguments = view, sort, glyphs
+        options = TableOptions(sort, self.search.text, self.cursor)
         size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
-        shown = _Shown(view, view.start, view.vals[-1] if view.vals else None)
-        options = TableOptions(sort, wanted, self.cursor)
-        if self._options == (options, size) and all(a is b for a, b in zip(self._shown, shown, strict=True)):
+        shown = options, size, id(view), view.start, view.vals[-1] if view.vals else None
+        if shown == self._shown:
             return
-        self._shown, self._options = shown, (options, size)
+        self._shown = shown
         self._lines.show(classes_content(view, options, size, glyphs))
-        self.names = [row.name for row in class_rows(view, sort, wanted)]
+        self.names = [row.name for row in class_rows(view, sort, options.wanted)]
 
     def action_move(self, by: int) -> None:
         """Move the cursor by rows, and keep it in view."""
-        if not self.names:
+        if not self.names or self._arguments is None:
             return
         self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
-        self.post_message(self.Moved())
+        self.show(*self._arguments)
         height = max(1, self._box.size.height)
         if self._lines.size.height > height:  # one column
             top = self._box.scroll_y
             at = self.cursor + 1
             self._box.scroll_to(y=min(max(top, at - height + 1), at), animate=False)
 
-    def action_choose(self) -> None:
-        """Choose the class under the cursor."""
+    async def action_choose(self) -> None:
+        """Show the IoU of the class under the cursor in the chart."""
         if self.cursor is not None and self.cursor < len(self.names):
-            self.post_message(self.Chosen(self.names[self.cursor]))
+            await self.app.run_action(f"show_metric({CLASS + self.names[self.cursor]!r})")

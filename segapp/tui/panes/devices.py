@@ -59,13 +59,8 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
 def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, glyphs: Glyphs) -> Content:
     """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
 
-    Where there is room, with the allocator's numbers, the plan's prediction and a graph of the memory below it.
-
-    Args:
-        view: The run.
-        predicted_mib: Peak of each device by the plan of the run; empty without a plan.
-        size: Cells of the pane.
-        glyphs: Characters to draw with.
+    Where there is room, with the allocator's numbers, the peak that the plan predicts and a graph of the memory below
+    it.
     """
     if not view.devices:
         text = "no sample yet" if view.start is None or view.end is None else "no sample was written"
@@ -90,9 +85,7 @@ def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float 
         ("peak", peak), ("predicted", predicted_mib),
     )  # fmt: skip
     parts = [
-        LinePart(rank, Content(f"{word} {memory_text(mib)}"))
-        for rank, (word, mib) in enumerate(known)
-        if mib is not None
+        LinePart(i, Content(f"{word} {memory_text(mib)}")) for i, (word, mib) in enumerate(known) if mib is not None
     ]
     if device.phase and peak is not None:
         parts.append(LinePart(9, Content(f"in {printable(device.phase)}")))
@@ -119,33 +112,27 @@ def memory_graph(view: View, index: int, total_mib: float | None, size: Size, gl
 
 def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:
     used, total = device.used_mib, device.total_mib
+    of = memory_text(total).removesuffix(".0").ljust(4 if total is not None and total % 1024 > 51 else 2)
     word = headroom_level(used, total)
     style = WORD_STYLES.get(word, "")
     share = view.split[index] if view.split is not None and index < len(view.split) else None
     peak = _peak_mib(view, index, device)
     is_cpu = device.device is not None and device.device.startswith("cpu")
+    celsius = device.temperature
+    warmth = f"{celsius:.0f}{glyphs.degree}" if celsius is not None and math.isfinite(celsius) else "-"
     parts = [
-        LinePart(0, Content.assemble((f"{memory_text(used):>5}/{_total(total)}", "bold"))),
+        LinePart(0, Content.assemble((f"{memory_text(used):>5}/{of}", "bold"))),
         LinePart(2, Content("-".rjust(5) if peak is None else f"{memory_text(peak):>5}")),
         LinePart(4, Content(f"{percent(device.utilization):>4}")),
-        LinePart(5, Content(f"{_temperature(device.temperature, glyphs):>4}")) if not is_cpu else None,
+        LinePart(5, Content(f"{warmth:>4}")) if not is_cpu else None,
         LinePart(1, Content(f"{share} img".ljust(6))) if share is not None else None,
         LinePart(3, Content.assemble((word.ljust(5), style))),
     ]
     label = f"{device_label(device.device, index)} " if width >= 60 else f"{index} "
     texts = fit_parts(parts, width - len(label) - 8, gap=1)
     bar_width = min(40, max(4, width - len(label) - texts.cell_length - 1))
-    done, left = progress(_frac(used, total), bar_width, glyphs)
+    done, left = progress(used / total if used is not None and total else None, bar_width, glyphs)
     return Content.assemble((label, "bold"), (done, style or "$text-muted"), (left, "$text-muted"), " ", texts)
-
-
-def _total(mib: float | None) -> str:
-    """Return the memory of a device, in GiB without decimals if it is a whole number."""
-    return memory_text(mib).removesuffix(".0").ljust(4 if mib is not None and mib % 1024 > 51 else 2)
-
-
-def _frac(used_mib: float | None, total_mib: float | None) -> float | None:
-    return used_mib / total_mib if used_mib is not None and total_mib else None
 
 
 def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
@@ -154,7 +141,3 @@ def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
         return device.peak_mib
     peaks = view.peaks_mib.get(view.split or (), [])
     return peaks[index] if index < len(peaks) else None
-
-
-def _temperature(celsius: float | None, glyphs: Glyphs) -> str:
-    return "-" if celsius is None or not math.isfinite(celsius) else f"{celsius:.0f}{glyphs.degree}"

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass
 
-from rich.cells import cell_len
 from textual.content import Content
 
 from segapp.memory.judge import SplitJudge, SplitVerdict
@@ -61,11 +61,7 @@ def begin_draft(view: View) -> Draft:
 
 
 def edit_draft(draft: Draft, key: str, character: str | None, view: View) -> tuple[Draft | None, bool]:
-    """Return the result of a key in the editor.
-
-    Returns:
-        The draft after the key (None: the editor closes), and True if the old draft is to be sent.
-    """
+    """Return the draft after a key, None if the editor closes, and True if the draft before is to be sent."""
     if key == "escape":
         return None, False
     if character is not None and character in "0123456789":
@@ -120,13 +116,12 @@ def gpu0_content(
         return Content("\n").join([Content.styled(line, "$text-muted") for line in _wrap(why, size[0], 3)])
     if draft is not None:
         return _editor(view, draft, *size, glyphs)
-    lines = (
-        _pending_lines(view, status, glyphs) if view.gpu0.pending is not None else _idle_lines(view, glyphs, can_edit)
-    )
+    is_pending = view.gpu0.pending is not None
+    lines = _pending_lines(view, status, glyphs) if is_pending else _idle_lines(view, can_edit)
     return Content("\n").join([line.truncate(size[0], ellipsis=True) for line in lines])
 
 
-def _idle_lines(view: View, glyphs: Glyphs, can_edit: bool) -> list[Content]:
+def _idle_lines(view: View, can_edit: bool) -> list[Content]:
     gpu0 = view.gpu0
     batch = f"  batch {view.start.batch_size}" if view.start is not None else ""
     how = "  auto" if view.is_auto else ""
@@ -242,11 +237,6 @@ def _hint(verdict: SplitVerdict, draft: Draft) -> str:
 
 
 def _wrap(text: str, width: int, num_lines: int) -> list[str]:
-    lines = [""]
-    for word in text.split():
-        joined = f"{lines[-1]} {word}".strip()
-        if cell_len(joined) <= width or not lines[-1]:
-            lines[-1] = joined
-        else:
-            lines.append(word)
+    """Return a text in at most some lines, of which the last one may be longer than the width."""
+    lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
     return lines if len(lines) <= num_lines else [*lines[: num_lines - 1], " ".join(lines[num_lines - 1 :])]

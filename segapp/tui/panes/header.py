@@ -12,7 +12,18 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from segapp.run.starting import last_announced
-from segapp.run.words import age, dots, duration, learning_rate, memory_text, number, percent, printable, share_text
+from segapp.run.words import (
+    age,
+    dots,
+    duration,
+    learning_rate,
+    memory_text,
+    number,
+    percent,
+    plural,
+    printable,
+    share_text,
+)
 from segapp.tui.glyphs import Glyphs, progress, spark
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
@@ -89,7 +100,7 @@ def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, n
         LinePart(9, Content.styled("segapp", "$text-muted")) if width >= 76 else None,
         LinePart(1, Content.styled(clip(name, max(8, width // 4)), "bold")),
         LinePart(0, state_content(view, status, glyphs)),
-        LinePart(1, Content.styled(_alert_count(num_alerts), "$text-error bold")) if num_alerts else None,
+        LinePart(1, Content.styled(plural(num_alerts, "alert"), "$text-error bold")) if num_alerts else None,
         LinePart(2, Content(_epoch(view))) if view.epoch is not None else None,
         LinePart(4, Content(_steps(view))) if step is not None and start is not None else None,
         LinePart(5, Content(f"lr {learning_rate(view.lr)}")) if view.lr is not None else None,
@@ -105,10 +116,6 @@ def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, n
 
 def _epoch(view: View) -> str:
     return f"epoch {view.epoch}/{view.start.epochs}" if view.start is not None else f"epoch {view.epoch}"
-
-
-def _alert_count(count: int) -> str:
-    return f"{count} alert{'s' if count > 1 else ''}"
 
 
 def _steps(view: View) -> str:
@@ -202,28 +209,20 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
     if step is None:
         return Content.styled("no step yet", "$text-muted")
     terms = list((step.terms or {}).items())
-    wait = step.data_wait_frac
-    wait_style = "$text-warning bold" if wait is not None and wait > 0.2 else ""
+    wait_style = "$text-warning bold" if (step.data_wait_frac or 0.0) > 0.2 else ""
+    step_s = step.step_s or 0.0
+    step_time = f"{step_s * 1000:.0f} ms" if step_s < 10 else f"{step_s:.1f} s"
     parts = [
         LinePart(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
         LinePart(4, Content.styled(spark(view.recent["images_per_s"], min(30, width // 4), glyphs), "$secondary")),
-        LinePart(2, Content(f"step {_milliseconds(step.step_s)}")) if step.step_s is not None else None,
-        LinePart(1, Content.assemble("waiting for data ", (percent(wait), wait_style))),
+        LinePart(2, Content(f"step {step_time}")) if step.step_s is not None else None,
+        LinePart(1, Content.assemble("waiting for data ", (percent(step.data_wait_frac), wait_style))),
         LinePart(3, Content(f"grad norm {number(step.grad_norm)}")) if step.grad_norm is not None else None,
         LinePart(3, Content.styled(f"skipped {step.skipped}", "$text-error")) if step.skipped else None,
         LinePart(5, Content(f"scale {step.loss_scale:g}")) if step.loss_scale is not None else None,
         *(LinePart(6 + i, Content(f"{name} {number(value)}")) for i, (name, value) in enumerate(terms)),
     ]
     return fit_parts(parts, width)
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.0f} ms" if seconds < 10 else f"{seconds:.1f} s"
-
-
-def with_tabs(title: Content, others: str, width: int) -> Content:
-    """Return a pane's title, with the names of the hidden panes if they fit."""
-    return fit_parts([LinePart(0, title), LinePart(1, Content.styled(others, "$text-muted"))], width)
 
 
 def small_summary(view: View, width: int, num_rows: int, glyphs: Glyphs) -> Content:
@@ -260,26 +259,18 @@ def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> Lin
 
 
 def _gpu0_summary(view: View, width: int, glyphs: Glyphs) -> Content:
-    gpu0 = view.gpu0
+    gpu0, pending = view.gpu0, view.gpu0.pending
     if view.num_devices < 2:
         return Content("")
-    if gpu0.pending is not None:
-        epoch = f" at epoch {gpu0.pending.epoch}" if gpu0.pending.epoch is not None else ""
-        change = f"gpu0_bsz {share_text(gpu0.value)} {glyphs.arrow} {share_text(gpu0.pending.new)}"
-        return fit_parts(
-            [
-                LinePart(0, Content.styled(f"{change} PENDING{epoch}", "$text-warning bold")),
-                LinePart(1, Content(f"split {dots(gpu0.pending.split)}")),
-            ],
-            width,
-        )
-    return fit_parts(
-        [
-            LinePart(0, Content(f"gpu0_bsz {share_text(gpu0.value)}")),
-            LinePart(1, Content.styled(f"split {dots(view.split)}", "$text-muted")),
-        ],
-        width,
-    )
+    if pending is None:
+        value = Content(f"gpu0_bsz {share_text(gpu0.value)}")
+        split = Content.styled(f"split {dots(view.split)}", "$text-muted")
+    else:
+        epoch = f" at epoch {pending.epoch}" if pending.epoch is not None else ""
+        change = f"gpu0_bsz {share_text(gpu0.value)} {glyphs.arrow} {share_text(pending.new)}"
+        value = Content.styled(f"{change} PENDING{epoch}", "$text-warning bold")
+        split = Content(f"split {dots(pending.split)}")
+    return fit_parts([LinePart(0, value), LinePart(1, split)], width)
 
 
 def _class_summary(view: View, width: int) -> Content:
@@ -287,12 +278,11 @@ def _class_summary(view: View, width: int) -> Content:
         return Content.styled("no evaluation yet", "$text-muted")
     val, best = view.vals[-1], view.best
     known = sorted((iou, i) for i, iou in enumerate(val.iou) if iou is not None and i < len(view.classes))
-    parts = [LinePart(0, Content.styled(f"mIoU {miou(val)}", "bold"))]
-    if best is not None:
-        parts.append(LinePart(1, Content.styled(f"best {best_miou(best, val)}", "$text-success")))
-    parts += [
-        LinePart(2 + rank, Content(f"{clip(view.classes[i], 16)} {number(iou)}"))
-        for rank, (iou, i) in enumerate(known[:3])
+    worst = [Content(f"{clip(view.classes[i], 16)} {number(iou)}") for iou, i in known[:3]]
+    parts = [
+        LinePart(0, Content.styled(f"mIoU {miou(val)}", "bold")),
+        LinePart(1, Content.styled(f"best {best_miou(best, val)}", "$text-success")) if best is not None else None,
+        *(LinePart(rank, content) for rank, content in enumerate(worst, start=2)),
     ]
     return fit_parts(parts, width)
 
@@ -304,34 +294,28 @@ def device_label(device: str | None, index: int) -> str:
 
 
 def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
-    """Return the alerts that the user has not seen, the newest last.
-
-    Args:
-        view: The run.
-        seen_s: Kind of alert -> time of the last one that the user has seen.
-    """
+    """Return the alerts that are newer than the last one seen of their kind, the newest last."""
     return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
 
 
 def banner(view: View, status: Status, place: LinePlace, unseen: Sequence[Raised]) -> Content | None:
     """Return the problem or alert that the user has to see; None if there is none."""
-    name = place.name
-    word = state_label(status)
-    if word == "gone":
-        return Content.styled(f"{name}: the run folder is gone; this is its last state", "$text-error bold")
-    again = f"`segapp train --resume {shlex.quote(name)}` continues"
-    if word == "crashed":
-        return Content.styled(f"the trainer's process is gone: L shows its log; {again}", "$text-error bold")
-    if word in ("failed", "stopped") and view.end is not None:
-        style = "$text-error bold" if word == "failed" else "$text-warning bold"
-        return Content.styled(f"{word}: {printable(view.end.reason or 'no reason given')}; {again}", style)
-    if word == "stale":
-        return Content.styled("the trainer is alive but writes no events: it may hang", "$text-warning bold")
-    if word == "lost":
-        where = f" on {printable(status.host)}" if status.host else ""
-        return Content.styled(
-            f"no events from the trainer{where}, and its process cannot be checked from this host", "$text-warning"
-        )
+    word, again = state_label(status), f"`segapp train --resume {shlex.quote(place.name)}` continues"
+    where = f" on {printable(status.host)}" if status.host else ""
+    problems = {
+        "gone": (f"{place.name}: the run folder is gone; this is its last state", "$text-error bold"),
+        "crashed": (f"the trainer's process is gone: L shows its log; {again}", "$text-error bold"),
+        "stale": ("the trainer is alive but writes no events: it may hang", "$text-warning bold"),
+        "lost": (
+            f"no events from the trainer{where}, and its process cannot be checked from this host",
+            "$text-warning",
+        ),
+    }
+    if view.end is not None:
+        ended = f"{word}: {printable(view.end.reason or 'no reason given')}; {again}"
+        problems |= {"failed": (ended, "$text-error bold"), "stopped": (ended, "$text-warning bold")}
+    if word in problems:
+        return Content.styled(*problems[word])
     return _alert(unseen, place.width) if unseen else None
 
 
@@ -346,14 +330,7 @@ def _alert(unseen: Sequence[Raised], width: int) -> Content:
 
 
 def starting(view: View, status: Status, log_lines: list[str], num_lines: int) -> Content:
-    """Return what a trainer does before its first step, and the last lines of its log.
-
-    Args:
-        view: The run.
-        status: Of the run.
-        log_lines: Of trainer.log.
-        num_lines: Number of them to show.
-    """
+    """Return what a trainer does before its first step, and the last lines of its log."""
     doing = last_announced(log_lines) or "the trainer's process"
     if view.end is not None:
         reason = printable(view.end.reason or "no reason given")

@@ -45,10 +45,7 @@ class Arrangement(NamedTuple):
 def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: int) -> Arrangement:
     """Return the arrangement in which the pictures are largest; the stack, if several are equal.
 
-    Args:
-        size: Cells and rows of the pane; a cell shows one pixel beside and two below each other.
-        picture_px: Width and height of a picture.
-        legend_width: Cells of the widest line of the legend; 0: there is none.
+    The size is in cells; a cell shows one pixel beside and two below each other. Without a legend its width is 0.
     """
     width, height = size
     beside = min(legend_width, width // 3) + 1 if legend_width else 0
@@ -122,12 +119,7 @@ class PictureView(Widget, can_focus=True):
         self._built: tuple[object, ...] | None = None
 
     def show(self, paths: list[Path], view: View) -> None:
-        """Set the available pictures, newest first; a selected one stays, the newest evaluation is followed.
-
-        Args:
-            paths: Of the pictures.
-            view: The run, for the names and colours of its classes.
-        """
+        """Set the available pictures, newest first; a selected one stays, the newest evaluation is followed."""
         shown = self._shown
         was_newest = shown is None or not self._paths or shown.epoch == max(self._paths).epoch
         self._paths = _places(paths)
@@ -249,13 +241,21 @@ class PictureView(Widget, can_focus=True):
 
     def _draw(self, image: Any, letters: dict[Rgb, str], width: int, height: int) -> list[Strip]:
         """Return a picture as large as it fits; class colours take the nearest pixel, an image is averaged."""
+        from PIL.Image import Resampling
+
         size = _fitted(image.size, width, 2 * height)
         is_smaller = size[0] < image.width and not letters
-        scaled = image.resize(size, _resampling("BOX" if is_smaller else "NEAREST"))
+        scaled = image.resize(size, Resampling.BOX if is_smaller else Resampling.NEAREST)
         if self._has_colour:
             return _colour_strips(scaled)
-        rows = scaled.resize((size[0], size[1] // 2), _resampling("NEAREST"))
-        return _letter_strips(rows, letters, self.rich_style) if letters else _grey_strips(rows, self.rich_style)
+        small = scaled.resize((size[0], size[1] // 2), Resampling.NEAREST)
+        pixels, grey = small.load(), small.convert("L").load()
+
+        def sign(x: int, y: int) -> str:
+            return letters.get(pixels[x, y], ".") if letters else _RAMP[grey[x, y] * (len(_RAMP) - 1) // 255]
+
+        rows = ["".join(sign(x, y) for x in range(small.width)) for y in range(small.height)]
+        return [Strip([Segment(row, self.rich_style)], small.width) for row in rows]
 
 
 def _next(choices: list[int], current: int, by: int) -> int:
@@ -281,11 +281,9 @@ def _class_names(view: View) -> dict[Rgb, str]:
 
 
 def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> list[LegendEntry]:
-    """Return the classes that occur in pictures of class colours, those of most pixels first.
+    """Return the classes that occur in Pillow RGB pictures of class colours, those of most pixels first.
 
-    Args:
-        pictures: Pillow RGB images.
-        names: Colour -> class; other colours (ignored pixels, mixtures) are left out.
+    Other colours (ignored pixels, mixtures) are left out.
     """
     counts: dict[Rgb, int] = {}
     for picture in pictures:
@@ -296,24 +294,13 @@ def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> list[LegendEn
 
 
 def load_picture(path: Path) -> Any:
-    """Return a picture as a Pillow RGB image.
-
-    Raises:
-        OSError: The file cannot be read, or is damaged.
-        ValueError: The picture is too large for a sample.
-    """
+    """Return a picture as a Pillow RGB image; raise OSError for a damaged file, ValueError for one too large."""
     from PIL import Image
 
     with Image.open(path, formats=["PNG"]) as opened:
         if opened.width * opened.height > _MAX_PIXELS:
             raise ValueError(f"{opened.width} x {opened.height} pixels are too many")
         return opened.convert("RGB")
-
-
-def _resampling(name: str) -> Any:
-    from PIL import Image
-
-    return Image.Resampling[name]
 
 
 def _fitted(size: tuple[int, int], max_width: int, max_height: int) -> tuple[int, int]:
@@ -324,27 +311,8 @@ def _fitted(size: tuple[int, int], max_width: int, max_height: int) -> tuple[int
 
 def _colour_strips(image: Any) -> list[Strip]:
     pixels = image.load()
-    return [
-        Strip(
-            [
-                Segment("▀", Style(color=Color.from_rgb(*pixels[x, y]), bgcolor=Color.from_rgb(*pixels[x, y + 1])))
-                for x in range(image.width)
-            ],
-            image.width,
-        )
-        for y in range(0, image.height, 2)
-    ]
 
+    def cell(x: int, y: int) -> Segment:
+        return Segment("▀", Style(color=Color.from_rgb(*pixels[x, y]), bgcolor=Color.from_rgb(*pixels[x, y + 1])))
 
-def _grey_strips(image: Any, style: Style) -> list[Strip]:
-    pixels = image.convert("L").load()
-    rows = [
-        "".join(_RAMP[pixels[x, y] * (len(_RAMP) - 1) // 255] for x in range(image.width)) for y in range(image.height)
-    ]
-    return [Strip([Segment(row, style)], image.width) for row in rows]
-
-
-def _letter_strips(image: Any, letters: dict[Rgb, str], style: Style) -> list[Strip]:
-    pixels = image.load()
-    rows = ["".join(letters.get(pixels[x, y], ".") for x in range(image.width)) for y in range(image.height)]
-    return [Strip([Segment(row, style)], image.width) for row in rows]
+    return [Strip([cell(x, y) for x in range(image.width)], image.width) for y in range(0, image.height, 2)]
