@@ -28,11 +28,6 @@ from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
 from segapp.training.telemetry.trackers import flat_settings
 from segapp.view.plot import Floats
 
-_NUM_POINTS = 1000
-"""Points of a mean curve; about one for each pixel of its width."""
-
-UNIMPORTANT_KEYS = frozenset({"name"})
-
 
 def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]:
     """Compare runs, and write a page if requested; return plain values.
@@ -166,7 +161,7 @@ def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]
 def config_differences(reports: Sequence[RunReport]) -> dict[str, list[Any]]:
     """Return the config keys whose values differ, with the value of each run; "?" where a config is missing."""
     flat = [flat_settings(report.config.model_dump(mode="json")) if report.config else {} for report in reports]
-    keys = sorted({key for values in flat for key in values} - UNIMPORTANT_KEYS)
+    keys = sorted({key for values in flat for key in values} - {"name"})
     found = {key: [values.get(key, "?") for values in flat] for key in keys}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
@@ -203,14 +198,13 @@ def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats,
     if first > last:
         return None
     own = np.unique(np.concatenate([x[(x >= first) & (x <= last)] for x, _ in known]))
-    x = own if len(known) == 1 else np.union1d(own, np.linspace(first, last, _NUM_POINTS))
+    x = own if len(known) == 1 else np.union1d(own, np.linspace(first, last, charts.WIDTH_PX))
     values = np.stack([np.interp(x, *curve) for curve in known])
     return x, values.mean(0), values.min(0), values.max(0)
 
 
 def _miou_points(report: RunReport) -> tuple[Floats, Floats]:
-    vals = report.view.vals
-    return vals.values("step"), vals.values("miou")
+    return report.view.vals.values("step"), report.view.vals.values("miou")
 
 
 def _loss_points(report: RunReport) -> tuple[Floats, Floats]:

@@ -16,8 +16,6 @@ from segapp.view.metrics import class_iou
 from segapp.view.source import fold_file, series_of
 from segapp.view.view import View
 
-_MAX_TERMS = 16
-
 
 @dataclass
 class RunReport:
@@ -42,8 +40,7 @@ class RunReport:
     @property
     def terms(self) -> list[str]:
         """Names of the terms of the loss, at most 16."""
-        prefix = "terms."
-        return [name.removeprefix(prefix) for name in self.view.recent if name.startswith(prefix)][:_MAX_TERMS]
+        return [name.removeprefix("terms.") for name in self.view.recent if name.startswith("terms.")][:16]
 
     @property
     def class_notes(self) -> list[str]:

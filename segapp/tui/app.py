@@ -25,11 +25,11 @@ from segapp.run.commands import CheckpointCommand, Command, PauseCommand, Resume
 from segapp.run.folder import RunFolder, is_sweep
 from segapp.run.words import printable
 from segapp.tui import control, keys, layout, themes
-from segapp.tui.dialogs import EventScreen, HelpScreen, StopChoice, StopScreen, TrainerLogScreen
+from segapp.tui.dialogs import EventScreen, HelpScreen, StopScreen, TrainerLogScreen, copy
 from segapp.tui.following import MarkedRuns, ShownRun
 from segapp.tui.glyphs import ASCII, UNICODE
 from segapp.tui.panes import header
-from segapp.tui.panes.chart import ChartOptions, LossChart, Viewport
+from segapp.tui.panes.chart import ChartOptions, Viewport
 from segapp.tui.panes.events import GROUPS
 from segapp.tui.panes.gpu0 import EDITOR_KEYS, Draft, begin_draft, edit_draft
 from segapp.tui.runs_screen import RunsScreen
@@ -42,7 +42,6 @@ from segapp.view.source import LiveSource, Status
 from segapp.view.view import View
 from segapp.view.wording import Detail, LogLine, details_text, event_details
 
-TICK_S = 0.5
 PANES_EVERY, IDLE_EVERY = 2, 4
 """Ticks between two updates of the panes while events arrive, and while none do; the lines above change every tick."""
 LEAVE_S = 5.0
@@ -51,15 +50,7 @@ LEAVE_S = 5.0
 class MonitorApp(App[None]):
     """The screen of a run, with its keys: those that look at the run, and those that send commands to it.
 
-    Args:
-        source: Of the run's events.
-        readonly: Hide and disable all keys that send commands.
-        starts_with_list: Show the list of the runs first.
-        settings: Of the user.
-        settings_file: Where they are kept; None: they are not.
-        seen_file: Likewise for the alerts that were seen.
-        ascii_only: Draw without Unicode.
-        has_trainer_ended: For a trainer that is starting; see `run_ui`.
+    The arguments are those of `run_ui`; without a file, the settings and the alerts that were seen are not kept.
     """
 
     TITLE = "segapp"
@@ -84,6 +75,8 @@ class MonitorApp(App[None]):
         self.settings = settings or UiSettings()
         self.glyphs = ASCII if ascii_only else UNICODE
         self.is_ascii = ascii_only
+        self.columns = layout.Columns(self.glyphs, has_colour=not ascii_only and "NO_COLOR" not in os.environ)
+        self.chart = self.columns.chart
         self.failure: Exception | None = None
         """The error that ended the screen; None if the user left."""
         self._settings_file, self._seen_file = settings_file, seen_file
@@ -119,7 +112,7 @@ class MonitorApp(App[None]):
         yield LiteralText(id="progress", classes="lines")
         yield LiteralText(id="banner", classes="lines")
         yield LiteralText(id="starting", classes="wrapped")
-        yield layout.Columns(self.glyphs, has_colour=not self.is_ascii and "NO_COLOR" not in os.environ)
+        yield self.columns
         yield LiteralText(id="summary", classes="lines")
         yield LiteralText(id="keys", classes="lines")
         yield LiteralText(id="notice")
@@ -129,9 +122,8 @@ class MonitorApp(App[None]):
         self.set_class(self.is_ascii, "-ascii")
         if self.settings.keymap:
             self.set_keymap(self.settings.keymap)
-        chart = self.chart
-        chart.options = self._chart_options()
-        chart.focus()
+        self.chart.options = self._chart_options()
+        self.chart.focus()
         if not self.is_headless:
             for number in (signal.SIGHUP, signal.SIGTERM):
                 asyncio.get_running_loop().add_signal_handler(number, self._leave)
@@ -141,7 +133,7 @@ class MonitorApp(App[None]):
         self.call_after_refresh(self.tick)
         if self.starts_with_list:
             self.action_runs()
-        self.set_interval(TICK_S, self.tick)
+        self.set_interval(0.5, self.tick)
 
     def on_unmount(self) -> None:
         """Save the settings, and give the terminal its title back."""
@@ -221,16 +213,6 @@ class MonitorApp(App[None]):
         else:
             self.failure = self.failure or error
             self.exit(return_code=1)
-
-    @property
-    def columns(self) -> layout.Columns:
-        """The panes."""
-        return self.query_one(layout.Columns)
-
-    @property
-    def chart(self) -> LossChart:
-        """The chart."""
-        return self.columns.chart
 
     def apply_layout(self) -> None:
         """Select the panes for the size of the screen and the user's choices."""
@@ -425,10 +407,8 @@ class MonitorApp(App[None]):
             self._show_line(LogLine(event.t, "", "", event))
 
     def _show_line(self, line: LogLine) -> None:
-        whole = line.event
-        self.push_screen(
-            EventScreen([Detail(line.kind, line.text)] if whole is None else event_details(whole, self.shown.name))
-        )
+        details = event_details(line.event, self.shown.name) if line.event else [Detail(line.kind, line.text)]
+        self.push_screen(EventScreen(details))
 
     def action_seen(self) -> None:
         """Acknowledge the alert in the banner; the one before it is shown next."""
@@ -440,14 +420,13 @@ class MonitorApp(App[None]):
         self.push_screen(TrainerLogScreen(self.shown.source.folder.log))
 
     def action_copy(self) -> None:
-        """Copy the selected text, else the event under the cursor, to the clipboard (OSC 52)."""
+        """Copy the selected text, else the event under the cursor."""
         text = self.screen.get_selected_text()
         line = self.columns.events.selected
         if not text and line is not None and line.event is not None:
             text = details_text(event_details(line.event, self.shown.name))
         if text:
-            self.copy_to_clipboard(text)
-            self.say("copied")
+            copy(self, text)
         else:
             self.say("nothing to copy: drag over a text first, or select an event")
 
@@ -477,7 +456,7 @@ class MonitorApp(App[None]):
     def action_help(self) -> None:
         """Show the help page."""
         found = keys.help_lines(keys.available(self.readonly), self.settings.keymap, glyphs=self.glyphs)
-        self.push_screen(HelpScreen(found))
+        self.push_screen(HelpScreen("Keys", found))
 
     def action_manual(self) -> None:
         """Show the page of the documentation about the selected pane, or about the list of runs."""
@@ -491,21 +470,18 @@ class MonitorApp(App[None]):
         offered = keys.available(self.readonly)
         for title, hint, action in keys.palette(offered, self.settings.keymap, self.view, is_ascii=self.is_ascii):
             yield SystemCommand(title, hint, partial(self.run_action, action))
-        yield SystemCommand("screenshot", "save this screen as an SVG file", lambda: self._save_screenshot(screen))
+        save = partial(self.set_timer, 0.3, self._save_screenshot)  # the palette must be closed
+        yield SystemCommand("screenshot", "save this screen as an SVG file", save)
 
-    def _save_screenshot(self, screen: Screen[object]) -> None:
-        async def save() -> None:
-            await asyncio.sleep(0.3)  # the palette must be closed
-            try:
-                self.say(f"saved {self.save_screenshot(f'segapp-{self.shown.name}.svg')}")
-            except OSError as error:
-                self.say(f"the screenshot cannot be written: {error.strerror}: start segapp in another folder", "error")
-
-        screen.run_worker(save())
+    def _save_screenshot(self) -> None:
+        try:
+            self.say(f"saved {self.save_screenshot(f'segapp-{self.shown.name}.svg')}")
+        except OSError as error:
+            self.say(f"the screenshot cannot be written: {error.strerror}: start segapp in another folder", "error")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
         """Disable the keys that the view does not offer."""
-        return keys.is_offered(action, is_readonly=self.readonly)
+        return not (self.readonly and action in {key.action for key in keys.KEYS if key.ctl})
 
     def send(self, command: Command | None) -> None:
         """Send a command, if there is one, and say what was done."""
@@ -535,11 +511,8 @@ class MonitorApp(App[None]):
         if status.is_over:
             self.say(f"stop: the run is {header.state_label(status)} already", "warning")
             return
-
-        def decided(choice: StopChoice | None) -> None:
-            self.send(None if choice is None else StopCommand(when=choice))
-
-        self.push_screen(StopScreen(status.pid, status.host), decided)
+        dialog = StopScreen(status.pid, status.host)
+        self.push_screen(dialog, lambda choice: self.send(StopCommand(when=choice) if choice else None))
 
     def action_edit_gpu0(self) -> None:
         """Open the editor of gpu0_bsz."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from textual.app import ComposeResult
+from textual.app import App, ComposeResult
 from textual.binding import BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
@@ -22,8 +22,14 @@ from segapp.view.wording import Detail, details_text
 StopChoice = Literal["epoch", "now"]
 
 
+def copy(app: App[Any], text: str) -> None:
+    """Copy a text to the clipboard (OSC 52: the terminal must allow it)."""
+    app.copy_to_clipboard(text)
+    app.notify("copied", markup=False, timeout=3)
+
+
 class ScrolledDialog(ModalScreen[None]):
-    """A dialog whose text scrolls."""
+    """A text in a box that scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,q,enter,space", "dismiss", "close"),
@@ -32,6 +38,17 @@ class ScrolledDialog(ModalScreen[None]):
         ("pagedown", "scroll(10)", "page down"),
         ("pageup", "scroll(-10)", "page up"),
     ]
+
+    def __init__(self, title: str, content: Content, subtitle: str = "esc closes", *, is_wide: bool = False) -> None:
+        super().__init__()
+        self._title, self._content, self._subtitle, self._is_wide = title, content, subtitle, is_wide
+
+    def compose(self) -> ComposeResult:
+        """Yield the box; in a wide one, long lines are wrapped."""
+        with VerticalScroll(classes="dialog -wide" if self._is_wide else "dialog") as box:
+            box.border_title, box.border_subtitle = Content(self._title), Content(self._subtitle)
+            text = drawable(self, self._content)
+            yield Static(text, classes="wrapped" if self._is_wide else "lines", markup=False)
 
     def action_scroll(self, by: int) -> None:
         """Scroll the text."""
@@ -42,17 +59,6 @@ class HelpScreen(ScrolledDialog):
     """The help page."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("question_mark,h", "dismiss", "close")]
-
-    def __init__(self, content: Content) -> None:
-        super().__init__()
-        self._content = content
-
-    def compose(self) -> ComposeResult:
-        """Yield a box with the lines."""
-        with VerticalScroll(classes="dialog") as box:
-            box.border_title = Content("Keys")
-            box.border_subtitle = Content("esc closes")
-            yield Static(self._content, classes="lines", markup=False)
 
 
 class StopScreen(ModalScreen[StopChoice | None]):
@@ -94,26 +100,18 @@ class EventScreen(ScrolledDialog):
     BINDINGS: ClassVar[list[BindingType]] = [("d", "dismiss", "close"), ("Y", "copy", "copy")]
 
     def __init__(self, details: Sequence[Detail], title: str = "Event") -> None:
-        super().__init__()
-        self._details, self._title = list(details), title
-
-    def compose(self) -> ComposeResult:
-        """Yield a box with the fields; long texts are wrapped."""
-        with VerticalScroll(classes="dialog -wide") as box:
-            box.border_title = Content(printable(self._title))
-            box.border_subtitle = Content("Y copies  esc closes")
-            widest = max((len(detail.label) for detail in self._details), default=0)
-            indented = "\n" + " " * (widest + 2)
-            lines = [
-                Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
-                for label, text in self._details
-            ]
-            yield Static(drawable(self, Content("\n").join(lines)), classes="wrapped", markup=False)
+        widest = max((len(detail.label) for detail in details), default=0)
+        indented = "\n" + " " * (widest + 2)
+        lines = [
+            Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
+            for label, text in details
+        ]
+        super().__init__(printable(title), Content("\n").join(lines), "Y copies  esc closes", is_wide=True)
+        self._details = list(details)
 
     def action_copy(self) -> None:
-        """Copy the event to the clipboard (OSC 52: the terminal must allow it)."""
-        self.app.copy_to_clipboard(details_text(self._details))
-        self.app.notify("copied", markup=False, timeout=3)
+        """Copy the event to the clipboard."""
+        copy(self.app, details_text(self._details))
 
 
 class TrainerLogScreen(ModalScreen[None]):
@@ -144,9 +142,8 @@ class TrainerLogScreen(ModalScreen[None]):
             self.query_one(Log).write_lines(drawable(self, Content(line)).plain for line in lines)
 
     def action_copy(self) -> None:
-        """Copy the lines to the clipboard (OSC 52: the terminal must allow it)."""
-        self.app.copy_to_clipboard("\n".join(self.query_one(Log).lines))
-        self.app.notify("copied", markup=False, timeout=3)
+        """Copy the lines to the clipboard."""
+        copy(self.app, "\n".join(self.query_one(Log).lines))
 
 
 class SettingScreen(ModalScreen[SetCommand | None]):

@@ -101,20 +101,13 @@ KEYS = (
 
 
 def bindings() -> list[Binding]:
-    """Return the bindings of the app; `MonitorApp.check_action` disables those that the view does not offer."""
+    """Return the bindings of the app; `MonitorApp.check_action` disables those of a read-only view."""
     return [Binding(key.keys, key.action, key.help, id=binding_id(key)) for key in KEYS if key.is_bound]
 
 
 def binding_id(key: Key) -> str:
     """Return the name of a key in `[keymap]`: `pane_loss` for `pane('loss')`."""
     return "".join(c if c.isalnum() else "_" for c in key.action.replace("-1", "back").replace("1", "on")).strip("_")
-
-
-def is_offered(action: str, *, is_readonly: bool) -> bool:
-    """Return True if a view offers an action, or if it is none of the table."""
-    of_table = [key for key in KEYS if key.action.partition("(")[0] == action]
-    offered = available(is_readonly)
-    return not of_table or any(key in offered for key in of_table)
 
 
 def available(is_readonly: bool) -> list[Key]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from textual.app import ComposeResult
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widget import Widget
@@ -16,7 +15,7 @@ from segapp.tui.panes.chart import LossChart
 from segapp.tui.panes.classes import ClassesPane, classes_title
 from segapp.tui.panes.devices import DevicesPane
 from segapp.tui.panes.events import EventsPane
-from segapp.tui.panes.gpu0 import Draft, Gpu0Pane
+from segapp.tui.panes.gpu0 import Draft, Gpu0Pane, gpu0_content
 from segapp.tui.panes.pictures import PictureView
 from segapp.tui.widgets import LiteralText, set_title
 from segapp.view.metrics import chart_title
@@ -43,10 +42,6 @@ TOPIC_OF = {
 """Pane, or the list of runs -> page of the documentation, with the heading about it."""
 
 _LEFT = frozenset({"loss", "pictures", "events"})
-_GPU0_ROWS = 5
-"""Of the pane of gpu0_bsz, with its border, while its editor is closed."""
-_ROWS_PER_GPU = 5
-"""Of the device pane beside others, where there is room: two lines and a graph."""
 _TABS = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 Events"}
 
 
@@ -100,7 +95,6 @@ class Columns(Horizontal):
     """The chart or the pictures, the throughput and the events; beside them the devices, gpu0_bsz and the classes."""
 
     def __init__(self, glyphs: Glyphs, *, has_colour: bool) -> None:
-        super().__init__(id="main")
         self._glyphs = glyphs
         self._layout = ScreenLayout(frozenset())
         self.chart = LossChart(glyphs, id="loss", classes="pane")
@@ -109,11 +103,7 @@ class Columns(Horizontal):
         self._throughput = LiteralText(id="throughput", classes="lines")
         self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")
         self._right = Vertical(self.devices, self.gpu0, self.table, id="right")
-
-    def compose(self) -> ComposeResult:
-        """Yield both columns; `select` chooses the visible panes."""
-        yield self._left
-        yield self._right
+        super().__init__(self._left, self._right, id="main")
 
     def select(self, plan: ScreenLayout) -> None:
         """Show the panes of a layout."""
@@ -146,7 +136,9 @@ class Columns(Horizontal):
         if "gpu0" in plan.panes:
             above = min(view.num_devices + 2, int(0.4 * self._right.size.height)) if "gpu" in plan.panes else 0
             num_rows = self._right.size.height - above - 2
-            self.gpu0.show_run(view, run.source.status(), draft, num_rows, glyphs, is_readonly=is_readonly)
+            size, status = (max(1, self.gpu0.content_size.width), num_rows), run.source.status()
+            can_edit = not (is_readonly or status.is_over)
+            self.gpu0.show(gpu0_content(view, status, draft, size, glyphs, can_edit=can_edit))
             set_title(self.gpu0, Content.styled("gpu0_bsz", "bold"))
         if "classes" in plan.panes:
             self.table.show(view, sort, glyphs)
@@ -156,8 +148,8 @@ class Columns(Horizontal):
     def _show_devices(self, run: ShownRun, *, is_editing: bool) -> None:
         """Show the devices with a graph each where the classes and gpu0_bsz leave room."""
         view, room = run.view, self._right.size.height
-        other_rows = len(view.classes) + 3 + _GPU0_ROWS
-        free = 0 if is_editing else min(room - other_rows, _ROWS_PER_GPU * len(view.devices) + 2)
+        other_rows = len(view.classes) + 3 + 5  # gpu0_bsz has five, with its border
+        free = 0 if is_editing else min(room - other_rows, 5 * len(view.devices) + 2)  # two lines and a graph each
         most = max(int(0.4 * room), free) - 2
         is_shared = "classes" in self._layout.panes
         self.devices.styles.max_height = most + 2 if is_shared else "100%"
@@ -169,5 +161,5 @@ class Columns(Horizontal):
         """Set a pane's title; in one column, with the names of the other panes."""
         others = _TABS if len(self._layout.panes - {"gpu0"}) == 1 else {}
         text = "  ".join(label for name, label in others.items() if name not in self._layout.panes)
-        tabs = header.LinePart(1, Content.styled(text, "$text-muted"))
+        tabs = header.LinePart(1, text, "$text-muted")
         set_title(pane, header.fit_parts([header.LinePart(0, title), tabs], pane.size.width - 4))

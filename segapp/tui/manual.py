@@ -17,9 +17,6 @@ from segapp.docs.pages import FOLDER, Page, pages
 from segapp.tui import themes
 from segapp.tui.settings import load_settings, settings_path
 
-WIDE_COLUMNS = 110
-"""From this width on, the headings of the page are listed beside it."""
-
 
 def show_page(page: Page, anchor: str = "") -> None:
     """Show a page until the user leaves."""
@@ -89,9 +86,9 @@ class DocsScreen(ModalScreen[None]):
             viewer.document.goto_anchor(self._anchor)
 
     def on_resize(self, event: Resize) -> None:
-        """List the headings where there is room, unless the user has chosen."""
+        """List the headings beside the page where there is room, unless the user has chosen."""
         if self._has_contents is None:
-            self.query_one(PageViewer).show_table_of_contents = event.size.width >= WIDE_COLUMNS
+            self.query_one(PageViewer).show_table_of_contents = event.size.width >= 110
 
     def on_markdown_viewer_navigator_updated(self) -> None:
         """Name the page that is shown."""

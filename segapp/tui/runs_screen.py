@@ -184,8 +184,8 @@ class RunColumns(NamedTuple):
 
 def run_header(width: int, columns: RunColumns) -> Content:
     """Return the titles of the columns of `run_row`."""
-    titles = [LinePart(0, Content(f"  {fit_cells('RUN', columns.run)}")), *(
-        LinePart(rank, Content(title.ljust(cells) if is_left else title.rjust(cells)))
+    titles = [LinePart(0, f"  {fit_cells('RUN', columns.run)}"), *(
+        LinePart(rank, title.ljust(cells) if is_left else title.rjust(cells))
         for rank, title, cells, is_left in (
             (1, "SWEEP"[: columns.sweep], columns.sweep, True),
             (0, "STATE", 9, True), (1, "EPOCH", 9, False), (2, "MIOU", _SCORE, False), (2, "BEST", _SCORE, False),
@@ -212,14 +212,14 @@ def run_row(run: FollowedRun, width: int, columns: RunColumns, glyphs: Glyphs, *
     mark, name = glyphs.dot if is_marked else " ", fit_cells(printable(run.folder.path.name), columns.run)
     parts = [
         LinePart(0, Content.assemble((f"{mark} ", "$text-accent"), (name, "bold"))),
-        LinePart(1, Content.styled(fit_cells(printable(run.sweep), columns.sweep), "$text-muted")),
-        LinePart(0, Content.styled(summary.state.ljust(9), STATE_STYLES[summary.state])),
-        LinePart(1, Content(clip(epoch, 9).rjust(9))),
-        LinePart(2, Content(_score(summary.miou, summary.num_scored, summary.num_classes))),
-        LinePart(2, Content(_score(summary.best_miou, summary.best_num_scored, summary.num_classes))),
-        LinePart(4, Content.styled(spark(run.mious, _SPARK, glyphs).ljust(_SPARK), "$text-success")),
-        LinePart(5, Content(speed.rjust(7))),
-        LinePart(6, Content(run.devices.ljust(7))),
-        LinePart(3, Content.styled(age(summary.age_s).rjust(12), "$text-muted")),
+        LinePart(1, fit_cells(printable(run.sweep), columns.sweep), "$text-muted"),
+        LinePart(0, summary.state.ljust(9), STATE_STYLES[summary.state]),
+        LinePart(1, clip(epoch, 9).rjust(9)),
+        LinePart(2, _score(summary.miou, summary.num_scored, summary.num_classes)),
+        LinePart(2, _score(summary.best_miou, summary.best_num_scored, summary.num_classes)),
+        LinePart(4, spark(run.mious, _SPARK, glyphs).ljust(_SPARK), "$text-success"),
+        LinePart(5, speed.rjust(7)),
+        LinePart(6, run.devices.ljust(7)),
+        LinePart(3, age(summary.age_s).rjust(12), "$text-muted"),
     ]
     return fit_parts(parts, width)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from textual.content import Content
 from textual.geometry import Region
+from textual.strip import Strip
 from textual.widget import Widget
 from textual.widgets import Input
 
@@ -39,6 +40,48 @@ class LiteralText(Widget):
         else:
             width = self.content_size.width
             self.refresh(*(Region(0, y, width, 1) for y, line in enumerate(lines) if line != before[y]))
+
+
+class StripWidget(Widget, can_focus=True):
+    """A drawing that is made anew when what it shows has changed."""
+
+    ALLOW_SELECT = False
+
+    def __init__(self, **keywords: str) -> None:
+        super().__init__(id=keywords.get("id"), classes=keywords.get("classes"))
+        self._strips: list[Strip] = []
+        self._made_of: object = None
+
+    def key(self) -> object:
+        """Return what the drawing depends on."""
+        raise NotImplementedError
+
+    def build(self) -> list[Strip]:
+        """Return the lines of the drawing."""
+        raise NotImplementedError
+
+    @property
+    def is_current(self) -> bool:
+        """True if nothing has changed since the drawing was made."""
+        return self._made_of is not None and self.key() == self._made_of
+
+    def make(self) -> None:
+        """Make the drawing."""
+        self._strips = self.build()
+        self._made_of = self.key()
+
+    def render_line(self, y: int) -> Strip:
+        """Return one line."""
+        if not self.is_current:
+            self.make()
+        width = self.content_size.width
+        strip = self._strips[y] if y < len(self._strips) else Strip([])
+        return strip if strip.cell_length == width else strip.crop_extend(0, width, self.rich_style)
+
+    def notify_style_update(self) -> None:
+        """Make the strips anew after a change of theme: they hold the old colours."""
+        self._made_of = None
+        super().notify_style_update()
 
 
 class SearchLine(Input):

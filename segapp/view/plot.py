@@ -109,13 +109,11 @@ def draw_columns(columns: CurveColumns, scale: Scale, num_rows: int) -> NDArray[
     first, last = np.where(np.isnan(first), np.nan, first), np.where(np.isnan(first), np.nan, last)
     before_first = np.concatenate(([np.nan], first[:-1]))
     before_last = np.concatenate(([np.nan], last[:-1]))
-    joined_first, joined_last = first.copy(), last.copy()
     falls, rises = first > before_last + 1, last < before_first - 1
-    joined_first[falls] = before_last[falls] + 1
-    joined_last[rises] = before_first[rises] - 1
     rows = np.arange(num_rows)[:, None]
-    with np.errstate(invalid="ignore"):
-        dots: NDArray[np.bool_] = (rows >= joined_first) & (rows <= joined_last)
+    dots: NDArray[np.bool_] = (rows >= np.where(falls, before_last + 1, first)) & (
+        rows <= np.where(rises, before_first - 1, last)
+    )
     return dots
 
 
@@ -165,7 +163,9 @@ def choose_scale(
     if len(firm):
         bottom, top = min(bottom, float(firm.min())), max(top, float(firm.max()))
     if is_log:
-        return _padded_log(bottom, top)
+        bottom = max(bottom, top * 1e-12, 1e-300)
+        ratio = max((top / bottom) ** 0.03, 1.02)
+        return Scale(max(bottom / ratio, 5e-324), top * ratio, is_log=True)
     margin = (top - bottom) * 0.03 or abs(top) * 0.1 or 0.5
     return Scale(bottom - margin, top + margin)
 
@@ -197,12 +197,6 @@ def row_labels(scale: Scale, height: int, width: int) -> list[str]:
         row = min(int((1 - fraction) * height), height - 1)
         labels[row] = f"{value:.4g}".rjust(width - 1)[: width - 1] + " "
     return labels
-
-
-def _padded_log(bottom: float, top: float) -> Scale:
-    bottom = max(bottom, top * 1e-12, 1e-300)
-    ratio = max((top / bottom) ** 0.03, 1.02)
-    return Scale(max(bottom / ratio, 5e-324), top * ratio, is_log=True)
 
 
 def _ticks(bottom: float, top: float, count: int) -> list[float]:

@@ -53,7 +53,6 @@ def series_of(path: Path, field: str) -> LossHistory:
 
 _BLOCK_BYTES = 2**15
 """Read at once: until they are folded, events take several times their bytes."""
-_LIVENESS_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class LiveSource:
     def _look(self) -> _Found:
         """Return what the folder says about the trainer; looked up every two seconds."""
         now = self._monotonic()
-        if self._found is None or now - self._found.checked_s >= _LIVENESS_S:
+        if self._found is None or now - self._found.checked_s >= 2.0:
             is_there = os.path.isdir(self.folder.path)
             info = self.folder.read_info()
             self._found = _Found(

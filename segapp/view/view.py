@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -34,9 +34,6 @@ from segapp.scores import EpochLoss, as_float, is_best_candidate
 from segapp.view.evaluations import Evaluations
 from segapp.view.history import LossHistory
 from segapp.view.wording import LogLine, log_line
-
-MemorySample = tuple[tuple[float, float], ...]
-"""For each device: used memory and the highest allocation since the sample before, MiB; nan where unknown."""
 
 
 class Raised(NamedTuple):
@@ -99,12 +96,6 @@ PASSING_ALERTS = frozenset({"compile", "settings"})
 
 NUM_WHOLE_EVENTS = 300
 """Number of log lines, the last ones, that keep their whole event."""
-NUM_ANSWERS = 200
-NUM_ALERTS = 1000
-
-
-def _last_values() -> deque[float]:
-    return deque(maxlen=60)
 
 
 @dataclass
@@ -125,14 +116,14 @@ class View:
     history: LossHistory = field(default_factory=LossHistory)
     loss: EpochLoss = field(default_factory=EpochLoss)
     """Training loss of the last epoch."""
-    recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(_last_values))
+    recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=60)))
     """Field of the `step` events -> its finite values at the last steps; `terms.NAME` for a term of the loss."""
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
     devices: list[DeviceMemory] = field(default_factory=list)
-    memory: deque[MemorySample] = field(default_factory=lambda: deque(maxlen=600))
-    """The last samples of memory, for each device."""
+    memory: deque[tuple[tuple[float, float], ...]] = field(default_factory=lambda: deque(maxlen=600))
+    """The last samples, for each device: used memory and highest allocation since the one before, MiB; nan unknown."""
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
@@ -144,7 +135,7 @@ class View:
     pending: dict[str, CommandAnswer] = field(default_factory=dict)
     """Commands accepted and without a final answer yet."""
     answers: dict[str, CommandAnswer] = field(default_factory=dict)
-    """Final answers, by id; the last `NUM_ANSWERS`."""
+    """Final answers, by id; the last 200."""
     phase: str | None = None
     """Phase of the last heartbeat: train, eval, save, paused, start."""
     is_paused: bool = False
@@ -155,7 +146,7 @@ class View:
     """The last thousand lines and up to 200 more."""
     alerts: dict[str, Raised] = field(default_factory=dict)
     """Kind -> the alerts of this kind that the user has to see, the kind that was raised last at the end."""
-    last_alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=NUM_ALERTS))
+    last_alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=1000))
     """Alerts of every kind, in order of time."""
     num_alerts: int = 0
     oom: Oom | None = None
@@ -229,13 +220,12 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
     steps: list[int] = []
     times_s: list[float] = []
     losses: list[float] = []
-    columns: tuple[list[Any], ...] = (steps, times_s, losses)
     run: StepRun | None = None
 
     def keep_curve() -> None:
         if steps:
             view.history.extend(steps, times_s, losses)
-            for column in columns:
+            for column in (steps, times_s, losses):
                 column.clear()
 
     for item in items:
@@ -261,17 +251,15 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
                 view.loss.add_event(item)
         elif kind == "memory":
             _note_memory(view, item)
-        elif kind == "heartbeat":
-            if run is not None:
-                _note_run(view, run)
-                run = None
-            _note_heartbeat(view, item)
         else:
             if run is not None:
                 _note_run(view, run)
                 run = None
-            keep_curve()
-            _fold_rare(view, item)
+            if kind == "heartbeat":
+                _note_heartbeat(view, item)
+            else:
+                keep_curve()
+                _fold_rare(view, item)
         view.last_s = as_float(item["t"])
     if run is not None:
         _note_run(view, run)
@@ -347,17 +335,20 @@ def _note_memory(view: View, raw: dict[str, Any]) -> None:
     if view._is_memory_stale:  # its peak may belong to the split before
         view._is_memory_stale = False
         return
-    peaks = view.peaks_mib.setdefault(view.split, [None] * len(view.split))
-    for i, (_, peak) in enumerate(sample[: len(peaks)]):
-        if peak > (peaks[i] or 0.0):
-            peaks[i] = peak
+    _keep_peaks(view, view.split, [peak for _, peak in sample])
+
+
+def _keep_peaks(view: View, split: tuple[int, ...], peaks_mib: Sequence[float | None]) -> None:
+    """Keep the peaks of each device that are higher than those observed with the same split before."""
+    highest = view.peaks_mib.setdefault(split, [None] * len(split))
+    for i, peak in enumerate(peaks_mib[: len(highest)]):
+        if peak is not None and math.isfinite(peak) and peak > (highest[i] or 0.0):
+            highest[i] = peak
 
 
 def _memory_of(device: Any) -> tuple[float, float]:
-    used, peak = (device.get("used_mib"), device.get("peak_mib")) if isinstance(device, dict) else (None, None)
-    if type(used) is float and type(peak) is float:  # in long histories nearly always
-        return used, peak
-    return as_float(used), as_float(peak)
+    known = device if isinstance(device, dict) else {}
+    return as_float(known.get("used_mib")), as_float(known.get("peak_mib"))
 
 
 def _set_paused(view: View, is_paused: bool, t: float) -> None:
@@ -489,7 +480,7 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
         _raise(view, Alert(kind="reverted", message=text, t=event.t))
     _note_split(view, event.split)
     if event.observed_mib and event.split:
-        _note_observed(view, event)
+        _keep_peaks(view, tuple(event.split), event.observed_mib)
     step = int(view.history.step[-1]) if view.history.size else 0
     view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
 
@@ -499,21 +490,13 @@ def _raise(view: View, alert: Alert) -> None:
     view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
 
 
-def _note_observed(view: View, event: Gpu0Bsz) -> None:
-    split = tuple(event.split or ())
-    peaks = view.peaks_mib.setdefault(split, [None] * len(split))
-    for i, peak in enumerate((event.observed_mib or [])[: len(peaks)]):
-        if peak is not None and math.isfinite(peak) and peak > (peaks[i] or 0.0):
-            peaks[i] = peak
-
-
 def _fold_answer(view: View, event: CommandAnswer) -> None:
     if event.status not in FINAL_STATUSES:
         view.pending[event.id] = event
         return
     view.pending.pop(event.id, None)
     view.answers[event.id] = event
-    if len(view.answers) > NUM_ANSWERS:
+    if len(view.answers) > 200:
         del view.answers[next(iter(view.answers))]
     if event.status == "applied" and event.command in ("pause", "resume"):
         _set_paused(view, event.command == "pause", event.t)

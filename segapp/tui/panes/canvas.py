@@ -54,6 +54,11 @@ class Canvas:
         """Draw a character in one cell."""
         self._chars[row, column], self._styles[row, column] = char, style
 
+    def text(self, column: int, text: str, style: int) -> None:
+        """Draw a text in the first row."""
+        for at, char in enumerate(text, start=column):
+            self.put(0, at, char, style)
+
     def strips(self, styles: Sequence[Style], labels: Sequence[str]) -> list[Strip]:
         """Return the rows with a label in front of each; the styles are those of the indices, the labels' one last."""
         strips = []

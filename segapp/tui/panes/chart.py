@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -14,11 +13,11 @@ from textual import events
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
-from textual.widget import Widget
 
 from segapp.run.words import duration, number
 from segapp.tui.glyphs import UNICODE, Glyphs
 from segapp.tui.panes.canvas import Canvas
+from segapp.tui.widgets import StripWidget
 from segapp.view.history import SMOOTHINGS, LossHistory
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_title
 from segapp.view.plot import (
@@ -118,14 +117,13 @@ class Other(NamedTuple):
     series: LossHistory | None
 
 
-class LossChart(Widget, can_focus=True):
+class LossChart(StripWidget):
     """Draws a metric with the numpy functions of `plot`; a refresh reads every point once.
 
     The wheel zooms, dragging moves the visible part, a click sets the cursor. Every segment has a style, because
     Textual's NO_COLOR filter fails on a segment without one.
     """
 
-    ALLOW_SELECT = False
     COMPONENT_CLASSES: ClassVar[set[str]] = {f"loss-chart--{name}" for name in _CLASSES}
     DEFAULT_CSS = """
     LossChart {
@@ -145,16 +143,13 @@ class LossChart(Widget, can_focus=True):
     """
 
     def __init__(self, glyphs: Glyphs = UNICODE, **keywords: str) -> None:
-        super().__init__(id=keywords.get("id"), classes=keywords.get("classes"))
+        super().__init__(**keywords)
         self.glyphs = glyphs
         self.options = ChartOptions()
         self._view = View()
         self._series: LossHistory | None = None
         self._others: Sequence[Other] = ()
         self._curve = Curve(None, NO_POINTS)
-        self._strips: list[Strip] = []
-        self._styles: list[Style] = []
-        self._built: tuple[object, ...] | None = None
         self._x_range = (0.0, 1.0)
         self._dragged_from: tuple[int, Viewport] | None = None
         self._subtitle = ""
@@ -170,10 +165,10 @@ class LossChart(Widget, can_focus=True):
     def show(self, view: View, series: LossHistory | None = None, others: Sequence[Other] = ()) -> None:
         """Show a view, with the values of a metric of the steps and other runs; redraw only if it has changed."""
         self._view, self._series, self._others = view, series, others[: len(_CLASSES) - _OTHER]
-        if self._key() == self._built:
+        if self.is_current:
             return
         before, size = self._strips, self.content_size
-        self._make()
+        self.make()
         readout = self._readout()
         if readout != self._subtitle:
             self._subtitle = readout
@@ -185,10 +180,6 @@ class LossChart(Widget, can_focus=True):
             rows = [y for y, (old, new) in pairs if old != new]
             if rows:
                 self.refresh(*(Region(0, y, size.width, 1) for y in rows))
-
-    def _make(self) -> None:
-        self._curve = curve_of(self._view, self.options.metric, self._series)
-        self._strips, self._built = self._build(), self._key()
 
     def change(self, **options: object) -> None:
         """Change some of `ChartOptions`."""
@@ -251,23 +242,8 @@ class LossChart(Widget, can_focus=True):
         inside = x - self.gutter.left - GUTTER - 1
         return min(max(inside / max(1, self._plot_size()[0] - 1), 0.0), 1.0)
 
-    def render_line(self, y: int) -> Strip:
-        """Return one line of the widget's content."""
-        if self._key() != self._built:
-            self._make()
-        width = self.content_size.width
-        if y >= len(self._strips):
-            return Strip.blank(width, self.rich_style)
-        strip = self._strips[y]
-        return strip if strip.cell_length == width else strip.crop_extend(0, width, self.rich_style)
-
-    def notify_style_update(self) -> None:
-        """Rebuild the strips after a change of theme: they hold the old colours."""
-        self._built = None
-        self._styles.clear()
-        super().notify_style_update()
-
-    def _key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[object, ...]:
+        """Return what the chart depends on."""
         view, series = self._view, self._series
         others = tuple((other.name, other.view.history.num_steps, len(other.view.vals)) for other in self._others)
         return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks), others,
@@ -313,7 +289,9 @@ class LossChart(Widget, can_focus=True):
         x0, x1 = self._x_range
         return int(min(max((x - x0) / (x1 - x0), 0.0) * width, width - 1))
 
-    def _build(self) -> list[Strip]:
+    def build(self) -> list[Strip]:
+        """Return the legend, the rows of the plot, and the axis."""
+        self._curve = curve_of(self._view, self.options.metric, self._series)
         width, height = self._plot_size()
         if width < 4 or height < 2:
             return []
@@ -347,7 +325,8 @@ class LossChart(Widget, can_focus=True):
             canvas.line(min(self.options.cursor, width - 1), self.glyphs.v_cursor, _CURSOR)
         labels = [label + self.glyphs.v_axis for label in row_labels(scale, height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
-        return [self._legend(width), *canvas.strips(styles, labels), self._axis_line(raw, width)]
+        axis = self._axis_line(raw, width).strips(styles, [" " * GUTTER + self.glyphs.corner])
+        return [self._legend(width), *canvas.strips(styles, labels), *axis]
 
     def _message(self, text: str, style: int) -> Strip:
         return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
@@ -355,10 +334,7 @@ class LossChart(Widget, can_focus=True):
     def _band(self, history: LossHistory | None, view: View, width: int) -> tuple[CurveColumns, CurveColumns]:
         """Return the extremes and the average of the steps' values, by columns of dots."""
         num_columns = width * self.glyphs.dots_per_cell[1]
-        if history is None or not history.size:
-            empty = np.full(num_columns, np.nan)
-            columns = CurveColumns(empty, empty, np.zeros(num_columns, dtype=bool))
-            return columns, columns
+        history = history or LossHistory(capacity=2)
         x = self._x_of(history.step, view)
         raw = reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
         if not self.smoothing:
@@ -381,7 +357,7 @@ class LossChart(Widget, can_focus=True):
     def _usual_range(self) -> tuple[float, float] | None:
         """Return the range of the visible points without the rarest."""
         history = self._curve.history
-        if history is None or not history.size:
+        if history is None:
             return None
         left, right = self.options.part.visible(*self._ends())
         part = slice(*np.searchsorted(history.step, [left, right + 1]))
@@ -433,28 +409,22 @@ class LossChart(Widget, can_focus=True):
                 left -= len(text) + 2
         return Strip(segments)
 
-    def _axis_line(self, raw: CurveColumns, width: int) -> Strip:
+    def _axis_line(self, raw: CurveColumns, width: int) -> Canvas:
         """Return the x axis with its labels, and a × where a value was not finite."""
-        text = [self.glyphs.h_axis] * width
-        styles = [_AXIS] * width
+        line = Canvas(width, 1, self.glyphs)
+        line.text(0, self.glyphs.h_axis * width, _AXIS)
         end, previous = 0, ""
         for x in Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = self._x_label(x), self._cell(x, width)
             if label != previous and at >= end and at + len(label) < width:  # all equal in a range of one step
-                text[at : at + len(label)] = label
+                line.text(at, label, _AXIS)
                 end, previous = at + len(label) + 1, label
         for column in np.flatnonzero(raw.is_bad):
-            cell = int(column) // self.glyphs.dots_per_cell[1]
-            text[cell], styles[cell] = self.glyphs.bad, _BAD
-        edges = [0, *(i + 1 for i, (a, b) in enumerate(pairwise(styles)) if a != b), width]
-        segments = [Segment(" " * GUTTER + self.glyphs.corner, self._style(_AXIS))]
-        segments += [Segment("".join(text[a:b]), self._style(styles[a])) for a, b in pairwise(edges)]
-        return Strip(segments, GUTTER + 1 + width)
+            line.put(0, int(column) // self.glyphs.dots_per_cell[1], self.glyphs.bad, _BAD)
+        return line
 
     def _style(self, index: int) -> Style:
-        if not self._styles:
-            self._styles = [self.get_component_rich_style(f"loss-chart--{name}") for name in _CLASSES]
-        return self._styles[index]
+        return self.get_component_rich_style(f"loss-chart--{_CLASSES[index]}")
 
     def _readout(self) -> str:
         """Return the values at the cursor, or the display options, as plain text for the border."""
@@ -475,10 +445,6 @@ class LossChart(Widget, can_focus=True):
         if options.x_axis != "step":
             parts.append(f"by {options.x_axis}")
         return separator.join(parts)
-
-
-NEAR = 3
-"""Cells within which an event is near the cursor."""
 
 
 def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, tolerance: float) -> list[str]:
@@ -505,6 +471,6 @@ def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, toler
     else:
         parts.append(number(float(points[index, 1])))
     marks = sorted((abs(mark.step - step), mark.text) for mark in view.marks)
-    if marks and marks[0][0] <= NEAR * tolerance:
+    if marks and marks[0][0] <= 3 * tolerance:  # three cells
         parts.append(clip(marks[0][1], 30))
     return parts

@@ -7,7 +7,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 from rich.cells import cell_len
-from textual.app import ComposeResult
 from textual.binding import BindingType
 from textual.containers import Vertical, VerticalScroll
 from textual.content import Content
@@ -24,10 +23,6 @@ from segapp.view.wording import best_miou, fit_cells, miou
 SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02
 """Change of IoU between two evaluations from which on a class is marked."""
-
-
-_COLUMN_WIDTH = 46
-"""Smallest width of a column of classes."""
 
 
 class TableOptions(NamedTuple):
@@ -94,7 +89,7 @@ def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyph
     rows = class_rows(view, options.sort, options.wanted)
     if not rows:
         return Content.styled("no class with that name: esc shows all", "$text-muted")
-    num_columns = min(max(1, size.width // _COLUMN_WIDTH), -(-len(rows) // max(1, size.height - 1)))
+    num_columns = min(max(1, size.width // 46), -(-len(rows) // max(1, size.height - 1)))
     width = (size.width - 2 * (num_columns - 1)) // num_columns
     longest = max(cell_len(row.name) for row in rows)
     name_width = max(6, min(longest, width // 2 - 8, 28 if width < 80 else 60))
@@ -126,13 +121,9 @@ class _RowLayout(NamedTuple):
         return self.width - self.name_width - 17 - (self.course_width + 1 if self.course_width else 0)
 
 
-def _iou_style(iou: float) -> str:
-    return "$text-error" if iou < 0.25 else "$text-warning" if iou < 0.5 else "$text-primary"
-
-
 def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: bool) -> Content:
     glyphs, bar_width = layout.glyphs, layout.bar_width
-    name = (fit_cells(row.name, layout.name_width), "reverse" if is_selected else "")
+    name = fit_cells(row.name, layout.name_width), "reverse" if is_selected else ""
     if row.iou is None:
         empty = " " * max(0, layout.width - layout.name_width - 16)
         return Content.assemble(name, (f" {empty} {'-':>5}{' ' * 9}", "$text-muted"))
@@ -144,17 +135,15 @@ def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: 
         style = "$text-success" if row.delta > 0 else "$text-error" if row.delta < FALL else "$text-muted"
     warning = " !" if row.delta is not None and row.delta < FALL else "  "
     done, left = progress(row.iou, bar_width, glyphs) if bar_width >= 3 else ("", "")
-    course = ""
-    if layout.course_width:
+    course, room = "", layout.course_width
+    if room:
         values = _known(view.vals.class_iou(row.index))
-        course = (
-            spark(thinned(values, layout.course_width), layout.course_width, glyphs).ljust(layout.course_width) + " "
-        )
+        course = spark(thinned(values, room), room, glyphs).ljust(room) + " "
     return Content.assemble(
         name,
         " ",
         (course, "$secondary"),
-        (done, _iou_style(row.iou)),
+        (done, "$text-error" if row.iou < 0.25 else "$text-warning" if row.iou < 0.5 else "$text-primary"),
         " " * len(left),
         f" {row.iou:.3f} ",
         (change.rjust(7), style),
@@ -164,19 +153,15 @@ def _row_content(view: View, row: ClassRow, layout: _RowLayout, *, is_selected: 
 
 def classes_title(view: View, sort: str, wanted: str, width: int, glyphs: Glyphs) -> Content:
     """Return the title of the pane: mean, best, and the order of the table."""
-    parts = [LinePart(0, Content.styled("3 Classes", "bold"))]
-    if view.vals:
-        parts.append(LinePart(1, Content(f"e{view.vals[-1].epoch} mIoU {miou(view.vals[-1])}")))
-    if view.vals and view.best is not None:
-        parts.append(LinePart(2, Content.styled(f"best {best_miou(view.best, view.vals[-1])}", "$text-success")))
-    if wanted:
-        parts.append(LinePart(1, Content.styled(f"/{wanted}", "$text-warning")))
-    parts.append(
-        LinePart(
-            1 if sort != SORTS[0] else 3,
-            Content.styled(f"{sort} first" if sort in ("worst", "best") else f"by {sort}", "$text-muted"),
-        )
-    )
+    last, best = view.vals[-1] if view.vals else None, view.best
+    order = f"{sort} first" if sort in ("worst", "best") else f"by {sort}"
+    parts = [
+        LinePart(0, "3 Classes", "bold"),
+        LinePart(1, f"e{last.epoch} mIoU {miou(last)}") if last else None,
+        LinePart(2, f"best {best_miou(best, last)}", "$text-success") if best and last else None,
+        LinePart(1, f"/{wanted}", "$text-warning") if wanted else None,
+        LinePart(1 if sort != SORTS[0] else 3, order, "$text-muted"),
+    ]
     return fit_parts(parts, width)
 
 
@@ -196,21 +181,16 @@ class ClassesPane(Vertical):
     ]
 
     def __init__(self) -> None:
-        super().__init__(id="classes", classes="pane")
+        self.search = SearchLine("part of a class name", id="filter", lines="class-lines")
+        self._lines = LiteralText(classes="lines")
+        self._box = _Rows(self._lines, id="class-lines")
+        super().__init__(self.search, self._box, id="classes", classes="pane")
         self.names: list[str] = []
         """Of the rows, in order."""
         self.cursor: int | None = None
         """Index of the selected row; None before the first key."""
-        self.search = SearchLine("part of a class name", id="filter", lines="class-lines")
         self._shown: tuple[object, ...] = ()
         self._arguments: tuple[View, str, Glyphs] | None = None
-        self._lines = LiteralText(classes="lines")
-        self._box = _Rows(self._lines, id="class-lines")
-
-    def compose(self) -> ComposeResult:
-        """Yield the search line and the table."""
-        yield self.search
-        yield self._box
 
     def show(self, view: View, sort: str, glyphs: Glyphs) -> None:
         """Show the table of a view, made anew if its evaluations, the options or the size have changed."""

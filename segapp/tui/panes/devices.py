@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
-from textual.app import ComposeResult
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
@@ -35,12 +34,8 @@ class DevicesPane(VerticalScroll, can_focus=True):
     """The device pane; it scrolls where the devices need more rows."""
 
     def __init__(self) -> None:
-        super().__init__(id="gpu", classes="pane -scroll")
         self._lines = LiteralText(classes="lines")
-
-    def compose(self) -> ComposeResult:
-        """Yield the text."""
-        yield self._lines
+        super().__init__(self._lines, id="gpu", classes="pane -scroll")
 
     def show(self, view: View, predicted_mib: Sequence[float | None], num_rows: int, glyphs: Glyphs) -> None:
         """Show the devices of a run in a number of rows; see `gpu_content`."""
@@ -84,11 +79,9 @@ def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float 
         ("allocated", device.allocated_mib), ("reserved", device.reserved_mib),
         ("peak", peak), ("predicted", predicted_mib),
     )  # fmt: skip
-    parts = [
-        LinePart(i, Content(f"{word} {memory_text(mib)}")) for i, (word, mib) in enumerate(known) if mib is not None
-    ]
+    parts = [LinePart(i, f"{word} {memory_text(mib)}") for i, (word, mib) in enumerate(known) if mib is not None]
     if device.phase and peak is not None:
-        parts.append(LinePart(9, Content(f"in {printable(device.phase)}")))
+        parts.append(LinePart(9, f"in {printable(device.phase)}"))
     return Content.styled("  " + fit_parts(parts, width - 2).plain, "$text-muted")
 
 
@@ -122,10 +115,10 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
     warmth = f"{celsius:.0f}{glyphs.degree}" if celsius is not None and math.isfinite(celsius) else "-"
     parts = [
         LinePart(0, Content.assemble((f"{memory_text(used):>5}/{of}", "bold"))),
-        LinePart(2, Content("-".rjust(5) if peak is None else f"{memory_text(peak):>5}")),
-        LinePart(4, Content(f"{percent(device.utilization):>4}")),
-        LinePart(5, Content(f"{warmth:>4}")) if not is_cpu else None,
-        LinePart(1, Content(f"{share} img".ljust(6))) if share is not None else None,
+        LinePart(2, "-".rjust(5) if peak is None else f"{memory_text(peak):>5}"),
+        LinePart(4, f"{percent(device.utilization):>4}"),
+        LinePart(5, f"{warmth:>4}") if not is_cpu else None,
+        LinePart(1, f"{share} img".ljust(6)) if share is not None else None,
         LinePart(3, Content.assemble((word.ljust(5), style))),
     ]
     label = f"{device_label(device.device, index)} " if width >= 60 else f"{index} "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 
 from textual import events
-from textual.app import ComposeResult
 from textual.containers import Vertical
 from textual.content import Content
 from textual.widgets import OptionList
@@ -40,18 +39,13 @@ class EventsPane(Vertical):
     """The log of events, latest last, with an input line for a search."""
 
     def __init__(self) -> None:
-        super().__init__(id="events", classes="pane")
-        self.group = "all"
-        """One of `GROUPS`."""
         self.search = SearchLine("text in an event", id="search", lines="event-lines")
         self._list = _EventList(id="event-lines", compact=True)
+        super().__init__(self.search, self._list, id="events", classes="pane")
+        self.group = "all"
+        """One of `GROUPS`."""
         self._lines: list[LogLine] = []
         self._filter: tuple[object, ...] = ()
-
-    def compose(self) -> ComposeResult:
-        """Yield the search line and the list."""
-        yield self.search
-        yield self._list
 
     def show(self, view: View) -> Content:
         """Show the lines of a view that belong to the group and contain the text of the search; return the title."""

@@ -29,13 +29,6 @@ class Gpu0Pane(LiteralText, can_focus=True):
     def __init__(self) -> None:
         super().__init__(id="gpu0", classes="pane lines")
 
-    def show_run(
-        self, view: View, status: Status, draft: Draft | None, num_rows: int, glyphs: Glyphs, *, is_readonly: bool
-    ) -> None:
-        """Show the pane of a run in a number of rows; see `gpu0_content`."""
-        size, can_edit = (max(1, self.content_size.width), num_rows), not (is_readonly or status.is_over)
-        self.show(gpu0_content(view, status, draft, size, glyphs, can_edit=can_edit))
-
 
 @dataclass(frozen=True)
 class Draft:

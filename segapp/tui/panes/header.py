@@ -61,17 +61,24 @@ class LinePart(NamedTuple):
 
     rank: int
     """Parts of the highest rank are left out first."""
-    content: Content
+    text: str | Content
+    style: str = ""
+    """Of a plain text."""
+
+    @property
+    def content(self) -> Content:
+        """The text in its style."""
+        return Content.styled(self.text, self.style) if isinstance(self.text, str) else self.text
 
 
 def fit_parts(parts: Sequence[LinePart | None], width: int, gap: int = 2) -> Content:
     """Return the parts that fit into a width, joined; those of the highest rank are left out first."""
-    kept = [part for part in parts if part is not None and part.content.cell_length]
-    while kept and sum(part.content.cell_length for part in kept) + gap * (len(kept) - 1) > width:
+    kept = [(part.rank, part.content) for part in parts if part is not None and part.content.cell_length]
+    while kept and sum(content.cell_length for _, content in kept) + gap * (len(kept) - 1) > width:
         if len(kept) == 1:
-            return kept[0].content.truncate(width, ellipsis=True)
-        del kept[max(range(len(kept)), key=lambda i: (kept[i].rank, i))]
-    return Content(" " * gap).join([part.content for part in kept])
+            return kept[0][1].truncate(width, ellipsis=True)
+        del kept[max(range(len(kept)), key=lambda i: (kept[i][0], i))]
+    return Content(" " * gap).join([content for _, content in kept])
 
 
 def state_label(status: Status) -> str:
@@ -97,19 +104,17 @@ def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, n
     """Return the first line: name, state, unseen alerts, position, and the age of the last event."""
     start, step, (name, width, glyphs) = view.start, view.step, place
     parts = [
-        LinePart(9, Content.styled("segapp", "$text-muted")) if width >= 76 else None,
-        LinePart(1, Content.styled(clip(name, max(8, width // 4)), "bold")),
+        LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
+        LinePart(1, clip(name, max(8, width // 4)), "bold"),
         LinePart(0, state_content(view, status, glyphs)),
-        LinePart(1, Content.styled(plural(num_alerts, "alert"), "$text-error bold")) if num_alerts else None,
-        LinePart(2, Content(_epoch(view))) if view.epoch is not None else None,
-        LinePart(4, Content(_steps(view))) if step is not None and start is not None else None,
-        LinePart(5, Content(f"lr {learning_rate(view.lr)}")) if view.lr is not None else None,
-        LinePart(7, Content(f"up {duration(_up_s(view, status))}")) if start is not None else None,
-        LinePart(8, Content.styled(f"pid {status.pid}", "$text-muted")) if status.pid is not None else None,
-        LinePart(6, Content.styled("read-only", "$text-warning")) if is_readonly else None,
-        LinePart(
-            3, Content.styled(age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold")
-        ),
+        LinePart(1, plural(num_alerts, "alert"), "$text-error bold") if num_alerts else None,
+        LinePart(2, _epoch(view)) if view.epoch is not None else None,
+        LinePart(4, _steps(view)) if step is not None and start is not None else None,
+        LinePart(5, f"lr {learning_rate(view.lr)}") if view.lr is not None else None,
+        LinePart(7, f"up {duration(_up_s(view, status))}") if start is not None else None,
+        LinePart(8, f"pid {status.pid}", "$text-muted") if status.pid is not None else None,
+        LinePart(6, "read-only", "$text-warning") if is_readonly else None,
+        LinePart(3, age(status.age_s), "$text-muted" if status.state != "stale" else "$text-warning bold"),
     ]
     return fit_parts(parts, width)
 
@@ -156,10 +161,12 @@ def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
     if step is None or status.is_over or view.is_paused:
         return None, None
     since_s = max(0.0, status.now_s - step.t - view.away_s)
+
+    def left_s(eta_s: float | None) -> float | None:
+        return None if eta_s is None or not math.isfinite(eta_s) else max(0.0, eta_s - since_s)
+
     of_epoch = step.eta_epoch_s if step.epoch == view.epoch else None  # no step of a new epoch has told it yet
-    return tuple(  # type: ignore[return-value]
-        None if eta is None or not math.isfinite(eta) else max(0.0, eta - since_s) for eta in (of_epoch, step.eta_run_s)
-    )
+    return left_s(of_epoch), left_s(step.eta_run_s)
 
 
 def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Content:
@@ -214,13 +221,13 @@ def throughput_line(view: View, width: int, glyphs: Glyphs) -> Content:
     step_time = f"{step_s * 1000:.0f} ms" if step_s < 10 else f"{step_s:.1f} s"
     parts = [
         LinePart(0, Content.assemble((number(step.images_per_s), "bold"), " img/s")),
-        LinePart(4, Content.styled(spark(view.recent["images_per_s"], min(30, width // 4), glyphs), "$secondary")),
-        LinePart(2, Content(f"step {step_time}")) if step.step_s is not None else None,
+        LinePart(4, spark(view.recent["images_per_s"], min(30, width // 4), glyphs), "$secondary"),
+        LinePart(2, f"step {step_time}") if step.step_s is not None else None,
         LinePart(1, Content.assemble("waiting for data ", (percent(step.data_wait_frac), wait_style))),
-        LinePart(3, Content(f"grad norm {number(step.grad_norm)}")) if step.grad_norm is not None else None,
-        LinePart(3, Content.styled(f"skipped {step.skipped}", "$text-error")) if step.skipped else None,
-        LinePart(5, Content(f"scale {step.loss_scale:g}")) if step.loss_scale is not None else None,
-        *(LinePart(6 + i, Content(f"{name} {number(value)}")) for i, (name, value) in enumerate(terms)),
+        LinePart(3, f"grad norm {number(step.grad_norm)}") if step.grad_norm is not None else None,
+        LinePart(3, f"skipped {step.skipped}", "$text-error") if step.skipped else None,
+        LinePart(5, f"scale {step.loss_scale:g}") if step.loss_scale is not None else None,
+        *(LinePart(6 + i, f"{name} {number(value)}") for i, (name, value) in enumerate(terms)),
     ]
     return fit_parts(parts, width)
 
@@ -280,8 +287,8 @@ def _class_summary(view: View, width: int) -> Content:
     known = sorted((iou, i) for i, iou in enumerate(val.iou) if iou is not None and i < len(view.classes))
     worst = [Content(f"{clip(view.classes[i], 16)} {number(iou)}") for iou, i in known[:3]]
     parts = [
-        LinePart(0, Content.styled(f"mIoU {miou(val)}", "bold")),
-        LinePart(1, Content.styled(f"best {best_miou(best, val)}", "$text-success")) if best is not None else None,
+        LinePart(0, f"mIoU {miou(val)}", "bold"),
+        LinePart(1, f"best {best_miou(best, val)}", "$text-success") if best is not None else None,
         *(LinePart(rank, content) for rank, content in enumerate(worst, start=2)),
     ]
     return fit_parts(parts, width)

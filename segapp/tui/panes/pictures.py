@@ -18,13 +18,11 @@ from rich.style import Style
 from textual.binding import BindingType
 from textual.content import Content
 from textual.strip import Strip
-from textual.widget import Widget
 
 from segapp.run.words import printable
+from segapp.tui.widgets import StripWidget
 from segapp.view.view import View
 from segapp.view.wording import clip
-
-LEAST_LEGEND_ROWS = 3
 
 
 class Arrangement(NamedTuple):
@@ -49,7 +47,7 @@ def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: in
     """
     width, height = size
     beside = min(legend_width, width // 3) + 1 if legend_width else 0
-    below = LEAST_LEGEND_ROWS if legend_width and height >= 12 else min(1, legend_width)
+    below = 3 if legend_width and height >= 12 else min(1, legend_width)
     rooms = {
         1: (width - beside, height // 3 - 1),
         2: ((width - 1) // 2, height // 2 - 1),
@@ -67,7 +65,6 @@ def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: in
 
 
 _RAMP = " .:-=+*#%@"
-_MAX_PIXELS = 64 * 2**20
 _NAME = re.compile(r"epoch_(\d{1,9})_(\d{1,9})\.png")
 _LABELS = ("image", "target", "prediction")
 _OF_FILE = (0, 2, 1)
@@ -91,14 +88,13 @@ class PictureKey(NamedTuple):
     image: int
 
 
-class PictureView(Widget, can_focus=True):
+class PictureView(StripWidget):
     """Shows a PNG of the run's `samples`: its three pictures labelled and as large as they fit, with their classes.
 
     Args:
         has_colour: Draw half blocks in colour; otherwise characters by brightness, and a letter for each class.
     """
 
-    ALLOW_SELECT = False
     COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text", "picture-view--name", "picture-view--label"}
     DEFAULT_CSS = """
     PictureView {
@@ -110,13 +106,11 @@ class PictureView(Widget, can_focus=True):
     BINDINGS: ClassVar[list[BindingType]] = [("up", "image(-1)", "image before"), ("down", "image(1)", "next image")]
 
     def __init__(self, *, has_colour: bool, **keywords: str) -> None:
-        super().__init__(id=keywords.get("id"), classes=keywords.get("classes"))
+        super().__init__(**keywords)
         self._has_colour = has_colour
         self._paths: dict[PictureKey, Path] = {}
         self._shown: PictureKey | None = None
         self._names: dict[Rgb, str] = {}
-        self._strips: list[Strip] = []
-        self._built: tuple[object, ...] | None = None
 
     def show(self, paths: list[Path], view: View) -> None:
         """Set the available pictures, newest first; a selected one stays, the newest evaluation is followed."""
@@ -132,16 +126,21 @@ class PictureView(Widget, can_focus=True):
     def move(self, by: int) -> None:
         """Show the same image at the evaluation before (-1) or after (1)."""
         if self._shown is not None:
-            epochs = sorted({place.epoch for place in self._paths})
-            self._shown = self._nearest(_next(epochs, self._shown.epoch, by), self._shown.image)
+            self._shown = self._nearest(_next(self._epochs(), self._shown.epoch, by), self._shown.image)
             self._announce()
 
     def action_image(self, by: int) -> None:
         """Show another image of the same evaluation."""
         if self._shown is not None:
-            images = sorted(place.image for place in self._paths if place.epoch == self._shown.epoch)
-            self._shown = PictureKey(self._shown.epoch, _next(images, self._shown.image, by))
+            epoch = self._shown.epoch
+            self._shown = PictureKey(epoch, _next(self._images(epoch), self._shown.image, by))
             self._announce()
+
+    def _epochs(self) -> list[int]:
+        return sorted({place.epoch for place in self._paths})
+
+    def _images(self, epoch: int) -> list[int]:
+        return sorted(place.image for place in self._paths if place.epoch == epoch)
 
     def _nearest(self, epoch: int, image: int) -> PictureKey | None:
         return min((p for p in self._paths if p.epoch == epoch), key=lambda p: abs(p.image - image), default=None)
@@ -150,33 +149,19 @@ class PictureView(Widget, can_focus=True):
         if self._shown is None:
             self.border_subtitle = Content("none yet")
         else:
-            epochs = sorted({place.epoch for place in self._paths})
-            images = sorted(place.image for place in self._paths if place.epoch == self._shown.epoch)
+            epochs, images = self._epochs(), self._images(self._shown.epoch)
             at = f"evaluation {epochs.index(self._shown.epoch) + 1} of {len(epochs)}"
             number = f"image {images.index(self._shown.image) + 1} of {len(images)}"
             self.border_subtitle = Content(f"{printable(self._paths[self._shown].name)}  {at}  {number}")
-        if self._key() != self._built:
+        if not self.is_current:
             self.refresh()
 
-    def render_line(self, y: int) -> Strip:
-        """Return one line of the picture."""
-        if self._key() != self._built:
-            self._strips = self._build()
-            self._built = self._key()
-        width = self.content_size.width
-        if y < len(self._strips):
-            return self._strips[y].crop_extend(0, width, self.rich_style)
-        return Strip.blank(width, self.rich_style)
-
-    def notify_style_update(self) -> None:
-        """Rebuild the strips after a change of theme: they hold the old colours."""
-        self._built = None
-        super().notify_style_update()
-
-    def _key(self) -> tuple[object, ...]:
+    def key(self) -> tuple[object, ...]:
+        """Return what the pictures depend on."""
         return (self._shown and self._paths.get(self._shown), self.content_size, len(self._names))
 
-    def _build(self) -> list[Strip]:
+    def build(self) -> list[Strip]:
+        """Return the labelled pictures with their legend, or why there are none."""
         width, height = self.content_size
         if self._shown is None:
             return [self._text("no sample pictures yet: each evaluation draws some")]
@@ -298,7 +283,7 @@ def load_picture(path: Path) -> Any:
     from PIL import Image
 
     with Image.open(path, formats=["PNG"]) as opened:
-        if opened.width * opened.height > _MAX_PIXELS:
+        if opened.width * opened.height > 64 * 2**20:
             raise ValueError(f"{opened.width} x {opened.height} pixels are too many")
         return opened.convert("RGB")
 
