@@ -170,10 +170,10 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
     view = report.view
     names = list(view.start.classes) if view.start else []
     newest = view.vals[-1] if view.vals else None
+    before = view.vals[-2] if len(view.vals) > 1 else None
     rows = []
     for i, name in enumerate(names):
-        iou = class_iou(newest, i)
-        earlier = class_iou(view.vals[-2], i) if len(view.vals) > 1 else None
+        iou, earlier = class_iou(newest, i), class_iou(before, i)
         change = None if iou is None or earlier is None else iou - earlier
         recall, precision, frequency = _of_class(newest, "recall", i), _of_class(newest, "precision", i), None
         if evaluation is not None:

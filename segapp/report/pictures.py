@@ -5,8 +5,6 @@ Shapes: H x W pixels of an image, C classes.
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,7 +25,6 @@ from segapp.report.render import data_url
 from segapp.scores import count_scored, of_classes
 
 PICTURE_PX = 480
-"""Maximum of the longer side of a picture."""
 WRONG_RGB = (214, 39, 140)
 
 
@@ -36,7 +33,7 @@ class EvaluatedImage:
     """Scores and pictures of one image."""
 
     name: str
-    miou: float | None
+    miou: float
     classes: str
     """Number of classes that `miou` is the mean of: those of the image or its prediction."""
     pixel_accuracy: float | None
@@ -66,8 +63,7 @@ def evaluate_split(
     scheme = trained.scheme
     multilabel = scheme.multilabel is not None
     total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
-    worst: list[tuple[float, int, EvaluatedImage]] = []
-    order = itertools.count()
+    worst: list[EvaluatedImage] = []
     host = HostLimit()
     for index in range(len(dataset)):
         image, target = dataset.read(index)
@@ -76,8 +72,8 @@ def evaluate_split(
         own.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
         total.counts += own.counts
         scores = own.scores()
-        badness = math.inf if scores.miou is None else -scores.miou
-        if num_worst > 0 and scores.miou is not None and (len(worst) < num_worst or badness > worst[0][0]):
+        best_of_worst = math.inf if len(worst) < num_worst else max((image.miou for image in worst), default=-1.0)
+        if scores.miou is not None and scores.miou < best_of_worst:
             evaluated = EvaluatedImage(
                 dataset.pairs[index].image.name,
                 scores.miou,
@@ -85,11 +81,10 @@ def evaluate_split(
                 scores.pixel_accuracy,
                 pictures_of(dataset.pixels.as_rgb(image), target, labels, scheme),
             )
-            (heapq.heappush if len(worst) < num_worst else heapq.heapreplace)(worst, (badness, next(order), evaluated))
+            worst = sorted([*worst, evaluated], key=lambda image: image.miou)[:num_worst]
         progress(index + 1)
-    found = [evaluated for _, _, evaluated in sorted(worst, key=lambda entry: -entry[0])]
     matrix = None if multilabel else total.matrix.numpy()
-    return SplitEvaluation(split, total.scores(), matrix, found, len(dataset))
+    return SplitEvaluation(split, total.scores(), matrix, worst, len(dataset))
 
 
 def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:

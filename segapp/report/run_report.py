@@ -88,7 +88,6 @@ class RunRow:
     scores: dict[str, float | None] = field(default_factory=dict)
     """Of the best evaluation, by name; None for one that an older trainer did not write."""
     last_loss: float | None = None
-    """Mean training loss of the last epoch, see `EpochLoss`."""
     last_val_loss: float | None = None
     """Of the last evaluation; None if it was not finite."""
     num_evaluations: int = 0
@@ -102,9 +101,7 @@ class RunRow:
     iou: dict[str, float | None] = field(default_factory=dict)
     """Per class, of the best evaluation."""
     last_miou: float | None = None
-    """Of the last evaluation."""
     last_num_scored: int | None = None
-    """Number of classes that `last_miou` is the mean of."""
     config: str = ""
     """Of a run of a sweep: name of its config file, without folder and ending."""
     settings: dict[str, Any] = field(default_factory=dict)
@@ -115,11 +112,9 @@ class RunRow:
 
 def run_row(report: RunReport) -> RunRow:
     """Return the key figures of a run."""
-    view = report.view
+    view, best, last = report.view, report.view.best, report.view.vals[-1] if report.view.vals else None
     assert view.start is not None
-    best = view.best
     peaks = [peak for split in view.peaks_mib.values() for peak in split if peak is not None]
-    names = list(view.start.classes)
     return RunRow(
         name=report.name,
         state=report.state,
@@ -128,9 +123,9 @@ def run_row(report: RunReport) -> RunRow:
         best_epoch=best.epoch if best else None,
         scores={name: best.score(name) for name in SCORES} if best else {},
         last_loss=view.loss.mean,
-        last_val_loss=view.vals[-1].loss if view.vals else None,
-        last_miou=view.vals[-1].miou if view.vals else None,
-        last_num_scored=count_scored(view.vals[-1].iou) if view.vals else None,
+        last_val_loss=last.loss if last else None,
+        last_miou=last.miou if last else None,
+        last_num_scored=count_scored(last.iou) if last else None,
         num_evaluations=len(view.vals),
         epochs=view.epoch or 0,
         steps=view.step.step if view.step else 0,
@@ -138,5 +133,5 @@ def run_row(report: RunReport) -> RunRow:
         duration_s=report.duration_s,
         num_params=view.start.num_params,
         peak_mib=max(peaks, default=None),
-        iou={name: class_iou(best, i) for i, name in enumerate(names)},
+        iou={name: class_iou(best, i) for i, name in enumerate(view.start.classes)},
     )

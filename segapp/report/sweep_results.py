@@ -51,9 +51,7 @@ class SettingResult:
     best_miou: Spread | None
     last_miou: Spread | None
     val_loss: Spread | None
-    """Of the last evaluation."""
     loss: Spread | None = None
-    """Mean training loss of the last epoch."""
     best_classes: str = ""
     """Classes that `best_miou` is the mean of, such as `17/19`, or `16 to 17/19` if runs differ."""
     last_classes: str = ""
@@ -78,7 +76,6 @@ class SweepResults:
     settings: list[SettingResult]
     runs: list[RunRow]
     reports: dict[str, RunReport] = field(default_factory=dict)
-    """Of the runs that have begun, by name."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the results as plain values."""

@@ -70,8 +70,7 @@ class MonitorApp(App[None]):
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
-        self.readonly = readonly
-        self.starts_with_list = starts_with_list
+        self.readonly, self.starts_with_list = readonly, starts_with_list
         self.settings = settings or UiSettings()
         self.glyphs = ASCII if ascii_only else UNICODE
         self.is_ascii = ascii_only
@@ -91,11 +90,9 @@ class MonitorApp(App[None]):
         self._screen_size: Size | None = None
         self._announcer = Announcer(self._write_control, self.settings.notify)
         self._num_ticks, self._num_drawn = IDLE_EVERY, 0
-        self._is_reading = self._was_reading = False
+        self._is_reading = False
         self._is_starting: bool | None = None
-        for own in themes.OWN:
-            self.register_theme(own)
-        self.theme = self.settings.theme if self.settings.theme in themes.NAMES else themes.NAMES[0]
+        themes.set_up(self, self.settings.theme)
 
     @property
     def view(self) -> View:
@@ -175,12 +172,11 @@ class MonitorApp(App[None]):
 
     def _read_on(self) -> None:
         """Read a long history in slices, so that keys work meanwhile; panes are updated by the timer."""
-        self._is_reading = self.shown.source.poll()
+        was_reading, self._is_reading = self._is_reading, self.shown.source.poll()
         if self._is_reading:
             self.set_timer(0.001, self._read_on)
-        elif self._was_reading:
+        elif was_reading:
             self.show_view()
-        self._was_reading = self._is_reading
 
     def _write_control(self, codes: str) -> None:
         """Write control codes to the terminal, between Textual's own."""

@@ -33,10 +33,8 @@ class ScrolledDialog(ModalScreen[None]):
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,q,enter,space", "dismiss", "close"),
-        ("down,j", "scroll(1)", "down"),
-        ("up,k", "scroll(-1)", "up"),
-        ("pagedown", "scroll(10)", "page down"),
-        ("pageup", "scroll(-10)", "page up"),
+        ("j", "scroll(1)", "down"),
+        ("k", "scroll(-1)", "up"),
     ]
 
     def __init__(self, title: str, content: Content, subtitle: str = "esc closes", *, is_wide: bool = False) -> None:
@@ -65,9 +63,9 @@ class StopScreen(ModalScreen[StopChoice | None]):
     """Asks how to stop the training; every key but `e` and `n` cancels."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        ("e", "choose('epoch')", "after this epoch"),
-        ("n", "choose('now')", "now"),
-        ("escape,enter,q,space,S,c", "choose('')", "continue"),
+        ("e", "dismiss('epoch')", "after this epoch"),
+        ("n", "dismiss('now')", "now"),
+        ("escape,enter,q,space,S,c", "dismiss", "continue"),
     ]
 
     def __init__(self, pid: int | None, host: str | None) -> None:
@@ -76,11 +74,12 @@ class StopScreen(ModalScreen[StopChoice | None]):
 
     def compose(self) -> ComposeResult:
         """Yield a box with the choices."""
-        lines = [
-            Content.assemble((" e ", "$text-accent bold"), " stop after this epoch, with a checkpoint"),
-            Content.assemble((" n ", "$text-accent bold"), " stop now: save a checkpoint and end"),
-            Content.assemble((" esc ", "$text-accent bold"), " continue training"),
-        ]
+        choices = {
+            "e": "stop after this epoch, with a checkpoint",
+            "n": "stop now: save a checkpoint and end",
+            "esc": "continue training",
+        }
+        lines = [Content.assemble((f" {key} ", "$text-accent bold"), f" {text}") for key, text in choices.items()]
         if self._pid is not None:
             where = f" on {printable(self._host)}" if self._host else ""
             last = f"If it does not answer{where}: kill {self._pid} saves, kill -9 does not."
@@ -88,10 +87,6 @@ class StopScreen(ModalScreen[StopChoice | None]):
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Stop the training?")
             yield Static(Content("\n").join(lines), classes="lines", markup=False)
-
-    def action_choose(self, choice: str) -> None:
-        """Close the dialog with a choice."""
-        self.dismiss("epoch" if choice == "epoch" else "now" if choice == "now" else None)
 
 
 class EventScreen(ScrolledDialog):
@@ -152,7 +147,7 @@ class SettingScreen(ModalScreen[SetCommand | None]):
     `check` returns the command of a text, None if it cannot be sent; and what it means, or what is wrong with it.
     """
 
-    BINDINGS: ClassVar[list[BindingType]] = [("escape", "cancel", "cancel")]
+    BINDINGS: ClassVar[list[BindingType]] = [("escape", "dismiss", "cancel")]
     AUTO_FOCUS = "Input"
 
     def __init__(self, title: str, hint: str, check: Callable[[str], tuple[SetCommand | None, str]]) -> None:
@@ -180,7 +175,3 @@ class SettingScreen(ModalScreen[SetCommand | None]):
         command = self._check(event.value)[0] if event.value else None
         if command is not None:
             self.dismiss(command)
-
-    def action_cancel(self) -> None:
-        """Close without a value."""
-        self.dismiss(None)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
-from segapp.run.events import Alert, Event, Oom
+from segapp.run.events import Event, Oom
 from segapp.run.folder import RunFolder
 from segapp.run.words import printable
 from segapp.tui.panes.chart import Other
@@ -40,19 +40,14 @@ class ShownRun:
         """The folded events."""
         return self.source.view
 
-    @property
-    def is_starting(self) -> bool:
-        """True for a trainer started with this screen, until it trains."""
-        return self._trainer_ended is not None and self.view.start is None
-
     def has_trainer_ended(self) -> bool:
         """Return True if the trainer started with this screen has ended before it has trained."""
-        return self.is_starting and self._trainer_ended is not None and self._trainer_ended()
+        return self._trainer_ended is not None and self.view.start is None and self._trainer_ended()
 
     def status(self) -> Status:
         """Return the status; a trainer that has just been started is not taken for a crashed one."""
-        status = self.source.status()
-        return replace(status, state="busy") if self.is_starting and status.state == "crashed" else status
+        status, is_starting = self.source.status(), self._trainer_ended is not None and self.view.start is None
+        return replace(status, state="busy") if is_starting and status.state == "crashed" else status
 
     def log_lines(self) -> list[str]:
         """Return the last lines of the log."""
@@ -84,15 +79,11 @@ class ShownRun:
         """Return the alert of the banner, else the end of the run, else the newest event of the log."""
         unseen = self.unseen()
         logged = [line.event for line in self.view.log if line.event is not None]
-        if unseen:
-            return _richest(unseen[-1].last, logged)
-        return self.view.end or (logged[-1] if logged else None)
-
-
-def _richest(alert: Alert, logged: Sequence[Event]) -> Event:
-    """Return the report of an out-of-memory error in place of its alert: it has the advice."""
-    reports = [event for event in logged if isinstance(event, Oom) and abs(event.t - alert.t) < 60]
-    return reports[-1] if alert.kind == "oom" and reports else alert
+        if not unseen:
+            return self.view.end or (logged[-1] if logged else None)
+        alert = unseen[-1].last
+        reports = [event for event in logged if isinstance(event, Oom) and abs(event.t - alert.t) < 60]
+        return reports[-1] if alert.kind == "oom" and reports else alert  # the report has the advice
 
 
 class MarkedRuns:

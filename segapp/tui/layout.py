@@ -54,7 +54,6 @@ class ScreenLayout:
     right_width: int = 0
     has_throughput: bool = False
     num_summary_rows: int = 0
-    """Rows that summarise the hidden panes."""
 
     @property
     def is_notice(self) -> bool:

@@ -26,6 +26,12 @@ def show_page(page: Page, anchor: str = "") -> None:
 class PageViewer(MarkdownViewer):
     """A viewer whose links between pages open here; others are shown, not followed."""
 
+    BINDINGS: ClassVar[list[BindingType]] = [
+        ("j", "scroll_down", "down"),
+        ("k", "scroll_up", "up"),
+        ("space", "page_down", "page down"),
+    ]
+
     async def go(self, location: str | PurePath) -> None:
         """Open a page, or jump to a heading; a link to anything else is shown as a message."""
         text = str(location)
@@ -50,10 +56,6 @@ class DocsScreen(ModalScreen[None]):
         ("n", "turn(1)", "next page"),
         ("p", "turn(-1)", "page before"),
         ("t", "contents", "headings"),
-        ("down,j", "scroll(1)", "down"),
-        ("up,k", "scroll(-1)", "up"),
-        ("space,pagedown", "page(1)", "page down"),
-        ("pageup", "page(-1)", "page up"),
     ]
     DEFAULT_CSS = """
     DocsScreen { align: center middle; background: $background 60%; }
@@ -115,15 +117,6 @@ class DocsScreen(ModalScreen[None]):
         viewer = self.query_one(PageViewer)
         self._has_contents = viewer.show_table_of_contents = not viewer.show_table_of_contents
 
-    def action_scroll(self, by: int) -> None:
-        """Scroll by a line."""
-        self.query_one(PageViewer).scroll_relative(y=by, animate=False)
-
-    def action_page(self, by: int) -> None:
-        """Scroll by a page."""
-        viewer = self.query_one(PageViewer)
-        viewer.scroll_relative(y=by * (viewer.size.height - 2), animate=False)
-
 
 class DocsApp(App[None]):
     """A screen with one page."""
@@ -134,10 +127,7 @@ class DocsApp(App[None]):
     def __init__(self, page: Page, anchor: str = "") -> None:
         super().__init__()
         self._page, self._anchor = page, anchor
-        for own in themes.OWN:
-            self.register_theme(own)
-        chosen = load_settings(settings_path()).theme
-        self.theme = chosen if chosen in themes.NAMES else themes.NAMES[0]
+        themes.set_up(self, load_settings(settings_path()).theme)
 
     def on_mount(self) -> None:
         """Show the page; the app ends with it."""

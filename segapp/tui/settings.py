@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 import tomllib
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -74,22 +74,21 @@ def load_settings(path: Path) -> UiSettings:
 
 def save_settings(path: Path, settings: UiSettings) -> None:
     """Write the settings; ignore errors."""
-    plain = {f.name: getattr(settings, f.name) for f in fields(settings) if f.name != "keymap"}
-    lines = [f"{name} = {_toml(value)}" for name, value in plain.items()]
+    lines = [f"{name} = {_toml(value)}" for name, value in vars(settings).items() if name != "keymap"]
     if settings.keymap:
         lines += ["", "[keymap]", *(f"{_toml(k)} = {_toml(v)}" for k, v in settings.keymap.items())]
+    _write(path, "\n".join(lines) + "\n")
+
+
+def _write(path: Path, text: str) -> None:
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, "\n".join(lines) + "\n")
+        write_atomic(path, text)
 
 
 def _toml(value: Any) -> str:
     """Return a string, number or boolean as TOML: JSON, but without escaped surrogate pairs."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
-
-
-_MAX_RUNS = 300
-"""Whose alerts that were seen are kept."""
 
 
 def seen_path() -> Path:
@@ -113,11 +112,8 @@ def save_seen(path: Path | None, run_id: str, seen_s: dict[str, float]) -> None:
     kept = _read(path)
     kept.pop(run_id, None)
     kept[run_id] = seen_s
-    while len(kept) > _MAX_RUNS:
-        del kept[next(iter(kept))]
-    with contextlib.suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomic(path, json.dumps(kept) + "\n")
+    kept = dict(list(kept.items())[-300:])
+    _write(path, json.dumps(kept) + "\n")
 
 
 def _read(path: Path | None) -> dict[str, object]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+from textual.app import App
 from textual.theme import BUILTIN_THEMES, Theme
 
 from segapp.errors import ConfigError, accepted_words
@@ -58,14 +61,20 @@ HIGH_CONTRAST = Theme(
         "text-accent": "#ff80ff",
     },
 )
-OWN = (DARK, LIGHT, HIGH_CONTRAST)
-
 NAMES = tuple(
     name
     for name in (DARK.name, LIGHT.name, "ansi-dark", "ansi-light", HIGH_CONTRAST.name)
     if name in BUILTIN_THEMES or not name.startswith("ansi-")
 )
 """In the order of the theme key; Textual has the themes of the terminal's own colours from 8.2.5 on."""
+
+
+def set_up(app: App[Any], name: str) -> None:
+    """Register the own themes, and select one by its name; the first if there is none of that name."""
+    for own in (DARK, LIGHT, HIGH_CONTRAST):
+        app.register_theme(own)
+    app.theme = name if name in NAMES else NAMES[0]
+
 
 _SHORT = {"dark": "segapp-dark", "light": "segapp-light"}
 

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 Floats = NDArray[np.float64]
 
 SMOOTHINGS = (0.6, 0.9, 0.98)
-"""Factors of the exponential averages."""
 
 _BLOCK = 128
 
@@ -31,7 +30,6 @@ class LossHistory:
 
     def __init__(self, capacity: int = 2**17) -> None:
         self.size = 0
-        """Number of points."""
         self.num_steps = 0
         """Number of `step` events, including merged ones."""
         self._capacity = capacity

@@ -16,10 +16,8 @@ STEP_METRICS = {"lr": "learning rate", "grad_norm": "grad norm", "images_per_s":
 """Field of a `step` event -> title."""
 
 VAL_METRICS = {name: score.title for name, score in HEADLINES.items() if name != "loss"}
-"""Score of an evaluation -> title."""
 
 NO_POINTS: Floats = np.empty((0, 2))
-"""Of a metric without evaluations."""
 
 TERM, CLASS = "term ", "IoU "
 """What the names of a loss term and of the IoU of a class begin with."""

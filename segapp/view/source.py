@@ -61,13 +61,10 @@ class Status:
 
     state: State
     is_there: bool = True
-    """True if the folder can be read."""
     age_s: float | None = None
-    """Time since the last event."""
     now_s: float = 0.0
     """Current time, Unix seconds; on the trainer's clock if its offset is known."""
     loaded_frac: float = 1.0
-    """Fraction of the history that has been read."""
     host: str | None = None
     pid: int | None = None
     skew_s: float = 0.0

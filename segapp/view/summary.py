@@ -29,9 +29,7 @@ class RunSummary:
     host: str | None = None
     pid: int | None = None
     began_s: float | None = None
-    """Unix seconds."""
     age_s: float | None = None
-    """Time since the last event."""
     phase: str | None = None
     """Activity of the trainer: start, train, eval, save, paused."""
     epoch: int | None = None
@@ -66,7 +64,6 @@ class RunSummary:
     best_miou: float | None = None
     """The highest of an evaluation whose loss is finite."""
     best_num_scored: int | None = None
-    """Number of classes that `best_miou` is the mean of."""
     best_epoch: int | None = None
     checkpoint: dict[str, Any] | None = None
     """The last committed checkpoint: path, epoch, step."""
@@ -79,7 +76,6 @@ class RunSummary:
     num_alerts: int = 0
     last_alert: str | None = None
     reason: str | None = None
-    """Why the training ended."""
     exit_code: int | None = None
     sweep: dict[str, int] | None = None
     """Of a sweep, in place of a run: its number of runs, and of those that have finished, failed, or are running."""

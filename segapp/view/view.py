@@ -11,24 +11,7 @@ from typing import Any, NamedTuple
 
 from segapp.memory.judge import SplitJudge, usable_mib
 from segapp.memory.peaks import PeakModel
-from segapp.run.events import (
-    FINAL_STATUSES,
-    Alert,
-    Checkpoint,
-    CommandAnswer,
-    DeviceMemory,
-    EpochStart,
-    Event,
-    Gpu0Bsz,
-    Memory,
-    Oom,
-    RunEnd,
-    RunStart,
-    Step,
-    StepRun,
-    Val,
-    parse_event,
-)
+from segapp.run import events
 from segapp.run.words import printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate
 from segapp.view.evaluations import Evaluations
@@ -39,7 +22,7 @@ from segapp.view.wording import LogLine, log_line
 class Raised(NamedTuple):
     """The alerts of one kind."""
 
-    last: Alert
+    last: events.Alert
     times: int
 
 
@@ -47,11 +30,9 @@ class Evaluating(NamedTuple):
     """The progress of the running evaluation."""
 
     began_s: float
-    """When it began, Unix seconds."""
     t: float
     """Time of the last report."""
     num_done: int = 0
-    """Images that were evaluated until then."""
     num_images: int | None = None
     """Images of the evaluation; None where unknown."""
 
@@ -77,8 +58,8 @@ class Gpu0:
     """`gpu0_bsz`: the value in force, the pending change, and the last change."""
 
     value: int | None = None
-    pending: Gpu0Bsz | None = None
-    changes: list[Gpu0Bsz] = field(default_factory=list)
+    pending: events.Gpu0Bsz | None = None
+    changes: list[events.Gpu0Bsz] = field(default_factory=list)
     """The changes that were applied, cancelled or reverted."""
     previous: list[int | None] = field(default_factory=list)
     """Earlier values, the latest last."""
@@ -86,7 +67,7 @@ class Gpu0:
     """Smallest number of samples with which device 0 ran out of memory."""
 
     @property
-    def last(self) -> Gpu0Bsz | None:
+    def last(self) -> events.Gpu0Bsz | None:
         """The last of the changes."""
         return self.changes[-1] if self.changes else None
 
@@ -102,7 +83,7 @@ NUM_WHOLE_EVENTS = 300
 class View:
     """The state of a run, folded from its events."""
 
-    start: RunStart | None = None
+    start: events.RunStart | None = None
     first_start_s: float | None = None
     num_starts: int = 0
     classes: list[str] = field(default_factory=list)
@@ -111,30 +92,28 @@ class View:
     lr: float | None = None
     lr_factor: float = 1.0
     """Set by the last applied command."""
-    step: Step | None = None
-    """The last step."""
+    step: events.Step | None = None
     history: LossHistory = field(default_factory=LossHistory)
     loss: EpochLoss = field(default_factory=EpochLoss)
-    """Training loss of the last epoch."""
     recent: defaultdict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=60)))
     """Field of the `step` events -> its finite values at the last steps; `terms.NAME` for a term of the loss."""
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
-    devices: list[DeviceMemory] = field(default_factory=list)
+    devices: list[events.DeviceMemory] = field(default_factory=list)
     memory: deque[tuple[tuple[float, float], ...]] = field(default_factory=lambda: deque(maxlen=600))
     """The last samples, for each device: used memory and highest allocation since the one before, MiB; nan unknown."""
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
-    best: Val | None = None
+    best: events.Val | None = None
     """The evaluation with the highest mIoU, among those with a finite loss."""
-    checkpoint: Checkpoint | None = None
+    checkpoint: events.Checkpoint | None = None
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
-    pending: dict[str, CommandAnswer] = field(default_factory=dict)
+    pending: dict[str, events.CommandAnswer] = field(default_factory=dict)
     """Commands accepted and without a final answer yet."""
-    answers: dict[str, CommandAnswer] = field(default_factory=dict)
+    answers: dict[str, events.CommandAnswer] = field(default_factory=dict)
     """Final answers, by id; the last 200."""
     phase: str | None = None
     """Phase of the last heartbeat: train, eval, save, paused, start."""
@@ -146,14 +125,11 @@ class View:
     """The last thousand lines and up to 200 more."""
     alerts: dict[str, Raised] = field(default_factory=dict)
     """Kind -> the alerts of this kind that the user has to see, the kind that was raised last at the end."""
-    last_alerts: deque[Alert] = field(default_factory=lambda: deque(maxlen=1000))
-    """Alerts of every kind, in order of time."""
+    last_alerts: deque[events.Alert] = field(default_factory=lambda: deque(maxlen=1000))
     num_alerts: int = 0
-    oom: Oom | None = None
-    """The last out-of-memory error."""
-    end: RunEnd | None = None
+    oom: events.Oom | None = None
+    end: events.RunEnd | None = None
     last_s: float | None = None
-    """Time of the last event."""
     last_step_s: float | None = None
     num_events: int = 0
     num_bad: int = 0
@@ -174,8 +150,8 @@ class View:
     @property
     def is_auto(self) -> bool:
         """True if `gpu0_bsz` follows the measured memory."""
-        events = [event for event in (self.start, self.gpu0.last) if event is not None]
-        return bool(events and max(events, key=lambda event: event.t).is_auto)
+        known = [event for event in (self.start, self.gpu0.last) if event is not None]
+        return bool(known and max(known, key=lambda event: event.t).is_auto)
 
     @property
     def step_interval_s(self) -> float:
@@ -210,17 +186,17 @@ class View:
         return replace(judge, usable_mib=tuple(usable))
 
 
-def is_gpu(device: DeviceMemory) -> bool:
+def is_gpu(device: events.DeviceMemory) -> bool:
     """Return True for a device whose driver says how much of its memory other processes hold."""
     return not (device.device or "cpu").startswith("cpu")
 
 
-def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
+def fold_events(view: View, items: Iterable[dict[str, Any] | events.StepRun]) -> None:
     """Fold events into a view, in order; invalid ones are counted and skipped."""
     steps: list[int] = []
     times_s: list[float] = []
     losses: list[float] = []
-    run: StepRun | None = None
+    run: events.StepRun | None = None
 
     def keep_curve() -> None:
         if steps:
@@ -229,7 +205,7 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
                 column.clear()
 
     for item in items:
-        if isinstance(item, StepRun):
+        if isinstance(item, events.StepRun):
             steps += item.step
             times_s += item.t
             losses += item.loss
@@ -267,7 +243,7 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | StepRun]) -> None:
     _parse_latest(view)
 
 
-def _note_run(view: View, run: StepRun) -> None:
+def _note_run(view: View, run: events.StepRun) -> None:
     """Fold the last step of consecutive ones; it stands for all of them."""
     last = run.last
     if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
@@ -379,39 +355,39 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
     event = _parsed(view, raw)
     if event is None:
         return
-    if isinstance(event, RunStart | EpochStart | Gpu0Bsz | Oom) and event.judge is not None:
+    if isinstance(event, events.RunStart | events.EpochStart | events.Gpu0Bsz | events.Oom) and event.judge is not None:
         try:
             view._judge = SplitJudge.from_json(event.judge)
         except ValueError:
             view.num_bad += 1
     line = log_line(event, view.classes, view.vals[-1] if view.vals else None)
-    if isinstance(event, RunStart):
+    if isinstance(event, events.RunStart):
         _fold_start(view, event)
-    elif isinstance(event, EpochStart):
+    elif isinstance(event, events.EpochStart):
         _parse_step(view)  # a step of the epoch before; its numbers must not replace those of the new one
         view.epoch, view.lr = event.epoch, event.lr
         view.phase, view.evaluating = "train", None
         _note_split(view, event.split)
-    elif isinstance(event, Val):
+    elif isinstance(event, events.Val):
         view.vals.append(event)
         view.evaluating = None
         view.best = _best([event] if view.best is None else [view.best, event])
-    elif isinstance(event, Checkpoint):
+    elif isinstance(event, events.Checkpoint):
         view.checkpoint = event
         if event.is_best:
             view.marks.append(Mark(event.step, "best", f"best, epoch {event.epoch}"))
-    elif isinstance(event, Gpu0Bsz):
+    elif isinstance(event, events.Gpu0Bsz):
         _fold_gpu0_bsz(view, event)
-    elif isinstance(event, CommandAnswer):
+    elif isinstance(event, events.CommandAnswer):
         _fold_answer(view, event)
-    elif isinstance(event, Alert):
+    elif isinstance(event, events.Alert):
         view.num_alerts += 1
         view.last_alerts.append(event)
         if event.kind not in PASSING_ALERTS:
             _raise(view, event)
-    elif isinstance(event, Oom):
+    elif isinstance(event, events.Oom):
         view.oom = event
-    elif isinstance(event, RunEnd):
+    elif isinstance(event, events.RunEnd):
         view.end = event
         view.pending.clear()
         view.gpu0.pending = None
@@ -423,7 +399,7 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
             del view.log[:200]
 
 
-def _fold_start(view: View, event: RunStart) -> None:
+def _fold_start(view: View, event: events.RunStart) -> None:
     view.num_starts += 1
     view.first_start_s = event.t if view.first_start_s is None else view.first_start_s
     view.start = event
@@ -452,12 +428,12 @@ def _drop_repeated(view: View, step: int) -> None:
         view.step = None
 
 
-def _best(vals: Iterable[Val]) -> Val | None:
+def _best(vals: Iterable[events.Val]) -> events.Val | None:
     found = [val for val in vals if is_best_candidate(val.miou, val.loss)]
     return max(found, key=lambda val: val.miou or 0.0, default=None)
 
 
-def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
+def _fold_gpu0_bsz(view: View, event: events.Gpu0Bsz) -> None:
     gpu0 = view.gpu0
     if event.status == "pending":
         gpu0.pending = event
@@ -477,7 +453,7 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
             gpu0.ceiling = min(event.new, gpu0.ceiling or event.new)
         reason = f": {event.reason}" if event.reason else ""
         text = f"gpu0_bsz={share_text(event.new)} was reverted to {share_text(event.old)}{reason}"
-        _raise(view, Alert(kind="reverted", message=text, t=event.t))
+        _raise(view, events.Alert(kind="reverted", message=text, t=event.t))
     _note_split(view, event.split)
     if event.observed_mib and event.split:
         _keep_peaks(view, tuple(event.split), event.observed_mib)
@@ -485,13 +461,13 @@ def _fold_gpu0_bsz(view: View, event: Gpu0Bsz) -> None:
     view.marks.append(Mark(step, "gpu0_bsz", f"gpu0_bsz {share_text(event.old)} to {share_text(gpu0.value)}"))
 
 
-def _raise(view: View, alert: Alert) -> None:
+def _raise(view: View, alert: events.Alert) -> None:
     before = view.alerts.pop(alert.kind, None)
     view.alerts[alert.kind] = Raised(alert, before.times + 1 if before else 1)
 
 
-def _fold_answer(view: View, event: CommandAnswer) -> None:
-    if event.status not in FINAL_STATUSES:
+def _fold_answer(view: View, event: events.CommandAnswer) -> None:
+    if event.status not in events.FINAL_STATUSES:
         view.pending[event.id] = event
         return
     view.pending.pop(event.id, None)
@@ -509,20 +485,20 @@ def _parse_latest(view: View) -> None:
     """Parse the latest step and memory sample in full, once per fold instead of once per event."""
     _parse_step(view)
     memory, view._raw_memory = _parsed(view, view._raw_memory), None
-    if isinstance(memory, Memory):
+    if isinstance(memory, events.Memory):
         view.devices = memory.devices
 
 
 def _parse_step(view: View) -> None:
     step, view._raw_step = _parsed(view, view._raw_step), None
-    if isinstance(step, Step):
+    if isinstance(step, events.Step):
         view.step, view.epoch, view.lr = step, step.epoch, step.lr
 
 
-def _parsed(view: View, raw: dict[str, Any] | None) -> Event | None:
+def _parsed(view: View, raw: dict[str, Any] | None) -> events.Event | None:
     """Return an event; None without one, or for an invalid one, which is counted."""
     try:
-        return None if raw is None else parse_event(raw)
+        return None if raw is None else events.parse_event(raw)
     except ValueError:
         view.num_bad += 1
         return None

@@ -12,19 +12,7 @@ from typing import Any, NamedTuple
 from pydantic import BaseModel
 from rich.cells import cell_len, set_cell_size
 
-from segapp.run.events import (
-    Alert,
-    Checkpoint,
-    CommandAnswer,
-    EpochStart,
-    Event,
-    Gpu0Bsz,
-    Oom,
-    RunEnd,
-    RunStart,
-    Val,
-    Weights,
-)
+from segapp.run import events
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
 from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
 
@@ -36,35 +24,34 @@ class LogLine(NamedTuple):
     kind: str
     """At most five letters; also selects the colour."""
     text: str
-    event: Event | None = None
-    """The whole event."""
+    event: events.Event | None = None
 
 
-def log_line(event: Event, classes: Sequence[str], previous: Val | None) -> LogLine | None:
+def log_line(event: events.Event, classes: Sequence[str], previous: events.Val | None) -> LogLine | None:
     """Return the log line of an event; None for events that are not logged."""
-    if isinstance(event, RunStart):
+    if isinstance(event, events.RunStart):
         kind, text = "start", _start(event)
-    elif isinstance(event, Weights):
+    elif isinstance(event, events.Weights):
         kind, text = "load", printable(event.message.partition("\n")[0])
-    elif isinstance(event, EpochStart):
+    elif isinstance(event, events.EpochStart):
         split = f", split {dots(event.split)}" if event.split else ""
         thawed = f", {event.num_thawed / 1e6:.1f} M frozen parameters thaw" if event.num_thawed else ""
         kind, text = "epoch", f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}{thawed}"
-    elif isinstance(event, Val):
+    elif isinstance(event, events.Val):
         kind, text = "val", _val(event, classes, previous)
-    elif isinstance(event, Checkpoint):
+    elif isinstance(event, events.Checkpoint):
         kind, text = "best" if event.is_best else "saved", _checkpoint(event)
-    elif isinstance(event, CommandAnswer):
+    elif isinstance(event, events.CommandAnswer):
         kind, text = "ctl", printable(_answer(event))
-    elif isinstance(event, Gpu0Bsz):
+    elif isinstance(event, events.Gpu0Bsz):
         if event.status == "cancelled" and event.id is not None:
             return None  # the line of the command says it
         kind, text = "gpu0", _gpu0_bsz(event)
-    elif isinstance(event, Oom):
+    elif isinstance(event, events.Oom):
         kind, text = "oom", printable(_oom(event))
-    elif isinstance(event, Alert):
+    elif isinstance(event, events.Alert):
         kind, text = "alert", printable(event.message)
-    elif isinstance(event, RunEnd):
+    elif isinstance(event, events.RunEnd):
         kind, text = "end", printable(f"{event.status}{f': {event.reason}' if event.reason else ''}")
     else:
         return None
@@ -76,12 +63,12 @@ def loss(value: float | None, digits: int = 3) -> str:
     return NOT_FINITE if value is None or math.isnan(value) else number(value, digits)
 
 
-def miou(val: Val) -> str:
+def miou(val: events.Val) -> str:
     """Return the mIoU of an evaluation with the number of its classes: 0.557 (17/19)."""
     return with_count(number(val.miou), count_scored(val.iou), len(val.iou))
 
 
-def best_miou(best: Val, last: Val) -> str:
+def best_miou(best: events.Val, last: events.Val) -> str:
     """Return the best mIoU: 0.557 e7; with the number of its classes if that differs from the last evaluation's."""
     has_same = (count_scored(best.iou), len(best.iou)) == (count_scored(last.iou), len(last.iou))
     return f"{number(best.miou) if has_same else miou(best)} e{best.epoch}"
@@ -101,7 +88,7 @@ def clip(text: str, width: int) -> str:
     return text if cell_len(text) <= width else fit_cells(text, width)
 
 
-def _start(event: RunStart) -> str:
+def _start(event: events.RunStart) -> str:
     devices = [printable(device.device) for device in event.devices]
     what = (
         f"{plural(len(event.classes), 'class')}, {event.num_params / 1e6:.1f} M parameters, batch {event.batch_size},"
@@ -110,7 +97,7 @@ def _start(event: RunStart) -> str:
     return what if event.resumed_from_step is None else f"resumed at step {event.resumed_from_step}: {what}"
 
 
-def _val(event: Val, classes: Sequence[str], previous: Val | None) -> str:
+def _val(event: events.Val, classes: Sequence[str], previous: events.Val | None) -> str:
     parts = [f"e{event.epoch} mIoU {miou(event)}"]
     if previous is not None and previous.miou is not None and event.miou is not None:
         parts[0] += f" ({event.miou - previous.miou:+.3f})"
@@ -124,7 +111,7 @@ def _val(event: Val, classes: Sequence[str], previous: Val | None) -> str:
     return ", ".join(parts)
 
 
-def _answer(event: CommandAnswer) -> str:
+def _answer(event: events.CommandAnswer) -> str:
     canceller = re.fullmatch(r"by [0-9a-f]+ of (.+)", event.reason or "")
     if event.status == "cancelled" and canceller is not None:
         return f"{event.command.removeprefix('set ')} cancelled by {canceller[1]}"
@@ -132,19 +119,19 @@ def _answer(event: CommandAnswer) -> str:
     return f"{event.by}: {event.command} {event.status}{reason}"
 
 
-def _oom(event: Oom) -> str:
+def _oom(event: events.Oom) -> str:
     wanted = f", {event.requested_mib:.0f} MiB wanted" if event.requested_mib is not None else ""
     return f"{event.device} out of memory in {event.phase} after step {event.step}{wanted}: {event.action}"
 
 
-def _checkpoint(event: Checkpoint) -> str:
+def _checkpoint(event: events.Checkpoint) -> str:
     size = f", {event.size_bytes / 1e6:.0f} MB" if event.size_bytes else ""
     took = f" in {event.save_s:.1f} s" if event.save_s is not None else ""
     name = printable(event.path).removeprefix("checkpoints/")
     return f"{name} at step {event.step} of epoch {event.epoch}{size}{took}"
 
 
-def _gpu0_bsz(event: Gpu0Bsz) -> str:
+def _gpu0_bsz(event: events.Gpu0Bsz) -> str:
     change = f"gpu0_bsz {share_text(event.old)} → {share_text(event.new)}"
     when = f" at epoch {event.epoch}" if event.epoch is not None and event.status in ("pending", "applied") else ""
     split = f", split {dots(event.split)}" if event.split else ""
@@ -162,7 +149,7 @@ class Detail(NamedTuple):
     text: str
 
 
-def event_details(event: Event, run: str) -> list[Detail]:
+def event_details(event: events.Event, run: str) -> list[Detail]:
     """Return everything that an event says, the command that acts on its run last."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.t))
     return [
@@ -181,22 +168,22 @@ def details_text(details: list[Detail]) -> str:
     return "".join(f"{label}: {text}\n" for label, text in details)
 
 
-def _commands(event: Event, run: str) -> Iterator[str]:
+def _commands(event: events.Event, run: str) -> Iterator[str]:
     name = shlex.quote(printable(run))
-    if isinstance(event, RunEnd) and event.status != "finished":
+    if isinstance(event, events.RunEnd) and event.status != "finished":
         yield f"segapp train --resume {name}"
-    if isinstance(event, Oom) and event.path:
+    if isinstance(event, events.Oom) and event.path:
         yield f"segapp plan --run {name}"
-    if isinstance(event, Gpu0Bsz) and event.status == "reverted" and event.old is not None:
+    if isinstance(event, events.Gpu0Bsz) and event.status == "reverted" and event.old is not None:
         yield f"segapp ctl {name} set gpu0_bsz={share_text(event.old)}"
 
 
-def _field_text(event: Event, name: str) -> str:
+def _field_text(event: events.Event, name: str) -> str:
     value = getattr(event, name)
     if name == "loss" and value is None:
         return NOT_FINITE
     text = _text(value)
-    if name == "miou" and isinstance(event, Val) and text:
+    if name == "miou" and isinstance(event, events.Val) and text:
         return f"{text} over {of_classes(count_scored(event.iou), len(event.iou))}"
     return text
 

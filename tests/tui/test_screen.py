@@ -526,7 +526,7 @@ def test_screenshot_that_cannot_be_written_names_the_next_move(
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         commands = {command.title: command.callback for command in app.get_system_commands(app.screen)}
         commands["screenshot"]()
-        await app.workers.wait_for_complete()
+        await pilot.pause(0.5)  # the palette must be closed
         message = "the screenshot cannot be written: Permission denied: start segapp in another folder"
         assert toasts(app)[-1] == message
 

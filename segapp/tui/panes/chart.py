@@ -18,24 +18,13 @@ from segapp.run.words import duration, number
 from segapp.tui.glyphs import UNICODE, Glyphs
 from segapp.tui.panes.canvas import Canvas
 from segapp.tui.widgets import StripWidget
+from segapp.view import plot
 from segapp.view.history import SMOOTHINGS, LossHistory
 from segapp.view.metrics import NO_POINTS, Curve, curve_of, metric_title
-from segapp.view.plot import (
-    CurveColumns,
-    Floats,
-    Scale,
-    choose_scale,
-    padded_range,
-    reduce_columns,
-    row_labels,
-    usual_range,
-    without_spikes,
-)
 from segapp.view.view import View
 from segapp.view.wording import clip, loss
 
 MIN_SPAN = 10.0
-"""Smallest number of visible steps."""
 
 
 class Viewport(NamedTuple):
@@ -104,7 +93,6 @@ class ChartOptions:
     is_log: bool = False
     x_axis: str = "step"
     part: Viewport = field(default_factory=Viewport)
-    """The visible steps."""
     cursor: int | None = None
     """Position in cells from the left edge of the plot; None: no cursor."""
 
@@ -253,14 +241,14 @@ class LossChart(StripWidget):
         """Return width and height of the plot in cells, without legend, labels and axis."""
         return self.content_size.width - GUTTER - 1, self.content_size.height - 2
 
-    def _steps(self) -> Floats:
+    def _steps(self) -> plot.Floats:
         """Return the steps at which the metric has values."""
         history, points = self._curve.history, self._curve.points
         if history is not None and history.size:
             return history.step
         return points[:, 0]
 
-    def _x_of(self, steps: Floats, view: View | None = None) -> Floats:
+    def _x_of(self, steps: plot.Floats, view: View | None = None) -> plot.Floats:
         """Return the positions of a run's steps on the x axis."""
         view = view or self._view
         if self.options.x_axis == "epoch":
@@ -278,7 +266,7 @@ class LossChart(StripWidget):
         for other in self._others if self.options.part.span is None else ():
             if other.view.history.size:
                 x1 = max(x1, float(self._x_of(other.view.history.step[-1:], other.view)[0]))
-        return padded_range(x0, x1)
+        return plot.padded_range(x0, x1)
 
     def _x_label(self, x: float) -> str:
         if self.options.x_axis == "time":
@@ -306,14 +294,14 @@ class LossChart(StripWidget):
         firm = np.concatenate(
             (average.low, average.high, point_y[is_shown], *(c.low for c in others), *(c.high for c in others))
         )
-        scale = choose_scale(raw, firm, is_log=self.options.is_log, usual=self._usual_range())
+        scale = plot.choose_scale(raw, firm, is_log=self.options.is_log, usual=self._usual_range())
         if scale is None:
             text = (
                 "no finite value yet" if not self.options.is_log else "no value above 0: y draws it without logarithm"
             )
             return [self._message(text, _BAD)]
         canvas = Canvas(width, height, self.glyphs)
-        canvas.curve(without_spikes(raw, scale.top), scale, _RAW)
+        canvas.curve(plot.without_spikes(raw, scale.top), scale, _RAW)
         self._draw_marks(canvas)
         for i, columns in enumerate(others):
             canvas.curve(columns, scale, _OTHER + i)
@@ -323,7 +311,7 @@ class LossChart(StripWidget):
         self._draw_points(canvas, scale, point_x[is_shown], point_y[is_shown])
         if self.options.cursor is not None:
             canvas.line(min(self.options.cursor, width - 1), self.glyphs.v_cursor, _CURSOR)
-        labels = [label + self.glyphs.v_axis for label in row_labels(scale, height, GUTTER)]
+        labels = [label + self.glyphs.v_axis for label in plot.row_labels(scale, height, GUTTER)]
         styles = [*(self._style(i) for i in range(len(_CLASSES))), self._style(_AXIS)]
         axis = self._axis_line(raw, width).strips(styles, [" " * GUTTER + self.glyphs.corner])
         return [self._legend(width), *canvas.strips(styles, labels), *axis]
@@ -331,28 +319,28 @@ class LossChart(StripWidget):
     def _message(self, text: str, style: int) -> Strip:
         return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
 
-    def _band(self, history: LossHistory | None, view: View, width: int) -> tuple[CurveColumns, CurveColumns]:
+    def _band(self, history: LossHistory | None, view: View, width: int) -> tuple[plot.CurveColumns, plot.CurveColumns]:
         """Return the extremes and the average of the steps' values, by columns of dots."""
         num_columns = width * self.glyphs.dots_per_cell[1]
         history = history or LossHistory(capacity=2)
         x = self._x_of(history.step, view)
-        raw = reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
+        raw = plot.reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
         if not self.smoothing:
             return raw, raw
         values = history.average(self.smoothing)
         is_bad = history.is_bad & np.isnan(values)
-        return raw, reduce_columns(x, values, values, is_bad, *self._x_range, num_columns)
+        return raw, plot.reduce_columns(x, values, values, is_bad, *self._x_range, num_columns)
 
-    def _other(self, other: Other, width: int) -> CurveColumns:
+    def _other(self, other: Other, width: int) -> plot.CurveColumns:
         """Return the curve of another run: its average, or its evaluations."""
         curve = curve_of(other.view, self.options.metric, other.series)
         if curve.history is not None:
             return self._band(curve.history, other.view, width)[1]
         return self._joined(self._x_of(curve.points[:, 0], other.view), curve.points[:, 1], width)
 
-    def _joined(self, x: Floats, y: Floats, width: int) -> CurveColumns:
+    def _joined(self, x: plot.Floats, y: plot.Floats, width: int) -> plot.CurveColumns:
         num_columns = width * self.glyphs.dots_per_cell[1]
-        return reduce_columns(x, y, y, np.zeros(len(x), dtype=bool), *self._x_range, num_columns)
+        return plot.reduce_columns(x, y, y, np.zeros(len(x), dtype=bool), *self._x_range, num_columns)
 
     def _usual_range(self) -> tuple[float, float] | None:
         """Return the range of the visible points without the rarest."""
@@ -361,9 +349,9 @@ class LossChart(StripWidget):
             return None
         left, right = self.options.part.visible(*self._ends())
         part = slice(*np.searchsorted(history.step, [left, right + 1]))
-        return usual_range(history.low[part], history.high[part])
+        return plot.usual_range(history.low[part], history.high[part])
 
-    def _draw_points(self, canvas: Canvas, scale: Scale, x: Floats, y: Floats) -> None:
+    def _draw_points(self, canvas: Canvas, scale: plot.Scale, x: plot.Floats, y: plot.Floats) -> None:
         """Draw the evaluations: diamonds where there is room between them, else a line; the best one as a star."""
         has_line = self._curve.history is None or len(x) > canvas.width // 4
         if has_line and len(x) > 1:
@@ -378,7 +366,7 @@ class LossChart(StripWidget):
                 if self._x_range[0] <= best_x <= self._x_range[1]:
                     self._draw_point(canvas, scale, best_x, float(value), self.glyphs.star, _BEST)
 
-    def _draw_point(self, canvas: Canvas, scale: Scale, x: float, y: float, char: str, style: int) -> None:
+    def _draw_point(self, canvas: Canvas, scale: plot.Scale, x: float, y: float, char: str, style: int) -> None:
         canvas.point(self._cell(x, canvas.width), float(scale.fraction(np.array([y]))[0]), char, style)
 
     def _draw_marks(self, canvas: Canvas) -> None:
@@ -409,12 +397,12 @@ class LossChart(StripWidget):
                 left -= len(text) + 2
         return Strip(segments)
 
-    def _axis_line(self, raw: CurveColumns, width: int) -> Canvas:
+    def _axis_line(self, raw: plot.CurveColumns, width: int) -> Canvas:
         """Return the x axis with its labels, and a × where a value was not finite."""
         line = Canvas(width, 1, self.glyphs)
         line.text(0, self.glyphs.h_axis * width, _AXIS)
         end, previous = 0, ""
-        for x in Scale(*self._x_range).ticks(max(2, width // 12)):
+        for x in plot.Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = self._x_label(x), self._cell(x, width)
             if label != previous and at >= end and at + len(label) < width:  # all equal in a range of one step
                 line.text(at, label, _AXIS)

@@ -30,9 +30,7 @@ class TableOptions(NamedTuple):
 
     sort: str = "worst"
     wanted: str = ""
-    """Part of a name."""
     cursor: int | None = None
-    """Index of the selected row; None: none."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +42,6 @@ class ClassRow:
     iou: float | None
     """None if the class is in neither prediction nor target."""
     delta: float | None
-    """Change since the evaluation before."""
 
 
 def class_rows(view: View, sort: str = "worst", wanted: str = "") -> list[ClassRow]:
@@ -186,7 +183,6 @@ class ClassesPane(Vertical):
         self._box = _Rows(self._lines, id="class-lines")
         super().__init__(self.search, self._box, id="classes", classes="pane")
         self.names: list[str] = []
-        """Of the rows, in order."""
         self.cursor: int | None = None
         """Index of the selected row; None before the first key."""
         self._shown: tuple[object, ...] = ()

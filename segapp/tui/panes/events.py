@@ -43,7 +43,6 @@ class EventsPane(Vertical):
         self._list = _EventList(id="event-lines", compact=True)
         super().__init__(self.search, self._list, id="events", classes="pane")
         self.group = "all"
-        """One of `GROUPS`."""
         self._lines: list[LogLine] = []
         self._filter: tuple[object, ...] = ()
 
@@ -57,9 +56,8 @@ class EventsPane(Vertical):
             if (not kinds or line.kind in kinds) and text in f"{line.kind} {line.text}".casefold()
         ]
         chosen, num_before = (self.group, wanted), len(self._lines)
-        is_longer = len(lines) >= num_before and all(
-            lines[i][:3] == self._lines[i][:3] for i in (0, num_before - 1) if num_before
-        )
+        ends = (0, num_before - 1) if num_before else ()
+        is_longer = len(lines) >= num_before and all(lines[i][:3] == self._lines[i][:3] for i in ends)
         if self._filter == chosen and is_longer:
             new, kept = lines[num_before:], None
         else:

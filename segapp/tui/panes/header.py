@@ -51,7 +51,6 @@ class LinePlace(NamedTuple):
     """Where a line is drawn."""
 
     name: str
-    """Of the run."""
     width: int
     glyphs: Glyphs
 
@@ -63,7 +62,6 @@ class LinePart(NamedTuple):
     """Parts of the highest rank are left out first."""
     text: str | Content
     style: str = ""
-    """Of a plain text."""
 
     @property
     def content(self) -> Content:
@@ -91,13 +89,11 @@ def state_label(status: Status) -> str:
 def state_content(view: View, status: Status, glyphs: Glyphs) -> Content:
     """Return a dot, the state, and the phase of the trainer."""
     word = state_label(status)
-    style = STATE_STYLES[word]
     dot = glyphs.hollow_dot if status.is_over else glyphs.dot
-    is_going = word in ("live", "busy", "stale", "lost")
     if view.is_paused and word in ("live", "busy"):
         return Content.styled(f"{dot} PAUSED", STATE_STYLES["paused"])
-    text = f"{dot} {word.upper()}" + (f" {view.phase}" if view.phase and is_going else "")
-    return Content.styled(text, style)
+    phase = f" {view.phase}" if view.phase and word in ("live", "busy", "stale", "lost") else ""
+    return Content.styled(f"{dot} {word.upper()}{phase}", STATE_STYLES[word])
 
 
 def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, num_alerts: int = 0) -> Content:
@@ -133,10 +129,8 @@ def _steps(view: View) -> str:
 
 
 def _up_s(view: View, status: Status) -> float | None:
-    if view.start is None:
-        return None
     end_s = view.end.t if view.end is not None else view.last_s if status.is_over else status.now_s
-    return None if end_s is None else end_s - view.start.t
+    return None if end_s is None or view.start is None else end_s - view.start.t
 
 
 def epoch_fraction(view: View) -> float | None:
@@ -285,11 +279,10 @@ def _class_summary(view: View, width: int) -> Content:
         return Content.styled("no evaluation yet", "$text-muted")
     val, best = view.vals[-1], view.best
     known = sorted((iou, i) for i, iou in enumerate(val.iou) if iou is not None and i < len(view.classes))
-    worst = [Content(f"{clip(view.classes[i], 16)} {number(iou)}") for iou, i in known[:3]]
     parts = [
         LinePart(0, f"mIoU {miou(val)}", "bold"),
         LinePart(1, f"best {best_miou(best, val)}", "$text-success") if best is not None else None,
-        *(LinePart(rank, content) for rank, content in enumerate(worst, start=2)),
+        *(LinePart(2 + rank, f"{clip(view.classes[i], 16)} {number(iou)}") for rank, (iou, i) in enumerate(known[:3])),
     ]
     return fit_parts(parts, width)
 

@@ -33,7 +33,6 @@ class Arrangement(NamedTuple):
 
     columns: int
     width: int
-    """Cells of a picture."""
     height: int
     """Rows of a picture, without its label."""
     legend_width: int
@@ -73,14 +72,6 @@ _OF_FILE = (0, 2, 1)
 Rgb = tuple[int, int, int]
 
 
-class LegendEntry(NamedTuple):
-    """A colour of the pictures."""
-
-    color: Rgb
-    name: str
-    """Of its class, or classes."""
-
-
 class PictureKey(NamedTuple):
     """Which picture of which evaluation a file holds."""
 
@@ -91,8 +82,7 @@ class PictureKey(NamedTuple):
 class PictureView(StripWidget):
     """Shows a PNG of the run's `samples`: its three pictures labelled and as large as they fit, with their classes.
 
-    Args:
-        has_colour: Draw half blocks in colour; otherwise characters by brightness, and a letter for each class.
+    In colour it draws half blocks, otherwise characters by brightness, and a letter for each class.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text", "picture-view--name", "picture-view--label"}
@@ -177,8 +167,10 @@ class PictureView(StripWidget):
         part = image.width // 3
         pictures = [image.crop((at * part, 0, (at + 1) * part, image.height)) for at in _OF_FILE]
         legend = find_legend(pictures[1:], self._names)
-        plan = arrange((width, height), (part, image.height), max((len(e.name) + 3 for e in legend), default=0))
-        letters = {e.color: letter for e, letter in zip(legend, string.ascii_uppercase, strict=False)}
+        plan = arrange(
+            (width, height), (part, image.height), max((len(name) + 3 for name in legend.values()), default=0)
+        )
+        letters = dict(zip(legend, string.ascii_uppercase, strict=False))
         blocks = [
             [self._text(label, "label"), *self._draw(picture, letters if i else {}, plan.width, plan.height)]
             for i, (label, picture) in enumerate(zip(_LABELS, pictures, strict=True))
@@ -199,24 +191,24 @@ class PictureView(StripWidget):
 
     def _beside(self, blocks: Sequence[list[Strip]], width: int) -> list[Strip]:
         rows = zip_longest(*blocks, fillvalue=Strip([]))
-        return [Strip.join([*(self._padded(strip, width + 1) for strip in row[:-1]), row[-1]]) for row in rows]
 
-    def _padded(self, strip: Strip, width: int) -> Strip:
-        return strip.crop_extend(0, max(width, strip.cell_length + 1), self.rich_style)
+        def padded(strip: Strip) -> Strip:
+            return strip.crop_extend(0, max(width, strip.cell_length) + 1, self.rich_style)
 
-    def _legend(self, legend: Sequence[LegendEntry], letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
+        return [Strip.join([*map(padded, row[:-1]), row[-1]]) for row in rows]
+
+    def _legend(self, legend: dict[Rgb, str], letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
         """Return the classes of the pictures, most pixels first, as many as there is room for."""
         entries = []
-        for entry in legend:
-            sign = "██" if self._has_colour else letters.get(entry.color, "?")
-            style = Style(color=Color.from_rgb(*entry.color)) if self._has_colour else self.rich_style
-            name = self._text(f" {clip(printable(entry.name), max(1, plan.legend_width - 4))}", "name")
-            entries.append(Strip.join([Strip([Segment(sign, self.rich_style + style)]), name]))
+        for color, name in legend.items():
+            sign = "██" if self._has_colour else letters.get(color, "?")
+            style = Style(color=Color.from_rgb(*color)) if self._has_colour else self.rich_style
+            text = self._text(f" {clip(printable(name), max(1, plan.legend_width - 4))}", "name")
+            entries.append(Strip.join([Strip([Segment(sign, self.rich_style + style)]), text]))
         per_row = max(1, plan.legend_width // (max((e.cell_length for e in entries), default=1) + 2))
         room = per_row * max(1, plan.legend_height)
         if len(entries) > room:
-            more = len(entries) - room + 1
-            entries[room - 1 :] = [self._text(f"and {more} more")]
+            entries[room - 1 :] = [self._text(f"and {len(entries) - room + 1} more")]
         widest = max((entry.cell_length for entry in entries), default=0) + 1
         rows = [entries[i : i + per_row] for i in range(0, len(entries), per_row)]
         return [self._beside([[entry] for entry in row], widest)[0] for row in rows]
@@ -265,7 +257,7 @@ def _class_names(view: View) -> dict[Rgb, str]:
     return names
 
 
-def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> list[LegendEntry]:
+def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> dict[Rgb, str]:
     """Return the classes that occur in Pillow RGB pictures of class colours, those of most pixels first.
 
     Other colours (ignored pixels, mixtures) are left out.
@@ -274,8 +266,7 @@ def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> list[LegendEn
     for picture in pictures:
         for count, color in picture.getcolors(picture.width * picture.height) or []:
             counts[color] = counts.get(color, 0) + count
-    known = [color for color in counts if color in names]
-    return [LegendEntry(color, names[color]) for color in sorted(known, key=lambda color: -counts[color])]
+    return {color: names[color] for color in sorted(counts, key=lambda color: -counts[color]) if color in names}
 
 
 def load_picture(path: Path) -> Any:
