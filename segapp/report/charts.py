@@ -1,7 +1,5 @@
 """Line charts as SVG inside a page, in the colours of its style sheet."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`segapp compare`: several runs, or those of a sweep, side by side, in the terminal and as an HTML page."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict

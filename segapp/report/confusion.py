@@ -3,8 +3,6 @@
 Rows are targets, columns predictions; darker cells hold a larger share of the target's pixels. C classes.
 """
 
-from __future__ import annotations
-
 import io
 import math
 from collections.abc import Iterator, Sequence

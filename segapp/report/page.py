@@ -1,7 +1,5 @@
 """`segapp report`: one run as a single HTML file."""
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """HTML pages from the templates beside this module; each page is one file without scripts or references."""
 
-from __future__ import annotations
-
 import base64
 import time
 from pathlib import Path

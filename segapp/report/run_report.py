@@ -1,7 +1,5 @@
 """A run for reports: the folded view of its events, its config, and its key figures, a row of `segapp compare`."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The screen of a run: what it shows, updated twice a second, and its keys; commands go to the run's inbox."""
 
-from __future__ import annotations
-
 import asyncio
 import os
 import signal
@@ -296,8 +294,9 @@ class MonitorApp(App[None]):
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
         """Select the pane that was focused by Tab or by a click: its keys act on it."""
-        pane = layout.PANE_OF.get(event.widget.id or "")
-        if pane is not None and pane != self.pane:
+        ids = {"gpu" if widget.id == "gpu0" else widget.id for widget in event.widget.ancestors_with_self}
+        pane = next((name for name in layout.PANES if name in ids), self.pane)
+        if pane != self.pane:
             self.pane = pane
             self.apply_layout()
 

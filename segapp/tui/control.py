@@ -1,7 +1,5 @@
 """Commands to the run: they are sent to its inbox and answered by its events; and the dialogs that ask for a value."""
 
-from __future__ import annotations
-
 from typing import Literal, NamedTuple
 
 from segapp.errors import CommandError

@@ -1,7 +1,5 @@
 """The dialogs: the help page, how to stop, a whole event, and the trainer's log."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal

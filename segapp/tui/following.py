@@ -1,7 +1,5 @@
 """The run on the screen: its events, the alerts that the user has seen, its log and plan; the runs drawn beside it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property

@@ -1,7 +1,5 @@
 """The characters of the screen: Unicode, or ASCII for terminals and fonts without Unicode."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar

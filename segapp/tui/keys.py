@@ -1,7 +1,5 @@
 """The table of keys; bindings, key bar, help page and command palette are built from it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 

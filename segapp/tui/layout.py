@@ -1,7 +1,5 @@
 """The panes in two columns: which are visible for a size of the screen, their titles and pages of the documentation."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from textual.containers import Horizontal, Vertical
@@ -25,10 +23,6 @@ WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
 """In the order of their keys 1 to 5."""
 
-PANE_OF = {"loss": "loss", "pictures": "pictures", "gpu": "gpu", "gpu0": "gpu", "classes": "classes",
-           "class-lines": "classes", "filter": "classes", "events": "events", "event-lines": "events",
-           "search": "events"}  # fmt: skip
-"""Id of a widget that can have the focus -> pane."""
 FOCUS_OF = {"classes": "class-lines", "events": "event-lines"}
 """Pane -> id of the part of it that takes the focus, if it is not the pane itself."""
 TOPIC_OF = {

@@ -1,7 +1,5 @@
 """Shows a page of the documentation: as a dialog over the screen of a run, or as a screen of its own."""
 
-from __future__ import annotations
-
 from pathlib import PurePath
 from typing import ClassVar
 

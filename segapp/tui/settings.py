@@ -1,7 +1,5 @@
 """What the screen keeps between sessions: settings, which users may edit, and the alerts that were seen."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

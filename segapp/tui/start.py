@@ -1,7 +1,5 @@
 """Shows a run: checks the terminal, reads the user's settings, and runs the screen until the user leaves."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

@@ -1,7 +1,5 @@
 """The terminal: its abilities, its loss, its title, and what reaches a user who does not look at it."""
 
-from __future__ import annotations
-
 import locale
 import os
 import select

@@ -1,7 +1,5 @@
 """The colour themes: two of segapp, the terminal's colours, and one with high contrast."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from textual.app import App

@@ -1,7 +1,5 @@
 """The widgets that several panes and screens are made of; each redraws only if its content has changed."""
 
-from __future__ import annotations
-
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip

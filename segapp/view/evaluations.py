@@ -1,7 +1,5 @@
 """The evaluations of a run: the last ones whole, the others as their numbers."""
 
-from __future__ import annotations
-
 import math
 from array import array
 from collections import deque

@@ -1,7 +1,5 @@
 """The loss curve of a whole run in bounded memory: neighbouring steps are merged when the capacity is reached."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 from collections.abc import Sequence

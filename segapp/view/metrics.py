@@ -1,7 +1,5 @@
 """The metrics that the chart can show: their names, and their values over the steps of a run."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Curves as dots: extremes per column, scales and ticks. Numbers only; `chart` draws them."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

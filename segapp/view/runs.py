@@ -1,7 +1,5 @@
 """The runs below a folder, followed while they train: one summary each, and the course of their mIoU."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The files of a run that a viewer follows: its events, one number of its steps, its log, its pictures."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The summary of a run or a sweep, as `segapp status` and `segapp ls` print it: the folded view, in one line."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any

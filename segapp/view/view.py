@@ -1,7 +1,5 @@
 """The view of a run: a pure fold of its events. No clock, no files, no widgets."""
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
@@ -156,8 +154,7 @@ class View:
     @property
     def step_interval_s(self) -> float:
         """Median time between two `step` events; 0 if unknown."""
-        times = list(self.step_times_s)
-        gaps = sorted(b - a for a, b in pairwise(times))
+        gaps = sorted(b - a for a, b in pairwise(self.step_times_s))
         return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
 
     @property
@@ -170,15 +167,10 @@ class View:
         if judge is None:
             peaks = {split: tuple(mib) for split, mib in self.peaks_mib.items()}
             batch_size = self.start.batch_size if self.start is not None else sum(self.split or (0,))
-            judge = SplitJudge(
-                batch_size,
-                self.num_devices,
-                mode=(self.start.mode if self.start is not None else None) or "dp",
-                current=self.split,
-                usable_mib=[device.total_mib for device in self.devices],
-                peaks=PeakModel(peaks),
-                ceiling=self.gpu0.ceiling,
-            )
+            mode = (self.start.mode if self.start is not None else None) or "dp"
+            usable = [device.total_mib for device in self.devices]
+            judge = SplitJudge(batch_size, self.num_devices, mode, current=self.split, usable_mib=usable,
+                               peaks=PeakModel(peaks), ceiling=self.gpu0.ceiling)  # fmt: skip
         usable = list(judge.usable_mib)
         for i, each in enumerate(self.devices[: len(usable)]):
             if None not in (each.total_mib, each.used_mib, each.reserved_mib) and is_gpu(each):

@@ -1,7 +1,5 @@
 """Events as lines of text, and whole events as labelled lines. Text from data is printable and literal."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Cells with a character and a style each, on which the chart draws."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.segment import Segment
 from rich.style import Style
 from textual import events
@@ -287,8 +288,8 @@ class LossChart(StripWidget):
             is_loss = self.options.metric == "loss"
             return [self._message("no step yet" if is_loss else f"no {metric_title(self.options.metric)} yet", _AXIS)]
         self._x_range = self._find_range()
-        raw, average = self._band(self._curve.history, self._view, width)
-        others = [self._other(other, width) for other in self._others]
+        raw, average = self._band(self._curve.history, self._view)
+        others = [self._other(other) for other in self._others]
         point_x, point_y = self._x_of(self._curve.points[:, 0]), self._curve.points[:, 1]
         is_shown = (point_x >= self._x_range[0]) & (point_x <= self._x_range[1])
         firm = np.concatenate(
@@ -296,10 +297,8 @@ class LossChart(StripWidget):
         )
         scale = plot.choose_scale(raw, firm, is_log=self.options.is_log, usual=self._usual_range())
         if scale is None:
-            text = (
-                "no finite value yet" if not self.options.is_log else "no value above 0: y draws it without logarithm"
-            )
-            return [self._message(text, _BAD)]
+            why = "no value above 0: y draws it without logarithm" if self.options.is_log else "no finite value yet"
+            return [self._message(why, _BAD)]
         canvas = Canvas(width, height, self.glyphs)
         canvas.curve(plot.without_spikes(raw, scale.top), scale, _RAW)
         self._draw_marks(canvas)
@@ -319,28 +318,30 @@ class LossChart(StripWidget):
     def _message(self, text: str, style: int) -> Strip:
         return Strip([Segment(" " * GUTTER + text, self._style(style))], GUTTER + len(text))
 
-    def _band(self, history: LossHistory | None, view: View, width: int) -> tuple[plot.CurveColumns, plot.CurveColumns]:
-        """Return the extremes and the average of the steps' values, by columns of dots."""
-        num_columns = width * self.glyphs.dots_per_cell[1]
+    def _reduced(self, x: plot.Floats, low: plot.Floats, high: plot.Floats, is_bad: NDArray[Any]) -> plot.CurveColumns:
+        """Return a curve by columns of dots."""
+        num_columns = self._plot_size()[0] * self.glyphs.dots_per_cell[1]
+        return plot.reduce_columns(x, low, high, is_bad, *self._x_range, num_columns)
+
+    def _band(self, history: LossHistory | None, view: View) -> tuple[plot.CurveColumns, plot.CurveColumns]:
+        """Return the extremes and the average of the steps' values."""
         history = history or LossHistory(capacity=2)
         x = self._x_of(history.step, view)
-        raw = plot.reduce_columns(x, history.low, history.high, history.is_bad, *self._x_range, num_columns)
+        raw = self._reduced(x, history.low, history.high, history.is_bad)
         if not self.smoothing:
             return raw, raw
         values = history.average(self.smoothing)
-        is_bad = history.is_bad & np.isnan(values)
-        return raw, plot.reduce_columns(x, values, values, is_bad, *self._x_range, num_columns)
+        return raw, self._reduced(x, values, values, history.is_bad & np.isnan(values))
 
-    def _other(self, other: Other, width: int) -> plot.CurveColumns:
+    def _other(self, other: Other) -> plot.CurveColumns:
         """Return the curve of another run: its average, or its evaluations."""
         curve = curve_of(other.view, self.options.metric, other.series)
         if curve.history is not None:
-            return self._band(curve.history, other.view, width)[1]
-        return self._joined(self._x_of(curve.points[:, 0], other.view), curve.points[:, 1], width)
+            return self._band(curve.history, other.view)[1]
+        return self._joined(self._x_of(curve.points[:, 0], other.view), curve.points[:, 1])
 
-    def _joined(self, x: plot.Floats, y: plot.Floats, width: int) -> plot.CurveColumns:
-        num_columns = width * self.glyphs.dots_per_cell[1]
-        return plot.reduce_columns(x, y, y, np.zeros(len(x), dtype=bool), *self._x_range, num_columns)
+    def _joined(self, x: plot.Floats, y: plot.Floats) -> plot.CurveColumns:
+        return self._reduced(x, y, y, np.zeros(len(x), dtype=bool))
 
     def _usual_range(self) -> tuple[float, float] | None:
         """Return the range of the visible points without the rarest."""
@@ -355,7 +356,7 @@ class LossChart(StripWidget):
         """Draw the evaluations: diamonds where there is room between them, else a line; the best one as a star."""
         has_line = self._curve.history is None or len(x) > canvas.width // 4
         if has_line and len(x) > 1:
-            canvas.curve(self._joined(x, y, canvas.width), scale, _VAL)
+            canvas.curve(self._joined(x, y), scale, _VAL)
         if len(x) <= canvas.width // 4:
             for at_x, at_y in zip(x, y, strict=True):
                 self._draw_point(canvas, scale, at_x, at_y, self.glyphs.diamond, _VAL)
@@ -423,7 +424,7 @@ class LossChart(StripWidget):
             x0, x1 = self._x_range
             x = x0 + (min(options.cursor, width - 1) + 0.5) / width * (x1 - x0)
             index = min(int(np.searchsorted(self._x_of(steps), x)), len(steps) - 1)
-            tolerance = (x1 - x0) / width * (steps[-1] - steps[0] + 1) / max(x1 - x0, 1e-9)
+            tolerance = (steps[-1] - steps[0] + 1) / width
             parts = cursor_readout(self._view, self._curve, index, self.smoothing, max(tolerance, 1.0))
             return separator.join(parts)
         parts = ["log" if options.is_log else "linear"]

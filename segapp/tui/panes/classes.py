@@ -1,7 +1,5 @@
 """The class pane: the IoU of each class and its change since the evaluation before."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 

@@ -1,7 +1,5 @@
 """The device pane: memory and load of each device."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The events pane: the log of the run, filtered by kind and text."""
 
-from __future__ import annotations
-
 import time
 
 from textual import events

@@ -1,7 +1,5 @@
 """The pane of `gpu0_bsz`: the value in force, the pending change, and the editor with its predictions."""
 
-from __future__ import annotations
-
 import textwrap
 from dataclasses import dataclass
 

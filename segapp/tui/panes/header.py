@@ -1,7 +1,5 @@
 """The lines around the panes: state, progress, throughput, summary of hidden panes, and alerts."""
 
-from __future__ import annotations
-
 import math
 import shlex
 import textwrap

@@ -3,8 +3,6 @@
 A picture of a run shows a validation image, its prediction and its target side by side, in the colours of the classes.
 """
 
-from __future__ import annotations
-
 import re
 import string
 from collections.abc import Sequence
