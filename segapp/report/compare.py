@@ -17,13 +17,12 @@ from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
-from segapp.report.run_report import RunReport, RunRow, read_run_report, run_row
+from segapp.report.run_report import RunReport, RunRow, differing_settings, read_run_report, run_row
 from segapp.report.sweep_results import SweepResults, read_results, shown_settings, shown_value
 from segapp.run import words
 from segapp.run.sweep import SweepFolder
 from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
-from segapp.training.telemetry.trackers import flat_settings
 from segapp.view.plot import Floats
 
 
@@ -42,7 +41,8 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
         raise ConfigError(f"compare needs at least two runs, and got {len(runs)}: segapp compare RUN RUN")
     reports = [read_run_report(run) for run in runs]
     rows = [run_row(report) for report in reports]
-    differences = config_differences(reports)
+    differences = differing_settings([report.config for report in reports])
+    differences.pop("name", None)
     classes = list(dict.fromkeys(name for row in rows for name in row.iou))
     common = common_classes(rows)
     if out is not None:
@@ -154,14 +154,6 @@ def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]
     for key, values in lines.items():
         table.add_row(*(Text(printable(str(cell))) for cell in [key, *values]))
     return table
-
-
-def config_differences(reports: Sequence[RunReport]) -> dict[str, list[Any]]:
-    """Return the config keys whose values differ, with the value of each run; "?" where a config is missing."""
-    flat = [flat_settings(report.config.model_dump(mode="json")) if report.config else {} for report in reports]
-    keys = sorted({key for values in flat for key in values} - {"name"})
-    found = {key: [values.get(key, "?") for values in flat] for key in keys}
-    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
 def _percent(value: float | None) -> str:

@@ -1,5 +1,6 @@
 """A run for reports: the folded view of its events, its config, and its key figures, a row of `segapp compare`."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from segapp.errors import ConfigError, RunError
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
 from segapp.scores import SCORES, count_scored
+from segapp.training.telemetry.trackers import flat_settings
 from segapp.view.history import LossHistory
 from segapp.view.metrics import class_iou
 from segapp.view.source import fold_file, series_of
@@ -71,6 +73,13 @@ def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
     except (OSError, ConfigError):
         pass  # the config is optional in a report
     return report
+
+
+def differing_settings(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:
+    """Return the config keys whose values differ, with the value of each config; "?" where a config is missing."""
+    flat = [flat_settings(config.model_dump(mode="json")) if config else {} for config in configs]
+    found = {key: [values.get(key, "?") for values in flat] for key in sorted({key for each in flat for key in each})}
+    return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
 
 
 @dataclass(frozen=True)

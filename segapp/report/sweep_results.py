@@ -14,9 +14,8 @@ from typing import Any
 
 from segapp.config import load_config
 from segapp.errors import ConfigError, RunError
-from segapp.report.run_report import RunReport, RunRow, read_run_report, run_row
+from segapp.report.run_report import RunReport, RunRow, differing_settings, read_run_report, run_row
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
-from segapp.training.telemetry.trackers import flat_settings
 from segapp.view.summary import small_view
 
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
@@ -148,12 +147,8 @@ def _classes_of(runs: Sequence[RunRow], field: str) -> str:
 
 def _rank(row: SettingResult) -> tuple[bool, float, bool, float]:
     """Return the sort key: highest mean mIoU first, then lowest loss, settings without results last."""
-    return (
-        row.best_miou is None,
-        -row.best_miou.mean if row.best_miou else 0.0,
-        row.val_loss is None,
-        row.val_loss.mean if row.val_loss else 0.0,
-    )
+    miou, loss = row.best_miou, row.val_loss
+    return miou is None, -miou.mean if miou else 0.0, loss is None, loss.mean if loss else 0.0
 
 
 def _columns(run: RunRow, compared: Sequence[str]) -> dict[str, Any]:
@@ -178,12 +173,10 @@ def _are_folds(sweep: SweepFolder, info: SweepInfo) -> bool:
     """Return True if the configs of a sweep differ only in how they divide the data."""
     first = {run.config: run.name for run in reversed(info.runs)}
     try:
-        flat = [flat_settings(load_config(sweep.config_of(name)).model_dump(mode="json")) for name in first.values()]
+        differing = differing_settings([load_config(sweep.config_of(name)) for name in first.values()])
     except ConfigError:
         return False
-    same = {key: {json.dumps(values.get(key), default=str) for values in flat} for values in flat for key in values}
-    differing = {key for key, found in same.items() if len(found) > 1}
-    return differing <= {"name", *FOLD_KEYS, *info.axes}
+    return differing.keys() <= {"name", *FOLD_KEYS, *info.axes}
 
 
 def shown_value(value: Any) -> str:

@@ -1,5 +1,6 @@
 """Commands to the run: they are sent to its inbox and answered by its events; and the dialogs that ask for a value."""
 
+from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 from segapp.errors import CommandError
@@ -70,37 +71,39 @@ def why_no_split(view: View) -> str | None:
 def lr_factor_screen(view: View) -> SettingScreen:
     """Return the dialog that asks for the factor on the learning rate."""
 
-    def check(text: str) -> tuple[SetCommand | None, str]:
-        command = _parsed(f"lr_factor={text}")
-        if isinstance(command, str):
-            return None, command
-        lr, before = view.lr, view.lr_factor
-        now = f": lr {learning_rate(lr)} becomes {learning_rate(lr / before * float(text))}" if lr and before else ""
-        return command, f"from the next epoch on{now}"
+    def explain(command: SetCommand) -> tuple[bool, str]:
+        lr, before, factor = view.lr, view.lr_factor, command.lr_factor
+        now = (
+            f": lr {learning_rate(lr)} becomes {learning_rate(lr / before * factor)}"
+            if lr and before and factor
+            else ""
+        )
+        return True, f"from the next epoch on{now}"
 
-    return SettingScreen(f"lr_factor is {view.lr_factor:g}", "a number above 0, such as 0.5", check)
+    return _dialog("lr_factor", f"lr_factor is {view.lr_factor:g}", "a number above 0, such as 0.5", explain)
 
 
 def shares_screen(view: View) -> SettingScreen:
     """Return the dialog that asks for the images of a batch on each device."""
 
-    def check(text: str) -> tuple[SetCommand | None, str]:
-        command = _parsed(f"shares={text}")
-        if isinstance(command, str):
-            return None, command
+    def explain(command: SetCommand) -> tuple[bool, str]:
         verdict = view.judge.verdict(None, command.shares)
-        shown = f"{verdict.level}: {dots(verdict.split)} {verdict.reason}"
-        return command if verdict.is_allowed else None, shown
+        return verdict.is_allowed, f"{verdict.level}: {dots(verdict.split)} {verdict.reason}"
 
     hint = f"{view.num_devices} numbers separated by commas, with the sum {sum(view.split or (0,))}"
-    return SettingScreen(f"shares: {dots(view.split)}", hint, check)
+    return _dialog("shares", f"shares: {dots(view.split)}", hint, explain)
 
 
-def _parsed(setting: str) -> SetCommand | str:
-    """Return the command of a setting, or why it is not one."""
-    try:
-        command = parse_command(f"set {setting}")
-    except CommandError as error:
-        return str(error)
-    assert isinstance(command, SetCommand)
-    return command
+def _dialog(name: str, title: str, hint: str, explain: Callable[[SetCommand], tuple[bool, str]]) -> SettingScreen:
+    """Return the dialog of a setting; `explain` says whether its command may be sent, and what it means."""
+
+    def check(text: str) -> tuple[SetCommand | None, str]:
+        try:
+            command = parse_command(f"set {name}={text}")
+        except CommandError as error:
+            return None, str(error)
+        assert isinstance(command, SetCommand)
+        is_allowed, meaning = explain(command)
+        return command if is_allowed else None, meaning
+
+    return SettingScreen(title, hint, check)
