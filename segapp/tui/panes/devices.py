@@ -52,8 +52,7 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
 def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, glyphs: Glyphs) -> Content:
     """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
 
-    Where there is room, with the allocator's numbers, the peak that the plan predicts and a graph of the memory below
-    it.
+    Where there is room, with the allocator's numbers, the peak that the plan predicts, and a graph of the memory.
     """
     if not view.devices:
         text = "no sample yet" if view.start is None or view.end is None else "no sample was written"

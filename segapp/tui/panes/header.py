@@ -10,18 +10,7 @@ from rich.cells import cell_len
 from textual.content import Content
 
 from segapp.run.starting import last_announced
-from segapp.run.words import (
-    age,
-    dots,
-    duration,
-    learning_rate,
-    memory_text,
-    number,
-    percent,
-    plural,
-    printable,
-    share_text,
-)
+from segapp.run.words import age, dots, duration, learning_rate, memory_text, number, percent, printable, share_text
 from segapp.tui.glyphs import Glyphs, progress, spark
 from segapp.view.source import Status
 from segapp.view.view import Evaluating, Raised, View
@@ -101,7 +90,7 @@ def header(view: View, status: Status, place: LinePlace, *, is_readonly: bool, n
         LinePart(9, "segapp", "$text-muted") if width >= 76 else None,
         LinePart(1, clip(name, max(8, width // 4)), "bold"),
         LinePart(0, state_content(view, status, glyphs)),
-        LinePart(1, plural(num_alerts, "alert"), "$text-error bold") if num_alerts else None,
+        LinePart(1, f"{num_alerts} alert{'s' * (num_alerts > 1)}", "$text-error bold") if num_alerts else None,
         LinePart(2, _epoch(view)) if view.epoch is not None else None,
         LinePart(4, _steps(view)) if step is not None and start is not None else None,
         LinePart(5, f"lr {learning_rate(view.lr)}") if view.lr is not None else None,
