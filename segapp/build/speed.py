@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from segapp.accelerator import accelerator_of
 from segapp.build.network import build_network
@@ -66,6 +65,8 @@ class StepWork:
 
 def count_work(config: RunConfig) -> StepWork:
     """Count the operators of a training step, and the work of one crop, on the meta device."""
+    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
+
     bands = build_pixels(config.data).num_bands
     model = build_network(config.model, build_scheme(config.data).num_classes, num_bands=bands, with_weights=False)
     model = model.to("meta").train()
