@@ -15,7 +15,7 @@ Shapes: N images, C classes, H, W height and width in pixels.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import cv2
 import numpy as np
@@ -23,23 +23,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-DILATION = 0.02
-"""Width of the band as a share of the image diagonal; the value of the paper for large images."""
-
 
 @dataclass(frozen=True)
 class SegmentationScores:
     """Scores of a confusion matrix. A ratio is in [0, 1], or None if its denominator is 0.
 
+    `miou` and the other means are those over the classes where the score is not None.
+
     Attributes:
         iou: per class, TP / (TP + FP + FN).
-        miou: mean of `iou` over the classes where it is not None.
         dice: per class, 2 TP / (2 TP + FP + FN), the F1 score.
-        mean_dice: mean of `dice` over the classes where it is not None.
         precision: per class, TP / predicted pixels.
-        mean_precision: mean of `precision` over the classes where it is not None.
         recall: per class, TP / target pixels (class accuracy).
-        mean_recall: mean of `recall` over the classes where it is not None.
         frequency: per class, share of the valid pixels.
         frequency_weighted_iou: `iou` weighted by `frequency` (Long et al., Fully Convolutional Networks, 2015, 5).
         pixel_accuracy: share of the valid pixels with a correct prediction.
@@ -63,8 +58,8 @@ class SegmentationScores:
 class ConfusionMatrix:
     """Counts of (target, prediction) pairs over any number of batches.
 
-    `update` does not wait for the device. Matrices of replicas and ranks are added by `merge`, or by summing their
-    `counts`, as in `torch.distributed.all_reduce(confusion.counts)`.
+    `update` does not wait for the device. Matrices of replicas and ranks are added by summing their `counts`, as in
+    `torch.distributed.all_reduce(confusion.counts)`.
 
     Args:
         num_classes: C, at least 1.
@@ -96,27 +91,6 @@ class ConfusionMatrix:
     def matrix(self) -> Tensor:
         """The matrix, int64 (C, C), a view of `counts`: row is the target's class, column the predicted one."""
         return self.counts[:-1].view(self.num_classes, self.num_classes)
-
-    def reset(self) -> None:
-        """Set all counts to 0."""
-        self.counts.zero_()
-
-    def merge(self, other: "ConfusionMatrix") -> None:
-        """Add the counts of another matrix.
-
-        Raises:
-            ValueError: it has another number of classes or another ignore_index.
-        """
-        if (self.num_classes, self.ignore_index) != (other.num_classes, other.ignore_index):
-            raise ValueError(
-                f"cannot merge {other.num_classes} classes ignoring {other.ignore_index} into {self.num_classes} "
-                f"classes ignoring {self.ignore_index}"
-            )
-        self.counts += other.counts.to(self.counts.device)
-
-    def add(self, matrix: Tensor) -> None:
-        """Add counts (C, C), row the target's class."""
-        self.matrix.add_(matrix)
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
         """Count one batch.
@@ -170,14 +144,10 @@ class ConfusionMatrix:
         """
         counts = self.counts.cpu()
         self._check(int(counts[-1]))
-        matrix = counts[:-1].view(self.num_classes, self.num_classes)
-        hits: list[int] = matrix.diagonal().tolist()
-        in_target: list[int] = matrix.sum(dim=1).tolist()
-        in_prediction: list[int] = matrix.sum(dim=0).tolist()
+        hits, in_target, in_prediction = _marginals(counts[:-1].view(self.num_classes, self.num_classes))
         num_valid_px = sum(in_target)
-        has_score = [number != self.ignore_index for number in range(self.num_classes)]
-        scores = _class_scores(hits, in_target, in_prediction, has_score)
-        return _all_scores(scores, in_target, num_valid_px, _ratio(sum(hits), num_valid_px))
+        accuracy = _ratio(sum(hits), num_valid_px)
+        return _all_scores(hits, in_target, in_prediction, num_valid_px, accuracy, self.ignore_index)
 
 
 class LabelCounts:
@@ -205,14 +175,6 @@ class LabelCounts:
         """int64 (C, 2, 2), a view of `counts`: row 1 the pixels of the class, column 1 those predicted as it."""
         return self.counts.view(self.num_classes, 2, 2)
 
-    def merge(self, other: "LabelCounts") -> None:
-        """Add the counts of as many classes."""
-        self.counts += other.counts.to(self.counts.device)
-
-    def add(self, matrix: Tensor) -> None:
-        """Add counts (C, 2, 2)."""
-        self.matrix.add_(matrix)
-
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
         """Count one batch of sets of classes (N, H, W), bit c for class c."""
         valid = target_NHW != self.ignore_index
@@ -224,10 +186,9 @@ class LabelCounts:
         """Return the scores of all counts, computed in float64 on the host."""
         matrix = self.matrix.cpu()
         hits, in_target, in_prediction = matrix[:, 1, 1], matrix[:, 1].sum(1), matrix[:, :, 1].sum(1)
-        targets: list[int] = in_target.tolist()
         right, decisions = int(matrix[:, 0, 0].sum() + hits.sum()), int(matrix.sum())
-        scores = _class_scores(hits.tolist(), targets, in_prediction.tolist(), [True] * self.num_classes)
-        return _all_scores(scores, targets, decisions // self.num_classes, _ratio(right, decisions))
+        num_valid_px, accuracy = decisions // self.num_classes, _ratio(right, decisions)
+        return _all_scores(hits.tolist(), in_target.tolist(), in_prediction.tolist(), num_valid_px, accuracy)
 
 
 class BoundaryIoU:
@@ -239,28 +200,22 @@ class BoundaryIoU:
     Args:
         num_classes: C.
         ignore_index: target value of pixels that are not counted.
-        dilation: width of the band as a share of the image diagonal; at least one pixel.
+        dilation: width of the band as a share of the image diagonal, at least one pixel; by default that of the paper
+            for large images.
 
     Attributes:
         counts: int64 (C, 2): intersection and union of the bands, in pixels.
     """
 
-    def __init__(self, num_classes: int, ignore_index: int, dilation: float = DILATION) -> None:
+    def __init__(self, num_classes: int, ignore_index: int, dilation: float = 0.02) -> None:
         self.ignore_index, self.dilation = ignore_index, dilation
         self.counts: NDArray[np.int64] = np.zeros((num_classes, 2), np.int64)
 
     def update(self, prediction: NDArray[Any], target: NDArray[Any]) -> None:
-        """Count one image.
-
-        Args:
-            prediction: (H, W) class ids.
-            target: (H, W) class ids or `ignore_index`.
-        """
+        """Count one image: class ids (H, W), in the target also `ignore_index`."""
         valid = target != self.ignore_index
-        width_px = band_width_px(target.shape[:2], self.dilation)
-        for number in np.intersect1d(
-            np.arange(len(self.counts)), np.concatenate([np.unique(target), np.unique(prediction)])
-        ):
+        width_px = max(1, round(self.dilation * math.hypot(*target.shape[:2])))
+        for number in np.intersect1d(np.arange(len(self.counts)), np.union1d(np.unique(target), np.unique(prediction))):
             wanted = boundary((target == number) & valid, width_px)
             found = boundary((prediction == number) & valid, width_px)
             self.counts[number] += np.count_nonzero(wanted & found), np.count_nonzero(wanted | found)
@@ -303,19 +258,19 @@ def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
 
 def group_iou(matrix: Tensor, groups: Sequence[Sequence[int]]) -> tuple[float | None, ...]:
     """Return the IoU of each group of classes, or None if it is in neither targets nor predictions."""
-    joined = group_matrix(matrix, groups)
-    hits, in_target, in_prediction = joined.diagonal().tolist(), joined.sum(1).tolist(), joined.sum(0).tolist()
+    hits, in_target, in_prediction = _marginals(group_matrix(matrix, groups))
     return tuple(_ratio(hits[g], in_target[g] + in_prediction[g] - hits[g]) for g in range(len(groups)))
+
+
+def _marginals(matrix: Tensor) -> tuple[list[int], list[int], list[int]]:
+    """Return true positives, target pixels and predicted pixels of each class."""
+    return matrix.diagonal().tolist(), matrix.sum(1).tolist(), matrix.sum(0).tolist()
 
 
 def mean_of_known(values: Iterable[float | None]) -> float | None:
     """Return the mean of the values that are not None; None if there are none."""
-    return _mean(list(values))
-
-
-def band_width_px(size: tuple[int, ...], dilation: float) -> int:
-    """Return the width of the band in pixels, at least 1."""
-    return max(1, round(dilation * math.hypot(*size)))
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
 
 
 def boundary(region: NDArray[Any], width_px: int) -> NDArray[np.bool_]:
@@ -340,39 +295,34 @@ def _count_by_scatter(indices: Tensor, num_indices: int) -> Tensor:
     return counted.scatter_add_(0, indices, torch.ones_like(indices))
 
 
-class _ClassScores(NamedTuple):
-    iou: tuple[float | None, ...]
-    dice: tuple[float | None, ...]
-    precision: tuple[float | None, ...]
-    recall: tuple[float | None, ...]
-
-
-def _class_scores(
-    hits: Sequence[int], in_target: Sequence[int], in_prediction: Sequence[int], has_score: Sequence[bool]
-) -> _ClassScores:
-    """Return the scores of each class; None for a class without one and for a ratio whose denominator is 0."""
-    rows = [
-        (_ratio(tp, t + p - tp), _ratio(2 * tp, t + p), _ratio(tp, p), _ratio(tp, t)) if scored else (None,) * 4
-        for tp, t, p, scored in zip(hits, in_target, in_prediction, has_score, strict=True)
-    ]
-    return _ClassScores(*zip(*rows, strict=True))
-
-
 def _all_scores(
-    scores: _ClassScores, in_target: Sequence[int], num_valid_px: int, pixel_accuracy: float | None
+    hits: Sequence[int],
+    in_target: Sequence[int],
+    in_prediction: Sequence[int],
+    num_valid_px: int,
+    pixel_accuracy: float | None,
+    unscored: int = -1,
 ) -> SegmentationScores:
-    frequency = [_ratio(t, num_valid_px) for t in in_target]
-    weighted = [f * i for f, i in zip(frequency, scores.iou, strict=True) if f is not None and i is not None]
+    """Return the scores of the classes' true positives, target pixels and predicted pixels; `unscored` has none."""
+    rows: list[tuple[float | None, ...]] = [
+        (_ratio(tp, t + p - tp), _ratio(2 * tp, t + p), _ratio(tp, p), _ratio(tp, t))
+        for tp, t, p in zip(hits, in_target, in_prediction, strict=True)
+    ]
+    if 0 <= unscored < len(rows):
+        rows[unscored] = (None,) * 4
+    iou, dice, precision, recall = zip(*rows, strict=True)
+    frequency = tuple(_ratio(t, num_valid_px) for t in in_target)
+    weighted = [f * i for f, i in zip(frequency, iou, strict=True) if f is not None and i is not None]
     return SegmentationScores(
-        iou=scores.iou,
-        miou=_mean(scores.iou),
-        dice=scores.dice,
-        mean_dice=_mean(scores.dice),
-        precision=scores.precision,
-        mean_precision=_mean(scores.precision),
-        recall=scores.recall,
-        mean_recall=_mean(scores.recall),
-        frequency=tuple(frequency),
+        iou=iou,
+        miou=mean_of_known(iou),
+        dice=dice,
+        mean_dice=mean_of_known(dice),
+        precision=precision,
+        mean_precision=mean_of_known(precision),
+        recall=recall,
+        mean_recall=mean_of_known(recall),
+        frequency=frequency,
         frequency_weighted_iou=sum(weighted) if weighted else None,
         pixel_accuracy=pixel_accuracy,
         num_valid_px=num_valid_px,
@@ -381,8 +331,3 @@ def _all_scores(
 
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    there = [value for value in values if value is not None]
-    return sum(there) / len(there) if there else None

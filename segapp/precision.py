@@ -36,11 +36,7 @@ class LossScaler:
         self.growth_tracker = torch.tensor(0, dtype=torch.int32, device=device)
 
     def update(self, is_bad: Tensor) -> None:
-        """Adapt the scale after a step.
-
-        Args:
-            is_bad: 0-dim float32 tensor on the scaler's device; nonzero: a gradient was not finite.
-        """
+        """Adapt the scale after a step; `is_bad`, 0-dim float32, is nonzero if a gradient was not finite."""
         amp_update_scale_(self.scale, self.growth_tracker, is_bad, 2.0, 0.5, self.growth_interval)
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -71,12 +67,7 @@ def half_except_batchnorm(model: nn.Module) -> nn.Module:
 
 
 class Precision:
-    """Precision mode of a training.
-
-    Args:
-        name: fp32, fp16, amp-fp16 or amp-bf16.
-        device: the model's (first) device.
-    """
+    """Precision mode of a training, one of `PRECISIONS`, with the model's (first) device."""
 
     def __init__(self, name: str, device: torch.device) -> None:
         if name not in PRECISIONS:

@@ -120,7 +120,7 @@ def test_counts_and_sets_match_plain_operators(num_views: int) -> None:
 
 def test_scores_of_sets_by_hand() -> None:
     counts = LabelCounts(3)
-    counts.add(torch.tensor([[[5, 1], [2, 2]], [[10, 0], [0, 0]], [[0, 0], [5, 5]]]))
+    counts.matrix.add_(torch.tensor([[[5, 1], [2, 2]], [[10, 0], [0, 0]], [[0, 0], [5, 5]]]))
     scores = counts.scores()
     assert scores.iou == (2 / 5, None, 1 / 2)
     assert scores.dice == (4 / 7, None, 2 / 3)

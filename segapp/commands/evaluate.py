@@ -335,7 +335,7 @@ def per_image_csv(found: EvaluationResult, dataset: SegmentationDataset, trained
 
 def _scores(counts: torch.Tensor, ignore_index: int) -> SegmentationScores:
     matrix = counts_for(len(counts), ignore_index, multilabel=counts.dim() == 3)
-    matrix.add(counts)
+    matrix.matrix.add_(counts)
     return matrix.scores()
 
 

@@ -8,11 +8,9 @@ from torch import Tensor
 
 
 def embed_positions(encoder: Any, patches: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Return the tokens of a vision transformer's first block, and its rotary embedding if it has one.
+    """Return the tokens of the first block of a VisionTransformer or Eva, and its rotary embedding if it has one.
 
-    Args:
-        encoder: `timm.models.vision_transformer.VisionTransformer` or `timm.models.eva.Eva`.
-        patches: Of `encoder.patch_embed`.
+    `patches` are those of `encoder.patch_embed`.
     """
     embedded = encoder._pos_embed(patches)
     return embedded if isinstance(embedded, tuple) else (embedded, None)

@@ -8,12 +8,7 @@ from torch import nn
 
 
 def feature_maps_of(net: nn.Module, names: Mapping[str, str]) -> nn.Module:
-    """Return a module that computes a dict of the outputs of some children.
-
-    Args:
-        net: Its children run in their order.
-        names: Child -> key of the dict.
-    """
+    """Return a module that runs the children in their order and returns the outputs of some by another name."""
     from torchvision.models._utils import IntermediateLayerGetter
 
     getter: nn.Module = IntermediateLayerGetter(net, return_layers=dict(names))

@@ -29,7 +29,6 @@ class ModelFactory(Protocol):
 
     def __call__(self, *, num_classes: int, in_channels: int, **options: Any) -> nn.Module:
         """Return the network for C = `num_classes` and B = `in_channels`."""
-        ...
 
 
 class Loss(Protocol):
@@ -42,7 +41,6 @@ class Loss(Protocol):
             logits: (N, C, H, W), float32 or float64, at the target's resolution.
             target: (N, H, W) int64: class ids, and `ignore_index` where a pixel is not valid.
         """
-        ...
 
 
 class LossFactory(Protocol):
@@ -59,7 +57,6 @@ class LossFactory(Protocol):
         **options: Any,
     ) -> Loss:
         """Return the loss; `weight` (C,) float32 is given with `loss.class_weights` only."""
-        ...
 
 
 class DataSource(Protocol):
@@ -67,7 +64,6 @@ class DataSource(Protocol):
 
     def __len__(self) -> int:
         """Return the number of images."""
-        ...
 
     def image_and_mask(self, index: int) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return an image and its mask, the same at every call.
@@ -75,7 +71,6 @@ class DataSource(Protocol):
         The image is (H, W, B) of `data.dtype`: uint8 RGB by default. The mask is (H, W) of integers: class ids, those
         of `data.label_map`, and `data.ignore_index`.
         """
-        ...
 
 
 class DataFactory(Protocol):
@@ -83,7 +78,6 @@ class DataFactory(Protocol):
 
     def __call__(self, *, root: str, split: str, **options: Any) -> DataSource:
         """Return the images and masks of a split below `data.root`."""
-        ...
 
 
 class OptimizerFactory(Protocol):
@@ -91,7 +85,6 @@ class OptimizerFactory(Protocol):
 
     def __call__(self, groups: Sequence[Mapping[str, Any]], /, *, lr: float, **options: Any) -> torch.optim.Optimizer:
         """Return the optimizer over groups of parameters with their `weight_decay`."""
-        ...
 
 
 class Schedule(Protocol):
@@ -99,7 +92,6 @@ class Schedule(Protocol):
 
     def __call__(self, step: int, /) -> float:
         """Return the factor on `optim.lr`, 0 or more, at a step (optimizer update), counted from 1."""
-        ...
 
 
 class ScheduleFactory(Protocol):
@@ -107,7 +99,6 @@ class ScheduleFactory(Protocol):
 
     def __call__(self, *, total_steps: int, steps_per_epoch: int, **options: Any) -> Schedule:
         """Return the schedule of a run of so many steps."""
-        ...
 
 
 class Transform(Protocol):
@@ -115,7 +106,6 @@ class Transform(Protocol):
 
     def __call__(self, image: NDArray[Any], mask: NDArray[Any], seed: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return image (H, W, B) and mask (H, W) of class ids in their own types, a function of the arguments alone."""
-        ...
 
 
 class TransformFactory(Protocol):
@@ -123,7 +113,6 @@ class TransformFactory(Protocol):
 
     def __call__(self, *, crop_px: tuple[int, int], ignore_index: int, **options: Any) -> Transform:
         """Return the transform; `crop_px` is height and width of the training crop, in pixels."""
-        ...
 
 
 FACTORIES: dict[str, type] = {

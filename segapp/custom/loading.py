@@ -19,13 +19,7 @@ from segapp.errors import ConfigError, SegappError, did_you_mean
 
 @dataclass(frozen=True)
 class CustomComponent:
-    """An imported own part.
-
-    Attributes:
-        name: as it stands in the config.
-        factory: class or function that makes the part.
-        source: its source file; None if it has none.
-    """
+    """An imported own part: its name in the config, the class or function that makes it, and its source file."""
 
     name: str
     factory: Callable[..., Any]
@@ -33,14 +27,10 @@ class CustomComponent:
 
 
 def load_part(name: str, key: str) -> CustomComponent:
-    """Import an own part.
+    """Import an own part, which a config key or an option names.
 
     The current folder, or the folder of a named file, is added at the end of the Python path, where other processes of
     the run (data workers, ranks) find the module too.
-
-    Args:
-        name: `package.module:factory` or `file.py:factory`.
-        key: config key or option that holds the name, for messages.
 
     Raises:
         ConfigError: there is no such module or name in it, or its import fails.
@@ -56,18 +46,16 @@ def _load(name: str, key: str) -> CustomComponent:
     if not is_part(name):
         raise ConfigError(f"{key} = {name!r} names no own part: write package.module:factory or ./file.py:factory")
     where, attribute = split_name(name)
-    source = find_source(name)
-    module = (
-        _import_file(where, source, f"{key} = {name}") if is_file_name(where) else _import(where, f"{key} = {name}")
-    )
+    source, what = find_source(name), f"{key} = {name}"
+    module = _import_file(where, source, what) if is_file_name(where) else _import(where, what)
     found: Any = module
     for word in attribute.split("."):
         if not hasattr(found, word):
             hint = did_you_mean(word, [each for each in dir(found) if not each.startswith("__")], most=3)
-            raise ConfigError(f"{key} = {name}: {where} has no {word!r}: {hint or 'check the spelling'}")
+            raise ConfigError(f"{what}: {where} has no {word!r}: {hint or 'check the spelling'}")
         found = getattr(found, word)
     if not callable(found):
-        raise ConfigError(f"{key} = {name} is a {type(found).__name__}: name a class or a function that makes the part")
+        raise ConfigError(f"{what} is a {type(found).__name__}: name a class or a function that makes the part")
     file = getattr(module, "__file__", None)
     return CustomComponent(name, found, source if source is not None or file is None else Path(file).resolve())
 
@@ -123,10 +111,8 @@ def option_problems(
         parameters = list(inspect.signature(part.factory).parameters.values())
     except (ValueError, TypeError):  # written in C: it checks its own arguments
         return []
-    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    if sum(p.kind in by_position for p in parameters) < num_positional and not any(
-        p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters
-    ):
+    num_taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
+    if num_taken < num_positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return [
             f"{part.name} takes fewer than the {num_positional} arguments that segapp gives it: run segapp check-part"
         ]
@@ -155,7 +141,7 @@ def build_part(
     offered: Mapping[str, Any] | None = None,
     options_key: str | None = None,
 ) -> Any:
-    """Import a part and return what its factory makes.
+    """Import the part that a config key names and return what its factory makes.
 
     Args:
         name: of the part.
@@ -200,12 +186,13 @@ def shown_error(error: BaseException) -> str:
     """Return type, message and place of an error in one line; the place is the innermost line of the user's code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(Path(frame.filename))]
-    where = f" ({_path_shown(own[-1].filename)}, line {own[-1].lineno})" if own else ""
-    if not own and frames:
-        where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
+    message, where = str(error).partition("\n")[0], ""
     if isinstance(error, SyntaxError) and error.filename:
-        where = f" ({_path_shown(error.filename)}, line {error.lineno})"
-    message = error.msg if isinstance(error, SyntaxError) else str(error).partition("\n")[0]
+        message, where = error.msg, f" ({_path_shown(error.filename)}, line {error.lineno})"
+    elif own:
+        where = f" ({_path_shown(own[-1].filename)}, line {own[-1].lineno})"
+    elif frames:
+        where = f" ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
     return f"{type(error).__name__}: {message}{where}"
 
 
@@ -224,12 +211,8 @@ def _path_shown(file: str) -> str:
 def raised_at(error: BaseException, parts: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the custom component in whose file an error was raised, and file and line; None if in none of them.
 
-    Args:
-        error: also the errors that it was raised from are looked at.
-        parts: key of the config -> name of the component.
-
-    Returns:
-        `loss.name = own:focal` and `own.py:12`.
+    Such as `loss.name = own:focal` and `own.py:12`. The errors that it was raised from are looked at too. `parts` has
+    the component of each key of the config.
     """
     sources = {key: find_source(name) for key, name in parts.items()}
     chain: list[BaseException] = []
@@ -238,16 +221,11 @@ def raised_at(error: BaseException, parts: Mapping[str, str]) -> tuple[str, str]
         chain.append(link)
         link = link.__cause__ or (None if link.__suppress_context__ else link.__context__)
     for each in reversed(chain):
-        frames = []
-        traceback = each.__traceback__
-        while traceback is not None:
-            frames.append((traceback.tb_frame.f_code, traceback.tb_lineno))
-            traceback = traceback.tb_next
-        for code, line in reversed(frames):
-            path = Path(code.co_filename).resolve()
+        for frame, line in reversed(list(traceback.walk_tb(each.__traceback__))):
+            path = Path(frame.f_code.co_filename).resolve()
             keys = [key for key, source in sources.items() if source == path]
             if keys:
-                held = _holders(keys, parts, code)
+                held = _holders(keys, parts, frame.f_code)
                 return " or ".join(f"{key} = {parts[key]}" for key in held), f"{path.name}:{line}"
     return None
 

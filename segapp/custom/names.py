@@ -91,22 +91,15 @@ def sha256_of_source(source: Path | None) -> str | None:
         return None
 
 
-MAX_SOURCE_BYTES = 1 << 20
-
-
 def keep_parts(names: Iterable[str], folder: Path) -> None:
     """Copy the source files of parts, `package/module.py` or `file.py`; a copy that exists is never overwritten.
 
     A file that has changed since goes beside it, with the beginning of its SHA-256 in its name. Files of installed
-    packages are left out. A copy is a service: an error of the disk is not reported here.
-
-    Args:
-        names: of the parts.
-        folder: of the copies; made if there is something to copy.
+    packages, and those of more than 1 MiB, are left out. A copy is a service: an error of the disk is not reported.
     """
     for name in names:
         source = find_source(name)
-        if source is None or is_installed(source) or source.stat().st_size > MAX_SOURCE_BYTES:
+        if source is None or is_installed(source) or source.stat().st_size > 2**20:
             continue
         where, _ = split_name(name)
         copy = folder / (source.name if is_file_name(where) else f"{where.replace('.', '/')}.py")

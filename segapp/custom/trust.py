@@ -18,8 +18,6 @@ from segapp.errors import ConfigError
 TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
 """Environment variable that is 1 where the parts of any config may be imported; `--trust-parts` sets it."""
 
-MAX_MEMORY_BYTES = 1 << 22
-
 
 def trust_parts() -> None:
     """Accept the parts of any config, in this process and in those that it starts."""
@@ -42,9 +40,7 @@ def remember_parts(names: Iterable[str]) -> None:
 def check_trusted(named: Mapping[str, str], origin: str) -> None:
     """Check that code named by a config that is not the user's own may be imported.
 
-    Args:
-        named: config key -> name of the part.
-        origin: where the config comes from, for the message.
+    `named` has the part of each config key, `origin` says where the config comes from.
 
     Raises:
         ConfigError: a part was never named on this machine.
@@ -70,7 +66,7 @@ def _memory_file() -> Path:
 def _remembered() -> set[str]:
     try:
         path = _memory_file()
-        return set(path.read_text(encoding="utf-8").splitlines()) if path.stat().st_size <= MAX_MEMORY_BYTES else set()
+        return set(path.read_text(encoding="utf-8").splitlines()) if path.stat().st_size <= 2**22 else set()
     except (OSError, RuntimeError, UnicodeDecodeError):
         return set()
 

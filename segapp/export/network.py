@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.inference.normalize import Normalizer
 from segapp.models import SegmentationModel
 from segapp.models.surgery import replace_adaptive_pooling
 
@@ -33,11 +34,6 @@ class ExportNetwork(nn.Module):
         half: compute the network in float16; the upsampling stays in float32.
     """
 
-    low: Tensor
-    span: Tensor
-    scale: Tensor
-    shift: Tensor
-
     def __init__(
         self,
         model: SegmentationModel,
@@ -50,33 +46,20 @@ class ExportNetwork(nn.Module):
         half: bool = False,
     ) -> None:
         super().__init__()
-        self.model = copy.deepcopy(model).float().cpu().eval()
+        dtype = torch.float16 if half else torch.float32
+        self.model = copy.deepcopy(model).cpu().to(dtype).eval()
         self.model.requires_grad_(False)
         replace_adaptive_pooling(self.model)
-        self.has_ranges = ranges is not None
-        lows, spans = zip(*((low, high - low) for low, high in ranges or ((0.0, 255.0),)), strict=True)
-        top = 1 if self.has_ranges else 255
-        constants = {"low": lows, "span": spans, "scale": [1 / (top * s) for s in std]}
-        constants["shift"] = [m / s for m, s in zip(mean, std, strict=True)]
-        for name, values in constants.items():
-            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1))
+        self.normalizer = Normalizer(mean, std, dtype, ranges)
         self.align_corners = align_corners
         self.argmax = argmax
-        self.dtype = torch.float16 if half else torch.float32
-        if half:
-            self.model.half()
 
     def forward(self, images: Tensor) -> Tensor:
         """Return float32 logits (N, C, H, W), or class ids (N, H, W) of images (N, H, W, B) as they are stored.
 
         Class ids are uint8, or int32 for more than 256 classes.
         """
-        planes = images.permute(0, 3, 1, 2).contiguous()
-        values = planes.float()
-        if self.has_ranges:
-            values = (values - self.low) / self.span
-            values = torch.where(values.isnan(), torch.zeros_like(values), values).clamp(0, 1)
-        pixels = (values * self.scale - self.shift).to(self.dtype)
+        pixels = self.normalizer(images.permute(0, 3, 1, 2).contiguous())
         height, width = pixels.shape[-2], pixels.shape[-1]
         pixels = self._padded(pixels)
         low = self.model.compute_logits(pixels)[0].float()

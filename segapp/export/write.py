@@ -80,9 +80,7 @@ def write_export(
         RunError: the network cannot be exported, or the file gives other classes; nothing is written then.
         StorageError: the file cannot be written.
     """
-    temporary = path.parent / f"{temporary_name()}.{format}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _written(path, format) as temporary:
         if format == "onnx":
             info = info.model_copy(update={"opset": OPSET})
         network = build_network(model, info)
@@ -98,12 +96,23 @@ def write_export(
                 + ("export without --half" if info.precision == "fp16" else "use the other --format"),
                 path=path,
             )
+    return found
+
+
+@contextlib.contextmanager
+def _written(path: Path, suffix: str) -> Iterator[Path]:
+    """Yield a temporary name for a file that gets its own name when the block has ended without an error."""
+    from safetensors import SafetensorError
+
+    temporary = path.parent / f"{temporary_name()}.{suffix}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield temporary
         os.replace(temporary, path)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # SafetensorError: a full disk
         raise StorageError(cannot_be_written(path, error), path=path) from None
     finally:
         remove_quietly(temporary)
-    return found
 
 
 def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: Mapping[str, str] | None = None) -> int:
@@ -122,7 +131,6 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
         RunError: the tensors read back differ.
         StorageError: the file cannot be written.
     """
-    from safetensors import SafetensorError
     from safetensors.torch import load_file, save_file
 
     dtype = torch.float16 if info.precision == "fp16" else torch.float32
@@ -132,20 +140,13 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
         for name, value in model.state_dict().items()
     }
     properties = {name: text for name, text in info.as_properties().items() if name not in _PROGRAM_FIELDS}
-    temporary = path.parent / f"{temporary_name()}.safetensors"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+    with _written(path, "safetensors") as temporary:
         save_file(tensors, temporary, {"format": "pt", **properties, **(more or {})})
         back = load_file(temporary, device="cpu")
         if back.keys() != tensors.keys() or not all(torch.equal(back[name], tensors[name]) for name in tensors):
             raise RunError(
                 f"{path.name}: the weights read back differ from those written: choose another --out", path=path
             )
-        os.replace(temporary, path)
-    except (OSError, SafetensorError) as error:  # SafetensorError: a full disk
-        raise StorageError(cannot_be_written(path, error), path=path) from None
-    finally:
-        remove_quietly(temporary)
     return len(tensors)
 
 
@@ -178,14 +179,9 @@ def check_export(
     sizes: Sequence[tuple[int, int, int]],
     pictures: Sequence[NDArray[Any]] = (),
 ) -> CheckResult:
-    """Compare an exported network with the original computed by torch in float32.
+    """Compare an exported network, which `compute` runs, with the original computed by torch in float32.
 
-    Args:
-        compute: runs the exported network.
-        info: its metadata.
-        model: the original.
-        sizes: (N, H, W) of the images to compare on.
-        pictures: (H, W, B), as they are stored, of any size; synthetic ones are used if empty.
+    The images have the given sizes (N, H, W); see `write_export` for the pictures.
     """
     reference = build_network(model, info.model_copy(update={"output": "logits", "precision": "fp32"}))
     source = itertools.cycle(pictures or [_synthetic_picture(info.pixels)])
@@ -237,16 +233,14 @@ def _synthetic_picture(pixels: PixelFormat) -> NDArray[Any]:
     return np.asarray(values, pixels.numpy_dtype)
 
 
-def _example(network: ExportNetwork, pixels: PixelFormat) -> tuple[torch.Tensor, dict[int, str]]:
-    """Return images to trace with, and the names of their dynamic dimensions by index."""
-    _, size, *_ = check_sizes(network.model)
-    free = {0: "batch"} if network.model.fixed_size_px is not None else {0: "batch", 1: "height", 2: "width"}
-    return torch.zeros(*size, pixels.num_bands, dtype=pixels.torch_dtype), free
+def _dynamic_axes(network: ExportNetwork) -> dict[int, str]:
+    return {0: "batch"} if network.model.fixed_size_px is not None else {0: "batch", 1: "height", 2: "width"}
 
 
 def _trace(network: ExportNetwork, pixels: PixelFormat) -> torch.export.ExportedProgram:
-    images, free = _example(network, pixels)
-    shapes = dict.fromkeys(free, torch.export.Dim.DYNAMIC)
+    _, size, *_ = check_sizes(network.model)
+    images = torch.zeros(*size, pixels.num_bands, dtype=pixels.torch_dtype)
+    shapes = dict.fromkeys(_dynamic_axes(network), torch.export.Dim.DYNAMIC)
     # Otherwise the example's size becomes a constraint of the file, such as "batch >= 2" or "height >= 33".
     with size_oblivious_export(), torch.no_grad():
         program = torch.export.export(network, (images,), dynamic_shapes=(shapes,), strict=False)
@@ -310,7 +304,7 @@ def _write_onnx(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute
             output_names=[info.output],
         )
         assert written is not None
-        rename_dynamic_axes(written, _example(network, info.pixels)[1])
+        rename_dynamic_axes(written, _dynamic_axes(network))
         written.model.metadata_props.update(info.as_properties())
         written.model.producer_name, written.model.producer_version = "segapp", info.segapp_version
         written.save(path, external_data=False)

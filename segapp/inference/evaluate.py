@@ -136,7 +136,7 @@ class EvaluationCounts:
 
     def add(self, counts: Tensor, statistics: Sequence[Tensor]) -> None:
         """Add the pixel counts and the loss statistics of images, or of a tile of them."""
-        self.confusion.add(counts)
+        self.confusion.matrix.add_(counts)
         self.add_statistics(statistics)
 
     def add_statistics(self, statistics: Sequence[Tensor]) -> None:

@@ -187,7 +187,7 @@ class EnsembleEvaluator(Evaluator):
         for number, index in enumerate(batch.indices):
             image, target = batch.images[number, ...], batch.target[number, ...]
             counts = self._count_strips(image.cpu().permute(1, 2, 0).numpy(), target)
-            self.counts.confusion.merge(counts)  # type: ignore[arg-type]  # both are of one kind
+            self.counts.confusion.counts += counts.counts.to(self.settings.device)
             if self.with_images:
                 self.per_image[index] = counts.matrix.clone()
             self.counts.num_images += 1

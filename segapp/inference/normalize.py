@@ -93,14 +93,11 @@ class Normalizer(nn.Module):
         self.dtype = dtype
         self.has_ranges = ranges is not None
         top = 255 if ranges is None else 1
-        self._hold("scale", [1 / (top * s) for s in std])
-        self._hold("shift", [m / s for m, s in zip(mean, std, strict=True)])
+        constants = {"scale": [1 / (top * s) for s in std], "shift": [m / s for m, s in zip(mean, std, strict=True)]}
         if ranges is not None:
-            self._hold("low", [low for low, _ in ranges])
-            self._hold("span", [high - low for low, high in ranges])
-
-    def _hold(self, name: str, values: list[float]) -> None:
-        self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
+            constants |= {"low": [low for low, _ in ranges], "span": [high - low for low, high in ranges]}
+        for name, values in constants.items():
+            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return normalised images of the same shape, from (N, B, H, W) of the type of the files."""
@@ -113,10 +110,8 @@ class Normalizer(nn.Module):
 class NormalizedInput(nn.Module):
     """Model that takes images as they are stored; copies of uint8 between devices are a quarter of float32's size.
 
-    Args:
-        model: takes normalised images (N, B, H, W) and returns a tuple, logits first.
-        normalizer: normalises the images.
-        channels_last: use the NHWC memory format.
+    The inner model takes normalised images (N, B, H, W), with `channels_last` in the NHWC memory format, and returns a
+    tuple, logits first.
     """
 
     def __init__(self, model: nn.Module, normalizer: Normalizer, *, channels_last: bool = False) -> None:

@@ -47,12 +47,7 @@ class GroupSettings:
 def parameter_groups(
     named: Iterable[tuple[str, nn.Parameter]], settings: Mapping[str, GroupSettings]
 ) -> dict[GroupSettings, dict[str, nn.Parameter]]:
-    """Return the trainable parameters by their settings, in the order of the groups.
-
-    Args:
-        named: parameters by name; those that need no gradient are left out.
-        settings: of each parameter, by name.
-    """
+    """Return the parameters that need a gradient by their settings, in the order of the groups."""
     groups: dict[GroupSettings, dict[str, nn.Parameter]] = {}
     for name, parameter in named:
         if parameter.requires_grad:
@@ -62,11 +57,7 @@ def parameter_groups(
 
 def as_optimizer_group(settings: GroupSettings, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
     """Return a group as torch's optimizers take it, with the key `lr_factor` for `set_lr`."""
-    return {
-        "params": list(parameters),
-        "lr_factor": settings.lr_factor,
-        "weight_decay": settings.weight_decay,
-    }
+    return {"params": list(parameters), "lr_factor": settings.lr_factor, "weight_decay": settings.weight_decay}
 
 
 def norm_and_bias(model: nn.Module) -> set[int]:
@@ -118,9 +109,7 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
 def add_groups(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
     """Add parameter groups to an optimizer that has made steps, with fresh state and the learning rate of the others.
 
-    Args:
-        optimizer: its groups have the key `lr_factor`.
-        groups: as those that it was made from.
+    All groups have the key `lr_factor`.
     """
     first = optimizer.param_groups[0]
     lr = first["lr"] / first["lr_factor"]
@@ -166,11 +155,7 @@ class WeightAverage(Generic[Module]):
 
     @torch.no_grad()
     def update(self, is_bad: Tensor) -> None:
-        """Move the average towards the model.
-
-        Args:
-            is_bad: 0-dim float32 tensor, 0 or 1; 1 leaves the average unchanged.
-        """
+        """Move the average towards the model; not where `is_bad`, a 0-dim float32 tensor of 0 or 1, is 1."""
         self.num_updates += 1
         n = self.num_updates
         rate = 1.0 - min(self.decay, (1 + n) / (10 + n))

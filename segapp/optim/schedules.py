@@ -81,7 +81,7 @@ def _half_cosine(start: float, end: float, t: float) -> float:
 class Plateau:
     """Multiplies the learning rate by `gamma` after more than `patience` evaluations without a better result.
 
-    As torch's ReduceLROnPlateau: a result is better if it improves on the best by a relative `THRESHOLD`.
+    As torch's ReduceLROnPlateau: a result is better if it improves on the best by a relative 1e-4.
 
     Args:
         patience: evaluations without a better result that are accepted.
@@ -92,8 +92,6 @@ class Plateau:
     Attributes:
         factor: on the learning rate, from 1 on.
     """
-
-    THRESHOLD = 1e-4
 
     def __init__(self, patience: int, gamma: float, lowest: float = 0.0, *, larger_is_better: bool = True) -> None:
         self.patience, self.gamma, self.lowest, self.larger_is_better = patience, gamma, lowest, larger_is_better
@@ -119,8 +117,8 @@ class Plateau:
 
     def _is_better(self, value: float) -> bool:
         if self.larger_is_better:
-            return value > (-math.inf if self._best is None else self._best * (1 + self.THRESHOLD))
-        return value < (math.inf if self._best is None else self._best * (1 - self.THRESHOLD))
+            return value > (-math.inf if self._best is None else self._best * (1 + 1e-4))
+        return value < (math.inf if self._best is None else self._best * (1 - 1e-4))
 
     def state_dict(self) -> dict[str, Any]:
         """Return factor, best result and count, as plain values."""

@@ -12,10 +12,12 @@ import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any, Literal, get_args
 
 import cv2
 import numpy as np
@@ -30,7 +32,7 @@ from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name
 
 Saved = Literal["labels", "color", "overlay", "probabilities"]
-SAVED: tuple[Saved, ...] = ("labels", "color", "overlay", "probabilities")
+SAVED: tuple[Saved, ...] = get_args(Saved)
 OVERLAY_ALPHA = 0.5
 PROBABILITY_SCALE = 65_535
 """Stored value of probability 1."""
@@ -56,25 +58,15 @@ class OutputPlan:
     label_ids: bool = False
     pixels: PixelFormat = RGB8
 
-    @property
-    def with_probabilities(self) -> bool:
-        """True if probabilities are written."""
-        return "probabilities" in self.kinds
-
 
 def label_id_table(scheme: ClassScheme) -> NDArray[Any]:
     """Return the id in the data set's files of each class id, (C,)."""
     return np.array(scheme.file_ids, dtype=np.uint8 if max(scheme.file_ids) < 256 else np.uint16)
 
 
-def color_table(scheme: ClassScheme) -> NDArray[np.uint8]:
-    """Return the RGB colour of each class id, (C, 3)."""
-    return np.array(scheme.palette, dtype=np.uint8)
-
-
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
     """Return class ids (H, W) as uint8 RGB colours (H, W, 3); of several classes the mean, of none black."""
-    table = color_table(scheme)
+    table = np.array(scheme.palette, dtype=np.uint8)
     if scheme.multilabel is None:
         colors: NDArray[np.uint8] = table[labels]
         return colors
@@ -103,12 +95,8 @@ class ImageOutputs:
 
     def __enter__(self) -> ImageOutputs:
         try:
-            for kind in self._plan.kinds:
-                if kind == "labels" and self._plan.scheme.multilabel is not None:
-                    classes = range(self._plan.scheme.num_classes)
-                    self._writers += [_ClassMask(self._plan, self._picture, number) for number in classes]
-                else:
-                    self._writers.append(_WRITERS[kind](self._plan, self._picture))
+            for writer in _writers(self._plan, self._picture):
+                self._writers.append(writer)
         except BaseException:
             self.__exit__(RuntimeError)
             raise
@@ -132,44 +120,40 @@ class ImageOutputs:
 class _Writer:
     """Output file under a temporary name."""
 
-    folder = ""
-    suffix = ".png"
-
-    def __init__(self, plan: OutputPlan, picture: Picture) -> None:
-        self.plan, self.picture = plan, picture
-        self.path = plan.folder / self.folder / f"{picture.file.name}{self.suffix}"
-        self._temporary = self.path.parent / temporary_name()
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporary = path.parent / temporary_name()
+        with self._reported():
+            path.parent.mkdir(parents=True, exist_ok=True)
             self.file: IO[bytes] = open(self._temporary, "wb")  # noqa: SIM115
-        except OSError as error:
-            raise self._refused(error) from None
-        try:
-            self.begin()
-        except OSError as error:
-            self.close(keep=False)
-            raise self._refused(error) from None
+            try:
+                self.begin()
+            except OSError:
+                self.close(keep=False)
+                raise
 
     def add(self, strip: Strip) -> None:
-        try:
+        with self._reported():
             self.write(strip)
-        except OSError as error:
-            raise self._refused(error) from None
 
     def close(self, *, keep: bool) -> None:
         try:
             if keep:
-                self.finish()
-                self.file.close()
-                os.replace(self._temporary, self.path)
-        except OSError as error:
-            raise self._refused(error) from None
+                with self._reported():
+                    self.finish()
+                    self.file.close()
+                    os.replace(self._temporary, self.path)
         finally:
             self.file.close()
             remove_quietly(self._temporary)
 
-    def _refused(self, error: OSError) -> StorageError:
-        return StorageError(cannot_be_written(self.path, error, "free space or choose another --out"), path=self.path)
+    @contextmanager
+    def _reported(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            advice = "free space or choose another --out"
+            raise StorageError(cannot_be_written(self.path, error, advice), path=self.path) from None
 
     def begin(self) -> None:
         raise NotImplementedError
@@ -179,99 +163,53 @@ class _Writer:
 
     def finish(self) -> None:
         raise NotImplementedError
+
+
+Rows = Callable[[Strip], NDArray[Any]]
 
 
 class _PictureFile(_Writer):
-    """GeoTIFF of a georeferenced picture; else a PNG, with a world file beside it where only the transform is known."""
+    """GeoTIFF of a georeferenced picture; else a PNG, with a world file beside it where only the transform is known.
+
+    `rows` returns the rows of a strip as they are stored; the options are those of `PngWriter`.
+    """
+
+    def __init__(self, folder: Path, picture: Picture, rows: Rows, *, is_photo: bool = False, **options: Any) -> None:
+        self._picture, self._rows, self._is_photo, self._options = picture, rows, is_photo, options
+        suffix = ".png" if picture.georeference is None else ".tif"
+        super().__init__(folder / f"{picture.file.name}{suffix}")
+
+    def begin(self) -> None:
+        size, georeference = self._picture.pixels.shape[:2], self._picture.georeference
+        self._image: PngWriter | GeoTiffWriter
+        if georeference is None:
+            profile = self._picture.profile if self._is_photo else None
+            self._image = PngWriter(self.file, size, is_photo=self._is_photo, profile=profile, **self._options)
+        else:
+            self._image = GeoTiffWriter(self._temporary, size, georeference, **self._options)
+
+    def write(self, strip: Strip) -> None:
+        self._image.write(self._rows(strip))
 
     def finish(self) -> None:
         self._image.finish()
-        if self.picture.world is not None:
-            self.path.with_suffix(".pgw").write_text(self.picture.world)
-
-    def start(self, *, is_photo: bool = False, profile: bytes | None = None, **options: Any) -> None:
-        size, georeference = self.picture.pixels.shape[:2], self.picture.georeference
-        self._image: PngWriter | GeoTiffWriter
-        if georeference is None:
-            self._image = PngWriter(self.file, size, is_photo=is_photo, profile=profile, **options)
-        else:
-            self.path = self.path.with_name(f"{self.path.name.removesuffix(self.suffix)}.tif")
-            self._image = GeoTiffWriter(self._temporary, size, georeference, **options)
-
-    def rows(self, values: NDArray[Any]) -> None:
-        self._image.write(values)
-
-
-class _Labels(_PictureFile):
-    folder = "labels"
-
-    def begin(self) -> None:
-        scheme = self.plan.scheme
-        plain = np.uint8 if scheme.num_classes <= 256 else np.uint16
-        self._table = label_id_table(scheme) if self.plan.label_ids else None
-        self.start(dtype=plain if self._table is None else self._table.dtype)
-
-    def write(self, strip: Strip) -> None:
-        self.rows(strip.labels if self._table is None else self._table[strip.labels])
-
-
-class _ClassMask(_PictureFile):
-    """Mask of one class of several per pixel: 255 where it is predicted, in a folder named after the class."""
-
-    def __init__(self, plan: OutputPlan, picture: Picture, number: int) -> None:
-        self._bit = 1 << number
-        name = re.sub(r"[^\w.-]", "_", plan.scheme.names[number]).lstrip(".")
-        self.folder = f"labels/{name or number}"
-        super().__init__(plan, picture)
-
-    def begin(self) -> None:
-        self.start(dtype=np.uint8)
-
-    def write(self, strip: Strip) -> None:
-        self.rows(np.where(strip.labels & self._bit, 255, 0).astype(np.uint8))
-
-
-class _Color(_PictureFile):
-    """PNG with a palette for up to 256 classes, else RGB; RGB for several classes per pixel."""
-
-    folder = "color"
-
-    def begin(self) -> None:
-        scheme = self.plan.scheme
-        self._has_palette = scheme.num_classes <= 256 and scheme.multilabel is None
-        if self._has_palette:
-            self.start(palette=scheme.palette[: scheme.num_classes])
-        else:
-            self.start(channels=3)
-
-    def write(self, strip: Strip) -> None:
-        self.rows(strip.labels if self._has_palette else colorize(strip.labels, self.plan.scheme))
-
-
-class _Overlay(_PictureFile):
-    folder = "overlay"
-
-    def begin(self) -> None:
-        self.start(channels=3, is_photo=True, profile=self.picture.profile)
-
-    def write(self, strip: Strip) -> None:
-        self.rows(blend(self.plan.pixels.as_rgb(self.picture.pixels[strip.rows]), strip.labels, self.plan.scheme))
+        if self._picture.world is not None:
+            self.path.with_suffix(".pgw").write_text(self._picture.world)
 
 
 class _Probabilities(_Writer):
     """Archive .npz with `probabilities`, uint16 (H, W, C), 65535 for 1, and `classes`, the names."""
 
-    folder = "probabilities"
-    suffix = ".npz"
+    def __init__(self, folder: Path, picture: Picture, scheme: ClassScheme) -> None:
+        self._size, self._names = picture.pixels.shape[:2], scheme.names
+        super().__init__(folder / f"{picture.file.name}.npz")
 
     def begin(self) -> None:
-        scheme = self.plan.scheme
         self._archive = zipfile.ZipFile(self.file, "w", zipfile.ZIP_DEFLATED, compresslevel=1)
         with self._archive.open("classes.npy", "w") as entry:
-            np.lib.format.write_array(entry, np.array(scheme.names))
+            np.lib.format.write_array(entry, np.array(self._names))
         self._entry = self._archive.open("probabilities.npy", "w", force_zip64=True)
-        shape = (*self.picture.pixels.shape[:2], scheme.num_classes)
-        header = {"descr": "<u2", "fortran_order": False, "shape": shape}
+        header = {"descr": "<u2", "fortran_order": False, "shape": (*self._size, len(self._names))}
         np.lib.format.write_array_header_1_0(self._entry, header)
 
     def write(self, strip: Strip) -> None:
@@ -287,12 +225,40 @@ class _Probabilities(_Writer):
         self._archive.close()
 
 
-_WRITERS: dict[Saved, type[_Writer]] = {
-    "labels": _Labels,
-    "color": _Color,
-    "overlay": _Overlay,
-    "probabilities": _Probabilities,
-}
+def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
+    """Open and yield the files of a picture."""
+    scheme = plan.scheme
+    few, ids = scheme.num_classes <= 256, label_id_table(scheme)
+    for kind in plan.kinds:
+        folder = plan.folder / kind
+        if kind == "probabilities":
+            yield _Probabilities(folder, picture, scheme)
+        elif kind == "overlay":
+            yield _PictureFile(
+                folder,
+                picture,
+                lambda strip: blend(plan.pixels.as_rgb(picture.pixels[strip.rows]), strip.labels, scheme),
+                channels=3,
+                is_photo=True,
+            )
+        elif kind == "color" and few and scheme.multilabel is None:
+            palette = scheme.palette[: scheme.num_classes]
+            yield _PictureFile(folder, picture, lambda strip: strip.labels, palette=palette)
+        elif kind == "color":
+            yield _PictureFile(folder, picture, lambda strip: colorize(strip.labels, scheme), channels=3)
+        elif scheme.multilabel is not None:  # a mask for each class: 255 where it is predicted
+            for number, name in enumerate(scheme.names):
+                name = re.sub(r"[^\w.-]", "_", name).lstrip(".") or str(number)
+                yield _PictureFile(folder / name, picture, partial(_mask_of, number), dtype=np.uint8)
+        elif plan.label_ids:
+            yield _PictureFile(folder, picture, lambda strip: ids[strip.labels], dtype=ids.dtype)
+        else:
+            dtype = np.uint8 if few else np.uint16
+            yield _PictureFile(folder, picture, lambda strip: strip.labels, dtype=dtype)
+
+
+def _mask_of(number: int, strip: Strip) -> NDArray[Any]:
+    return np.where(strip.labels & (1 << number), 255, 0).astype(np.uint8)
 
 
 def parse_saved(words: Sequence[str]) -> tuple[Saved, ...]:

@@ -50,11 +50,9 @@ class Predictor(Protocol):
 
         With several classes per pixel, sets of classes as int32: bit c for class c.
         """
-        ...
 
     def probabilities(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return float32 (N, C, H, W) of images (N, H, W, B); their sum over C is 1 without a threshold."""
-        ...
 
 
 def id_dtype(num_classes: int) -> type[np.uint8] | type[np.uint16]:

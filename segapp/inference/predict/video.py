@@ -23,14 +23,10 @@ from segapp.run.files import remove_quietly, temporary_name
 CODECS = (("mp4v", ".mp4"), ("avc1", ".mp4"), ("XVID", ".avi"), ("MJPG", ".avi"))
 """Codecs in the order they are tried; Motion JPEG is built into OpenCV."""
 _VIDEO_KINDS = ("color", "overlay")
-_DEFAULT_RATE = 25.0
 
 
 class VideoReader:
     """The frames of a video.
-
-    Args:
-        file: the video.
 
     Attributes:
         frames_per_s: from the metadata, 25 if absent.
@@ -56,7 +52,7 @@ class VideoReader:
                 path=file.path,
             )
         rate = float(self._capture.get(cv2.CAP_PROP_FPS))
-        self.frames_per_s = rate if np.isfinite(rate) and rate > 0 else _DEFAULT_RATE
+        self.frames_per_s = rate if np.isfinite(rate) and rate > 0 else 25.0
         self.num_frames = max(0, int(self._capture.get(cv2.CAP_PROP_FRAME_COUNT)))
         self.frame_px = int(self._first.shape[0] * self._first.shape[1])
 
@@ -96,28 +92,19 @@ class VideoOutputs:
     """Context manager of the outputs of a video: colour and overlay as videos, other kinds as one file per frame.
 
     The videos are removed if the context is left with an exception other than `DataError`.
-
-    Args:
-        plan: which outputs are written.
-        reader: the input.
     """
 
     def __init__(self, plan: OutputPlan, reader: VideoReader) -> None:
-        self._plan = plan
         self._frames = replace(plan, kinds=tuple(kind for kind in plan.video_kinds if kind not in _VIDEO_KINDS))
-        self._videos: list[_VideoFile] = []
-        self._reader = reader
+        self._videos = [_VideoFile(plan, kind, reader) for kind in plan.video_kinds if kind in _VIDEO_KINDS]
         self._frame_paths: list[Path] = []
 
     @property
     def paths(self) -> list[Path]:
         """The files, complete once the context is left: the videos, then those of the frames."""
-        return [*(video.path for video in self._videos if video.is_begun), *self._frame_paths]
+        return [*(video.path for video in self._videos if video.has_frames), *self._frame_paths]
 
     def __enter__(self) -> VideoOutputs:
-        self._videos = [
-            _VideoFile(self._plan, kind, self._reader) for kind in self._plan.video_kinds if kind in _VIDEO_KINDS
-        ]
         return self
 
     def add(self, picture: Picture, strips: list[Strip]) -> None:
@@ -160,8 +147,7 @@ class _VideoFile:
         self._temporary = self.path = self._base
 
     @property
-    def is_begun(self) -> bool:
-        """True if it has a frame."""
+    def has_frames(self) -> bool:
         return self._writer is not None
 
     def add(self, image: NDArray[Any], labels: NDArray[Any]) -> None:
@@ -174,20 +160,18 @@ class _VideoFile:
         self._writer.write(np.ascontiguousarray(frame[..., ::-1]))
 
     def _open(self, size: tuple[int, int]) -> None:
+        folder = self._base.parent
         try:
-            self._base.parent.mkdir(parents=True, exist_ok=True)
+            folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise StorageError(
-                f"{self._base.parent}: {error.strerror}: choose another --out", path=self._base.parent
-            ) from None
+            raise StorageError(f"{folder}: {error.strerror}: choose another --out", path=folder) from None
         for codec, suffix in CODECS:
-            self._temporary = self._base.parent / (temporary_name() + suffix)
+            self._temporary = folder / (temporary_name() + suffix)
+            fourcc = cv2.VideoWriter.fourcc(*codec)
             with _quiet():
-                writer = cv2.VideoWriter(
-                    os.fspath(self._temporary), cv2.VideoWriter.fourcc(*codec), self._rate, size, True
-                )
+                writer = cv2.VideoWriter(os.fspath(self._temporary), fourcc, self._rate, size, True)
             if writer.isOpened():
-                self._writer, self.path = writer, self._base.parent / (self._base.name + suffix)
+                self._writer, self.path = writer, folder / (self._base.name + suffix)
                 return
             remove_quietly(self._temporary)
         tried = ", ".join(codec for codec, _ in CODECS)
