@@ -13,7 +13,7 @@ from torch import Tensor
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
 from segapp.config.parts import part_sections
 from segapp.custom import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
-from segapp.custom.contracts import Loss, Schedule, given_arguments
+from segapp.custom.contracts import ARGUMENTS, Loss, Schedule
 from segapp.custom.loading import takes
 from segapp.errors import ConfigError, SegappError
 from segapp.losses import AdditiveCriterion, PlainCriterion
@@ -33,7 +33,7 @@ def check_parts(config: RunConfig) -> None:
         if key not in options:  # a transform, whose options are checked where it is made
             continue
         where = f"{key.rpartition('.')[0]}.options"
-        wrong = option_problems(part, where, options[key], *given_arguments(section))
+        wrong = option_problems(part, where, options[key], *ARGUMENTS[section])
         problems += [ConfigError(problem, key=where, value=dict(options[key])) for problem in wrong]
     if problems:
         raise ConfigError.together(problems, f"{len(problems)} problems in own parts:")

@@ -12,7 +12,7 @@ import torch
 from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
 from segapp.build.pairs import own_data
 from segapp.config import DataConfig, LossTerm, OptimConfig, ScheduleConfig
-from segapp.custom.contracts import FACTORIES, given_arguments
+from segapp.custom.contracts import ARGUMENTS
 from segapp.datasets.augment import TrainTransform
 from segapp.errors import ConfigError
 from segapp.models import build_model
@@ -41,11 +41,11 @@ USES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", FACTORIES)
+@pytest.mark.parametrize("kind", ARGUMENTS)
 def test_contract_names_what_a_factory_is_given(kind: str) -> None:
     given.clear()
     with contextlib.suppress(ConfigError):  # what the factory makes is no network, ...
         USES[kind]()
-    names, num_positional = given_arguments(kind)
+    names, num_positional = ARGUMENTS[kind]
     assert set(given) - {"groups"} == set(names)
     assert ("groups" in given) == bool(num_positional)

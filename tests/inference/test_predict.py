@@ -11,7 +11,8 @@ import pytest
 
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.errors import DataError
-from segapp.inference.predict import colorize, find_images, label_id_table
+from segapp.inference.predict import colorize, find_images
+from segapp.inference.predict.outputs import label_id_table
 from tests.support.runs import merged, segapp, train
 
 

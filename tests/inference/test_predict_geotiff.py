@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.inference.predict import OutputPlan, Workspace, find_images, predict_files
+from segapp.inference.predict import OutputPlan, find_images, predict_files
 from segapp.inference.predict.reading import read_picture
-from segapp.inference.workspace import MIN_SIDE_PX
+from segapp.inference.workspace import MIN_SIDE_PX, Workspace
 
 rasterio = pytest.importorskip("rasterio", reason="the extra geo is not installed")
 
