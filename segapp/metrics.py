@@ -1,4 +1,4 @@
-"""Confusion matrix on the device, the scores computed from it, and the boundary IoU.
+"""Confusion matrix, the scores computed from it, and the boundary IoU.
 
 The conventions are those of the Cityscapes evaluation server (`evalPixelLevelSemanticLabeling` of the package
 cityscapesscripts): pixels with an ignored target are not counted; IoU = TP / (TP + FP + FN); a class in neither targets
@@ -58,17 +58,13 @@ class SegmentationScores:
 class ConfusionMatrix:
     """Counts of (target, prediction) pairs over any number of batches.
 
-    `update` does not wait for the device. Matrices of replicas and ranks are added by summing their `counts`, as in
-    `torch.distributed.all_reduce(confusion.counts)`.
+    Matrices of devices and ranks are added by summing their `counts`, int64 (C * C,), the matrix row by row.
 
     Args:
         num_classes: C, at least 1.
         ignore_index: target id that counts nowhere. If it is a class, that class has no IoU, and its prediction counts
             as an error of the target's class.
         device: of the counts.
-
-    Attributes:
-        counts: int64 (C * C + 1,): the matrix row by row, then the number of pairs out of range.
 
     Example:
         >>> confusion = ConfusionMatrix(2)
@@ -82,69 +78,43 @@ class ConfusionMatrix:
     def __init__(self, num_classes: int, ignore_index: int = 255, device: torch.device | str = "cpu") -> None:
         if num_classes < 1:
             raise ValueError(f"num_classes={num_classes}: a confusion matrix needs at least one class")
-        self.num_classes = num_classes
-        self.ignore_index = ignore_index
+        self.num_classes, self.ignore_index = num_classes, ignore_index
         with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
-            self.counts = torch.zeros(num_classes * num_classes + 1, dtype=torch.int64, device=device)
+            self.counts = torch.zeros(num_classes * num_classes, dtype=torch.int64, device=device)
 
     @property
     def matrix(self) -> Tensor:
         """The matrix, int64 (C, C), a view of `counts`: row is the target's class, column the predicted one."""
-        return self.counts[:-1].view(self.num_classes, self.num_classes)
+        return self.counts.view(self.num_classes, self.num_classes)
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
-        """Count one batch.
-
-        Args:
-            prediction_NHW: (N, H, W) class ids, of any integer type.
-            target_NHW: (N, H, W) class ids or `ignore_index`, of any integer type.
+        """Count one batch of class ids (N, H, W), of any integer type.
 
         Raises:
-            ValueError: the shapes differ or a tensor is not of integers. On the CPU also if a target is neither a class
-                nor `ignore_index`, or the prediction at a valid target is no class; on other devices `scores` raises
-                this, because a check would wait for the device.
+            ValueError: the shapes differ, a tensor is not of integers, a target is neither a class nor `ignore_index`,
+                or the prediction at a valid target is no class.
         """
         if prediction_NHW.shape != target_NHW.shape:
             raise ValueError(
                 f"prediction of shape {tuple(prediction_NHW.shape)}, target of shape {tuple(target_NHW.shape)}: they "
                 f"must have the same (N, H, W)"
             )
-        num_indices = self.counts.numel() + 1  # one more, for ignored pixels
-        counted = _count(self._indices(prediction_NHW, target_NHW), num_indices)[:-1]
-        if self.counts.device.type == "cpu":
-            self._check(int(counted[-1]))
-        self.counts += counted
-
-    def _indices(self, prediction_NHW: Tensor, target_NHW: Tensor) -> Tensor:
-        """Return each pixel's index in `counts`, (N * H * W,); ignored pixels have the index after the last one."""
-        prediction = self._as_int64(prediction_NHW, "prediction")
-        target = self._as_int64(target_NHW, "target")
-        num_classes = self.num_classes
-        out_of_range = (target < 0) | (target >= num_classes) | (prediction < 0) | (prediction >= num_classes)
-        indices = torch.where(out_of_range, num_classes**2, target * num_classes + prediction)
-        return torch.where(target == self.ignore_index, num_classes**2 + 1, indices)
-
-    def _as_int64(self, ids: Tensor, what: str) -> Tensor:
-        if ids.is_floating_point() or ids.is_complex():
-            raise ValueError(f"{what} of {ids.dtype}: class ids are integers; take the argmax of logits first")
-        return ids.detach().to(self.counts.device, torch.int64, non_blocking=True).flatten()
-
-    def _check(self, num_out_of_range: int) -> None:
-        if num_out_of_range:
+        for what, ids in (("prediction", prediction_NHW), ("target", target_NHW)):
+            if ids.is_floating_point() or ids.is_complex():
+                raise ValueError(f"{what} of {ids.dtype}: class ids are integers; take the argmax of logits first")
+        valid = target_NHW != self.ignore_index
+        prediction, target = (ids[valid].to(self.counts.device, torch.int64) for ids in (prediction_NHW, target_NHW))
+        out_of_range = (torch.minimum(prediction, target) < 0) | (torch.maximum(prediction, target) >= self.num_classes)
+        if num_out_of_range := int(out_of_range.sum()):
             raise ValueError(
                 f"{num_out_of_range} pixels whose prediction or target is not a class 0..{self.num_classes - 1} and "
                 f"whose target is not ignore_index={self.ignore_index}: map the masks' ids to classes first"
             )
+        self.counts += torch.bincount(target * self.num_classes + prediction, minlength=len(self.counts))
 
     def scores(self) -> SegmentationScores:
-        """Return the scores of all counts, computed in float64 on the host.
-
-        Raises:
-            ValueError: ids were out of range, see `update`.
-        """
-        counts = self.counts.cpu()
-        self._check(int(counts[-1]))
-        hits, in_target, in_prediction = _marginals(counts[:-1].view(self.num_classes, self.num_classes))
+        """Return the scores of all counts, computed in float64 on the host."""
+        hits, in_target, in_prediction = _marginals(self.matrix.cpu())
         num_valid_px = sum(in_target)
         accuracy = _ratio(sum(hits), num_valid_px)
         return _all_scores(hits, in_target, in_prediction, num_valid_px, accuracy, self.ignore_index)
@@ -153,16 +123,9 @@ class ConfusionMatrix:
 class LabelCounts:
     """Counts of targets and predictions of classes that do not exclude each other, over any number of batches.
 
-    Its methods are those of `ConfusionMatrix`. The mean IoU is the mean over the classes; the pixel accuracy is the
-    share of right decisions over all valid pixels and classes.
-
-    Args:
-        num_classes: C, at least 1.
-        ignore_index: target value of pixels that count nowhere.
-        device: of the counts.
-
-    Attributes:
-        counts: int64 (C * 4,), the matrices one after the other.
+    Its methods are those of `ConfusionMatrix`; `counts`, int64 (C * 4,), has the matrices one after the other. The mean
+    IoU is the mean over the classes; the pixel accuracy is the share of right decisions over all valid pixels and
+    classes.
     """
 
     def __init__(self, num_classes: int, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
@@ -180,7 +143,7 @@ class LabelCounts:
         valid = target_NHW != self.ignore_index
         for number, matrix in enumerate(self.matrix):
             own, found = (target_NHW[valid] >> number) & 1, (prediction_NHW[valid] >> number) & 1
-            matrix.add_(_count(own.long() * 2 + found.long(), 4).view(2, 2))
+            matrix.add_(torch.bincount(own.long() * 2 + found.long(), minlength=4).view(2, 2))
 
     def scores(self) -> SegmentationScores:
         """Return the scores of all counts, computed in float64 on the host."""
@@ -195,16 +158,8 @@ class BoundaryIoU:
     """Counts of boundary pixels over any number of images.
 
     Ignored pixels of the target are not counted and belong to no region, so a region ends at an ignored area as it does
-    at another class.
-
-    Args:
-        num_classes: C.
-        ignore_index: target value of pixels that are not counted.
-        dilation: width of the band as a share of the image diagonal, at least one pixel; by default that of the paper
-            for large images.
-
-    Attributes:
-        counts: int64 (C, 2): intersection and union of the bands, in pixels.
+    at another class. The width of the band is `dilation` of the image diagonal, at least one pixel; the default is that
+    of the paper for large images. `counts`, int64 (C, 2), are intersection and union of the bands in pixels.
     """
 
     def __init__(self, num_classes: int, ignore_index: int, dilation: float = 0.02) -> None:
@@ -237,14 +192,8 @@ def counts_for(num_classes: int, ignore_index: int, *, multilabel: bool, device:
 def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
     """Return the confusion matrix of groups of classes; a confusion within a group counts as correct.
 
-    For the Cityscapes categories it equals the category scores of the Cityscapes evaluation.
-
-    Args:
-        matrix: int64 (C, C), rows the target's class.
-        groups: the class ids of each of the G groups.
-
-    Returns:
-        int64 (G + 1, G + 1); the last row and column hold the classes of no group.
+    For the Cityscapes categories it equals the category scores of the Cityscapes evaluation. From int64 (C, C) and the
+    class ids of each of G groups, int64 (G + 1, G + 1); the last row and column hold the classes of no group.
     """
     num_classes = matrix.shape[0]
     member = torch.full((num_classes,), len(groups), dtype=torch.int64)
@@ -281,18 +230,6 @@ def boundary(region: NDArray[Any], width_px: int) -> NDArray[np.bool_]:
     outside = {"borderType": cv2.BORDER_CONSTANT, "borderValue": 0}
     inner = cv2.erode(padded, cv2.getStructuringElement(cv2.MORPH_RECT, (side, side)), **outside)
     return np.asarray((padded - inner)[1:-1, 1:-1] > 0)
-
-
-def _count(indices: Tensor, num_indices: int) -> Tensor:
-    """Return how often each of 0..num_indices-1 occurs, int64 (num_indices,)."""
-    if indices.device.type == "cpu":
-        return torch.bincount(indices, minlength=num_indices)
-    return _count_by_scatter(indices, num_indices)  # bincount would wait for the largest value
-
-
-def _count_by_scatter(indices: Tensor, num_indices: int) -> Tensor:
-    counted = torch.zeros(num_indices, dtype=torch.int64, device=indices.device)
-    return counted.scatter_add_(0, indices, torch.ones_like(indices))
 
 
 def _all_scores(

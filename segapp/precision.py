@@ -152,11 +152,7 @@ class Precision:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned.
-
-        Raises:
-            CheckpointError: it is of an fp16 run that kept LayerNorm and GroupNorm in fp32.
-        """
+        """Load what `state_dict` returned; refuse that of an fp16 run that kept LayerNorm and GroupNorm in fp32."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         if self._pairs and "masters" in state:

@@ -15,9 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy.ndimage import binary_erosion
-from torch.overrides import TorchFunctionMode
 
-from segapp import metrics
 from segapp.metrics import BoundaryIoU, ConfusionMatrix, LabelCounts, boundary
 
 
@@ -262,63 +260,6 @@ def test_inputs_are_unchanged_and_inference_mode_works():
     confusion.update(prediction, target)
     assert confusion.scores().num_valid_px == 2
     assert (prediction.tolist(), target.tolist()) == ([[[0, 5]]], [[[0, 255]]])
-
-
-class NamesOfFunctions(TorchFunctionMode):
-    def __init__(self):
-        super().__init__()
-        self.names = set()
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        self.names.add(func.__name__)
-        return func(*args, **(kwargs or {}))
-
-
-def test_counting_on_a_device_does_not_synchronise():
-    confusion = ConfusionMatrix(4)
-    ids = torch.zeros(2, 8, 8, dtype=torch.int64)
-    with NamesOfFunctions() as functions:
-        confusion.counts += metrics._count_by_scatter(confusion._indices(ids, ids.to(torch.uint8)), 18)[:-1]
-    waiting = {
-        "item",
-        "tolist",
-        "__bool__",
-        "__int__",
-        "__float__",
-        "__index__",
-        "cpu",
-        "nonzero",
-        "bincount",
-        "unique",
-    }
-    assert {"where", "scatter_add_"} <= functions.names
-    assert functions.names.isdisjoint(waiting)
-    assert confusion.scores().num_valid_px == ids.numel()
-
-
-def test_scatter_counts_as_bincount_does():
-    torch.manual_seed(0)
-    places = torch.randint(0, 27, (1000,))
-    counted = metrics._count_by_scatter(places, 30)
-    assert counted.equal(torch.bincount(places, minlength=30))
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device to watch for synchronisation")
-def test_gpu_update_does_not_synchronise_and_reports_bad_ids():
-    prediction, target = torch.randint(0, 19, (2, 64, 64)), torch.randint(0, 19, (2, 64, 64))
-    on_cpu, on_gpu = ConfusionMatrix(19), ConfusionMatrix(19, device="cuda")
-    on_cpu.update(prediction, target)
-    prediction, target = prediction.cuda(), target.to(torch.uint8).cuda()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        on_gpu.update(prediction, target)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert on_gpu.scores() == on_cpu.scores()
-    on_gpu.update(prediction, target + 200)
-    with pytest.raises(ValueError, match="not a class"):
-        on_gpu.scores()
 
 
 def official_scores(predictions: list[np.ndarray], targets: list[np.ndarray], folder: Path) -> dict:

@@ -15,9 +15,10 @@ from segapp.build.pairs import build_pixels
 from segapp.config import CriticConfig, RunConfig
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.inference.normalize import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionDistilled
 from segapp.models import Critic, SegmentationModel, critic_size
+from segapp.models.normalizer import Normalizer
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision

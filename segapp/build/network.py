@@ -12,11 +12,11 @@ from segapp.build.pairs import band_statistics, build_pixels
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig
 from segapp.errors import CheckpointError, ConfigError
-from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
 from segapp.models.eomt import NUM_QUERIES
 from segapp.models.names import some_names
+from segapp.models.normalizer import Normalizer
 from segapp.models.weights import load_weights
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run

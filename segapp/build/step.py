@@ -38,12 +38,13 @@ from segapp.custom import is_part
 from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.inference.normalize import NormalizedInput
 from segapp.losses import AdditiveCriterion
 from segapp.memory.peaks import LossStyle
 from segapp.models import Critic, SegmentationModel
 from segapp.models.eomt import EomtModel
 from segapp.models.inspection import refusal
+from segapp.models.normalizer import Normalizer
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import (

@@ -98,14 +98,9 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
 def option_problems(
     part: CustomComponent, key: str, options: Mapping[str, Any], offered: Sequence[str] = (), num_positional: int = 0
 ) -> list[str]:
-    """Return what is wrong with the options of a part, one sentence each; [] if it can be called with them.
+    """Return what is wrong with the options of a part, one sentence each; [] if its factory can be called with them.
 
-    Args:
-        part: its factory's signature says what it takes.
-        key: config key of the options.
-        options: keyword arguments from the config.
-        offered: names of arguments that segapp gives to a factory that takes them.
-        num_positional: arguments that segapp gives by position.
+    segapp gives `num_positional` arguments by position, and those named in `offered` to a factory that takes them.
     """
     try:
         parameters = list(inspect.signature(part.factory).parameters.values())

@@ -14,10 +14,7 @@ from segapp.errors import CheckpointError
 
 
 class ExportInfo(BaseModel):
-    """Metadata of an exported file: one property per field in ONNX, the extra file `segapp.json` in pt2.
-
-    Every value is JSON.
-    """
+    """Metadata of an exported file: one property per field in ONNX, the extra file `segapp.json` in pt2; all JSON."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
@@ -90,11 +87,7 @@ class ExportInfo(BaseModel):
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, str], name: str) -> ExportInfo:
-        """Read the metadata that `as_properties` returned.
-
-        Raises:
-            CheckpointError: the file was not written by segapp export.
-        """
+        """Read the metadata that `as_properties` returned; refuse a file that segapp export has not written."""
         try:
             known = {key: json.loads(properties[key]) for key in cls.model_fields if key in properties}
             return cls.model_validate(known)

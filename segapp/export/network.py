@@ -13,8 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from segapp.inference.normalize import Normalizer
 from segapp.models import SegmentationModel
+from segapp.models.normalizer import Normalizer
 from segapp.models.surgery import replace_adaptive_pooling
 
 
@@ -26,9 +26,7 @@ class ExportNetwork(nn.Module):
 
     Args:
         model: float32; it is copied.
-        mean: of each band, in 0..1.
-        std: of each band, in 0..1.
-        ranges: lowest and highest value of each band, as in training; None: 0 and 255.
+        mean: with `std` and `ranges`, as `Normalizer` takes them.
         align_corners: of the upsampling, as in training.
         argmax: return class ids instead of logits.
         half: compute the network in float16; the upsampling stays in float32.

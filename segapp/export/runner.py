@@ -24,11 +24,7 @@ def is_exported(target: str) -> bool:
 
 
 def require_packages(*packages: str) -> None:
-    """Check that the packages for ONNX files are installed.
-
-    Raises:
-        ConfigError: some are missing; the message names them.
-    """
+    """Raise ConfigError if some of the packages for ONNX files are not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"ONNX files need the package {', '.join(missing)}: pip install 'segapp[export]'")
@@ -37,9 +33,7 @@ def require_packages(*packages: str) -> None:
 class ExportedModel:
     """An exported ONNX file, opened and ready to run.
 
-    Args:
-        path: .onnx file written by `segapp export`.
-        device: where to compute; CUDA is used if onnxruntime supports it.
+    It computes on CUDA if the device is one and onnxruntime supports it.
 
     Raises:
         ConfigError: onnxruntime is missing.
@@ -76,10 +70,7 @@ class ExportedModel:
         self.info = ExportInfo.from_properties(dict(self._session.get_modelmeta().custom_metadata_map), str(path))
 
     def __call__(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return float32 logits (N, C, H, W) or labels (N, H, W), as `info.output` says.
-
-        Args:
-            images: (N, H, W, B), of the bands and the type in `info`.
+        """Return float32 logits (N, C, H, W) or labels (N, H, W), as `info.output` says, of images (N, H, W, B).
 
         Raises:
             RunError: the network cannot run on images of this size.

@@ -118,11 +118,7 @@ def _written(path: Path, suffix: str) -> Iterator[Path]:
 def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: Mapping[str, str] | None = None) -> int:
     """Write the state dict of a network under a temporary name, read it back, and rename it if it is unchanged.
 
-    Args:
-        model: the trained network.
-        info: the metadata; with precision fp16 all floating-point tensors are stored in float16.
-        path: the file.
-        more: additional metadata, text by name.
+    With precision fp16 all floating-point tensors are stored in float16. `more` is additional metadata, text by name.
 
     Returns:
         The number of tensors written.

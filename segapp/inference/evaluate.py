@@ -249,13 +249,7 @@ def evaluate(
 
 
 class DeviceCounter:
-    """Counts the batches that one device evaluates.
-
-    Args:
-        model: in eval mode, on the device of the settings.
-        settings: how images are evaluated.
-        with_boundary: count boundary pixels too.
-    """
+    """Counts the batches that one device evaluates; the model is in eval mode, on the device of the settings."""
 
     def __init__(self, model: SegmentationModel, settings: EvaluationSettings, *, with_boundary: bool = False) -> None:
         self.model, self.settings = model, settings
@@ -297,13 +291,7 @@ def evaluate_parts(
     """Yield the evaluation of images: whole, or in tiles where they are large or do not fit into memory.
 
     The counts and statistics of tiles are those of their cores, with every pixel once. Statistics that belong to an
-    image as a whole (Lovász) take a tile for an image.
-
-    Args:
-        model: in eval mode.
-        images: (N, B, H, W), as they are stored.
-        target: (N, H, W).
-        settings: how the images are evaluated.
+    image as a whole (Lovász) take a tile for an image. The images (N, B, H, W) are as they are stored.
     """
     device, inference = settings.device, settings.inference
     for tile in settings.tiles(model, images):

@@ -63,11 +63,7 @@ class EvaluationResult:
 class Evaluator(DeviceCounter):
     """Evaluation on one device; windows replace its inference where the device runs out of memory.
 
-    Args:
-        model: in eval mode, on the device of the settings.
-        settings: how images are evaluated.
-        with_images: keep the counts of every image.
-        with_boundary: compute the boundary IoU too.
+    It keeps the counts of every image and the boundary IoU too, if they are asked for.
     """
 
     def __init__(

@@ -1,24 +1,22 @@
-"""Normalisation of images, as they are stored, on the device that runs the network, as it is or compiled."""
+"""Networks that take images as they are stored and run as they are or compiled."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
+from segapp.models.normalizer import Normalizer
 
 
 class CompiledCall:
     """Calls a model through `torch.compile`; after a failure to compile it calls the model itself.
 
-    The model stays as it is: state dict, evaluation and export do not know of the compilation.
-
-    Args:
-        model: called with one tensor.
+    The model, called with one tensor, stays as it is: state dict, evaluation and export do not know of the compilation.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -63,48 +61,6 @@ def _is_of_the_compiler(error: Exception) -> bool:
         chain.append(current)
         current = current.__cause__ or current.__context__
     return any(type(each).__module__.startswith(("torch._dynamo", "torch._inductor", "triton")) for each in chain)
-
-
-class Normalizer(nn.Module):
-    """Normalisation of images, on their device: (value - low) / (high - low), limited to 0..1, then mean and std.
-
-    Without `ranges`, values are 0 to 255 and need no limits. NaN, as float images have without data, becomes 0.
-
-    Args:
-        mean: of each band, in 0..1.
-        std: of each band, in 0..1.
-        dtype: of the result.
-        ranges: lowest and highest value of each band; None: 0 and 255.
-    """
-
-    scale: Tensor
-    shift: Tensor
-    low: Tensor
-    span: Tensor
-
-    def __init__(
-        self,
-        mean: Sequence[float],
-        std: Sequence[float],
-        dtype: torch.dtype = torch.float32,
-        ranges: Sequence[tuple[float, float]] | None = None,
-    ) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.has_ranges = ranges is not None
-        top = 255 if ranges is None else 1
-        constants = {"scale": [1 / (top * s) for s in std], "shift": [m / s for m, s in zip(mean, std, strict=True)]}
-        if ranges is not None:
-            constants |= {"low": [low for low, _ in ranges], "span": [high - low for low, high in ranges]}
-        for name, values in constants.items():
-            self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
-
-    def forward(self, images: Tensor) -> Tensor:
-        """Return normalised images of the same shape, from (N, B, H, W) of the type of the files."""
-        pixels = images.to(torch.float32, copy=True)
-        if self.has_ranges:
-            pixels.sub_(self.low).div_(self.span).nan_to_num_(nan=0.0).clamp_(0, 1)
-        return pixels.mul_(self.scale).sub_(self.shift).to(self.dtype)
 
 
 class NormalizedInput(nn.Module):

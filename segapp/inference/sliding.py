@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from segapp.inference.normalize import Normalizer
 from segapp.losses import (
     LogitsTile,
     View,
@@ -25,6 +24,7 @@ from segapp.losses import (
     upsample_probabilities,
     upsample_sets,
 )
+from segapp.models.normalizer import Normalizer
 
 if TYPE_CHECKING:
     from segapp.models import SegmentationModel

@@ -5,6 +5,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from segapp.errors import CheckpointError
 from segapp.models.eomt import build_eomt
 from segapp.models.from_python import build_python
@@ -88,33 +90,27 @@ def build_model(
         raise unknown_name("model.library", library, "a library of models", LIBRARIES)
     inspect_model(model)
     if weights_backbone is not None:
-        _load_backbone(model, weights_backbone, is_partial=partial_weights)
+        _load(model, "model.weights_backbone", weights_backbone, is_partial=partial_weights)
     if weights is not None:
-        _load_whole(model, weights, is_partial=partial_weights)
+        _load(model, "model.weights", weights, is_partial=partial_weights)
     return model.train()
 
 
-def _load_whole(model: SegmentationModel, weights: str, *, is_partial: bool) -> None:
-    key = "model.weights"
-    named = _torchvision_weights(_torchvision_name(model), key) if model.library == "torchvision" else {}
-    state = read_weights_file(_locate(weights, named, f"weights of {model.name}", key), key)
-    model.load_reports += (
-        load_weights(
-            model, state, weights, key, model.backbone_prefix, is_partial=is_partial, in_channels=model.in_channels
-        ),
-    )
-
-
-def _load_backbone(model: SegmentationModel, weights: str, *, is_partial: bool) -> None:
-    key = "model.weights_backbone"
-    named = _torchvision_weights(model.encoder_name, key)
-    if model.library != "torchvision":
-        for name, (repo_id, revision) in _hub_files(model.encoder_name).items():
-            named[name] = partial(fetch_hub_file, repo_id, revision, name, key)
-    state = read_weights_file(_locate(weights, named, f"weights of backbone {model.encoder_name}", key), key)
-    model.load_reports += (
-        load_weights(model.backbone_module, state, weights, key, is_partial=is_partial, in_channels=model.in_channels),
-    )
+def _load(model: SegmentationModel, key: str, weights: str, *, is_partial: bool) -> None:
+    """Load the weights that a config key names, `model.weights` or `model.weights_backbone`, and record the report."""
+    module: nn.Module = model
+    if key == "model.weights":
+        prefix, what = model.backbone_prefix, f"weights of {model.name}"
+        named = _torchvision_weights(_torchvision_name(model), key) if model.library == "torchvision" else {}
+    else:
+        module, prefix, what = model.backbone_module, "", f"weights of backbone {model.encoder_name}"
+        named = _torchvision_weights(model.encoder_name, key)
+        if model.library != "torchvision":
+            for name, (repo_id, revision) in _hub_files(model.encoder_name).items():
+                named[name] = partial(fetch_hub_file, repo_id, revision, name, key)
+    state = read_weights_file(_locate(weights, named, what, key), key)
+    report = load_weights(module, state, weights, key, prefix, is_partial=is_partial, in_channels=model.in_channels)
+    model.load_reports += (report,)
 
 
 def _torchvision_name(model: SegmentationModel) -> str:

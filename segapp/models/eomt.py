@@ -41,7 +41,6 @@ class EomtModel(SegmentationModel):
         aux: in training, also predict before each of these blocks.
         mask_steps: length in steps of a training in which each query attends only to the patches of its own mask, less
             and less often, block after block; None: no masked attention.
-        **about: of `SegmentationModel`.
     """
 
     def __init__(
@@ -143,10 +142,6 @@ class QueryMasking(nn.Module):
     the shares (i + 1) / (B + 2) and (i + 2) / (B + 2) of the training, as in the published configs. Which queries are
     masked follows from the number of updates alone, so that no split of a batch changes it; the published code draws
     them for each image. An evaluation has no masks: it measures the network that will be used.
-
-    Args:
-        num_blocks: B.
-        num_steps: steps of the training.
     """
 
     num_updates: Tensor
@@ -167,10 +162,9 @@ class QueryMasking(nn.Module):
         return (1 - progress) ** 0.9
 
     def forward(self, masks: Tensor, block: int, grid: tuple[int, int], num_prefix: int) -> Tensor:
-        """Return which tokens attend to which, (N, 1, T, T) bool, for mask logits (N, Q, h, w).
+        """Return which tokens attend to which, (N, 1, T, T) bool, in a block, counted from the first with queries.
 
-        Blocks are counted from the first one with queries; `grid` is (gh, gw), `num_prefix` the tokens before the
-        queries.
+        `masks` are logits (N, Q, h, w), `grid` is (gh, gw), `num_prefix` the number of tokens before the queries.
         """
         N, Q = masks.shape[:2]
         inside = F.interpolate(masks.detach(), grid, mode="bilinear", align_corners=False).flatten(2) > 0
@@ -194,11 +188,8 @@ def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
 
     The score of a pixel and class is the sum over the queries of class probability x mask probability (Cheng et al.,
     MaskFormer, NeurIPS 2021, section 3.4), here at the masks' resolution; its logarithm is what the program's
-    upsampling, softmax and argmax take as logits, and softmax gives the scores divided by their sum.
-
-    Args:
-        masks: logits (N, Q, h, w).
-        classes: logits (N, Q, C + 1), "no object" last.
+    upsampling, softmax and argmax take as logits, and softmax gives the scores divided by their sum. `masks` are logits
+    (N, Q, h, w), `classes` logits (N, Q, C + 1) with "no object" last.
     """
     wide = torch.promote_types(masks.dtype, torch.float32)
     kind = masks.device.type
@@ -213,13 +204,8 @@ def build_eomt(
 ) -> SegmentationModel:
     """Return a network with random weights; see `build_model`.
 
-    Args:
-        name: `eomt`.
-        num_classes: C.
-        aux: in training, also predict before each of the last blocks.
-        encoder: `tu-` and a vision transformer of timm.
-        options: `num_queries`, `num_blocks`, `mask_steps` (see `EomtModel`); the others are arguments of timm's model.
-        in_channels: B.
+    The encoder is `tu-` and a vision transformer of timm; the options are `num_queries`, `num_blocks`, `mask_steps`
+    (see `EomtModel`) and arguments of timm's model.
 
     Raises:
         ConfigError: an unknown name, an encoder that is no plain vision transformer, or options that do not suit it.

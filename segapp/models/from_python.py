@@ -33,11 +33,7 @@ class PythonModel(SegmentationModel):
         self.network = network
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return the network's logits, the main ones first; in evaluation the main ones alone.
-
-        Raises:
-            ValueError: the main logits are not (N, C, h, w).
-        """
+        """Return the network's logits, the main ones (N, C, h, w) first; in evaluation the main ones alone."""
         heads = heads_of(self.network(images_NCHW))
         shape, wanted = tuple(heads[0].shape), (images_NCHW.shape[0], self.num_classes)
         if len(shape) != 4 or shape[:2] != wanted:
@@ -50,11 +46,7 @@ class PythonModel(SegmentationModel):
 
 
 def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_channels: int) -> PythonModel:
-    """Return the network of an own part, whose factory gets `num_classes` and `in_channels` if it takes them.
-
-    Raises:
-        ConfigError: the part cannot be made, or is no module.
-    """
+    """Return the network of an own part, whose factory gets `num_classes` and `in_channels` if it takes them."""
     network = build_part(name, "model.name", options, offered={"num_classes": num_classes, "in_channels": in_channels})
     if not isinstance(network, nn.Module):
         raise ConfigError(

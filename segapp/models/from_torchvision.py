@@ -73,14 +73,9 @@ def build_torchvision(
 ) -> TorchvisionModel:
     """Return a network with random weights; see `build_model`.
 
-    Args:
-        name: a name of torchvision, such as `deeplabv3_resnet50`, or a family (`fcn`, `deeplabv3`, `lraspp`), whose
-            backbone `encoder` then names: any ResNet or MobileNetV3.
-        num_classes: C.
-        aux: add an auxiliary FCN head on an earlier stage; LR-ASPP has none.
-        encoder: the backbone's name.
-        options: `output_stride` of the backbone (8, 16 or 32), and other arguments of backbone and head.
-        in_channels: B.
+    The name is one of torchvision, such as `deeplabv3_resnet50`, or a family (`fcn`, `deeplabv3`, `lraspp`) whose
+    backbone `encoder` then names: any ResNet or MobileNetV3. The auxiliary FCN head is on an earlier stage; LR-ASPP has
+    none. The options are `output_stride` of the backbone (8, 16 or 32), and other arguments of backbone and head.
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.

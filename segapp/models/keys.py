@@ -42,17 +42,11 @@ class KeyMap:
 
 
 class _Renaming(NamedTuple):
-    """A file's tensors under names of a network.
-
-    Attributes:
-        convention: the renaming in words.
-        names: name in the network -> name in the file.
-        notes: name in the file -> reason why it has no counterpart.
-    """
+    """A file's tensors under names of a network."""
 
     convention: str
-    names: Mapping[str, str]
-    notes: Mapping[str, str] = {}
+    names: Mapping[str, str]  # in the network -> in the file
+    notes: Mapping[str, str] = {}  # in the file -> reason why it has no counterpart
 
 
 def map_keys(
@@ -102,11 +96,7 @@ def map_keys(
 
 
 def _best_renaming(found: Shapes, wanted: Shapes, backbone: str) -> _Renaming:
-    """Return the first renaming that matches most tensors.
-
-    Raises:
-        CheckpointError: another one matches as many, from other tensors.
-    """
+    """Return the first renaming that matches most tensors; refuse a file where another matches as many others."""
     best, best_taken = _Renaming("its own names", {}), dict[str, str]()
     rival: Mapping[str, str] | None = None
     for renaming in _renamings(found, wanted, backbone):

@@ -110,10 +110,7 @@ class SegmentationModel(nn.Module):
         )
 
     def suitable_size(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Return the smallest (H, W) in pixels that the network takes and that is at least this size.
-
-        For a network of fixed size that size, even if the image is larger.
-        """
+        """Return the smallest (H, W) that the network takes and that is at least this; a fixed size in any case."""
         if self.fixed_size_px is not None:
             return self.fixed_size_px
         d = self.size_divisor
@@ -121,11 +118,9 @@ class SegmentationModel(nn.Module):
         return -(-height_px // d) * d, -(-width_px // d) * d
 
     def names_matching(self, pattern: str, key: str) -> list[str]:
-        """Return the names of the parameters that a pattern matches, of which there is at least one.
+        """Return the names of the parameters that the pattern of a config key matches.
 
-        Args:
-            pattern: "backbone", or a glob over the names of parameters and modules; a module stands for all within it.
-            key: the config key that holds it, for the error.
+        It is "backbone", or a glob over the names of parameters and modules; a module stands for all within it.
 
         Raises:
             ConfigError: it matches none; the message has the nearest names.

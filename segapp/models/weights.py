@@ -104,11 +104,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def fetch_url(url: str, name: str, key: str) -> Path:
-    """Return the local file of a torchvision weights URL; downloaded into torch's hub folder if missing.
-
-    Raises:
-        CheckpointError: the file cannot be downloaded, or the local one is damaged.
-    """
+    """Return the local file of a torchvision weights URL; downloaded into torch's hub folder if missing."""
     path = _torch_hub_file(url)
     in_name = re.search(r"-([0-9a-f]{8,})\.", path.name)  # torch hub's convention: resnet50-0676ba61.pth
     sha256_prefix = in_name.group(1) if in_name else None
@@ -131,11 +127,7 @@ def fetch_url(url: str, name: str, key: str) -> Path:
 
 
 def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> Path:
-    """Return the local file of encoder weights on the Hugging Face hub; downloaded if not cached.
-
-    Raises:
-        CheckpointError: the file is not cached and cannot be downloaded.
-    """
+    """Return the local file of encoder weights on the Hugging Face hub; downloaded if not cached."""
     import huggingface_hub
     from huggingface_hub import constants
 
@@ -177,13 +169,9 @@ def cached_hub_file(repo_id: str, revision: str | None) -> bool:
 
 
 def check_reachable(url: str, timeout_s: float = 2.0) -> None:
-    """Check that the server of a URL, or the proxy that leads to it, accepts a connection.
+    """Raise OSError if the server of a URL, or the proxy that leads to it, does not accept a connection.
 
-    Libraries try again and again without such a check. The timeout includes the lookup of the server's name, which has
-    none of its own.
-
-    Raises:
-        OSError: it does not.
+    Without this, libraries try again and again. The timeout includes the lookup of the name, which has none of its own.
     """
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
@@ -214,11 +202,7 @@ def _reason(error: Exception) -> str:
 
 
 def sha256_of(path: Path, key: str) -> str:
-    """Return the hexadecimal sha256 of a file.
-
-    Raises:
-        CheckpointError: the file cannot be read.
-    """
+    """Return the hexadecimal sha256 of a file, which a key asks for."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -264,11 +248,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
 
 
 def read_metadata(path: Path, key: str = "model.weights") -> dict[str, str]:
-    """Return the metadata of a safetensors file, text by name.
-
-    Raises:
-        CheckpointError: the file is missing or damaged.
-    """
+    """Return the metadata of a safetensors file, text by name."""
     from safetensors import safe_open
 
     with _reading(path, key, "safetensors"), safe_open(path, "pt") as file:

@@ -81,16 +81,8 @@ def _half_cosine(start: float, end: float, t: float) -> float:
 class Plateau:
     """Multiplies the learning rate by `gamma` after more than `patience` evaluations without a better result.
 
-    As torch's ReduceLROnPlateau: a result is better if it improves on the best by a relative 1e-4.
-
-    Args:
-        patience: evaluations without a better result that are accepted.
-        gamma: factor of a reduction, below 1.
-        lowest: the factor does not fall below it.
-        larger_is_better: False for a loss.
-
-    Attributes:
-        factor: on the learning rate, from 1 on.
+    As torch's ReduceLROnPlateau: a result is better if it improves on the best by a relative 1e-4. `factor`, from 1 on,
+    does not fall below `lowest`.
     """
 
     def __init__(self, patience: int, gamma: float, lowest: float = 0.0, *, larger_is_better: bool = True) -> None:
@@ -100,11 +92,7 @@ class Plateau:
         self._num_bad = 0
 
     def observe(self, value: float | None) -> bool:
-        """Take the result of an evaluation; None or nan counts as one that is not better.
-
-        Returns:
-            True if the factor has fallen.
-        """
+        """Take the result of an evaluation; None or nan is not better. Return True if the factor has fallen."""
         if value is not None and self._is_better(value):
             self._best, self._num_bad = value, 0
             return False

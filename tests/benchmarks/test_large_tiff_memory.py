@@ -29,7 +29,7 @@ from segapp.commands.check import check_data
 from segapp.config import load_config
 from segapp.datasets.loader import EvalLoader
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.normalize import Normalizer
+from segapp.models.normalizer import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import HostLimit
 from segapp.losses import CriterionCE

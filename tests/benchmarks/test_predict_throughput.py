@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from PIL import Image
 
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.inference.normalize import Normalizer
 from segapp.inference.predict import OutputPlan, TrainedPredictor, find_images, predict_files
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
+from segapp.models.normalizer import Normalizer
 
 pytestmark = pytest.mark.benchmark
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from segapp.datasets.pool import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference, window_corners
 from segapp.metrics import ConfusionMatrix
 from segapp.models import SegmentationModel, build_model
+from segapp.models.normalizer import Normalizer
 
 pytestmark = pytest.mark.benchmark
 

@@ -18,9 +18,9 @@ from segapp.config import load_config
 from segapp.datasets.loader import Batch
 from segapp.errors import ConfigError
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.normalize import Normalizer
 from segapp.inference.predict import predict_image
 from segapp.inference.sliding import Inference, without_cudnn_benchmark
+from segapp.models.normalizer import Normalizer
 from segapp.training.failures import as_segapp_error
 from tests.support import ROOT
 

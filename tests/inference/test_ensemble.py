@@ -16,12 +16,12 @@ from segapp.cli import app
 from segapp.commands.predict import PredictOptions, predict_target, split_networks
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError
-from segapp.inference.normalize import Normalizer
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import Workspace
 from segapp.models import SegmentationModel, build_model
+from segapp.models.normalizer import Normalizer
 from tests.support.runs import merged, train
 
 SCHEME = ClassScheme(("ground", "box", "disc"), ((10, 20, 30), (200, 0, 0), (0, 0, 250)))

@@ -25,10 +25,10 @@ from torch import Tensor, nn
 
 from segapp.datasets.pool import Batch
 from segapp.inference.evaluate import EvaluationSettings, evaluate
-from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference, window_corners
 from segapp.losses import CriterionCE, CriterionDice, CriterionLovasz, upsample_probabilities
 from segapp.metrics import ConfusionMatrix
+from segapp.models.normalizer import Normalizer
 from tests.support.runs import draw_scene, events, merged, segapp, train
 
 CPU = torch.device("cpu")

@@ -25,11 +25,11 @@ from segapp.datasets.pool import Batch
 from segapp.errors import OutOfMemoryError
 from segapp.inference.evaluate import EvaluationCounts, EvaluationSettings, evaluate
 from segapp.inference.evaluator import Evaluator, evaluate_on_devices
-from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.inference.workspace import MIN_SIDE_PX, HostLimit, measure_bytes_per_px, tile_frame, tiles_of
 from segapp.losses import CriterionCE, CriterionDice
 from segapp.metrics import ConfusionMatrix, group_iou, group_matrix
+from segapp.models.normalizer import Normalizer
 from tests.support.drawn_data import draw_image, draw_mask
 
 CPU = torch.device("cpu")

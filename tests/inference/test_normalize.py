@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from segapp.inference.normalize import Normalizer
+from segapp.models.normalizer import Normalizer
 
 RANGES = ((-5.0, 4000.0), (100.0, 101.5), (0.0, 65535.0), (0.0, 1.0))
 MEAN, STD = (0.1, 0.4, 0.5, 0.45), (0.2, 0.3, 0.25, 0.22)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.models import build_model
-from segapp.inference.normalize import Normalizer
+from segapp.models.normalizer import Normalizer
 from segapp.inference.sliding import Inference
 from segapp.inference.predict import OutputPlan, TrainedPredictor, find_images, predict_files
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from segapp.build.optimizer import build_optimizer
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
-from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.inference.normalize import NormalizedInput
 from segapp.losses import (
     AdditiveCriterion,
     CriterionBCE,
@@ -38,6 +38,7 @@ from segapp.losses import (
     CriterionTversky,
 )
 from segapp.models import build_model
+from segapp.models.normalizer import Normalizer
 from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, shutdown, wrap_ddp
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision

@@ -10,9 +10,10 @@ from torch import nn
 
 from segapp.config import RunConfig, validate_config
 from segapp.errors import ConfigError
-from segapp.inference.normalize import CompiledCall, NormalizedInput, Normalizer
+from segapp.inference.normalize import CompiledCall, NormalizedInput
 from segapp.losses import CriterionMaskClassification
 from segapp.models import build_model
+from segapp.models.normalizer import Normalizer
 from segapp.run.folder import RunFolder
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session

@@ -279,13 +279,10 @@ def ahead(
 
 
 class BoundedExecutor:
-    """Thread pool with a limit on the total weight of waiting tasks.
+    """Thread pool with a limit on the total weight of waiting tasks; a heavier task waits alone.
 
-    Leaving its context waits for all tasks. The first exception of a task is raised there or by a later submit.
-
-    Args:
-        num_threads: number of threads; with one, tasks run in order.
-        limit: total weight of waiting tasks; a heavier task waits alone.
+    With one thread, tasks run in order. Leaving its context waits for all tasks. The exception of a task is raised
+    there or by a later submit.
     """
 
     def __init__(self, num_threads: int, limit: int = MAX_WAITING_PX) -> None:

@@ -155,11 +155,7 @@ class Picture:
 
 
 def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
-    """Read a picture in the bands and the type that the network takes.
-
-    Raises:
-        DataError: it cannot be read.
-    """
+    """Read a picture in the bands and the type that the network takes; DataError if it cannot be read."""
     header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
     pixels: Any = image_windows(file.path, format)
     if pixels is None:

@@ -66,7 +66,7 @@ class Strip:
 def predict_strips(
     predictor: Predictor, image: NDArray[Any], workspace: Workspace, *, with_probabilities: bool = False
 ) -> Iterator[Strip]:
-    """Yield the prediction of a picture (H, W, B) from top to bottom; one strip if it fits into the workspace.
+    """Yield the prediction of a picture (H, W, B) from top to bottom, in strips that fit into the workspace.
 
     The workspace is halved after an out-of-memory error.
     """

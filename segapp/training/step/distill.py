@@ -21,9 +21,10 @@ from torch import Tensor, nn
 from segapp.accelerator import wide_dtype
 from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError
-from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.inference.normalize import NormalizedInput
 from segapp.losses import node_features, pair_wise_difference, pixel_wise_divergence
 from segapp.models import Critic, critic_input
+from segapp.models.normalizer import Normalizer
 from segapp.optim.optimizers import set_lr
 from segapp.parallel import DataParallelModel, all_reduce_gradients, gradient_penalty
 from segapp.parallel.distributed import Ranks

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from segapp.checkpoint.saver import Position
-from segapp.inference.normalize import Normalizer
 from segapp.inference.sliding import Inference
+from segapp.models.normalizer import Normalizer
 from segapp.parallel.distributed import Ranks
 from segapp.training.recovery import MemoryFallbacks, OomPolicy, next_eval_fallback
 

@@ -19,9 +19,10 @@ from segapp.build.criterion import build_criterion
 from segapp.build.optimizer import build_optimizer
 from segapp.config import LossConfig, OptimConfig
 from segapp.datasets.pool import Batch
-from segapp.inference.normalize import NormalizedInput, Normalizer
+from segapp.inference.normalize import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionCE, CriterionDice, CriterionOHEM
 from segapp.memory.counters import IDLE
+from segapp.models.normalizer import Normalizer
 from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import BalancedDataParallel
 from segapp.parallel.distributed import Ranks
