@@ -8,15 +8,17 @@ kind that is not in `ACCELERATORS`, such as the simulated devices of a memory pl
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 BF16_CAPABILITY = (8, 0)
 """Compute capability from which NVIDIA's GPUs have bfloat16 and TF32 in hardware (Ampere)."""
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,8 @@ class Accelerator:
     """Copies from page-locked memory of the host to the device are faster and asynchronous."""
     can_replicate = True
     """A training may use several devices, or processes."""
+    can_capture = False
+    """Work can be captured as a graph, of which one launch repeats all kernels."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -79,6 +83,13 @@ class Accelerator:
         """Return True while a graph is captured: the host may neither wait for the device nor ask it anything."""
         return False
 
+    def new_graphs(self, device: torch.device) -> DeviceGraphs:
+        """Return what captures the work of a device; only where `can_capture`."""
+        raise NotImplementedError(f"work on {device} cannot be captured")
+
+    def keep_with_graph(self, held: object) -> None:
+        """Keep an object as long as the graph that is being captured, if any: the graph reads its memory."""
+
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
         """Start the copy of a tensor to the host; return the copy, and a function that says whether it has arrived."""
         return tensor.cpu(), lambda: True
@@ -92,11 +103,13 @@ class Gpu(Accelerator):
         tool: program that lists the devices.
     """
 
-    can_pin = True
+    can_pin = can_capture = True
 
     def __init__(self, kind: str, tool: str) -> None:
         super().__init__(kind)
         self.tool = tool
+        self.held_by_graph: list[object] = []
+        """What the graph that is being captured keeps."""
 
     @property
     def _torch(self) -> Any:
@@ -149,6 +162,15 @@ class Gpu(Accelerator):
     def is_capturing(self) -> bool:
         """See the base class."""
         return bool(self._torch.is_current_stream_capturing())
+
+    def new_graphs(self, device: torch.device) -> DeviceGraphs:
+        """See the base class."""
+        return DeviceGraphs(self, device)
+
+    def keep_with_graph(self, held: object) -> None:
+        """See the base class."""
+        if self.is_capturing():
+            self.held_by_graph.append(held)
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
         """See the base class; the host does not wait. The copy has the strides of a dense tensor."""
@@ -213,7 +235,7 @@ class Gpu(Accelerator):
 class Xpu(Gpu):
     """Intel's GPUs, whose module in torch has the names of CUDA's; Arc has no float64."""
 
-    can_replicate = False
+    can_replicate = can_capture = False
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
         """See the base class; without what other processes hold where the driver does not tell it."""
@@ -239,7 +261,7 @@ class Xpu(Gpu):
 class Mps(Gpu):
     """Apple's GPUs: one device, which shares the memory of the host, without float64, streams and a peak of memory."""
 
-    can_pin = can_replicate = False
+    can_pin = can_replicate = can_capture = False
     current, new_stream = Accelerator.current, Accelerator.new_stream
     is_capturing, copy_to_host = Accelerator.is_capturing, Accelerator.copy_to_host
 
@@ -303,6 +325,51 @@ class Mps(Gpu):
     def has_float64(self, device: torch.device) -> bool:
         """See the base class."""
         return False
+
+
+class DeviceGraphs:
+    """Captures work of a CUDA device as graphs.
+
+    All of it, before it is captured too, runs on one stream that is not the default one: autograd accumulates a
+    gradient on the stream that it remembers from before, and the default stream cannot be captured.
+
+    Args:
+        gpu: the kind of the device.
+        device: the device.
+    """
+
+    def __init__(self, gpu: Gpu, device: torch.device) -> None:
+        self._gpu, self._device = gpu, device
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Call a function as it is, and let the current stream wait for its work; return its result."""
+        current = torch.cuda.current_stream(self._device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.stream(self._stream):
+                return work()
+        finally:
+            current.wait_stream(self._stream)
+
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Call a function of which the device does nothing yet.
+
+        Returns:
+            Its result, whose tensors lie in memory of the graph; and a function that launches the graph on the current
+            stream, which fills them.
+        """
+        graph, self._gpu.held_by_graph = torch.cuda.CUDAGraph(), []
+        # thread_local: other threads, of the loader and the telemetry, may ask CUDA for anything meanwhile.
+        capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
+        with self._gpu.current(self._device), capture:
+            result = work()
+        held, self._gpu.held_by_graph = self._gpu.held_by_graph, []
+
+        def launch(_held: Sequence[object] = held) -> None:
+            graph.replay()
+
+        return result, launch
 
 
 _CPU = Accelerator("cpu")

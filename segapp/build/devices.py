@@ -62,6 +62,12 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
             config, len(devices), against_ddp, lambda: estimate_speed(config, len(devices), devices)
         )
     check_mode(config, mode)
+    if config.train.cuda_graph and not accelerator_of(devices[0]).can_capture:
+        raise ConfigError(
+            f"train.cuda_graph = true on {devices[0]}: only a CUDA device has graphs: set it to false",
+            key="train.cuda_graph",
+            value=True,
+        )
     alone = [device for device in devices if not accelerator_of(device).can_replicate]
     if alone and mode != "single":
         raise ConfigError(

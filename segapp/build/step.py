@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from segapp.accelerator import accelerator_of
 from segapp.build.criterion import build_criterion, needs_distances
 from segapp.build.devices import DevicePlan
 from segapp.build.distill import (
@@ -64,6 +65,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.distill import DistilledInput
 from segapp.training.step.engine import StepEngine
+from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import StepParticipant, UpdateCount
 
 SHARDED_FROM_BYTES = 2**30
@@ -294,6 +296,7 @@ class StepAssembler:
         participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
         mark: Callable[[str], None] = lambda phase: None,
+        has_graph: bool = False,
     ) -> StepEngine:
         """Assemble the engine.
 
@@ -304,9 +307,10 @@ class StepAssembler:
             participants: take part in every step, besides those that config and model ask for.
             ranks: the processes that share every step.
             mark: called with each phase of a step as it begins.
+            has_graph: capture the steps as a graph if the config asks for it; a profile measures their phases without.
 
         Raises:
-            ConfigError: the split, the batch or a stage does not suit the model or the devices.
+            ConfigError: the split, the batch, a stage or `train.cuda_graph` does not suit the model or the devices.
         """
         config, device, model = self.config, layout.devices[0], parts.model
         is_one_device = layout.mode == "dp" and len(layout.devices) == 1
@@ -351,6 +355,7 @@ class StepAssembler:
             participants=[*participants, *self._participants(model, network, inner, device, ranks)],
             ranks=ranks,
             shards=shards,
+            graph=self._graph(model, criterion, device) if has_graph else None,
             mark=mark,
         )
         _tag_state(engine, backend)
@@ -368,6 +373,26 @@ class StepAssembler:
             )
         if backend.has_values:
             inner.compile_training()
+
+    def _graph(self, model: SegmentationModel, criterion: AdditiveCriterion, device: torch.device) -> StepGraph | None:
+        """Return what captures the steps as a graph, if the config asks for it.
+
+        Raises:
+            ConfigError: micro-batches of this loss need a pass before the others, after which random states return.
+        """
+        train = self.config.train
+        if not train.cuda_graph:
+            return None
+        if train.accumulate > 1 and not criterion.is_linear:
+            raise ConfigError(
+                f"train.cuda_graph = true: with train.accumulate = {train.accumulate} the loss "
+                f"({self.config.loss.name}) needs two passes of each micro-batch, which no graph has: set it to false, "
+                "or train.accumulate to 1",
+                key="train.cuda_graph",
+                value=True,
+            )
+        graphs = accelerator_of(device).new_graphs(device)
+        return StepGraph(graphs, device, model, is_linear=criterion.is_linear)
 
     def _divided(
         self, optimizer: torch.optim.Optimizer, model: SegmentationModel, layout: StepLayout, ranks: Ranks

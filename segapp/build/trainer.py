@@ -298,7 +298,8 @@ def _build_engine(
     parts = assembler.build_parts(
         layout, lambda rule: class_weights(rule, _frequencies(train_set, scheme)), with_weights=checkpoint is None
     )
-    return assembler.assemble(parts, layout, participants=[first_outputs], ranks=ranks, mark=context.device_memory.mark)
+    mark = context.device_memory.mark
+    return assembler.assemble(parts, layout, participants=[first_outputs], ranks=ranks, mark=mark, has_graph=True)
 
 
 def _build_loaders(

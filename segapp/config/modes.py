@@ -32,6 +32,7 @@ class Feature:
 
 FEATURES = (
     Feature("train.compile", ("single", "ddp"), lambda config: config.train.compile, "set it to false"),
+    Feature("train.cuda_graph", ("single",), lambda config: config.train.cuda_graph, "set it to false", "true"),
     Feature("distill", ("single", "dp", "ddp"), lambda config: config.distill is not None),
     Feature(
         "model.library",

@@ -181,6 +181,8 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((feature.key, feature.problem(parallel.mode)) for feature in unsupported(config, parallel.mode))
     if config.train.compile and config.distill is not None:
         yield "train.compile", "does not support distill: set it to false, or leave distill out"
+    if config.train.cuda_graph:
+        yield from (("train.cuda_graph", f"true {problem}") for problem in _graph_problems(config))
     if isinstance(parallel.devices, list) and not parallel.devices:
         yield "parallel.devices", "is empty: name at least one device, or auto"
     distill = config.distill
@@ -199,6 +201,19 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"{path}.name", "mask_classification cannot be added to another loss: make it loss.name"
         if term.label_smoothing and term.name not in {"ce", "bce"}:
             yield f"{path}.label_smoothing", f"is for name: ce or bce, not {term.name}: set it to 0"
+
+
+def _graph_problems(config: RunConfig) -> Iterator[str]:
+    """Yield the rest of a message for each setting that keeps a step from being captured as a graph."""
+    if config.train.compile:
+        yield "cannot be combined with train.compile: set one of them to false"
+    if config.distill is not None:
+        yield "does not support distill: set it to false, or leave distill out"
+    if config.loss.name == "mask_classification":
+        yield "does not support loss.name: mask_classification, which waits for the GPU: set it to false"
+    for key, name in part_names(config).items():
+        if key.partition(".")[0] in ("model", "loss"):
+            yield f"does not support own code, which may wait for the GPU ({key} = {name}): set it to false"
 
 
 def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[str, str]]:

@@ -313,6 +313,9 @@ class TrainConfig(Section):
     """Memory format NHWC; auto: on GPUs, for convolutional networks in half precision or TF32."""
     compile: Annotated[bool, OnResume] = False
     """Compile the network's forward and backward pass with torch.compile; not with dp, model or distill."""
+    cuda_graph: Annotated[bool, OnResume] = False
+    """Replay forward and backward pass as one CUDA graph, for small networks on one GPU, whose steps wait for the host;
+    only with single, not with compile, distill or a custom network or loss."""
     keep_freed_memory: Annotated[bool, OnResume] = True
     """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak."""
     cudnn_benchmark: Annotated[bool, OnResume] = True

@@ -70,7 +70,7 @@ class Gpu0:
         return self.changes[-1] if self.changes else None
 
 
-PASSING_ALERTS = frozenset({"compile", "settings"})
+PASSING_ALERTS = frozenset({"compile", "cuda_graph", "settings"})
 """Kinds of alert that are only logged; all others stay on the screen until the user has seen them."""
 
 NUM_WHOLE_EVENTS = 300

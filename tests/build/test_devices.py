@@ -169,6 +169,7 @@ def test_auto_takes_a_mode_that_does_what_the_config_asks(
 def test_config_planner_and_training_refuse_the_same_modes(feature: Feature) -> None:
     asked: dict[str, dict[str, Any]] = {
         "train.compile": COMPILED,
+        "train.cuda_graph": {"train": {"cuda_graph": True}},
         "distill": DISTILLED,
         "model.library": EOMT,
         "parallel.shard_optimizer": {},

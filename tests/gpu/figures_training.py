@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from segapp.accelerator import accelerator_of
 from segapp.build.network import build_inference
 from segapp.build.numerics import numerics
 from segapp.build.pairs import build_scheme
@@ -24,32 +25,43 @@ from segapp.parallel import DataParallelModel, SyncBatchNorm
 from segapp.parallel.distributed import RankInfo, Ranks
 from segapp.training.planning.trial import blank_batch, build_trial_engine
 from segapp.training.step.engine import StepEngine
-from tests.gpu.cases import Case
+from segapp.training.step.graph import WARM_UP_STEPS, StepGraph
+from tests.gpu.cases import Case, NotPossible
 
 Mode = Literal["single", "dp", "ddp"]
 
 LARGE = {"library": "torchvision", "name": "deeplabv3_resnet50"}
+SMALL = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_large"}
+"""A network whose step is limited by the host on a fast card."""
 TINY = {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"}
 
 
-def figures_config(is_gpu: bool, **train: Any) -> RunConfig:
-    """Return the config that is measured: DeepLabV3-R50 on crops of 512 px on a GPU, a tiny network on a CPU."""
+def figures_config(is_gpu: bool, model: Mapping[str, Any] = LARGE, **train: Any) -> RunConfig:
+    """Return the config that is measured: crops of 512 px on a GPU, a tiny network on a CPU."""
     side = 512 if is_gpu else 64
     classes = [f"c{i}" for i in range(19 if is_gpu else 5)]
     data = {"format": "folder", "root": "nowhere", "classes": classes, "crop_px": [side, side]}
     settings = {"batch_size": 12 if is_gpu else 3, "ema": 0.99, **train}
-    return validate_config({"name": "f", "data": data, "model": LARGE if is_gpu else TINY, "train": settings})
+    return validate_config({"name": "f", "data": data, "model": model if is_gpu else TINY, "train": settings})
 
 
 def training_cases(device: str) -> list[Case]:
-    """Return a case for each mode and precision: images per second, and CPU seconds of the process per step."""
+    """Return cases: images per second, and CPU seconds of the process per step.
+
+    They are those of each mode and precision, and of a small network with and without `train.cuda_graph`.
+    """
     place = torch.device(device)
     precisions = ("fp32", "amp-bf16") if place.type == "cuda" else ("fp32",)
-    return [
+    cases = [
         Case(f"{wanted}, {precision}", partial(_training_row, place, wanted, precision))
         for precision in precisions
         for wanted in LAYOUTS
     ]
+    for batch_size in (4, 16) if place.type == "cuda" else (3,):
+        for name in ("eager", "graph"):
+            case = f"LR-ASPP, {batch_size} images, {name}"
+            cases.append(Case(case, partial(_small_row, place, batch_size, has_graph=name == "graph")))
+    return cases
 
 
 def _training_row(place: torch.device, wanted: Mode, precision: str) -> dict[str, Any]:
@@ -60,6 +72,28 @@ def _training_row(place: torch.device, wanted: Mode, precision: str) -> dict[str
         row = {"mode": mode_of(engine), "precision": precision}
         num_images = len(batch.indices)
     return {**row, "images": num_images, "images/s": num_images / seconds, "CPU s a step": cpu_s}
+
+
+def _small_row(place: torch.device, batch_size: int, *, has_graph: bool) -> dict[str, Any]:
+    if has_graph and not accelerator_of(place).can_capture:
+        raise NotPossible(f"{place} has no graphs")
+    config = figures_config(place.type == "cuda", SMALL, precision="fp32", batch_size=batch_size)
+    with engine_of(config, place, "single") as engine:
+        if has_graph:
+            add_graph(engine, place)
+        batch = batch_of(config, engine, place)
+        for _ in range(WARM_UP_STEPS):
+            engine.step([batch])
+        seconds, cpu_s = _timed(engine, batch, place, num_steps=50 if place.type == "cuda" else 1)
+    mode = "single, LR-ASPP" + (", graph" if has_graph else "")
+    row = {"mode": mode, "precision": "fp32", "images": batch_size}
+    return {**row, "images/s": batch_size / seconds, "CPU s a step": cpu_s}
+
+
+def add_graph(engine: StepEngine, place: torch.device) -> None:
+    """Let an engine capture its steps as a graph, as a training does with `train.cuda_graph`."""
+    graphs = accelerator_of(place).new_graphs(place)
+    engine.graph = StepGraph(graphs, place, engine.model, is_linear=engine.criterion.is_linear)
 
 
 def evaluation_cases(device: str) -> list[Case]:

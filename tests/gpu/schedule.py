@@ -79,7 +79,7 @@ ROWS = (
     ),
     ScheduledRow(
         "steps",
-        "Whole steps: none waits for the device, every mode lowers the loss",
+        "Whole steps: none waits for the device, every mode lowers the loss, graphs repeat steps",
         "wrong results",
         1,
         tests=("tests/gpu/test_steps_gpu.py",),
@@ -136,7 +136,7 @@ ROWS = (
     ),
     ScheduledRow(
         "training",
-        "Training step: one device, dp in threads, a rank of ddp",
+        "Training step: one device, dp in threads, a rank of ddp; a small network with and without a graph",
         "figures",
         4,
         cases="tests.gpu.figures_training:training_cases",

@@ -159,6 +159,7 @@ def _launch(
     dtype = compute_dtype(logits)
     shape = block_shape(C, dtype)
     tables = _tables((h, w), (H, W), options.align_corners, dtype, logits.device, shape.BX)
+    accelerator_of(logits.device).keep_with_graph(tables)
     cut: dict[str, Any] = {"C": C, "BC": shape.BC, "PITCH": tables.pitch, **FP_FUSION}
     cut["ACC"] = tl.float64 if dtype == torch.float64 else tl.float32
     loss_kernel[(N * h, tables.num_blocks)](

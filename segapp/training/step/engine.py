@@ -27,6 +27,7 @@ from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
 from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit, Shards
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
+from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import StepParticipant
 from segapp.training.step.rollback import BufferGuard, TorchRng, capture_torch_rng, restore_torch_rng
 
@@ -62,6 +63,7 @@ class StepEngine:
             that are trained from now on; None without `model.freeze`.
         shards: the ranks among which the optimizer's state is divided, with its parameters; None: each rank has all of
             it.
+        graph: makes the passes of the steps as a graph of the device; None: each kernel is launched by the host.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
     """
 
@@ -82,6 +84,7 @@ class StepEngine:
         participants: Sequence[StepParticipant] = (),
         ranks: Ranks | None = None,
         shards: Shards | None = None,
+        graph: StepGraph | None = None,
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
@@ -89,7 +92,7 @@ class StepEngine:
         self.rank_split, self.needs_samples, self._thawed = rank_split, needs_samples, thawed
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
-        self.ranks, self.shards = ranks or Ranks(), shards
+        self.ranks, self.shards, self.graph = ranks or Ranks(), shards, graph
         self._mark = mark
         self.device = device = precision.device
         devices = [device, *(parameter.device for parameter in model.parameters())]
@@ -121,7 +124,8 @@ class StepEngine:
 
         Args:
             batches: this rank's micro-batches of the step; every rank has as many.
-            check: called before each micro-batch but the first; it may raise to leave the step.
+            check: called before each micro-batch but the first, where no graph has all of them; it may raise to leave
+                the step.
             num_pieces: cut every micro-batch into so many; the same mean, in less memory.
             num_samples: of the first micro-batch over all ranks, for the result's split; None: this rank's alone.
         """
@@ -131,22 +135,19 @@ class StepEngine:
         self._begin()
         with self._rolled_back_if_left():
             # A linear criterion's denominators follow from the targets: no rank waits between its passes for another.
-            is_shared = self.ranks.world_size > 1 and self.criterion.is_linear
-            totals = self._totals(batches) if len(batches) > 1 or is_shared else None
-            sums: Statistics | None = None
-            for number, batch in enumerate(batches, start=1):
-                if number > 1:
-                    check()
-                with self._reduced_later(number < len(batches)):
-                    statistics = self._backward(batch, totals)
-                sums = statistics if sums is None else _added(sums, statistics)
-            assert sums is not None
+            has_totals = len(batches) > 1 or (self.ranks.world_size > 1 and self.criterion.is_linear)
+            passes = functools.partial(self._passes, check=check, has_totals=has_totals)
+            if self.graph is None:
+                sums = passes(batches)
+            else:
+                updated = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+                sums = self.graph.run(passes, batches, updated, self.guard.live)
             for participant in self.participants:
                 participant.backward(batches)
             self._mark("step")
             oom_failpoint("train.optimizer")
             with torch.no_grad():
-                if totals is not None:  # otherwise a single micro-batch has the sums over all ranks already
+                if has_totals:  # otherwise a single micro-batch has the sums over all ranks already
                     sums = self.ranks.sums(sums)
                 loss = self.criterion.finalize(sums)
                 terms = self.criterion.terms(sums)
@@ -227,6 +228,19 @@ class StepEngine:
         if isinstance(self.network, DataParallelModel):
             return list(self.network.plan(num_samples))
         return [num_samples] if self.rank_split is None else list(self.rank_split.plan(num_samples))
+
+    def _passes(self, batches: Sequence[Batch], *, check: Callable[[], None], has_totals: bool) -> Statistics:
+        """Compute the gradients of the micro-batches; return the sums of this rank's statistics."""
+        totals = self._totals(batches) if has_totals else None
+        sums: Statistics | None = None
+        for number, batch in enumerate(batches, start=1):
+            if number > 1:
+                check()
+            with self._reduced_later(number < len(batches)):
+                statistics = self._backward(batch, totals)
+            sums = statistics if sums is None else _added(sums, statistics)
+        assert sums is not None
+        return sums
 
     def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
         """Compute the gradient of this rank's part of a micro-batch, given the statistics of the whole step.
@@ -441,6 +455,8 @@ class StepEngine:
         try:
             yield
         except BaseException:
+            if self.graph is not None:
+                self.graph.drop()
             self.guard.restore()
             restore_torch_rng(rng)
             self.model.zero_grad(set_to_none=True)

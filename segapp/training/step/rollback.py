@@ -23,30 +23,31 @@ class BufferGuard:
 
     The buffers become views of one storage for each dtype and device, so that a copy, or a restore that the device
     decides about, is one kernel for each of them, however many buffers there are. (`torch._foreach_copy_` would need a
-    launch for every 64 tensors, and there is no `where` for lists.) `kept` has the copies, one for each storage.
+    launch for every 64 tensors, and there is no `where` for lists.) `live` has the storages, and
+    `kept` the copy of each.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._live: list[Tensor] = []
+        self.live: list[Tensor] = []
         self._take_in()
 
     def _take_in(self) -> None:
         """Move the present buffers into common storages, and copy these."""
         # An expanded tensor cannot be changed in place, so no step changes it.
         named = {name: buffer for name, buffer in self._model.named_buffers() if not _is_expanded(buffer)}
-        own = {storage_key(live) for live in self._live}
+        own = {storage_key(live) for live in self.live}
         users = Counter(storage_key(tensor) for tensor in (*self._model.parameters(), *named.values()))
         groups: dict[Any, dict[str, Tensor]] = {}
         for name, buffer in named.items():
             storage = storage_key(buffer)
             can_move = storage in own or (users[storage] == 1 and _is_dense(buffer))
             groups.setdefault((buffer.device, buffer.dtype) if can_move else name, {})[name] = buffer
-        self._live, self.kept, self._kept_by_name = [], [], {}
+        self.live, self.kept, self._kept_by_name = [], [], {}
         for key, group in groups.items():
             live = group[key] if key in group else _common_storage(list(group.values()))
             kept = live.clone()
-            self._live.append(live)
+            self.live.append(live)
             self.kept.append(kept)
             for name, buffer in group.items():
                 is_part = live is not buffer
@@ -65,7 +66,7 @@ class BufferGuard:
         if any(slots.get(key) is not known for slots, key, known in self._slots):
             self._take_in()
             return
-        for kept, live in zip(self.kept, self._live, strict=True):
+        for kept, live in zip(self.kept, self.live, strict=True):
             kept.copy_(live)
 
     def kept_by_name(self, among: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -75,14 +76,14 @@ class BufferGuard:
     @torch.no_grad()
     def restore(self) -> None:
         """Restore the buffers from the copies."""
-        for live, kept in zip(self._live, self.kept, strict=True):
+        for live, kept in zip(self.live, self.kept, strict=True):
             live.copy_(kept)
 
     @torch.no_grad()
     def restore_where(self, is_bad: Tensor) -> None:
         """Restore the buffers if `is_bad` (0-dim) is nonzero, without waiting for the device."""
-        flags = {device: is_bad.to(device) != 0 for device in dict.fromkeys(live.device for live in self._live)}
-        for live, kept in zip(self._live, self.kept, strict=True):
+        flags = {device: is_bad.to(device) != 0 for device in dict.fromkeys(live.device for live in self.live)}
+        for live, kept in zip(self.live, self.kept, strict=True):
             torch.where(flags[live.device], kept, live, out=live)
 
 
