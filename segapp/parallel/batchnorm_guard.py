@@ -17,7 +17,7 @@ from torch.func import functional_call
 
 from segapp.accelerator import random_states_kept
 from segapp.compat.torch import BatchNorm
-from segapp.parallel.scatter_gather import map_tensors
+from segapp.parallel.scatter_gather import map_tensors, tensors_in
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
 
@@ -69,14 +69,7 @@ def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> No
 
 
 def _sum_of_outputs(outputs: Any) -> Tensor:
-    sums: list[Tensor] = []
-
-    def add(tensor: Tensor) -> Tensor:
-        sums.append(tensor.float().sum())
-        return tensor
-
-    map_tensors(add, outputs)
-    return sum(sums[1:], sums[0])
+    return torch.stack([tensor.float().sum() for tensor in tensors_in(outputs)]).sum()
 
 
 def no_samples_problem(
@@ -102,8 +95,8 @@ def no_samples_problem(
         >>> no_samples_problem(nn.BatchNorm2d(3), torch.zeros(2, 3, 8, 8))
         "BatchNorm layer '' is not synchronised (sync_bn: true), and its statistics need samples"
     """
-    for name, layer in module.named_modules():
-        if isinstance(layer, BatchNorm) and not isinstance(layer, SyncBatchNorm) and layer.training:
+    for name, layer in _plain_batchnorms(module).items():
+        if layer.training:
             return f"BatchNorm layer {name!r} is not synchronised (sync_bn: true), and its statistics need samples"
     synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm) and layer.training]
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
@@ -155,27 +148,25 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     named = {name: parameter for name, parameter in module.named_parameters() if parameter.requires_grad}
     trained = {name: torch.empty_like(each, device="meta", requires_grad=True) for name, each in named.items()}
     state = {name: each.to("meta") for name, each in (*module.named_parameters(), *module.named_buffers())}
-    outputs: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        outputs.append(tensor)
-        return tensor
-
     try:
         for layer in synced:  # the other ranks are not asked
             revert_sync_batchnorm(layer)
         found = functional_call(module, {**state, **trained}, tuple(map_tensors(_as_two_samples, i) for i in inputs))
-        map_tensors(note, found)
     except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError):
         return []
     finally:
         for layer in synced:
             convert_sync_batchnorm(layer)
-    sums = [output.float().sum() for output in outputs if output.requires_grad]
+    sums = [output.float().sum() for output in tensors_in(found) if output.requires_grad]
     if not sums or not trained:
         return []
-    gradients = torch.autograd.grad(sum(sums[1:], sums[0]), list(trained.values()), allow_unused=True)
+    gradients = torch.autograd.grad(sums, list(trained.values()), allow_unused=True)
     return [name for name, gradient in zip(trained, gradients, strict=True) if gradient is None]
+
+
+def _plain_batchnorms(module: nn.Module) -> dict[str, BatchNorm]:
+    layers = module.named_modules()
+    return {name: m for name, m in layers if isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm)}
 
 
 def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
@@ -183,13 +174,8 @@ def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
 
     If the module cannot run on the meta device, all of them: a split refused without need is better than a crash.
     """
-    plain = {
-        name: layer
-        for name, layer in module.named_modules()
-        if isinstance(layer, BatchNorm)
-        and not isinstance(layer, SyncBatchNorm)
-        and (layer.training or layer.running_mean is None)
-    }
+    layers = _plain_batchnorms(module).items()
+    plain = {name: layer for name, layer in layers if layer.training or layer.running_mean is None}
     if not plain:
         return []
     seen: dict[str, int] = {}

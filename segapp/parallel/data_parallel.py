@@ -75,7 +75,7 @@ class ReplicaOutputs(list[Any]):
 
 def _replicator_of(module: nn.Module, known: Replicator | None = None) -> Replicator:
     """Return the known replicator if it is the module's, else a new one."""
-    return known if known is not None and known.module is module else Replicator(module, type(module).__name__)
+    return known if known is not None and known.module is module else Replicator(module)
 
 
 class DataParallelModel(nn.Module):
@@ -128,7 +128,7 @@ class DataParallelModel(nn.Module):
             raise TypeError(f"module={module!r} is not an nn.Module: the arguments may be in another order")
         self.devices = resolve_devices(device_ids)
         if len(self.devices) > 1:
-            check_replicable(module, type(module).__name__)
+            check_replicable(module)
         self.module = module
         self._replicator = _replicator_of(module)
         self.dim = dim

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from segapp.compat.torch import BatchNorm, set_group_timeout
 from segapp.parallel.exchange import layers_group, use_layers_group
 from segapp.parallel.launch import die_with_parent, signal_children
-from segapp.parallel.scatter_gather import DeviceLike, resolve_devices
+from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
 START_TIMEOUT_S = 600.0
@@ -40,7 +40,7 @@ STEP_TIMEOUT_S = 120.0
 """Timeout of an exchange during training: a later rank counts as lost."""
 
 _GLOO_RELEASE_S = 0.1
-_BUCKET_BYTES = 25 * 2**20
+_BUCKET_BYTES = 25 * 2**20  # as large as DDP's buckets
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
 
@@ -264,47 +264,19 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) 
         return
     has_grad = torch.tensor([p.grad is not None for p in active], dtype=torch.int32, device=active[0].device)
     dist.all_reduce(has_grad)
-    wanted = [p for p, count in zip(active, has_grad.tolist(), strict=True) if count]
-    for parameter in wanted:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-    for bucket in _gradient_buckets(wanted):
+    grads = []
+    for parameter, count in zip(active, has_grad.tolist(), strict=True):
+        if count:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            grads.append(parameter.grad)
+    for indices in buckets(grads, _BUCKET_BYTES):
+        bucket = [grads[i] for i in indices]
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         dist.all_reduce(flat)
         if average:
             flat /= dist.get_world_size()
         for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):  # type: ignore[no-untyped-call]
             grad.copy_(part.view(grad.shape))
-
-
-def _gradient_buckets(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Return lists of gradients of one dtype and device, each about as large as DDP's buckets."""
-    buckets: list[list[Tensor]] = []
-    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
-    for parameter in parameters:
-        grad = parameter.grad
-        assert grad is not None
-        bucket, size = kinds.get((grad.dtype, grad.device), ([], _BUCKET_BYTES))
-        if size >= _BUCKET_BYTES:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(grad)
-        kinds[grad.dtype, grad.device] = (bucket, size + grad.numel() * grad.element_size())
-    return buckets
-
-
-def any_rank(flag: bool, device: torch.device | None = None) -> bool:
-    """Return True, on every rank, if the flag is set on any rank; every rank must call it.
-
-    Args:
-        flag: this rank's flag.
-        device: the rank's device; required with nccl.
-    """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return flag
-    total = torch.tensor([int(flag)], dtype=torch.int32, device=device)
-    dist.all_reduce(total)
-    return bool(total.item())
 
 
 class PeerOutOfMemoryError(torch.OutOfMemoryError):

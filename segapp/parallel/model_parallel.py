@@ -76,7 +76,7 @@ def place_stages(
     """
     if not stages:
         raise ValueError('stages is empty: name at least one, such as {"backbone": "cuda:0", "classifier": "cuda:1"}')
-    check_replicable(module, type(module).__name__)
+    check_replicable(module)
     parts = dict(module.named_modules())
     for name in stages:
         if name not in parts or not name:

@@ -25,7 +25,7 @@ from typing import Any, Generic, Literal, TypeVar
 import torch
 
 from segapp.accelerator import accelerator_of
-from segapp.compat.torch import TorchDispatchMode, dispatch_modes, next_sequence_number, saved_tensors_hooks
+from segapp.compat.torch import dispatch_modes, next_sequence_number, saved_tensors_hooks
 from segapp.parallel.workers import equal_numbers, give_back, skip_numbers, take_workers
 
 T = TypeVar("T")
@@ -129,9 +129,8 @@ class ReplicaGroup(Generic[T]):
         self.devices = tuple(devices)
         self.timeout_s = timeout_s
         # A single call runs in the caller's thread, which already has these states.
-        self._caller_state = _CallerState.capture(self.devices) if len(self.devices) > 1 else None
-        modes = () if self._caller_state is None else self._caller_state.dispatch_modes
-        self._takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(modes))
+        self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _made_current
+        self._takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(dispatch_modes()))
         lock = threading.Lock()
         # One condition for each replica and one for the caller, so that only the thread that can go on is woken.
         self._changed = [threading.Condition(lock) for _ in self.devices]
@@ -169,7 +168,7 @@ class ReplicaGroup(Generic[T]):
             workers, first_number = equal_numbers(take_workers(self.devices))
             try:
                 for i, (worker, call) in enumerate(zip(workers, calls, strict=True)):
-                    worker.start(partial(self._work_from, first_number, i, call))
+                    worker.start(partial(self._work, i, call, first_number))
                 self._join()
             finally:
                 with self._ending:  # a late replica may end just now
@@ -206,20 +205,16 @@ class ReplicaGroup(Generic[T]):
             self._give_answers(answers)
         return answers[0]
 
-    def _work_from(self, first_number: int, index: int, call: Callable[[], T]) -> None:
-        skip_numbers(first_number)
-        self._work(index, call)
-
-    def _work(self, index: int, call: Callable[[], T]) -> None:
-        device = self.devices[index]
+    def _work(self, index: int, call: Callable[[], T], first_number: int | None = None) -> None:
+        if first_number is not None:
+            skip_numbers(first_number)
         outer = current_replica()
         _thread_local.context = ReplicaContext(self, index)
         try:
             if self._takes_turns:
                 with self._ending:
                     self._wait(index, lambda: self._is_turn(index), "the start", timeout_s=None)
-            caller = self._caller_state
-            with accelerator_of(device).current(device) if caller is None else caller.entered(device):
+            with self._entered(self.devices[index]):
                 self._results[index] = call()
         except BaseException as error:
             with self._ending:
@@ -243,7 +238,7 @@ class ReplicaGroup(Generic[T]):
                     if self._ended:
                         left = self._first_end_s + self.timeout_s - time.monotonic()
                         if left <= 0:
-                            self._time_out(self._describe_missing("the end", self._ended))
+                            self._time_out("the end", self._ended)
                             break
                     # Short waits, because a signal handled by another thread does not interrupt a wait.
                     self._ending.wait(min(left, _GRACE_S))
@@ -279,7 +274,7 @@ class ReplicaGroup(Generic[T]):
             self._raise_if_failed()
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
-                self._time_out(self._describe_missing(repr(key), self._arrived))
+                self._time_out(repr(key), self._arrived)
                 continue
             self._changed[index].wait(left)
         self._raise_if_failed()
@@ -296,13 +291,6 @@ class ReplicaGroup(Generic[T]):
                 ),
             )
 
-    def _describe_missing(self, place: str, present: Collection[int]) -> str:
-        missing = ", ".join(f"{i} on {device}" for i, device in enumerate(self.devices) if i not in present)
-        return (
-            f"replica {missing} did not come to {place} within {self.timeout_s:g} s: look for a stuck device or"
-            " operation there, or raise timeout_s"
-        )
-
     def _is_turn(self, index: int) -> bool:
         return not self._takes_turns or self._turn == index
 
@@ -317,9 +305,13 @@ class ReplicaGroup(Generic[T]):
         for condition in (self._ending, *self._changed):
             condition.notify_all()
 
-    def _time_out(self, message: str) -> None:
+    def _time_out(self, place: str, present: Collection[int]) -> None:
         self._late_s = _GRACE_S  # a replica hangs, and has been waited for
-        self._fail(None, ReplicaDesyncError(message))
+        missing = ", ".join(f"{i} on {device}" for i, device in enumerate(self.devices) if i not in present)
+        message = f"replica {missing} did not come to {place} within {self.timeout_s:g} s"
+        self._fail(
+            None, ReplicaDesyncError(f"{message}: look for a stuck device or operation there, or raise timeout_s")
+        )
 
     def _raise_if_failed(self) -> None:
         if self._failure is not None:
@@ -339,60 +331,45 @@ class ReplicaGroup(Generic[T]):
         return wrapped
 
 
-@dataclass(frozen=True)
-class _CallerState:
-    """The caller's thread-local states of torch, which a new thread does not inherit."""
+def _made_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    return accelerator_of(device).current(device)
 
-    is_grad_enabled: bool
-    is_inference: bool
-    autocast: tuple[tuple[str, torch.dtype], ...]  # device types for which it is on
-    is_autocast_cached: bool
-    default_device: torch.device
-    main_device: torch.device
-    num_threads: int
-    streams: tuple[torch.cuda.Stream, ...]  # where they are not the default ones
-    saved_tensors_hooks: tuple[Callable[..., Any], Callable[..., Any]] | None
-    dispatch_modes: tuple[TorchDispatchMode, ...]
 
-    @classmethod
-    def capture(cls, devices: Sequence[torch.device]) -> _CallerState:
-        types = sorted({"cpu", "cuda", *(device.type for device in devices)})
-        cuda_devices = sorted({device for device in devices if device.type == "cuda"}, key=str)
-        return cls(
-            is_grad_enabled=torch.is_grad_enabled(),
-            is_inference=torch.is_inference_mode_enabled(),
-            autocast=tuple((kind, torch.get_autocast_dtype(kind)) for kind in types if torch.is_autocast_enabled(kind)),
-            is_autocast_cached=torch.is_autocast_cache_enabled(),
-            default_device=torch.get_default_device(),
-            main_device=devices[0],
-            num_threads=torch.get_num_threads(),
-            streams=tuple(
-                stream
-                for stream in map(torch.cuda.current_stream, cuda_devices)
-                if stream != torch.cuda.default_stream(stream.device)
-            ),
-            saved_tensors_hooks=saved_tensors_hooks(),
-            dispatch_modes=tuple(dispatch_modes()),
-        )
+def _caller_states(
+    devices: Sequence[torch.device],
+) -> Callable[[torch.device], contextlib.AbstractContextManager[Any]]:
+    """Return a function that sets the present thread-local states of torch in another thread, on a replica's device.
+
+    A new thread does not inherit them.
+    """
+    is_grad_enabled, is_inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+    kinds = [kind for kind in {"cpu", "cuda", *(device.type for device in devices)} if torch.is_autocast_enabled(kind)]
+    autocast = [(kind, torch.get_autocast_dtype(kind)) for kind in sorted(kinds)]
+    is_autocast_cached = torch.is_autocast_cache_enabled()
+    default_device, num_threads = torch.get_default_device(), torch.get_num_threads()
+    cuda_devices = sorted({device for device in devices if device.type == "cuda"}, key=str)
+    streams = [torch.cuda.current_stream(device) for device in cuda_devices]
+    streams = [stream for stream in streams if stream != torch.cuda.default_stream(stream.device)]
+    hooks, modes = saved_tensors_hooks(), tuple(dispatch_modes())
 
     @contextlib.contextmanager
-    def entered(self, device: torch.device) -> Iterator[None]:
-        """Set the caller's states in this thread, on one replica's device."""
-        if torch.get_num_threads() != self.num_threads:
-            torch.set_num_threads(self.num_threads)
+    def entered(device: torch.device) -> Iterator[None]:
+        if torch.get_num_threads() != num_threads:
+            torch.set_num_threads(num_threads)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(torch.inference_mode(self.is_inference))
-            stack.enter_context(torch.set_grad_enabled(self.is_grad_enabled))
-            for kind, dtype in self.autocast:
-                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=self.is_autocast_cached))
-            for stream in self.streams:  # of all devices, because replica 0 combines the others' tensors
+            stack.enter_context(torch.inference_mode(is_inference))
+            stack.enter_context(torch.set_grad_enabled(is_grad_enabled))
+            for kind, dtype in autocast:
+                stack.enter_context(torch.autocast(kind, dtype, cache_enabled=is_autocast_cached))
+            for stream in streams:  # of all devices, because replica 0 combines the others' tensors
                 stack.enter_context(torch.cuda.stream(stream))
-            stack.enter_context(accelerator_of(device).current(device))
-            if self.default_device.type != "cpu":
-                own = device if self.default_device == self.main_device else self.default_device
-                stack.enter_context(own)
-            if self.saved_tensors_hooks is not None:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*self.saved_tensors_hooks))
-            for mode in self.dispatch_modes:
+            stack.enter_context(_made_current(device))
+            if default_device.type != "cpu":
+                stack.enter_context(device if default_device == devices[0] else default_device)
+            if hooks is not None:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*hooks))
+            for mode in modes:
                 stack.enter_context(mode)
             yield
+
+    return entered

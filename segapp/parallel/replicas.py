@@ -12,7 +12,7 @@ pass of synchronised BatchNorm may, the devices wait for each other for ever (`t
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from segapp.compat.torch import buffer_slots, is_compiled, module_slots, parameter_slots, shallow_replica
 from segapp.parallel.rendezvous import DEFAULT_TIMEOUT_S, Mode, ReplicaGroup
-from segapp.parallel.scatter_gather import reduce_add, to_device
+from segapp.parallel.scatter_gather import buckets, reduce_add, to_device
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ _BUCKET_BYTES = 25 * 2**20
 
 
 # -------------------------------------------------------------------------------------------------------- replicate
-def replicate(module: nn.Module, devices: Sequence[torch.device], *, name: str = "module") -> list[nn.Module]:
+def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return copies of a module, one per device, whose parameters are differentiable copies of the module's.
 
     The gradient of a parameter is the sum of its copies' gradients, added in device order on the parameter's device.
@@ -42,13 +42,12 @@ def replicate(module: nn.Module, devices: Sequence[torch.device], *, name: str =
     Args:
         module: what to copy; its parameters on one device.
         devices: one per replica.
-        name: what error messages call the module.
 
     Raises:
         TypeError: a part of the module is compiled.
         ValueError: a lazy parameter has no shape yet.
     """
-    return [parts[0] for parts in Replicator(module, name).replicate(devices)]
+    return [parts[0] for parts in Replicator(module).replicate(devices)]
 
 
 class Replicator:
@@ -57,19 +56,14 @@ class Replicator:
     The structure is the parts' classes, and which parameters, buffers and sub-modules they hold under which names. All
     else is read in every step: values, dtypes and devices of the tensors, and the other attributes of the parts, such
     as hooks, the training mode and functions that were patched onto them.
-
-    Args:
-        module: what to copy.
-        name: what error messages call the module.
     """
 
-    def __init__(self, module: nn.Module, name: str = "module") -> None:
+    def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.name = name
         self._known: _Structure | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.module, self.name)
+        return type(self), (self.module,)
 
     def parameters(self) -> Sequence[Tensor]:
         """Return the module's parameters, each once."""
@@ -88,11 +82,7 @@ class Replicator:
 
     @torch.no_grad()
     def write_back_buffers(self, owner: Sequence[nn.Module]) -> None:
-        """Copy the first replica's buffers into the module after the forward pass.
-
-        Args:
-            owner: the first of the results of the last `replicate`.
-        """
+        """Copy the buffers of `owner`, the first of the last copies, into the module after its forward pass."""
         assert self._known is not None
         for part, replica in zip(self._known.parts, owner, strict=True):
             originals = buffer_slots(part.module)
@@ -109,11 +99,11 @@ class Replicator:
     def _structure(self) -> _Structure:
         known = self._known
         if known is None or not known.is_current():
-            known = self._known = _Structure.read(self.module, self.name)
+            known = self._known = _Structure.read(self.module)
         return known
 
 
-def check_replicable(module: nn.Module, name: str = "module") -> None:
+def check_replicable(module: nn.Module) -> None:
     """Check that copies of a module compute the same as the module.
 
     Raises:
@@ -121,7 +111,7 @@ def check_replicable(module: nn.Module, name: str = "module") -> None:
         ValueError: a lazy parameter has no shape yet.
     """
     for path, part in module.named_modules():
-        _check_part(path, part, name)
+        _check_part(path, part, type(module).__name__)
 
 
 def _check_part(path: str, part: nn.Module, name: str) -> None:
@@ -141,17 +131,11 @@ def _check_part(path: str, part: nn.Module, name: str) -> None:
 # ------------------------------------------------------------------------------------------------------ flat buckets
 @dataclass(frozen=True)
 class _Layout:
-    """Size and strides of a tensor, and how it lies in memory.
-
-    Attributes:
-        size: of the tensor.
-        stride: of the tensor; None stands for contiguous ones.
-        order: the dimensions from the outermost in memory to the innermost; None: as they are.
-    """
+    """Size and strides of a tensor, and how it lies in memory."""
 
     size: torch.Size
-    stride: tuple[int, ...] | None = None
-    order: tuple[int, ...] | None = None
+    stride: tuple[int, ...] | None = None  # None: contiguous
+    order: tuple[int, ...] | None = None  # dimensions from the outermost in memory to the innermost; None: as they are
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
@@ -183,13 +167,10 @@ def _pack(tensors: Sequence[Tensor], layouts: Sequence[_Layout]) -> Tensor:
 def _unpack(
     flat: Tensor, layouts: Sequence[_Layout], split: Callable[..., Sequence[Tensor]] = torch.split_with_sizes
 ) -> list[Tensor]:
-    """Return parts of a flat tensor, in the layouts of what it was packed from.
+    """Return the parts of a tensor from `_pack`, in their layouts.
 
-    Args:
-        flat: from `_pack`.
-        layouts: of the parts.
-        split: makes views, or, as `torch.unsafe_split_with_sizes`, tensors with versions of their own, of which one may
-            change while autograd has saved another.
+    `split` makes views, or, as `torch.unsafe_split_with_sizes`, tensors with versions of their own, of which one may
+    change while autograd has saved another.
     """
     parts = split(flat, [layout.size.numel() for layout in layouts])
     unpacked = []
@@ -258,16 +239,14 @@ def _broadcast(
 
 def _copy_parameters(parameters: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     rows: list[list[Tensor]] = [list(parameters) for _ in devices]
-    for bucket in _buckets(parameters, _BUCKET_BYTES):
+    for bucket in buckets(parameters, _BUCKET_BYTES):
         tensors = [parameters[j] for j in bucket]
         if torch.is_grad_enabled():
             copies: Sequence[Tensor] = _CopyToDevices.apply(tuple(devices), *tensors)
-            parts: list[Sequence[Tensor]] = [
-                copies[i * len(bucket) : (i + 1) * len(bucket)] for i in range(len(devices))
-            ]
+            parts = [list(copies[i : i + len(bucket)]) for i in range(0, len(copies), len(bucket))]
         else:
             detached = [tensor.detach() for tensor in tensors]
-            parts = list(_broadcast(detached, [_Layout.of(tensor) for tensor in tensors], devices))
+            parts = _broadcast(detached, [_Layout.of(tensor) for tensor in tensors], devices)
         for row, part in zip(rows, parts, strict=True):
             for j, copied in zip(bucket, part, strict=True):
                 row[j] = copied
@@ -278,7 +257,7 @@ def _copy_parameters(parameters: Sequence[Tensor], devices: Sequence[torch.devic
 def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
     """Return one row of copies per device; the first row are the buffers themselves where they are on its device."""
     rows: list[list[Tensor]] = [list(buffers) for _ in devices]
-    for group in _buckets(buffers):
+    for group in buckets(buffers):
         tensors = [buffers[j] for j in group]
         layouts = [_Layout.of(tensor) for tensor in tensors]
         flat: Tensor | None = None
@@ -294,21 +273,6 @@ def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) ->
     return rows
 
 
-def _buckets(tensors: Sequence[Tensor], max_bytes: float = float("inf")) -> Iterator[list[int]]:
-    """Yield lists of indices of tensors of one dtype and device, in order."""
-    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
-    for i, tensor in enumerate(tensors):
-        bucket, size = kinds.pop((tensor.dtype, tensor.device), ([], 0))
-        bucket.append(i)
-        size += tensor.numel() * tensor.element_size()
-        if size >= max_bytes:
-            yield bucket
-        else:
-            kinds[tensor.dtype, tensor.device] = bucket, size
-    for bucket, _ in kinds.values():
-        yield bucket
-
-
 # --------------------------------------------------------------------------------------------------------- structure
 @dataclass(frozen=True)
 class _SubModule:
@@ -316,7 +280,6 @@ class _SubModule:
 
     module: nn.Module
     name: str
-    kind: type[nn.Module]
     children: Mapping[str, int | None]
     parameters: Mapping[str, int | None]
     buffers: Mapping[str, int | None]
@@ -353,7 +316,7 @@ class _Structure:
     contents: list[Any]
 
     @classmethod
-    def read(cls, module: nn.Module, name: str) -> _Structure:
+    def read(cls, module: nn.Module) -> _Structure:
         named = list(module.named_modules())
         numbers = {id(part): i for i, (_, part) in enumerate(named)}
         parameters: dict[int, tuple[int, Tensor]] = {}
@@ -364,12 +327,11 @@ class _Structure:
 
         parts = []
         for path, part in named:
-            _check_part(path, part, name)
+            _check_part(path, part, type(module).__name__)
             parts.append(
                 _SubModule(
                     part,
                     path,
-                    type(part),
                     {key: None if child is None else numbers[id(child)] for key, child in module_slots(part).items()},
                     {key: number_of(parameters, value) for key, value in parameter_slots(part).items()},
                     {key: number_of(buffers, value) for key, value in buffer_slots(part).items()},
@@ -399,7 +361,7 @@ class _Structure:
             own["_modules"] = {key: None if i is None else replicas[i] for key, i in part.children.items()}
             own["_buffers"] = {key: None if i is None else buffers[i] for key, i in part.buffers.items()}
             values = {key: None if i is None else parameters[i] for key, i in part.parameters.items()}
-            if part.kind.__setattr__ is not nn.Module.__setattr__:
+            if type(part.module).__setattr__ is not nn.Module.__setattr__:
                 for key, value in values.items():
                     if value is not None:
                         setattr(replica, key, value)  # recurrent layers update their flat weights here

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -154,7 +154,7 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
                     )
                 # narrow, because the several views that split() makes forbid in-place operations
                 tensor = tensor if size == sum(sizes) else tensor.narrow(dim, start, size)
-            return tensor.to(device, non_blocking=device.type != "cpu")
+            return cast(Tensor, to_device(tensor, device))
 
         return cut
 
@@ -180,11 +180,15 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
     """
     first = outputs[0]
     if isinstance(first, Tensor):
-        moved = [_expect_tensor(output).to(device, non_blocking=device.type != "cpu") for output in outputs]
-        joined = moved[0] if len(moved) == 1 and first.dim() else None
-        if joined is None:
-            joined = torch.cat(moved, dim) if first.dim() else torch.stack(moved)
-        return joined  # type: ignore[return-value]
+        for output in outputs:
+            if not isinstance(output, Tensor):
+                raise TypeError(
+                    f"one replica returned a tensor and another {output!r}: return the same structure from each"
+                )
+        moved = [to_device(output, device) for output in outputs]
+        if len(moved) == 1 and first.dim():
+            return cast(T, moved[0])
+        return cast(T, torch.cat(moved, dim) if first.dim() else torch.stack(moved))
     children = _children(first)
     if children is None:
         if any(isinstance(output, Tensor) or output != first for output in outputs[1:]):
@@ -200,12 +204,6 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
     return _refill(first, [gather(column, device, dim) for column in zip(*columns, strict=True)])  # type: ignore[no-any-return]
 
 
-def _expect_tensor(output: Any) -> Tensor:
-    if not isinstance(output, Tensor):
-        raise TypeError(f"one replica returned a tensor and another {output!r}: return the same structure from each")
-    return output
-
-
 def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     """Return the tensors' sum on one device, added in the given order, so that every run rounds alike.
 
@@ -213,19 +211,14 @@ def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         tensors: of one shape, on any devices; at least one.
         device: of the sum.
     """
-    total = tensors[0].to(device, non_blocking=device.type != "cpu")
+    total: Tensor = to_device(tensors[0], device)
     for tensor in tensors[1:]:
-        total = total + tensor.to(device, non_blocking=device.type != "cpu")
+        total = total + to_device(tensor, device)
     return total
 
 
 def spread(tensors: Sequence[Tensor], devices: Iterable[torch.device]) -> dict[torch.device, Sequence[Tensor]]:
-    """Return the tensors on every device, moved there in one copy; not differentiable.
-
-    Args:
-        tensors: (K,) each, of one dtype, all on one device.
-        devices: with or without repetitions.
-    """
+    """Return tensors (K,) of one dtype and device on every device, moved there in one copy; not differentiable."""
     home = tensors[0].device
     flat = None
     copies: dict[torch.device, Sequence[Tensor]] = {home: tensors}
@@ -234,3 +227,18 @@ def spread(tensors: Sequence[Tensor], devices: Iterable[torch.device]) -> dict[t
             flat = torch.cat(list(tensors)) if flat is None else flat
             copies[device] = to_device(flat, device).split_with_sizes([tensor.numel() for tensor in tensors])
     return copies
+
+
+def buckets(tensors: Sequence[Tensor], max_bytes: float = float("inf")) -> Iterator[list[int]]:
+    """Yield lists of indices of tensors of one dtype and device, in order, each as soon as it has `max_bytes`."""
+    kinds: dict[tuple[torch.dtype, torch.device], tuple[list[int], int]] = {}
+    for i, tensor in enumerate(tensors):
+        bucket, size = kinds.pop((tensor.dtype, tensor.device), ([], 0))
+        bucket.append(i)
+        size += tensor.numel() * tensor.element_size()
+        if size >= max_bytes:
+            yield bucket
+        else:
+            kinds[tensor.dtype, tensor.device] = bucket, size
+    for bucket, _ in kinds.values():
+        yield bucket

@@ -94,12 +94,7 @@ def split_rows(rows_PK: Tensor) -> tuple[Sequence[Tensor], Tensor]:
 
 
 def join_moments(moments: Sequence[Tensor], shares_P1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means (C,) and variances (C,) of all parts together, by Chan's formula; differentiable.
-
-    Args:
-        moments: the parts' means (P, C) and variances (P, C), in float64 where the device has it.
-        shares_P1: the parts' shares of all values.
-    """
+    """Return the means and variances (C,) of all parts from those of each (P, C), by Chan's formula; differentiable."""
     means_PC, variances_PC = moments
     mean_C = (shares_P1 * means_PC).sum(0)
     centred_PC = means_PC - mean_C
@@ -107,11 +102,7 @@ def join_moments(moments: Sequence[Tensor], shares_P1: Tensor) -> tuple[Tensor, 
 
 
 def stack_pairs(pairs: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return two values (C,) of each part as (P, 2, C) on the first part's device, which each part reaches in one copy.
-
-    Args:
-        pairs: of the parts of this process, each on its device.
-    """
+    """Return two values (C,) of each part as (P, 2, C) on the first part's device, in one copy from each other one."""
     home = pairs[0][0].device
     rows: list[Tensor] = []
     for pair in pairs:
@@ -122,9 +113,7 @@ def stack_pairs(pairs: Sequence[Sequence[Tensor]]) -> Tensor:
 class Counts:
     """The numbers of values per channel of all parts, and what follows from them, computed when it is first needed.
 
-    Args:
-        of_parts_P: (P,), in the dtype of the statistics.
-        total: their sum, where the host knows it.
+    They are in the dtype of the statistics; the host may know their sum.
     """
 
     def __init__(self, of_parts_P: Tensor, total: float | None = None) -> None:
@@ -157,28 +146,10 @@ class Counts:
 
 
 # ------------------------------------------------------------------------------------------------- one layer's node
-class Statistics(NamedTuple):
-    """The whole batch's statistics on one device.
-
-    Attributes:
-        mean: (C,).
-        scale: (C,) 1 / sqrt(variance + eps) for kernels, else the variances.
-        counts: values per channel: of each part, int32 (P,), for kernels; else of all parts, a number or ().
-    """
-
-    mean: Tensor
-    scale: Tensor
-    counts: Any
-
-
 class Sums(NamedTuple):
-    """What a part adds to the backward pass of the others, and its own gradients.
+    """What a part adds to the backward pass of the others, two sums (C,), and its own gradients.
 
-    Attributes:
-        pair: two sums over the part, (C,).
-        of_weight: gradient of the weight (C,).
-        of_bias: gradient of the bias (C,).
-        of_x: the first term of the input's gradient, if the arithmetic has it already.
+    `of_x` is the first term of the input's gradient, if the arithmetic has it already.
     """
 
     pair: tuple[Tensor, Tensor]
@@ -187,109 +158,87 @@ class Sums(NamedTuple):
     of_x: Tensor | None = None
 
 
-class Kernels:
-    """The arithmetic of a part by torch's kernels, one launch each."""
+class Kernels(NamedTuple):
+    """The whole batch's statistics on one device, and the arithmetic of a part by torch's kernels, one launch each.
 
-    @staticmethod
-    def normalize(x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
+    `counts` are the values per channel of each part, int32 (P,).
+    """
+
+    mean: Tensor
+    invstd: Tensor
+    counts: Tensor
+    eps: float
+
+    def normalize(self, x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None) -> Tensor:
         """Return the normalised part."""
-        return torch.batch_norm_elemt(x, weight_C, bias_C, own.mean, own.scale, eps)
+        return torch.batch_norm_elemt(x, weight_C, bias_C, self.mean, self.invstd, self.eps)
 
-    @staticmethod
-    def sums(grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Sums:
+    def sums(self, grad: Tensor, x: Tensor, weight_C: Tensor | None) -> Sums:
         """Return the sums of grad and of grad * (x - mean)."""
-        like = own.mean
         grad_C, centred_C, of_weight_C, of_bias_C = torch.batch_norm_backward_reduce(
-            grad, x, like, own.scale, like, True, True, True
+            grad, x, self.mean, self.invstd, self.mean, True, True, True
         )
         return Sums((grad_C, centred_C), of_weight_C, of_bias_C)
 
-    @staticmethod
-    def shared(total_2C: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
+    def shared(self, total_2C: Tensor, weight_C: Tensor | None) -> Tensor:
         """Return what every part needs of the sums."""
         return total_2C
 
-    @staticmethod
     def input_gradient(
-        grad: Tensor,
-        x: Tensor,
-        weight_C: Tensor | None,
-        own: Statistics,
-        eps: float,
-        sums: Sums,
-        shared: Sequence[Tensor],
+        self, grad: Tensor, x: Tensor, weight_C: Tensor | None, sums: Sums, shared: Sequence[Tensor]
     ) -> Tensor:
         """Return the gradient of the part."""
         grad_C, centred_C = shared
-        return torch.batch_norm_backward_elemt(grad, x, own.mean, own.scale, weight_C, grad_C, centred_C, own.counts)
+        return torch.batch_norm_backward_elemt(
+            grad, x, self.mean, self.invstd, weight_C, grad_C, centred_C, self.counts
+        )
 
 
-class Composed:
-    """The same by operators that every device has.
+class Composed(NamedTuple):
+    """The same by operators that every device has; `count` is the number of values per channel of all parts.
 
     With n = (x - mean) / deviation, the input's gradient is weight / deviation * (grad - E[grad] - n * E[grad * n]).
     The last two terms are a normalisation of the input, with another weight and bias.
     """
 
-    @staticmethod
-    def normalize(x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
-        """Return the normalised part."""
-        return torch.native_batch_norm(x, weight_C, bias_C, own.mean, own.scale, False, 0.0, eps)[0]
+    mean: Tensor
+    variance: Tensor
+    count: Any
+    eps: float
 
-    @staticmethod
-    def sums(grad: Tensor, x: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Sums:
+    def normalize(self, x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None) -> Tensor:
+        """Return the normalised part."""
+        return torch.native_batch_norm(x, weight_C, bias_C, self.mean, self.variance, False, 0.0, self.eps)[0]
+
+    def sums(self, grad: Tensor, x: Tensor, weight_C: Tensor | None) -> Sums:
         """Return the sums of grad and of grad * n, and the first term of the input's gradient."""
+        mean, variance = self.mean, self.variance
         of_x, of_weight_C, of_bias_C = torch.ops.aten.native_batch_norm_backward.default(
-            _as(grad, own.mean),
-            _as(x, own.mean),
-            weight_C,
-            own.mean,
-            own.scale,
-            None,
-            None,
-            False,
-            eps,
-            [True, True, True],
+            _as(grad, mean), _as(x, mean), weight_C, mean, variance, None, None, False, self.eps, [True, True, True]
         )
         return Sums((of_bias_C, of_weight_C), of_weight_C, of_bias_C, of_x)
 
-    @staticmethod
-    def shared(total_2C: Tensor, weight_C: Tensor | None, own: Statistics, eps: float) -> Tensor:
+    def shared(self, total_2C: Tensor, weight_C: Tensor | None) -> Tensor:
         """Return the bias and the weight of the normalisation that is subtracted."""
-        factor_C = torch.rsqrt(own.scale + eps)
-        shared_2C: Tensor = total_2C * (factor_C if weight_C is None else factor_C * weight_C) / own.counts
+        factor_C = torch.rsqrt(self.variance + self.eps)
+        shared_2C: Tensor = total_2C * (factor_C if weight_C is None else factor_C * weight_C) / self.count
         return shared_2C
 
-    @staticmethod
     def input_gradient(
-        grad: Tensor,
-        x: Tensor,
-        weight_C: Tensor | None,
-        own: Statistics,
-        eps: float,
-        sums: Sums,
-        shared: Sequence[Tensor],
+        self, grad: Tensor, x: Tensor, weight_C: Tensor | None, sums: Sums, shared: Sequence[Tensor]
     ) -> Tensor:
         """Return the gradient of the part."""
         bias_C, of_normal_C = shared
-        other_terms = Composed.normalize(_as(x, own.mean), of_normal_C, bias_C, own, eps)
+        other_terms = self.normalize(_as(x, self.mean), of_normal_C, bias_C)
         return _as(cast(Tensor, sums.of_x).sub_(other_terms), x)
 
 
 class Pass(NamedTuple):
-    """A layer's constants in one forward pass.
+    """A layer's constants in one forward pass: the statistics for each part of this process, on its device."""
 
-    Attributes:
-        statistics: for each part of this process, on its device.
-        arithmetic: of the parts.
-        eps: of the layer.
-        over_ranks: True if the other parts of the batch are on other ranks.
-    """
-
-    statistics: Sequence[Statistics]
-    arithmetic: type[Kernels | Composed]
-    eps: float
+    statistics: Sequence[Kernels | Composed]
     over_ranks: bool
+    """The other parts of the batch are on other ranks."""
 
 
 class Normalize(torch.autograd.Function):
@@ -297,19 +246,13 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Pass, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the outputs of the parts.
-
-        Args:
-            ctx: of autograd.
-            layer: what all parts have in common.
-            *tensors: the parts' inputs, then their weights (C,) or None, then their biases (C,) or None.
-        """
+        """Return the outputs, from the parts' inputs, then their weights (C,) or None, then their biases or None."""
         ctx.layer, num_parts = layer, len(tensors) // 3
         ctx.save_for_backward(*tensors[: 2 * num_parts])
         ctx.has_bias = tensors[-1] is not None
         parts = zip(*(tensors[i * num_parts : (i + 1) * num_parts] for i in range(3)), layer.statistics, strict=True)
         return tuple(
-            layer.arithmetic.normalize(cast(Tensor, x), _as(weight, own.mean), _as(bias, own.mean), own, layer.eps)
+            own.normalize(cast(Tensor, x), _as(weight, own.mean), _as(bias, own.mean))
             if cast(Tensor, x).numel()
             else torch.empty_like(cast(Tensor, x))
             for x, weight, bias, own in parts
@@ -337,13 +280,13 @@ def _gradients(
     needs_x: Sequence[bool],
 ) -> _Columns:
     """Return the gradients of inputs, weights and biases."""
-    arithmetic, all_own = layer.arithmetic, layer.statistics
+    all_own = layer.statistics
     grads = [grad.contiguous(memory_format=memory_format_of(x)) for grad, x in zip(grads, xs, strict=True)]
     wide_weights = [_as(weight, own.mean) for weight, own in zip(weights, all_own, strict=True)]
     parts: list[Sums] = []
     for grad, x, weight, own in zip(grads, xs, wide_weights, all_own, strict=True):
         if x.numel():
-            parts.append(arithmetic.sums(grad, x, weight, own, layer.eps))
+            parts.append(own.sums(grad, x, weight))
         else:
             zeros_C = torch.zeros_like(own.mean)
             parts.append(Sums((zeros_C, zeros_C), zeros_C, zeros_C))
@@ -351,11 +294,11 @@ def _gradients(
     if any(needs_x):
         pairs = [part.pair for part in parts]
         total_2C = all_reduce_in_place(torch.stack(pairs[0])) if layer.over_ranks else stack_pairs(pairs).sum(0)
-        shared_2C = arithmetic.shared(total_2C, wide_weights[0], all_own[0], layer.eps)
+        shared_2C = all_own[0].shared(total_2C, wide_weights[0])
         on = {device: to_device(shared_2C, device).unbind() for device in dict.fromkeys(x.device for x in xs)}
         for i, (grad, x, weight, own) in enumerate(zip(grads, xs, wide_weights, all_own, strict=True)):
             if needs_x[i] and x.numel():
-                of_x[i] = arithmetic.input_gradient(grad, x, weight, own, layer.eps, parts[i], on[x.device])
+                of_x[i] = own.input_gradient(grad, x, weight, parts[i], on[x.device])
             elif needs_x[i]:
                 of_x[i] = torch.zeros_like(x)
     return of_x, [part.of_weight for part in parts], [part.of_bias for part in parts]
@@ -378,7 +321,7 @@ def _differentiable_gradients(
         moments = moments_P2C.unbind(1)
         counts = Counts.of_replicas([count_of(x) for x in xs], moments_P2C)
     mean_C, variance_C = join_moments(moments, counts.shares)
-    invstd_C = torch.rsqrt(variance_C + layer.eps)
+    invstd_C = torch.rsqrt(variance_C + layer.statistics[0].eps)
     normals, scaled, rows, of_weight, of_bias = [], [], [], [], []
     for grad, x, weight in zip(grads, xs, weights, strict=True):
         dtype = wide_dtype(x)
@@ -442,14 +385,14 @@ class SyncBatchNorm(BatchNorm):
         """Return the normalised input (N, C, ...), of the same shape and dtype; see `nn.BatchNorm2d`."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
-            return self._after(super().forward(input))
+            return super().forward(input)
         replica = self._joined_replica()
         if replica is not None:
             key = f"{self._name()} with {self.num_features} channels"
-            return self._after(cast(Tensor, replica.exchange(key, self._part(input), self._normalize)))
+            return cast(Tensor, replica.exchange(key, self._part(input), self._normalize))
         if self.training and has_other_ranks():
-            return self._after(self._normalize([self._part(input)])[0])
-        return self._after(super().forward(input))
+            return self._normalize([self._part(input)])[0]
+        return super().forward(input)
 
     def _joined_replica(self) -> ReplicaContext | None:
         """Return the running replica if it has only a part of the batch."""
@@ -495,12 +438,14 @@ class SyncBatchNorm(BatchNorm):
             moments, counts = self._of_rank(parts[0]) if over_ranks else self._of_replicas(parts)
             joined = join(moments, counts, x)
             by_device = spread(joined, [part.x.device for part in parts])
-            statistics = []
-            for part in parts:
-                mean_C, scale_C = by_device[part.x.device]
-                own_counts = counts.on(part.x.device) if has_kernels(x) else counts.total
-                statistics.append(Statistics(mean_C, scale_C, own_counts))
-        layer = Pass(statistics, Kernels if has_kernels(x) else Composed, self.eps, over_ranks)
+            statistics: list[Kernels | Composed] = []
+            for device in (part.x.device for part in parts):
+                mean_C, scale_C = by_device[device]
+                if has_kernels(x):
+                    statistics.append(Kernels(mean_C, scale_C, counts.on(device), self.eps))
+                else:
+                    statistics.append(Composed(mean_C, scale_C, counts.total, self.eps))
+        layer = Pass(statistics, over_ranks)
         tensors = ([getattr(part, name) for part in parts] for name in ("x", "weight", "bias"))
         return list(Normalize.apply(layer, *(tensor for column in tensors for tensor in column)))
 
@@ -539,7 +484,7 @@ class SyncBatchNorm(BatchNorm):
             )
 
     def _join_by_kernel(self, moments: Sequence[Tensor], counts: Counts, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Join the parts' moments and track them: the mean and the scale of `Statistics`."""
+        """Join the parts' moments and track them; return the first two fields of `Kernels`."""
         running_mean_C, running_var_C = (self.running_mean, self.running_var) if self._is_tracked() else (None, None)
         if self._is_tracked():
             cast(Tensor, self.num_batches_tracked).add_(1)
@@ -556,7 +501,7 @@ class SyncBatchNorm(BatchNorm):
         )
 
     def _join(self, moments: Sequence[Tensor], counts: Counts, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Join the parts' moments and track them: the mean and the scale of `Statistics`."""
+        """Join the parts' moments and track them; return the first two fields of `Kernels` or of `Composed`."""
         mean_C, variance_C = (each.to(wide_dtype(x)) for each in join_moments(moments, counts.shares))
         if self._is_tracked():
             self._track(mean_C, variance_C * (counts.total / (counts.total - 1)))
@@ -587,9 +532,6 @@ class SyncBatchNorm(BatchNorm):
     def _name(self) -> str:
         return f"SyncBatchNorm {self.__dict__.get('_replica_name', '')}".rstrip()
 
-    def _after(self, output: Tensor) -> Tensor:
-        return output
-
 
 class _SyncBatchNormAct(SyncBatchNorm):
     """A converted layer that contains dropout and activation, as timm's BatchNormAct2d does."""
@@ -597,11 +539,9 @@ class _SyncBatchNormAct(SyncBatchNorm):
     drop: nn.Module
     act: nn.Module
 
-    def _after(self, output: Tensor) -> Tensor:
-        return cast(Tensor, self.act(self.drop(output)))
-
-
-_PLAIN = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the activation of the normalised input."""
+        return cast(Tensor, self.act(self.drop(super().forward(input))))
 
 
 def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
@@ -627,7 +567,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
             continue
         original = type(layer)
         converted: type[SyncBatchNorm]
-        if original in _PLAIN:
+        if original in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm):
             converted = SyncBatchNorm
         elif isinstance(layer, nn.BatchNorm2d) and set(module_slots(layer)) == {"drop", "act"}:
             converted = _SyncBatchNormAct

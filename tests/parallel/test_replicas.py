@@ -206,7 +206,7 @@ def test_compiled_and_lazy_modules_are_refused_with_advice():
     for module in (torch.compile(nn.Linear(2, 2), backend="eager"), compiled):
         with pytest.raises(TypeError, match="one process per device"):
             replicate(module, [CPU] * 2)
-    with pytest.raises(ValueError, match="weight of module has no shape yet: run the bare module once"):
+    with pytest.raises(ValueError, match="weight of LazyLinear has no shape yet: run the bare module once"):
         replicate(nn.LazyLinear(2), [CPU] * 2)
 
 

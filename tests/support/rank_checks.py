@@ -16,10 +16,10 @@ from torch.nn import functional as F
 
 from segapp.parallel import (
     DistributedSetupError,
+    Ranks,
     SyncBatchNorm,
     all_reduce_gradients,
     allreduce,
-    any_rank,
     convert_sync_batchnorm,
     gradient_penalty,
     init_from_env,
@@ -236,7 +236,7 @@ def main(path: str) -> None:
         "penalty through DDP": penalty_step("wgan-gp", splits[0], through_ddp=True),
         "gradients": reduced_gradients(),
         "differentiated twice": differentiated_twice(),
-        "any rank": [any_rank(info.rank == 1), any_rank(False)],
+        "any rank": Ranks(info).any_of(info.rank == 1, False),
         "set up twice": set_up_twice(),
         "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.is_main],
     }

@@ -76,7 +76,7 @@ def take_the_road() -> None:
         warn(error)
 
     triton_cross_entropy._launch = noted_launch
-    sync_batchnorm.Kernels.normalize = staticmethod(noted_normalize)
+    sync_batchnorm.Kernels.normalize = noted_normalize
     triton_trial._warn = noted_warning
 
 
