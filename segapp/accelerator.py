@@ -23,25 +23,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Properties of a GPU.
-
-    Attributes:
-        name: product name.
-        uuid: without the prefix "GPU-"; on ROCm the PCI address, as amd-smi writes it; empty if it is unknown.
-        total_bytes: its memory.
-    """
+    """Properties of a GPU: product name, identity, memory."""
 
     name: str
     uuid: str
+    """Without the prefix "GPU-"; on ROCm the PCI address, as amd-smi writes it; empty if it is unknown."""
     total_bytes: int
 
 
 class Accelerator:
-    """A kind of device. This class is the CPU, and every kind of which torch can be asked nothing.
-
-    Args:
-        kind: `torch.device.type`.
-    """
+    """A `torch.device.type`. This class is the CPU, and every kind of which torch can be asked nothing."""
 
     can_pin = False
     """Copies from page-locked memory of the host to the device are faster and asynchronous."""
@@ -98,9 +89,7 @@ class Accelerator:
 class Gpu(Accelerator):
     """A kind of device with memory and random states of its own, by torch's module of the same name: CUDA and ROCm.
 
-    Args:
-        kind: `torch.device.type`.
-        tool: program that lists the devices.
+    `tool` is the program that lists the devices.
     """
 
     can_pin = can_capture = True
@@ -144,31 +133,24 @@ class Gpu(Accelerator):
         return GpuFacts(str(getattr(found, "name", "")), uuid, found.total_memory)
 
     def current(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """See the base class."""
         return self._torch.device(device)  # type: ignore[no-any-return]
 
     def new_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """See the base class."""
         return self._torch.stream(self._torch.Stream(device))  # type: ignore[no-any-return]
 
     def synchronize(self, device: torch.device) -> None:
-        """See the base class."""
         self._torch.synchronize(device)
 
     def empty_cache(self) -> None:
-        """See the base class."""
         self._torch.empty_cache()
 
     def is_capturing(self) -> bool:
-        """See the base class."""
         return bool(self._torch.is_current_stream_capturing())
 
     def new_graphs(self, device: torch.device) -> DeviceGraphs:
-        """See the base class."""
         return DeviceGraphs(self, device)
 
     def keep_with_graph(self, held: object) -> None:
-        """See the base class."""
         if self.is_capturing():
             self.held_by_graph.append(held)
 
@@ -222,11 +204,9 @@ class Gpu(Accelerator):
         return self._torch.memory_snapshot()  # type: ignore[no-any-return]
 
     def has_bf16(self, device: torch.device) -> bool:
-        """See the base class."""
         return bool(torch.version.hip) or bool(self._torch.get_device_capability(device) >= BF16_CAPABILITY)
 
     def has_tf32(self, device: torch.device) -> bool:
-        """See the base class."""
         if torch.version.hip:  # its numbers are those of gfx architectures; MI300 is the first with TF32
             return "gfx94" in self._torch.get_device_properties(device).gcnArchName
         return self.has_bf16(device)
@@ -246,15 +226,12 @@ class Xpu(Gpu):
             return total_bytes - self.reserved_bytes(device), total_bytes
 
     def has_bf16(self, device: torch.device) -> bool:
-        """See the base class."""
         return True
 
     def has_tf32(self, device: torch.device) -> bool:
-        """See the base class."""
         return False
 
     def has_float64(self, device: torch.device) -> bool:
-        """See the base class."""
         return bool(self._torch.get_device_properties(device).has_fp64)
 
 
@@ -266,13 +243,11 @@ class Mps(Gpu):
     is_capturing, copy_to_host = Accelerator.is_capturing, Accelerator.copy_to_host
 
     def is_available(self) -> bool:
-        """See the base class."""
         return self.count() > 0
 
     is_initialized = is_available
 
     def current_index(self) -> int:
-        """See the base class."""
         return 0
 
     def facts(self, device: torch.device) -> GpuFacts:
@@ -280,15 +255,12 @@ class Mps(Gpu):
         return GpuFacts("Apple GPU", "", int(self._torch.recommended_max_memory()))
 
     def synchronize(self, device: torch.device) -> None:
-        """See the base class."""
         self._torch.synchronize()
 
     def rng_state(self, device: torch.device) -> Tensor:
-        """See the base class."""
         return self._torch.get_rng_state()  # type: ignore[no-any-return]
 
     def set_rng_state(self, state: Tensor, device: torch.device) -> None:
-        """See the base class."""
         self._torch.set_rng_state(state)
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
@@ -297,17 +269,14 @@ class Mps(Gpu):
         return total_bytes - self.reserved_bytes(device), total_bytes
 
     def allocated_bytes(self, device: torch.device) -> int:
-        """See the base class."""
         return int(self._torch.current_allocated_memory())
 
     def reserved_bytes(self, device: torch.device) -> int:
-        """See the base class."""
         return int(self._torch.driver_allocated_memory())
 
     peak_reserved_bytes, pop_peak_bytes = reserved_bytes, allocated_bytes
 
     def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
-        """See the base class."""
         self._torch.set_per_process_memory_fraction(min(1.0, limit_bytes / self.facts(device).total_bytes))
 
     def segments(self) -> list[dict[str, Any]]:
@@ -315,15 +284,12 @@ class Mps(Gpu):
         return []
 
     def has_bf16(self, device: torch.device) -> bool:
-        """See the base class."""
         return bool(torch.backends.mps.is_macos_or_newer(14, 0))
 
     def has_tf32(self, device: torch.device) -> bool:
-        """See the base class."""
         return False
 
     def has_float64(self, device: torch.device) -> bool:
-        """See the base class."""
         return False
 
 

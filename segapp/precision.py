@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from segapp.accelerator import wide
 from segapp.compat.torch import BatchOrInstanceNorm, amp_update_scale_, foreach_copy_, foreach_mul_
-from segapp.errors import CheckpointError, accepted_words
+from segapp.errors import accepted_words
 
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
 
@@ -152,15 +152,9 @@ class Precision:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; refuse that of an fp16 run that kept LayerNorm and GroupNorm in fp32."""
+        """Load what `state_dict` returned."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         if self._pairs and "masters" in state:
-            if len(state["masters"]) != len(self._pairs):
-                raise CheckpointError(
-                    f"{len(state['masters'])} fp32 master weights are saved and this fp16 model has {len(self._pairs)}:"
-                    " earlier versions kept LayerNorm and GroupNorm in fp32, which CUDA refuses: resume with"
-                    " train.precision=amp-fp16"
-                )
             for (_, master), saved in zip(self._pairs, state["masters"], strict=True):
                 master.copy_(saved)

@@ -26,9 +26,6 @@ Outputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
     """Return the main logits, then the auxiliary ones, each (N, C, h, w).
 
-    Args:
-        outputs: logits (N, C, h, w), a sequence of them (main first), or a mapping with the main ones under "out".
-
     Raises:
         TypeError: another type, or a mapping without "out".
         ValueError: an empty sequence.
@@ -109,10 +106,7 @@ class AdditiveCriterion(nn.Module):
 class MeanCriterion(AdditiveCriterion):
     """Criterion of the form sum / count, where the count depends on the target alone.
 
-    Statistics: (loss sum over all heads, count).
-
-    Args:
-        aux_weight: factor of each auxiliary head's loss.
+    Statistics: (loss sum over all heads, count). Each auxiliary head's loss is multiplied by `aux_weight`.
     """
 
     is_linear = True
@@ -187,8 +181,7 @@ class PlainCriterion(MeanCriterion):
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         logits = torch.where(count > 0, logits, 0.0)
         if logits.shape[-2:] != target.shape[-2:]:
-            size = (target.shape[-2], target.shape[-1])
-            logits = F.interpolate(logits, size, mode="bilinear", align_corners=self.align_corners)
+            logits = F.interpolate(logits, target.shape[-2:], mode="bilinear", align_corners=self.align_corners)
         mean = self.function(logits, target.long())
         if not isinstance(mean, Tensor) or mean.ndim:
             what = f"a tensor of shape {tuple(mean.shape)}" if isinstance(mean, Tensor) else f"a {type(mean).__name__}"
@@ -204,8 +197,7 @@ class PlainCriterion(MeanCriterion):
 class HeadCriterion(AdditiveCriterion):
     """Criterion with statistics of their own for each head: every entry is (heads, ...), row 0 the main head.
 
-    Args:
-        aux_weight: factor of each auxiliary head's loss.
+    Each auxiliary head's loss is multiplied by `aux_weight`.
     """
 
     def __init__(self, aux_weight: float) -> None:

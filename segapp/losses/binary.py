@@ -21,19 +21,12 @@ from segapp.losses.fused.reference import target_weight_sum
 
 @dataclass(frozen=True)
 class BinaryCrossEntropySum:
-    """Sum over valid pixels of the weighted mean over the classes of the binary cross-entropy.
+    """Sum over valid pixels of the weighted mean over the classes of the binary cross-entropy; see `CriterionBCE`."""
 
-    Attributes:
-        weight: (C,) with sum 1, or None for 1 / C.
-        pos_weight: factor of the pixels of the class.
-        label_smoothing: the targets 0 and 1 become s / 2 and 1 - s / 2.
-        multilabel: ids are sets of classes.
-    """
-
-    weight: Tensor | None
-    pos_weight: float = 1.0
-    label_smoothing: float = 0.0
-    multilabel: bool = False
+    weight: Tensor | None  # (C,) with sum 1, or None for 1 / C
+    pos_weight: float
+    label_smoothing: float
+    multilabel: bool
     num_differentiable: int = 1
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:

@@ -54,15 +54,20 @@ def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, a
     Returns:
         (N, H, W) class ids, uint8 (int64 for more than 256 classes).
     """
-    if not isinstance(logits, Tensor):
-        return _argmax_of_views(check_views(logits), size, align_corners)
-    prediction = _empty_prediction(logits, size)
+    views = check_views(logits)
+    like = first_logits(views)
+    dtype = torch.uint8 if like.shape[1] <= 256 else torch.int64
+    prediction = torch.empty((like.shape[0], *size), dtype=dtype, device=like.device)
 
     def work(bands: Iterator[Band]) -> None:
         for band in bands:
             prediction[band.images, band.rows] = class_of_largest(band.values)
 
-    sweep_bands(work, logits, size, align_corners)
+    if isinstance(logits, Tensor):
+        sweep_bands(work, logits, size, align_corners)
+    else:
+        for images, rows, values in logit_bands(views, size, align_corners):
+            prediction[images, rows] = class_of_largest(values)
     return prediction
 
 
@@ -126,9 +131,8 @@ def upsample_label_counts(
     C = like.shape[1]
     counts = torch.zeros(3, C, dtype=torch.int64, device=like.device)
     num_valid = torch.zeros((), dtype=torch.int64, device=like.device)
-    for images, rows, values in logit_bands(
-        views, (target.shape[-2], target.shape[-1]), align_corners, is_sigmoid=True
-    ):
+    size = (target.shape[-2], target.shape[-1])
+    for images, rows, values in logit_bands(views, size, align_corners, is_sigmoid=True):
         ids, valid = class_ids(target[images, None, rows], 1 << C, ignore_index)
         own, found = own_classes(ids, C, multilabel=True) & valid, (values > least) & valid
         counts += torch.stack([(own & found).sum((0, 2, 3)), own.sum((0, 2, 3)), found.sum((0, 2, 3))])
@@ -300,36 +304,17 @@ def class_of_largest(values: Tensor) -> Tensor:
 
 
 def count_pairs(rows: Tensor, columns: Tensor, num_rows: int, num_columns: int) -> Tensor:
-    """Return how often each pair of ids occurs, int64 (num_rows, num_columns).
+    """Return how often each pair of ids, below num_rows and num_columns, occurs, int64 (num_rows, num_columns).
 
     As products of one-hot matrices: atomic additions of a GPU would meet at the few pairs that most pixels have.
     Products of zeros and ones are exact in TF32 too, and sums in float32 up to 2**24 pixels, which a part stays below.
-
-    Args:
-        rows: integer ids below `num_rows`, of any shape.
-        columns: integer ids below `num_columns`, of the same shape.
-        num_rows: of the result.
-        num_columns: of the result.
     """
     counts = torch.zeros(num_rows, num_columns, dtype=torch.int64, device=rows.device)
     every_row = torch.arange(num_rows, device=rows.device)[:, None]
     every_column = torch.arange(num_columns, device=rows.device)
     part = min(1 << 24, max(1, ONE_HOT_BYTES // (4 * (num_rows + num_columns))))
     with torch.autocast(rows.device.type, enabled=False):
-        for own_rows, own_columns in zip(
-            torch.split(rows.flatten(), part), torch.split(columns.flatten(), part), strict=True
-        ):
+        parts = (torch.split(ids.flatten(), part) for ids in (rows, columns))
+        for own_rows, own_columns in zip(*parts, strict=True):
             counts += ((own_rows == every_row).float() @ (own_columns[:, None] == every_column).float()).long()
     return counts
-
-
-def _empty_prediction(logits: Tensor, size: tuple[int, int]) -> Tensor:
-    dtype = torch.uint8 if logits.shape[1] <= 256 else torch.int64
-    return torch.empty((logits.shape[0], *size), dtype=dtype, device=logits.device)
-
-
-def _argmax_of_views(views: Sequence[View], size: tuple[int, int], align_corners: bool) -> Tensor:
-    prediction = _empty_prediction(first_logits(views), size)
-    for images, rows, values in logit_bands(views, size, align_corners):
-        prediction[images, rows] = class_of_largest(values)
-    return prediction

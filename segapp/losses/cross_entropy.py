@@ -42,7 +42,7 @@ BAND_DEVICES = frozenset({"cpu"})
 SMALL_BYTES = 8 << 20
 """Upsampled float32 logits up to this size are computed whole: bands would save nothing and cost time."""
 SMALL_BYTES_PER_THREAD = 6 << 20
-"""The same limit, per thread of torch."""
+"""The same limit, per thread of torch: full resolution gains from more threads, small bands do not."""
 MIN_CLASSES = 4
 """With fewer classes the passes over (N, H, W) dominate the time, and bands take more of them."""
 LARGE_BYTES = 64 << 20
@@ -128,15 +128,11 @@ def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
     """
     if plain_reason(logits, target) is not None:
         return "reference"
-    if _takes_bands(logits):
+    if logits.device.type in BAND_DEVICES:
         return "bands"
     if logits.shape[1] > MAX_CLASSES:
         return "sums"
     return "triton" if is_simulated(logits) or has_kernels(logits.device) else "sums"
-
-
-def _takes_bands(logits: Tensor) -> bool:
-    return logits.device.type in BAND_DEVICES
 
 
 def plain_reason(logits: Tensor, target: Tensor) -> str | None:
@@ -157,18 +153,13 @@ def plain_reason(logits: Tensor, target: Tensor) -> str | None:
         return "a functional transform or a trace is active"
     if h > H or w > W:
         return "the target is smaller than the logits"
-    if not _takes_bands(logits):
+    if logits.device.type not in BAND_DEVICES:
         return "the logits have the target's size" if (h, w) == (H, W) else None
-    if full_bytes <= _small_bytes():
+    if full_bytes <= min(LARGE_BYTES, max(SMALL_BYTES, SMALL_BYTES_PER_THREAD * torch.get_num_threads())):
         return "the upsampled logits are small"
     if full_bytes <= LARGE_BYTES and C < MIN_CLASSES:
         return "there are few classes"
     return None
-
-
-def _small_bytes() -> int:
-    """Return the size up to which full resolution is faster; it gains from more threads, small bands do not."""
-    return min(LARGE_BYTES, max(SMALL_BYTES, SMALL_BYTES_PER_THREAD * torch.get_num_threads()))
 
 
 def _reference(
@@ -194,10 +185,8 @@ def _reference(
 def _sums(
     logits: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings
 ) -> tuple[Tensor, Tensor]:
-    function = CrossEntropySums(weight, options.label_smoothing)
-    loss_sum, weight_sum = upsampled_sums(
-        function, logits, target, PixelOptions(options.align_corners, options.ignore_index)
-    )
+    pixels = PixelOptions(options.align_corners, options.ignore_index)
+    loss_sum, weight_sum = upsampled_sums(CrossEntropySums(weight, options.label_smoothing), logits, target, pixels)
     return loss_sum, weight_sum
 
 

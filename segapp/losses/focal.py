@@ -43,15 +43,10 @@ class FocalSum:
 
 @dataclass(frozen=True)
 class BinaryFocalSum:
-    """Sum over valid pixels of the weighted mean over the classes of (1 - p_t)^gamma (-log p_t), p_t by the sigmoid.
-
-    Attributes:
-        gamma: focusing exponent.
-        alpha: (C,) with sum 1, or None for 1 / C.
-    """
+    """Sum over valid pixels of the weighted mean over the classes of (1 - p_t)^gamma (-log p_t), p_t by the sigmoid."""
 
     gamma: float
-    alpha: Tensor | None
+    alpha: Tensor | None  # (C,) with sum 1, or None for 1 / C
     num_differentiable: int = 1
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:

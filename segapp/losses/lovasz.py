@@ -33,14 +33,8 @@ def jaccard_slopes(own_sorted: Tensor, num_valid: Tensor, dtype: torch.dtype) ->
 
     The differences of successive Jaccard losses, in closed form: 1 / union where the pixel is of the class, and
     intersection / (union before x union after) where it is not; subtracting the losses would lose digits.
-
-    Args:
-        own_sorted: (..., P) bool, the pixel is valid and of the class; by descending error, invalid pixels last.
-        num_valid: (..., 1) int64, number of valid pixels.
-        dtype: of the result.
-
-    Returns:
-        (..., P); 0 for invalid pixels.
+    `own_sorted` (..., P) says which pixels are valid and of the class, by descending error, invalid pixels last;
+    `num_valid` is (..., 1). The result is (..., P), 0 for invalid pixels.
     """
     rank = torch.arange(1, own_sorted.shape[-1] + 1, device=own_sorted.device)
     own_so_far = own_sorted.cumsum(-1)
@@ -79,24 +73,16 @@ def own_pixels(ids: Tensor, valid: Tensor, classes: slice) -> Tensor:
 def class_shares(is_present: Tensor, valid: Tensor, classes: str) -> Tensor:
     """Return each class's factor in an image's mean, (m, C) float64: 1 / number of counted classes, 0 for the others.
 
-    Args:
-        is_present: (m, C) bool, the class has a valid pixel.
-        valid: (m, P) bool.
-        classes: "present" or "all".
+    `is_present` (m, C) says which classes have a valid pixel, `valid` (m, P) which pixels are valid.
     """
     counted = valid.any(-1, keepdim=True).expand_as(is_present) if classes == "all" else is_present
     return counted.to(wide_dtype(counted.device)) / counted.sum(-1, keepdim=True).clamp_min(1)
 
 
 def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str) -> Tensor:
-    """Return the loss of one image, with torch's operators at full resolution; differentiable any number of times.
+    """Return the loss of one image, logits (1, C, h, w) and target (H, W), by torch's operators at full resolution.
 
-    Args:
-        logits: (1, C, h, w).
-        target: (H, W).
-        align_corners: as in `F.interpolate`.
-        ignore_index: id that counts nowhere.
-        classes: "present" or "all".
+    It is differentiable any number of times.
     """
     probability = torch.softmax(upsample(logits, (target.shape[0], target.shape[1]), align_corners), 1).flatten(2)
     ids, valid = class_ids(target.view(1, -1), logits.shape[1], ignore_index)
@@ -110,9 +96,8 @@ class _LovaszOfBatch(torch.autograd.Function):
     """Sum of the images' losses and its gradient in one pass; holds the probabilities of a few images at a time."""
 
     @staticmethod
-    def forward(
-        ctx: Any, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str
-    ) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, *options: Any) -> Tensor:
+        align_corners, ignore_index, classes = options
         with_gradient = bool(ctx.needs_input_grad[0])
         total = torch.zeros((), dtype=wide_dtype(logits.device), device=logits.device)
         gradients = []
@@ -125,7 +110,7 @@ class _LovaszOfBatch(torch.autograd.Function):
             if with_gradient:
                 gradients.append(group.gradient())
         ctx.save_for_backward(logits, target, torch.cat(gradients) if with_gradient else None)
-        ctx.options = align_corners, ignore_index, classes
+        ctx.options = options
         return total.to(compute_dtype(logits))
 
     @staticmethod

@@ -12,7 +12,6 @@ mask logits, L = h w cells, H x W of the target.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -144,16 +143,17 @@ class CriterionMaskClassification(AdditiveCriterion):
         areas.scatter_add_(1, ids, valid.to(areas.dtype))  # small whole numbers: exact in any order
         return areas / cells.shape[1], poison
 
-    def _cost(self, pairs: _PairLosses, logs: Tensor) -> Tensor:
+    def _cost(self, pairs: tuple[Tensor, Tensor], logs: Tensor) -> Tensor:
         """Return the cost of each match, (N, Q, C): the loss, with -probability in place of the cross-entropy."""
-        pixels = self.factors["bce"] * pairs.bce + self.factors["dice"] * pairs.dice
+        bce, dice = pairs
+        pixels = self.factors["bce"] * bce + self.factors["dice"] * dice
         return (pixels - self.factors["class"] * logs[..., :-1].exp()).detach()
 
-    def _sums(self, pairs: _PairLosses, logs: Tensor, match: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
+    def _sums(self, pairs: tuple[Tensor, Tensor], logs: Tensor, match: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         """Return the sums of one prediction: class loss, BCE, Dice.
 
         Args:
-            pairs: losses of every query with every class.
+            pairs: from `_pair_losses`.
             logs: log-probabilities of the classes, (N, Q, C + 1).
             match: query of each class or -1, (N, C).
             counts: the image has valid pixels, (N,) bool.
@@ -161,10 +161,7 @@ class CriterionMaskClassification(AdditiveCriterion):
         (N, Q, _), C = logs.shape, self.num_classes
         is_matched = match >= 0
         queries = match.clamp_min(0)
-        bce, dice = (
-            torch.where(is_matched, losses.gather(1, queries[:, None])[:, 0], 0.0).sum()
-            for losses in (pairs.bce, pairs.dice)
-        )
+        bce, dice = (torch.where(is_matched, losses.gather(1, queries[:, None])[:, 0], 0.0).sum() for losses in pairs)
         classes = torch.arange(C, device=logs.device).expand(N, C)
         labels = torch.full((N, Q + 1), C, device=logs.device)  # slot Q takes the classes without a query
         labels = labels.scatter(1, torch.where(is_matched, match, Q), classes)[:, :Q]
@@ -173,16 +170,10 @@ class CriterionMaskClassification(AdditiveCriterion):
         return -(logs.gather(2, labels[..., None])[..., 0] * weights).sum(), bce, dice
 
 
-@dataclass(frozen=True)
-class _PairLosses:
-    """Losses of each query's mask with each class of its image, (N, Q, C) each, differentiable."""
+def _pair_losses(masks: Tensor, areas: Tensor) -> tuple[Tensor, Tensor]:
+    """Return BCE and Dice loss of each query's mask with each class of its image, (N, Q, C) each, differentiable.
 
-    bce: Tensor
-    dice: Tensor
-
-
-def _pair_losses(masks: Tensor, areas: Tensor) -> _PairLosses:
-    """Return the losses of all pairs, without a tensor of queries x classes x cells.
+    There is no tensor of queries x classes x cells.
 
     With x the logits and t the areas of a class, BCE is the sum of softplus(x) over the valid area minus the sum of
     x t, and Dice is 1 - (2 sum(sigmoid(x) t) + 1) / (sum(sigmoid(x)) + sum(t) + 1).
@@ -197,7 +188,7 @@ def _pair_losses(masks: Tensor, areas: Tensor) -> _PairLosses:
     bce = ((F.softplus(logits) * valid).sum(2, keepdim=True) - logits @ by_class) * share
     probability = logits.sigmoid()
     both = (probability * valid).sum(2, keepdim=True) + areas.sum(2)[:, None]
-    return _PairLosses(bce, 1 - (2 * (probability @ by_class) + 1) / (both + 1))
+    return bce, 1 - (2 * (probability @ by_class) + 1) / (both + 1)
 
 
 def _means(totals: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:

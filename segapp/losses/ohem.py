@@ -45,12 +45,8 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
     Accumulating `index_put` sorts the indices on CUDA, in place of atomics on one address: early in a training all
     pixels are in one bin. A bin is spread over columns, because equal indices are added one after the other.
 
-    Args:
-        terms: (P,) each, float64; other dtypes are added in parallel on the CPU, in any order. Where the device has
-            no float64, each column of a bin is added in float32: 2e-6 of the loss for 3e5 pixels (measured).
-        bins: (P,) int64.
-        num_bins: number of bins.
-        num_columns: columns of a bin.
+    The terms are (P,) each, float64; other dtypes are added in parallel on the CPU, in any order. Where the device has
+    no float64, each column of a bin is added in float32: 2e-6 of the loss for 3e5 pixels (measured). The bins are (P,).
     """
     place = bins
     if num_columns > 1:
@@ -62,15 +58,10 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
 
 @dataclass(frozen=True)
 class HardnessHistogram:
-    """Loss, weight and count of the valid pixels by hardness: bin 0 holds all hard ones, later bins easier ones.
+    """Loss, weight and count of the valid pixels by hardness: bin 0 holds all hard ones, later bins easier ones."""
 
-    Attributes:
-        limit: loss above which a pixel is hard, -log(threshold).
-        weight: (C,) or None.
-    """
-
-    limit: float
-    weight: Tensor | None
+    limit: float  # loss above which a pixel is hard, -log(threshold)
+    weight: Tensor | None  # (C,)
     num_differentiable: int = 1
 
     @property

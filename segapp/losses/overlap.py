@@ -38,14 +38,6 @@ class _OverlapCriterion(HeadCriterion):
     """Mean over classes of a loss of intersection, probability mass and pixel count, each summed over the step.
 
     Statistics, each (heads, C): intersection, probability mass, pixel count.
-
-    Args:
-        smooth: added to numerator and denominator, at least 0.
-        classes: "present": mean over the classes in the step's target; "all": over every class.
-        multilabel: the target holds sets of classes, and probabilities are sigmoids.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss.
     """
 
     num_statistics = 3

@@ -39,7 +39,6 @@ START_TIMEOUT_S = 600.0
 STEP_TIMEOUT_S = 120.0
 """Timeout of an exchange during training: a later rank counts as lost."""
 
-_GLOO_RELEASE_S = 0.1
 _BUCKET_BYTES = 25 * 2**20  # as large as DDP's buckets
 _VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
@@ -136,13 +135,7 @@ def init_from_env(
 
 
 def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
-    """Set the timeout of exchanges from now on; to be called after the first step.
-
-    Every rank must call it; it is a barrier.
-
-    Args:
-        step_timeout_s: seconds.
-    """
+    """Set the timeout of exchanges from now on; to be called after the first step, by every rank: it is a barrier."""
     if not dist.is_initialized():
         return
     dist.barrier()
@@ -160,16 +153,13 @@ def shutdown() -> None:
     # it is shutting down then, the process aborts. Collecting the group joins the threads; if something still refers to
     # the group, the sleep gives them time.
     gc.collect()
-    time.sleep(_GLOO_RELEASE_S)
+    time.sleep(0.1)
 
 
 def abandon(exit_code: int) -> None:
-    """Let this process end without leaving the process group, after a failure that the other ranks do not share.
+    """Let this process end with a status and without leaving the process group, after a failure that is only its own.
 
     Destroying an NCCL group waits for its operations, which wait for the other ranks, which wait for this one.
-
-    Args:
-        exit_code: of this process.
     """
     atexit.register(_end_now, exit_code)
 

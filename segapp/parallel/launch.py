@@ -28,7 +28,6 @@ AGENT = "import sys; from segapp.parallel.launch import run_agent; sys.exit(run_
 PEER_GRACE_S = 10.0
 """Seconds that a rank has to end by itself after another one is gone."""
 
-_PR_SET_PDEATHSIG = 1
 _watched: set[int] = set()
 
 
@@ -102,13 +101,11 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def signal_when_parent_dies(number: int, parent: int | None = None) -> None:
     """Ask the Linux kernel to send this process a signal when the thread that created it ends.
 
-    Args:
-        number: of the signal.
-        parent: process that created this one; if it is dead already, the signal is sent at once.
+    If the process `parent`, which created this one, is dead already, the signal is sent at once.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
+            ctypes.CDLL(None, use_errno=True).prctl(1, int(number), 0, 0, 0)  # PR_SET_PDEATHSIG
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), number)
 
@@ -184,15 +181,9 @@ def _is_alive(pid: int) -> bool:
 
 
 def run_agent(arguments: Sequence[str]) -> int:
-    """Run torchrun's agent; it ends with its parent and returns the status of the rank that failed.
+    """Run torchrun's agent with its arguments; it ends with its parent and returns the status of the rank that failed.
 
     SIGINT and SIGTERM are passed on to the ranks, which save and end.
-
-    Args:
-        arguments: torchrun's arguments.
-
-    Returns:
-        The exit status for this process.
     """
     # Before the imports, which take seconds.
     die_with_parent(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) + 5)
@@ -207,7 +198,7 @@ def run_agent(arguments: Sequence[str]) -> int:
         # torchrun's handling loses the exit status of ranks that were stopped and have saved.
         options.signals_to_handle = "SIGQUIT"
         for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _pass_on_to_children)
+            signal.signal(number, lambda number, _frame: signal_children(number))
     try:
         run.run(options)  # type: ignore[no-untyped-call]
     except ChildFailedError as error:
@@ -220,10 +211,6 @@ def run_agent(arguments: Sequence[str]) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     return 0
-
-
-def _pass_on_to_children(number: int, _frame: FrameType | None) -> None:
-    signal_children(number)
 
 
 def signal_children(number: int) -> None:

@@ -6,8 +6,9 @@ For models that do not fit one device. Results and state-dict keys are those of 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -89,24 +90,17 @@ def place_stages(
     for name, part in parts.items():
         device = placement.device_of(name)
         if any(tensor.device != device for tensor in (*part.parameters(recurse=False), *part.buffers(recurse=False))):
-            apply_to_own_tensors(part, _on(device))
+            apply_to_own_tensors(part, partial(to_device, device=device))
         if name in stages or parameter_slots(part) or buffer_slots(part):
-            placement.hooks.append(part.register_forward_pre_hook(_mover(device), with_kwargs=True))
+            placement.hooks.append(part.register_forward_pre_hook(partial(_moved, device), with_kwargs=True))
     if output_device is not None:
         target = resolve_devices([output_device])[0]
         placement.hooks.append(module.register_forward_hook(lambda _module, _args, output: to_device(output, target)))
     return placement
 
 
-def _on(device: torch.device) -> Callable[[Tensor], Tensor]:
-    return lambda tensor: tensor.to(device)
-
-
-def _mover(device: torch.device) -> Any:
-    def move(_module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return to_device(args, device), to_device(kwargs, device)
-
-    return move
+def _moved(device: torch.device, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+    return to_device((args, kwargs), device)
 
 
 def _check_shared(parts: Mapping[str, nn.Module], placement: StagePlacement) -> None:
@@ -188,18 +182,15 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
             costs[running[-1]] += storage.nbytes()
         return tensor
 
-    def enter(name: str) -> Any:
-        def hook(part: nn.Module, _args: Any) -> None:
-            running.append(name)
-            if name not in costs:
-                costs[name] = sum(2 * p.numel() * p.element_size() for p in part.parameters())
-
-        return hook
+    def enter(name: str, part: nn.Module, _args: Any) -> None:
+        running.append(name)
+        if name not in costs:
+            costs[name] = sum(2 * p.nbytes for p in part.parameters())
 
     hooks: list[RemovableHandle] = []
     for name in names:
         part = module.get_submodule(name)
-        hooks.append(part.register_forward_pre_hook(enter(name)))
+        hooks.append(part.register_forward_pre_hook(partial(enter, name)))
         hooks.append(part.register_forward_hook(lambda *_: running.pop() and None))
     try:
         with torch.enable_grad(), torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):

@@ -115,10 +115,7 @@ class ReplicaGroup(Generic[T]):
     at exchanges only: random numbers are drawn in a fixed order, and dispatch modes such as `FakeTensorMode`, which are
     not thread-safe, work. If a dispatch mode is active, the group runs in lockstep.
 
-    Args:
-        devices: one per replica.
-        mode: "threads" or "lockstep".
-        timeout_s: seconds to wait for a missing replica, at an exchange or at the end.
+    There is one device per replica. A missing replica is waited for `timeout_s`, at an exchange or at the end.
     """
 
     def __init__(

@@ -93,8 +93,6 @@ class Shards:
             if owner != self.rank:
                 foreach_copy_(bucket, parts)
 
-    # --- optimizers --------------------------------------------------------------------------------------------------
-
     def keep_own_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the optimizer's state of the parameters that belong to other ranks."""
         for parameter in list(optimizer.state):

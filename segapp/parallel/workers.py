@@ -32,16 +32,11 @@ MAX_SKIPPED_NUMBERS = 100_000
 
 
 class Worker:
-    """A thread that runs one call after the other, for the replica at one place of a device list.
-
-    Attributes:
-        place: a device, and how often it occurs before.
-        next_number: number of the next autograd node of this thread, after its last call.
-    """
+    """A thread that runs one call after the other, for the replica at one place of a device list."""
 
     def __init__(self, place: _Place) -> None:
         self.place = place
-        self.next_number = 0
+        self.next_number = 0  # of the autograd nodes of this thread, after its last call
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
         # A daemon: one that hangs in a device's call does not keep the process from ending.
         name = f"replica {place[0]} {place[1]}"
@@ -71,11 +66,7 @@ os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threa
 
 
 def keep_workers(user: object) -> None:
-    """Keep idle threads until this user, and every other one, is garbage.
-
-    Args:
-        user: any object that can be referenced weakly.
-    """
+    """Keep idle threads until this user, and every other one, is garbage."""
     if id(user) not in _users:
         _users.add(id(user))
         weakref.finalize(user, _leave, id(user)).atexit = False
@@ -133,12 +124,7 @@ def skip_numbers(first: int) -> None:
 
 
 def give_back(workers: Sequence[Worker], ended: Collection[int]) -> None:
-    """Keep workers for the next call.
-
-    Args:
-        workers: from `take_workers`.
-        ended: indices of those whose calls have ended; the others end after their late calls.
-    """
+    """Keep those workers for the next call whose calls have ended, by index; the others end after their late calls."""
     for i, worker in enumerate(workers):
         if i in ended:
             _idle.setdefault(worker.place, deque()).append(worker)
