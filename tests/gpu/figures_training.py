@@ -33,6 +33,7 @@ Mode = Literal["single", "dp", "ddp"]
 LARGE = {"library": "torchvision", "name": "deeplabv3_resnet50"}
 SMALL = {"library": "torchvision", "name": "lraspp", "encoder": "mobilenet_v3_large"}
 """A network whose step is limited by the host on a fast card."""
+WITH_DROPOUT = {"library": "torchvision", "name": "fcn", "encoder": "mobilenet_v3_small", "aux": False}
 TINY = {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"}
 
 
