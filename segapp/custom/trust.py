@@ -59,8 +59,7 @@ def check_trusted(named: Mapping[str, str], origin: str) -> None:
 
 
 def _memory_file() -> Path:
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "segapp" / "parts"
+    return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "segapp" / "parts"
 
 
 def _remembered() -> set[str]:

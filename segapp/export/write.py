@@ -48,19 +48,12 @@ MIN_AGREEMENT = 0.999
 
 @dataclass(frozen=True)
 class CheckResult:
-    """Comparison of an exported file with the network computed by torch in float32.
+    """Comparison of an exported file with the network computed by torch in float32."""
 
-    Attributes:
-        sizes: (N, H, W) of the images used.
-        max_difference: largest absolute difference of a logit; None if the file gives labels.
-        max_logit: largest absolute logit, as the scale of the difference.
-        agreement: share of pixels with the same class.
-    """
-
-    sizes: tuple[tuple[int, int, int], ...]
-    max_difference: float | None
-    max_logit: float
-    agreement: float
+    sizes: tuple[tuple[int, int, int], ...]  # (N, H, W) of the images used
+    max_difference: float | None  # of a logit; None if the file gives labels
+    max_logit: float  # the largest absolute one, as the scale of the difference
+    agreement: float  # share of pixels with the same class
 
 
 def write_export(

@@ -43,27 +43,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
-    """Settings of an evaluation.
-
-    Attributes:
-        inference: how logits are computed.
-        num_classes: C.
-        ignore_index: target value of pixels that are not counted.
-        device: where the batches are moved to.
-        criterion: gives the validation loss over the whole set (sums, one division); None: no loss.
-        is_single: evaluate the images of a batch one at a time.
-        host: images that do not fit into this machine's memory are evaluated in tiles; None: all whole.
-        other_devices: devices that share the batches with `device`, each with a copy of the model.
-    """
+    """Settings of an evaluation."""
 
     inference: Inference
     num_classes: int
-    ignore_index: int
+    ignore_index: int  # target value of pixels that are not counted
     device: torch.device
-    criterion: AdditiveCriterion | None = None
-    is_single: bool = False
-    host: HostLimit | None = None
-    other_devices: tuple[torch.device, ...] = ()
+    criterion: AdditiveCriterion | None = None  # gives the loss over the whole set (sums, one division)
+    is_single: bool = False  # evaluate the images of a batch one at a time
+    host: HostLimit | None = None  # evaluate images beyond the memory of this machine in tiles; None: all whole
+    other_devices: tuple[torch.device, ...] = ()  # share the batches with `device`, each with a copy of the model
 
     def on(self, device: torch.device) -> EvaluationSettings:
         """Return the settings of an evaluation on another device."""
@@ -197,11 +186,11 @@ def evaluate(
     ranks: Ranks | None = None,
     num_checks: int = 0,
 ) -> Evaluation:
-    """Evaluate a model over batches of whole images.
+    """Evaluate a model over batches of whole images, whose sizes may differ from batch to batch.
 
     Args:
-        model: returns a tuple, logits first; it is put into eval mode, and back into its mode at the end.
-        batches: uint8 images (N, 3, H, W) and targets (N, H, W); sizes may differ from batch to batch.
+        model: put into eval mode, and back into its mode at the end.
+        batches: images (N, B, H, W), as they are stored, and targets (N, H, W).
         settings: how the images are evaluated.
         check: called before every batch; may raise to end the evaluation.
         progress: called with the number of images done.
@@ -310,7 +299,7 @@ def count_views(
     """Return pixel counts and loss statistics of low-resolution logits; cross-entropy takes a single pass.
 
     Args:
-        views: logits (N, C, h, w) or views, as `Inference.views` returns them.
+        views: with their size, as `Inference.views` returns them.
         size: (H', W') that they stand for, at least that of the target.
         target: (N, H, W) class ids, on the views' device; with distance maps (N, 1 + C, H, W).
         settings: how the logits were computed, and the criterion.

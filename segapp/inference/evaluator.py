@@ -42,22 +42,14 @@ MIN_WINDOW_PX = 64
 
 @dataclass
 class EvaluationResult:
-    """Result of a detailed evaluation.
-
-    Attributes:
-        evaluation: scores, loss and number of images.
-        matrix: int64 (C, C) on the CPU, row: target's class, column: predicted class; with several classes per pixel
-            (C, 2, 2), for each class by itself.
-        per_image: index in the data set -> such counts, if requested.
-        boundary_iou: per class, if requested.
-        notes: messages for the user, such as the use of windows.
-    """
+    """Result of a detailed evaluation."""
 
     evaluation: Evaluation
+    # int64 (C, C) on the CPU, row: target's class, column: predicted class; (C, 2, 2) with several classes per pixel.
     matrix: Tensor
-    per_image: dict[int, Tensor] = field(default_factory=dict)
-    boundary_iou: tuple[float | None, ...] | None = None
-    notes: list[str] = field(default_factory=list)
+    per_image: dict[int, Tensor] = field(default_factory=dict)  # index in the data set -> such counts, if requested
+    boundary_iou: tuple[float | None, ...] | None = None  # per class, if requested
+    notes: list[str] = field(default_factory=list)  # for the user, such as the use of windows
 
 
 class Evaluator(DeviceCounter):

@@ -58,13 +58,9 @@ class SelfAttention(nn.Module):
 class Critic(nn.Module):
     """Network that scores each image's map; a higher score means more like a teacher's.
 
-    Every layer is twice differentiable, as a gradient penalty requires.
-
-    Args:
-        channels: B + C of the input.
-        size: height and width of the input; smaller inputs get fewer stages.
-        width: channels of the first stage; each later stage has twice as many.
-        has_batchnorm: normalise the input over the batch first, as the published network does.
+    Every layer is twice differentiable, as a gradient penalty requires. Smaller inputs get fewer stages; each stage has
+    twice as many channels as the one before, the first `width`. `has_batchnorm` normalises the input over the batch
+    first, as the published network does.
     """
 
     def __init__(self, channels: int, size: tuple[int, int], *, width: int = 64, has_batchnorm: bool = True) -> None:

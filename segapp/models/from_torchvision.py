@@ -6,7 +6,7 @@ weights, and upsample to the input size.
 Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ FAMILIES = ("deeplabv3", "fcn", "lraspp")
 _RESNET_OPTIONS = ("output_stride", "zero_init_residual", "groups", "width_per_group")
 _MOBILENET_OPTIONS = ("output_stride", "width_mult", "reduced_tail")
 _HEAD_OPTIONS = {"deeplabv3": ("atrous_rates",), "fcn": (), "lraspp": ("inter_channels",)}
-_DILATED_STAGES = {8: [False, True, True], 16: [False, False, True], 32: [False, False, False]}
 
 
 class TorchvisionModel(SegmentationModel):
@@ -157,19 +156,23 @@ def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any
     return feature_maps_of(net, {layers[key]: spelled.get(key, key) for key in wanted}), channels
 
 
+def _take_stride(options: Mapping[str, Any], name: str, accepted: Sequence[int], words: str) -> tuple[int, Any]:
+    """Return the option `output_stride`, by default the first one accepted, and the other options."""
+    stride = options.get("output_stride", accepted[0])
+    if stride not in accepted:
+        raise ConfigError(f"model.options: output_stride={stride!r}; {name} takes {words}", key="model.options")
+    return stride, {option: value for option, value in options.items() if option != "output_stride"}
+
+
 def _resnet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[str, str], dict[str, int]]:
     """Return a ResNet; its last two stages are dilated to stride 8 if its blocks support it, as in torchvision."""
     from torchvision.models import get_model
 
-    can_dilate = name not in ("resnet18", "resnet34")
-    output_stride = options.get("output_stride", 8 if can_dilate else 32)
-    if output_stride not in (_DILATED_STAGES if can_dilate else (32,)):
-        accepted = "8, 16 or 32" if can_dilate else "32: its blocks cannot be dilated"
-        raise ConfigError(
-            f"model.options: output_stride={output_stride!r}; {name} takes {accepted}", key="model.options"
-        )
-    rest = {option: value for option, value in options.items() if option != "output_stride"}
-    net = get_model(name, weights=None, replace_stride_with_dilation=_DILATED_STAGES[output_stride], **rest)
+    if name in ("resnet18", "resnet34"):
+        stride, rest = _take_stride(options, name, (32,), "32: its blocks cannot be dilated")
+    else:
+        stride, rest = _take_stride(options, name, (8, 16, 32), "8, 16 or 32")
+    net = get_model(name, weights=None, replace_stride_with_dilation=[False, stride < 16, stride < 32], **rest)
     num_out = net.fc.in_features
     channels = {"low": num_out // 4, "aux": num_out // 2, "out": num_out}
     return net, {"low": "layer2", "aux": "layer3", "out": "layer4"}, channels
@@ -179,11 +182,8 @@ def _mobilenet(name: str, options: Mapping[str, Any]) -> tuple[nn.Module, dict[s
     """Return a MobileNetV3; its last stage is dilated to stride 16, as in torchvision."""
     from torchvision.models import get_model
 
-    output_stride = options.get("output_stride", 16)
-    if output_stride not in (16, 32):
-        raise ConfigError(f"model.options: output_stride={output_stride!r}; {name} takes 16 or 32", key="model.options")
-    rest = {option: value for option, value in options.items() if option != "output_stride"}
-    net = get_model(name, weights=None, dilated=output_stride == 16, **rest).features
+    stride, rest = _take_stride(options, name, (16, 32), "16 or 32")
+    net = get_model(name, weights=None, dilated=stride == 16, **rest).features
     # The first blocks of the stages: C2, at stride 8, is the fourth from the end of [first, stages..., last].
     stages = [0, *strided_blocks(net), len(net) - 1]
     low, out = stages[-4], stages[-1]

@@ -26,19 +26,12 @@ _HEADS_OF_MMSEG = {"decode_head.": "classifier.", "auxiliary_head.": "aux_classi
 
 @dataclass(frozen=True)
 class KeyMap:
-    """Mapping between the tensors of a file and of a network.
+    """Mapping between the tensors of a file and of a network."""
 
-    Attributes:
-        convention: the renaming that was used, in words.
-        taken: name in the network -> name in the file.
-        left_out: name in the file -> reason why it is not used.
-        missing: name in the network -> reason why it keeps its initialisation.
-    """
-
-    convention: str
-    taken: Mapping[str, str]
-    left_out: Mapping[str, str]
-    missing: Mapping[str, str]
+    convention: str  # the renaming that was used, in words
+    taken: Mapping[str, str]  # name in the network -> name in the file
+    left_out: Mapping[str, str]  # name in the file -> reason why it is not used
+    missing: Mapping[str, str]  # name in the network -> reason why it keeps its initialisation
 
 
 class _Renaming(NamedTuple):
@@ -79,8 +72,11 @@ def map_keys(
             f"{_nearest(found, wanted)}); give weights of this model, or a backbone's as model.weights_backbone"
         )
     if not is_partial:
-        _check_backbone(renaming, taken, found, wanted, backbone, optional)
-        _check_head(taken, found, wanted, backbone, optional)
+        own = [name for name in wanted if name not in optional]
+        has_backbone = bool(backbone) and any(name.startswith(backbone) for name in renaming.names)
+        _check_backbone(taken, found, [name for name in own if name.startswith(backbone)], has_backbone)
+        if not any(name.startswith(backbone) for name in taken):
+            _check_head(taken, found, wanted, [name for name in own if not name.startswith(backbone)])
     shapes = _shape_reasons(renaming, found, wanted, backbone)
     used = set(taken.values())
     targets = {name: target for target, name in renaming.names.items()}
@@ -186,18 +182,9 @@ def _fitting(renaming: _Renaming, found: Shapes, wanted: Shapes) -> dict[str, st
     return {name: names[name] for name in wanted if name in names and found[names[name]] == wanted[name]}
 
 
-def _check_backbone(
-    renaming: _Renaming,
-    taken: Mapping[str, str],
-    found: Shapes,
-    wanted: Shapes,
-    backbone: str,
-    optional: Collection[str],
-) -> None:
+def _check_backbone(taken: Mapping[str, str], found: Shapes, own: Sequence[str], has_backbone: bool) -> None:
     """Raise CheckpointError if the file has a backbone of which only a part matches, or nothing; a head alone may."""
-    own = [name for name in wanted if name.startswith(backbone) and name not in optional]
     absent = [name for name in own if name not in taken]
-    has_backbone = bool(backbone) and any(name.startswith(backbone) for name in renaming.names)
     if absent and (has_backbone or len(absent) < len(own)):
         problem = f"{len(absent)} of {len(own)} tensors are missing or of another shape, such as {some_names(absent)}"
     elif not absent and (further := _further_blocks({n: taken[n] for n in own}, found)):
@@ -250,13 +237,10 @@ def _list_indices(name: str) -> Iterator[tuple[str, str, tuple[int, ...]]]:
         yield name[: at.start()], re.sub(r"\d+", "#", head), tuple(map(int, re.findall(r"\d+", head)))
 
 
-def _check_head(
-    taken: Mapping[str, str], found: Shapes, wanted: Shapes, backbone: str, optional: Collection[str]
-) -> None:
-    """Raise CheckpointError if the file has nothing of the backbone and less than half of the head."""
-    own = [name for name in wanted if name not in optional and not (backbone and name.startswith(backbone))]
-    num_taken = sum(name not in optional for name in taken)
-    if any(name.startswith(backbone) for name in taken) or num_taken >= len(own) / 2:
+def _check_head(taken: Mapping[str, str], found: Shapes, wanted: Shapes, own: Collection[str]) -> None:
+    """Raise CheckpointError if a file without a backbone has less than half of the head."""
+    num_taken = sum(name in taken for name in own)
+    if num_taken >= len(own) / 2:
         return
     raise CheckpointError(
         f"gives {num_taken} of the {len(own)} tensors of this model's head and none of its backbone"

@@ -132,7 +132,7 @@ class SegmentationModel(nn.Module):
             raise unknown_name(key, pattern, "the name, or a pattern of names, of a module or parameter", known)
         return found
 
-    def freeze(self, patterns: Sequence[str], key: str = "model.freeze") -> None:
+    def freeze(self, patterns: Sequence[str]) -> None:
         """Take the parameters that patterns match (`names_matching`) from the training: they get no gradient.
 
         Modules that a pattern names stay in evaluation mode from the next `train()` on: their BatchNorm normalises with
@@ -141,14 +141,14 @@ class SegmentationModel(nn.Module):
         Raises:
             ConfigError: a pattern matches nothing, or nothing is left to train.
         """
-        chosen = {name for pattern in patterns for name in self.names_matching(pattern, key)}
+        chosen = {name for pattern in patterns for name in self.names_matching(pattern, "model.freeze")}
         frozen = [name for name, p in self.named_parameters() if name in chosen and p.requires_grad]
         for name in frozen:
             self.get_parameter(name).requires_grad_(False)
         if not any(parameter.requires_grad for parameter in self.parameters()):
             raise ConfigError(
-                f"{key} = {list(patterns)} freezes every parameter of {self.name}: leave some to train",
-                key=key,
+                f"model.freeze = {list(patterns)} freezes every parameter of {self.name}: leave some to train",
+                key="model.freeze",
                 value=list(patterns),
             )
         self.frozen_parameters = tuple(frozen)

@@ -114,13 +114,8 @@ def fetch_url(url: str, name: str, key: str) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             torch.hub.download_url_to_file(url, str(path), sha256_prefix, progress=sys.stderr.isatty())
         except (OSError, RuntimeError) as error:  # URLError and timeouts are OSError; RuntimeError: the hash is wrong
-            raise _refused(
-                key,
-                path,
-                f"{path.name} is not on this machine and could not be downloaded from {url.partition('://')[2]} "
-                f"({_reason(error)}); put the file into {path.parent}, or give the path of a copy as {key}",
-                name,
-            ) from error
+            advice = f"put the file into {path.parent}"
+            raise _refused(key, path, _not_fetched(path.name, url, error, advice, key), name) from error
     elif sha256_prefix and not sha256_of(path, key).startswith(sha256_prefix):
         raise _refused(key, path, f"{path} is damaged (its sha256 is not {sha256_prefix}...); delete it", name)
     return path
@@ -142,14 +137,8 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
         return Path(huggingface_hub.hf_hub_download(repo_id, filename=HUB_FILE, revision=revision))
     except Exception as error:  # the hub's client passes on exceptions of its HTTP library
         folder = Path(constants.HF_HUB_CACHE) / f"models--{repo_id.replace('/', '--')}"
-        raise _refused(
-            key,
-            folder,
-            f"{HUB_FILE} of {repo_id} is not on this machine and could not be downloaded from "
-            f"{url.partition('://')[2]} ({_reason(error)}); copy {folder} from a machine that has it, or give the path "
-            f"of a copy as {key}",
-            name,
-        ) from error
+        advice = f"copy {folder} from a machine that has it"
+        raise _refused(key, folder, _not_fetched(f"{HUB_FILE} of {repo_id}", url, error, advice, key), name) from error
 
 
 def cached_url(url: str) -> bool:
@@ -194,11 +183,13 @@ def check_reachable(url: str, timeout_s: float = 2.0) -> None:
         raise outcome[0]
 
 
-def _reason(error: Exception) -> str:
-    """Return an error's reason in one line, without URLs."""
-    reason = getattr(error, "reason", None)
-    lines = str(reason if reason is not None else error).strip().splitlines()
-    return re.sub(r"https?://\S+", "the address", lines[0]) if lines else type(error).__name__
+def _not_fetched(what: str, url: str, error: Exception, advice: str, key: str) -> str:
+    lines = str(getattr(error, "reason", None) or error).strip().splitlines()
+    reason = re.sub(r"https?://\S+", "the address", lines[0]) if lines else type(error).__name__
+    return (
+        f"{what} is not on this machine and could not be downloaded from {url.partition('://')[2]} ({reason}); "
+        f"{advice}, or give the path of a copy as {key}"
+    )
 
 
 def sha256_of(path: Path, key: str) -> str:
@@ -349,8 +340,7 @@ def load_weights(
 
     Args:
         module: a whole network, or a backbone alone.
-        state: tensors by name; of the whole network in the naming of any library that `map_keys` knows, or of its
-            backbone alone.
+        state: tensors by name, of the network in the naming of any library that `map_keys` knows, or of its backbone.
         source: where the tensors are from, for messages.
         key: the config key that asked for them.
         backbone_prefix: prefix of the backbone's tensors in `module`; "" for a backbone alone.

@@ -40,22 +40,13 @@ PROBABILITY_SCALE = 65_535
 
 @dataclass(frozen=True)
 class OutputPlan:
-    """Kinds of outputs and where they are written.
+    """Kinds of outputs and where they are written."""
 
-    Attributes:
-        folder: --out; each kind has a subfolder.
-        scheme: classes and colours.
-        kinds: outputs of an image.
-        video_kinds: outputs of a video; labels and probabilities are one file per frame.
-        label_ids: write the ids of the data set instead of class ids.
-        pixels: bands and type of the images.
-    """
-
-    folder: Path
+    folder: Path  # --out; each kind has a subfolder
     scheme: ClassScheme
     kinds: tuple[Saved, ...] = ("labels", "color", "overlay")
-    video_kinds: tuple[Saved, ...] = ("color", "overlay")
-    label_ids: bool = False
+    video_kinds: tuple[Saved, ...] = ("color", "overlay")  # labels and probabilities are one file per frame
+    label_ids: bool = False  # write the ids of the data set instead of class ids
     pixels: PixelFormat = RGB8
 
 
@@ -274,24 +265,15 @@ def parse_saved(words: Sequence[str]) -> tuple[Saved, ...]:
     return tuple(kind for kind in SAVED if kind in wanted)
 
 
-_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _GREY, _RGB, _PALETTE = 0, 2, 3
 _FILTER_NONE, _FILTER_SUB = 0, 1
 
 
 class PngWriter:
-    """Writer of a PNG from top to bottom.
+    """Writer of a PNG of height and width `size` from top to bottom; the file stays open.
 
-    Ids compress best unfiltered, photographs as differences to the left neighbour.
-
-    Args:
-        file: open for writing bytes; the writer does not close it.
-        size: height and width, pixels.
-        dtype: uint8, or uint16 for grey.
-        channels: 1 for grey or ids, 3 for RGB.
-        palette: RGB colours of ids; None: no palette.
-        is_photo: store differences to the left neighbour.
-        profile: ICC profile, or None.
+    It has one channel of grey (uint8 or uint16) or of ids in a palette of RGB colours, or three of RGB. Ids compress
+    best unfiltered, photographs (`is_photo`) as differences to the left neighbour. `profile` is an ICC profile.
     """
 
     def __init__(
@@ -310,7 +292,7 @@ class PngWriter:
         self._is_photo = is_photo
         self._deflate = zlib.compressobj(1, strategy=zlib.Z_RLE if is_photo else zlib.Z_DEFAULT_STRATEGY)
         kind = _RGB if channels == 3 else _GREY if palette is None else _PALETTE
-        file.write(_SIGNATURE)
+        file.write(b"\x89PNG\r\n\x1a\n")
         header = struct.pack(">IIBBBBB", size[1], size[0], 8 * self._dtype.itemsize, kind, 0, 0, 0)
         self._chunk(b"IHDR", header)
         if profile:
@@ -329,16 +311,13 @@ class PngWriter:
             left = self._channels * self._dtype.itemsize
             values = stored.view(np.uint8)
             np.subtract(values[:, left:], values[:, :-left], out=lines[:, 1 + left :])
-        self._data(self._deflate.compress(lines.data))
+        if data := self._deflate.compress(lines.data):
+            self._chunk(b"IDAT", data)
 
     def finish(self) -> None:
         """Write the end of the file; no rows may follow."""
-        self._data(self._deflate.flush())
+        self._chunk(b"IDAT", self._deflate.flush())
         self._chunk(b"IEND", b"")
-
-    def _data(self, data: bytes) -> None:
-        if data:
-            self._chunk(b"IDAT", data)
 
     def _chunk(self, name: bytes, data: bytes) -> None:
         self._file.write(struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data)))

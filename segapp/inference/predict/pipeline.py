@@ -34,8 +34,8 @@ from segapp.inference.predict.video import VideoOutputs, VideoReader
 from segapp.inference.workspace import Workspace
 from segapp.memory.oom import is_out_of_memory
 
-READERS = 2
-WRITERS = 2
+NUM_THREADS = 2
+"""Of those that decode, and of those that encode."""
 MAX_WAITING_PX = 32 << 20
 """Limit of pixels decoded ahead, and of pixels waiting to be written."""
 MAX_BATCH = 16
@@ -64,7 +64,7 @@ def predict_files(
     workspace: Workspace | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Tally:
-    """Predict images and videos, and write the outputs.
+    """Predict images and videos, and write the outputs; files that cannot be read are problems of the tally.
 
     Args:
         predictor: the network.
@@ -73,9 +73,6 @@ def predict_files(
         batch: pictures per batch; None: as many as fit on a GPU, 1 on a CPU, where larger batches are not faster.
         workspace: number of pixels that fit; None: from the free memory.
         progress: called with the number of files done.
-
-    Returns:
-        The tally; files that could not be read are listed in its problems and skipped.
 
     Raises:
         StorageError: an output cannot be written.
@@ -118,7 +115,7 @@ class _Job:
     def predict_images(self, files: list[InputFile]) -> None:
         """Predict images; the outputs are written in threads."""
         calls = ((_file_px(file), partial(_read_or_problem, file, self.predictor.pixels)) for file in files)
-        with closing(ahead(calls, READERS)) as read, BoundedExecutor(WRITERS) as behind:
+        with closing(ahead(calls, NUM_THREADS)) as read, BoundedExecutor(NUM_THREADS) as behind:
             for pictures in self._batches(self._readable(read)):
                 for picture, strips in self._predicted(pictures):
                     if isinstance(strips, list):

@@ -29,21 +29,13 @@ if TYPE_CHECKING:
 
 
 class Predictor(Protocol):
-    """Class ids and probabilities of a batch of images of one size.
-
-    Attributes:
-        scheme: classes and colours.
-        pixels: bands and type of the images.
-        device: where it computes.
-        frame_px: the only accepted height and width; None: any size.
-        threshold: a class is predicted where its probability is above this; None: one class per pixel.
-    """
+    """Class ids and probabilities of a batch of images of one size."""
 
     scheme: ClassScheme
     pixels: PixelFormat
     device: torch.device
-    frame_px: tuple[int, int] | None
-    threshold: float | None
+    frame_px: tuple[int, int] | None  # the only accepted height and width
+    threshold: float | None  # a class is predicted where its probability is above this; None: one class per pixel
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of images (N, H, W, B).
@@ -190,11 +182,8 @@ class EnsemblePredictor:
     and the type of their images. On a GPU that cannot hold all weights, the weights wait on the CPU, and each network
     is moved to the GPU for its part of a batch (`is_resident` is False).
 
-    Args:
-        members: name and predictor of each network; two or more. Taken one after the other, so that a generator may
-            load them.
-        budget_bytes: memory for the weights on the device of the first member; None: a share of what is free there,
-            without a limit on the CPU.
+    The members, with their names, are taken one after the other, so that a generator may load them. `budget_bytes` is
+    the memory for the weights on the device of the first; None: a share of what is free there, no limit on the CPU.
 
     Raises:
         ConfigError: the classes or the images of two networks differ, or the only sizes that they accept.

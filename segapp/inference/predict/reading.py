@@ -132,21 +132,13 @@ _RASTER_TYPE_KEY, _PIXEL_IS_POINT = 1025, 2
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in memory.
-
-    Attributes:
-        file: its path, and the name of its outputs.
-        pixels: (H, W, B), as they are stored, upright; of a large TIFF an object that reads windows of the file.
-        profile: ICC profile, or None.
-        world: content of the world file (georeference), or None.
-        georeference: coordinate system and transform of a GeoTIFF, or None; the outputs are GeoTIFFs then.
-    """
+    """A picture in memory, or a large TIFF of which windows are read."""
 
     file: InputFile
-    pixels: Any
-    profile: bytes | None = None
-    world: str | None = None
-    georeference: Georeference | None = None
+    pixels: Any  # (H, W, B), as they are stored, upright
+    profile: bytes | None = None  # ICC profile
+    world: str | None = None  # content of the world file (georeference)
+    georeference: Georeference | None = None  # of a GeoTIFF; the outputs are GeoTIFFs then
 
     @property
     def num_px(self) -> int:
