@@ -29,29 +29,19 @@ class SegmentationScores:
     """Scores of a confusion matrix. A ratio is in [0, 1], or None if its denominator is 0.
 
     `miou` and the other means are those over the classes where the score is not None.
-
-    Attributes:
-        iou: per class, TP / (TP + FP + FN).
-        dice: per class, 2 TP / (2 TP + FP + FN), the F1 score.
-        precision: per class, TP / predicted pixels.
-        recall: per class, TP / target pixels (class accuracy).
-        frequency: per class, share of the valid pixels.
-        frequency_weighted_iou: `iou` weighted by `frequency` (Long et al., Fully Convolutional Networks, 2015, 5).
-        pixel_accuracy: share of the valid pixels with a correct prediction.
-        num_valid_px: number of valid pixels.
     """
 
-    iou: tuple[float | None, ...]
+    iou: tuple[float | None, ...]  # per class, TP / (TP + FP + FN)
     miou: float | None
-    dice: tuple[float | None, ...]
+    dice: tuple[float | None, ...]  # per class, 2 TP / (2 TP + FP + FN), the F1 score
     mean_dice: float | None
-    precision: tuple[float | None, ...]
+    precision: tuple[float | None, ...]  # per class, TP / predicted pixels
     mean_precision: float | None
-    recall: tuple[float | None, ...]
+    recall: tuple[float | None, ...]  # per class, TP / target pixels (class accuracy)
     mean_recall: float | None
-    frequency: tuple[float | None, ...]
-    frequency_weighted_iou: float | None
-    pixel_accuracy: float | None
+    frequency: tuple[float | None, ...]  # per class, share of the valid pixels
+    frequency_weighted_iou: float | None  # Long et al., Fully Convolutional Networks, 2015, section 5
+    pixel_accuracy: float | None  # share of the valid pixels with a correct prediction
     num_valid_px: int
 
 

@@ -1,14 +1,12 @@
 """Own parts: code of the user that a config names, `package.module:factory` or `./file.py:factory`. No torch."""
 
-from segapp.custom.loading import CustomComponent, build_part, load_part, option_problems
-from segapp.custom.names import PART_PATTERN, find_source, is_installed, is_part, sha256_of_source
+from segapp.custom.loading import build_part, load_part, option_problems
+from segapp.custom.names import PART_PATTERN, find_source, is_part, sha256_of_source
 
 __all__ = [
     "PART_PATTERN",
-    "CustomComponent",
     "build_part",
     "find_source",
-    "is_installed",
     "is_part",
     "load_part",
     "option_problems",

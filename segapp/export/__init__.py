@@ -3,10 +3,9 @@
 from segapp.export.info import ExportInfo
 from segapp.export.network import ExportNetwork
 from segapp.export.runner import ExportedModel, is_exported
-from segapp.export.write import MIN_AGREEMENT, CheckResult, Format, check_export, write_export, write_weights
+from segapp.export.write import CheckResult, Format, check_export, write_export, write_weights
 
 __all__ = [
-    "MIN_AGREEMENT",
     "CheckResult",
     "ExportInfo",
     "ExportNetwork",

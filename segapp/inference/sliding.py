@@ -45,29 +45,17 @@ def without_cudnn_benchmark() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Inference:
-    """Settings of the computation of logits for whole images.
+    """Settings of the computation of logits for whole images."""
 
-    Args:
-        normalizer: from uint8 images to the input of the model, on the same device.
-        align_corners: of the upsampling, as in training.
-        window_px: height and width of a sliding window; None: the whole image at once.
-        overlap: share of a window that the next one covers too.
-        weighting: of overlapping windows: uniform, or gaussian (largest in the middle of a window).
-        scales: scales of the image whose predictions are averaged.
-        flip: also average over the horizontally flipped image.
-        threshold: a class is predicted where its probability (sigmoid) is above this; None: one class per pixel.
-        autocast: returns the context manager of the forward pass.
-    """
-
-    normalizer: Normalizer
-    align_corners: bool = True
-    window_px: tuple[int, int] | None = None
-    overlap: float = 1 / 3
-    weighting: Literal["uniform", "gaussian"] = "uniform"
-    scales: tuple[float, ...] = (1.0,)
-    flip: bool = False
-    threshold: float | None = None
-    autocast: Callable[[], Any] = torch.no_grad
+    normalizer: Normalizer  # from stored images to the input of the model, on the same device
+    align_corners: bool = True  # of the upsampling, as in training
+    window_px: tuple[int, int] | None = None  # height and width of a sliding window; None: the whole image at once
+    overlap: float = 1 / 3  # share of a window that the next one covers too
+    weighting: Literal["uniform", "gaussian"] = "uniform"  # of overlapping windows; gaussian: largest in the middle
+    scales: tuple[float, ...] = (1.0,)  # of the image; the predictions are averaged
+    flip: bool = False  # also average over the horizontally flipped image
+    threshold: float | None = None  # a class is predicted where its sigmoid is above this; None: one class per pixel
+    autocast: Callable[[], Any] = torch.no_grad  # returns the context manager of the forward pass
 
     @property
     def multilabel(self) -> bool:

@@ -54,13 +54,9 @@ def build_smp(
 ) -> SmpModel:
     """Return a network with random weights; see `build_model`.
 
-    Args:
-        name: an architecture's class in smp, e.g. `Unet`, in any case.
-        num_classes: C.
-        encoder: an encoder's name in smp, or `tu-` and a model of timm; None for the architecture's default.
-        options: keyword arguments of the architecture's class; with a `tu-` encoder, also those of the timm model.
-            PSPNet also takes `encoder_output_stride`: `encoder_depth: 5` and stride 8 give the published network.
-        in_channels: B.
+    The name is that of an architecture's class in smp, in any case; the encoder one of smp, or `tu-` and a model of
+    timm. The options are arguments of the class and, with a `tu-` encoder, of the timm model. PSPNet also takes
+    `encoder_output_stride`: `encoder_depth: 5` and stride 8 give the published network.
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.

@@ -25,21 +25,12 @@ _NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm)
 
 @dataclass(frozen=True, order=True)
 class GroupSettings:
-    """What the parameters of a group share. Groups are ordered by these fields, which a resume relies on.
+    """What the parameters of a group share. Groups are ordered by these fields, which a resume relies on."""
 
-    Attributes:
-        is_head: outside the backbone.
-        layer: depth of the block, from 0 at the stem; 0 everywhere without layer-wise decay.
-        pattern: number of the entry of `optim.groups`, from 1; 0: none.
-        is_norm_or_bias: exempt from weight decay where `optim.decay_norm_and_bias` is false.
-        lr_factor: factor on the learning rate.
-        weight_decay: weight decay.
-    """
-
-    is_head: bool
-    layer: int
-    pattern: int
-    is_norm_or_bias: bool
+    is_head: bool  # outside the backbone
+    layer: int  # depth of the block, from 0 at the stem; 0 everywhere without layer-wise decay
+    pattern: int  # number of the entry of `optim.groups`, from 1; 0: none
+    is_norm_or_bias: bool  # exempt from weight decay where `optim.decay_norm_and_bias` is false
     lr_factor: float
     weight_decay: float
 

@@ -26,15 +26,9 @@ _VIDEO_KINDS = ("color", "overlay")
 
 
 class VideoReader:
-    """The frames of a video.
+    """The frames of a video; DataError if it cannot be opened or has no frame.
 
-    Attributes:
-        frames_per_s: from the metadata, 25 if absent.
-        num_frames: from the metadata, which may be wrong; 0 if absent.
-        frame_px: pixels per frame.
-
-    Raises:
-        DataError: the video cannot be opened or has no frame.
+    Their rate is 25 per second if the metadata have none; their number, 0 if absent there, may be wrong.
     """
 
     def __init__(self, file: InputFile) -> None:
