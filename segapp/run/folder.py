@@ -59,18 +59,30 @@ class RunFolder:
         self.path = Path(path)
         self.is_made = is_made
         """True if `create` made it, where no folder was before."""
-        self.run_json = self.path / "run.json"  # `RunInfo`
-        self.config_yaml = self.path / "config.yaml"  # the complete config
+        self.run_json = self.path / "run.json"
+        """`RunInfo` of the run."""
+        self.config_yaml = self.path / "config.yaml"
+        """The complete config."""
         self.events = self.path / "events.jsonl"
-        self.commands = self.path / "commands"  # the inbox
+        """The events of the run."""
+        self.commands = self.path / "commands"
+        """Inbox of the commands."""
         self.checkpoints = self.path / "checkpoints"
-        self.samples = self.path / "samples"  # sample pictures
-        self.reports = self.path / "reports"  # of out-of-memory errors
-        self.saved_plan = self.path / "memory_plan.json"  # the memory plan at the start of the run
-        self.parts = self.path / "parts"  # copies of the source files of own parts
+        """`last.pt`, `best.pt`, `epoch_NNNN.pt` and their manifest."""
+        self.samples = self.path / "samples"
+        """Sample pictures."""
+        self.reports = self.path / "reports"
+        """Reports of out-of-memory errors."""
+        self.saved_plan = self.path / "memory_plan.json"
+        """The memory plan at the start of the run."""
+        self.parts = self.path / "parts"
+        """Copies of the source files of own parts."""
         self.tensorboard = self.path / "tensorboard"
-        self.log = self.path / "trainer.log"  # output of a detached trainer, and tracebacks
-        self.lock = self.path / "lock"  # locked while a trainer runs; names that process
+        """TensorBoard event files."""
+        self.log = self.path / "trainer.log"
+        """Output of a detached trainer, and tracebacks."""
+        self.lock = self.path / "lock"
+        """File that the trainer keeps locked while it runs; names that process."""
         self._file_lock = FileLock(self.lock)
 
     @property

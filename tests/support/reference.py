@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import json
 import re
 import sys
@@ -25,6 +26,7 @@ from segapp.cli import app
 from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
+from segapp.run import folder as folder_module
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
 from tests.support import ROOT
@@ -134,14 +136,20 @@ def _shown(value: Any) -> str:
 
 def run_folder_page() -> str:
     """Return the page of the files of a run."""
-    folder = RunFolder("RUN")
-    rows = []
-    for name, attribute in vars(RunFolder).items():
-        value = getattr(folder, name) if isinstance(attribute, property) else None
+    tree = ast.parse(Path(folder_module.__file__).read_text())
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    (init,) = (each for each in classes["RunFolder"].body if getattr(each, "name", "") == "__init__")
+    assert isinstance(init, ast.FunctionDef)
+    folder, rows = RunFolder("RUN"), []
+    for statement, after in itertools.pairwise(init.body):
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else None
+        value = getattr(folder, target.attr) if isinstance(target, ast.Attribute) else None
         if isinstance(value, Path) and value.parts[:1] == ("RUN",) and len(value.parts) > 1:
-            is_folder = "." not in value.name and name not in ("lock",)
+            is_folder = "." not in value.name and value != folder.lock
             path = "/".join(value.parts[1:]) + ("/" if is_folder else "")
-            rows.append(f"| `{path}` | {_cell(attribute.__doc__ or '')} |")
+            assert isinstance(after, ast.Expr), f"{path} has no sentence"
+            rows.append(f"| `{path}` | {_cell(ast.literal_eval(after.value))} |")
+    assert rows
     return "\n".join(
         [
             "# What is in the folder of a run?\n",
