@@ -6,7 +6,6 @@ imports nothing; viewers and planners take splits from there without loading tor
 
 from segapp.chunks import RankSplit, SplitCheck, check_gpu0_bsz, check_split, plan_chunks
 from segapp.parallel.batchnorm_guard import (
-    batchnorm_single_value_problem,
     check_batchnorm,
     no_samples_problem,
     smallest_chunk,
@@ -57,7 +56,6 @@ __all__ = [
     "all_reduce_gradients",
     "allreduce",
     "balance_stages",
-    "batchnorm_single_value_problem",
     "check_batchnorm",
     "check_gpu0_bsz",
     "check_split",

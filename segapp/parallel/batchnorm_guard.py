@@ -32,40 +32,29 @@ def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
     return 2 if _starved_layers(module, inputs) else 1
 
 
-def batchnorm_single_value_problem(module: nn.Module, split: Sequence[int], *inputs: Any) -> str | None:
-    """Return why a split cannot train this module, and what to do; None if it can.
+def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> None:
+    """Check that a split leaves no BatchNorm layer a single value per channel.
 
     Args:
         module: the model in the mode it will be trained in.
         split: samples per device.
         *inputs: as for `smallest_chunk`.
 
-    Example:
-        >>> pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
-        >>> problem = batchnorm_single_value_problem(pooled, (1, 2), torch.zeros(3, 3, 8, 8))
-        >>> problem.partition(":")[0]
-        "split [1, 2] leaves BatchNorm layer '1' a single value per channel"
-    """
-    if 1 not in split:
-        return None
-    layers = _starved_layers(module, inputs)
-    if not layers:
-        return None
-    return (
-        f"split {list(split)} leaves BatchNorm layer {layers[0]!r} a single value per channel: use"
-        " convert_sync_batchnorm(model) (sync_bn: true), or 2 samples or more on every device that has any"
-    )
-
-
-def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> None:
-    """Check that a split leaves no BatchNorm layer a single value; see `batchnorm_single_value_problem`.
-
     Raises:
         ValueError: it leaves one a single value per channel.
+
+    Example:
+        >>> pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
+        >>> check_batchnorm(pooled, (1, 2), torch.zeros(3, 3, 8, 8))  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ValueError: split [1, 2] leaves BatchNorm layer '1' a single value per channel: use ...
     """
-    problem = batchnorm_single_value_problem(module, split, *inputs)
-    if problem is not None:
-        raise ValueError(problem)
+    layers = _starved_layers(module, inputs) if 1 in split else []
+    if layers:
+        raise ValueError(
+            f"split {list(split)} leaves BatchNorm layer {layers[0]!r} a single value per channel: use"
+            " convert_sync_batchnorm(model) (sync_bn: true), or 2 samples or more on every device that has any"
+        )
 
 
 def _sum_of_outputs(outputs: Any) -> Tensor:

@@ -65,9 +65,6 @@ class ReplicaOutputs(list[Any]):
             "the loss with DataParallelCriterion(criterion)(outputs, target), or join the outputs with outputs.gather()"
         )
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (list(self), self.sizes, self.devices, self.main_device, self.dim, self.mode)
-
     def gather(self, device: DeviceLike | None = None) -> Any:
         """Return all outputs joined on one device, by default device 0."""
         return gather(self, self.main_device if device is None else resolve_devices([device])[0], self.dim)
@@ -170,9 +167,6 @@ class DataParallelModel(nn.Module):
         Returns:
             `ReplicaOutputs`: one output per device with samples, also for a single device.
         """
-        return self._run(args, kwargs)
-
-    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ReplicaOutputs:
         num_samples = batch_size((args, kwargs), self.dim)
         self.last_split = self.plan(num_samples or 0)
         used = [i for i, size in enumerate(self.last_split) if size] or [0]
@@ -197,14 +191,8 @@ class DataParallelModel(nn.Module):
         is_home = list(devices) == [self.devices[0]]  # a short batch on device 0 alone needs no copy
         replicas = [[self.module]] if is_home else self._replicator.replicate(devices)
         positional, named = zip(*chunks, strict=True)
-        outputs = run_replicas(
-            [parts[0] for parts in replicas],
-            positional,
-            named,
-            devices=devices,
-            mode=self.mode,
-            timeout_s=self.timeout_s,
-        )
+        modules = [parts[0] for parts in replicas]
+        outputs = run_replicas(modules, positional, named, devices=devices, mode=self.mode, timeout_s=self.timeout_s)
         if not is_home:
             self._replicator.write_back_buffers(replicas[0])
         return outputs
@@ -269,7 +257,7 @@ class BalancedDataParallel(DataParallelModel):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chunks of a batch and return their joined outputs, as the bare module does."""
-        return self._run(args, kwargs).gather(self.output_device)
+        return super().forward(*args, **kwargs).gather(self.output_device)
 
 
 class SummableCriterion(Protocol):
@@ -366,9 +354,9 @@ class DataParallelCriterion(nn.Module):
             return outputs
         parts = outputs if isinstance(outputs, list) else [outputs]
         firsts = [next(tensors_in(part), None) for part in parts]
-        if not parts or any(first is None or first.dim() == 0 for first in firsts):
+        tensors = [first for first in firsts if first is not None and first.dim()]
+        if not parts or len(tensors) < len(parts):
             raise ValueError("outputs hold no tensor with samples: pass the result of the model")
-        tensors = [first for first in firsts if first is not None]
         devices = [tensor.device for tensor in tensors]
         main = devices[0] if self.devices is None else self.devices[0]
         return ReplicaOutputs(parts, [tensor.size(0) for tensor in tensors], devices, main)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -142,26 +143,21 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
     Raises:
         ValueError: a tensor's size is not the sum of the sizes.
     """
+
+    def cut(device: torch.device, start: int, size: int, tensor: Tensor) -> Any:
+        if tensor.dim():
+            if not _has_dim(tensor, dim) or tensor.size(dim) != sum(sizes):
+                raise ValueError(
+                    f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dim {dim} into {list(sizes)}:"
+                    " every tensor of a batch needs the same number of samples there"
+                )
+            # narrow, because the several views that split() makes forbid in-place operations
+            tensor = tensor if size == sum(sizes) else tensor.narrow(dim, start, size)
+        return to_device(tensor, device)
+
     starts = [sum(sizes[:i]) for i in range(len(sizes))]
-
-    def chunk_on(device: torch.device, start: int, size: int) -> Callable[[Tensor], Tensor]:
-        def cut(tensor: Tensor) -> Tensor:
-            if tensor.dim() > 0:
-                if not _has_dim(tensor, dim) or tensor.size(dim) != sum(sizes):
-                    raise ValueError(
-                        f"a tensor of shape {tuple(tensor.shape)} cannot be cut along dim {dim} into {list(sizes)}:"
-                        " every tensor of a batch needs the same number of samples there"
-                    )
-                # narrow, because the several views that split() makes forbid in-place operations
-                tensor = tensor if size == sum(sizes) else tensor.narrow(dim, start, size)
-            return cast(Tensor, to_device(tensor, device))
-
-        return cut
-
-    return [
-        map_tensors(chunk_on(device, start, size), item)
-        for device, start, size in zip(devices, starts, sizes, strict=True)
-    ]
+    chunks = zip(devices, starts, sizes, strict=True)
+    return [map_tensors(partial(cut, *chunk), item) for chunk in chunks]
 
 
 def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:

@@ -4,7 +4,6 @@ from torch import nn
 
 from segapp.parallel import (
     SyncBatchNorm,
-    batchnorm_single_value_problem,
     check_batchnorm,
     convert_sync_batchnorm,
     no_samples_problem,
@@ -30,12 +29,9 @@ def test_layer_with_one_value_is_named_and_model_unchanged():
     net = Pooled()
     before = {key: value.clone() for key, value in net.state_dict().items()}
     x = torch.randn(5, 3, 9, 9)
-    problem = batchnorm_single_value_problem(net, (1, 2, 2), x)
-    assert "'pooled.2'" in problem
-    assert "convert_sync_batchnorm" in problem
+    with pytest.raises(ValueError, match=r"'pooled\.2' a single value per channel: use convert_sync_batchnorm"):
+        check_batchnorm(net, (1, 2, 2), x)
     assert smallest_chunk(net, x) == 2
-    with pytest.raises(ValueError, match="single value per channel"):
-        check_batchnorm(net, (1, 4), x)
     assert all(torch.equal(value, before[key]) for key, value in net.state_dict().items())
     assert not net.pooled[2]._forward_pre_hooks
 
@@ -55,7 +51,7 @@ def test_synchronised_and_frozen_layers_take_any_split(build):
 
 
 def test_split_without_chunk_of_one_is_allowed():
-    assert batchnorm_single_value_problem(Pooled(), (0, 2, 3), torch.randn(5, 3, 9, 9)) is None
+    check_batchnorm(Pooled(), (0, 2, 3), torch.randn(5, 3, 9, 9))
 
 
 def test_spatial_size_decides_whether_one_sample_suffices():
