@@ -32,7 +32,7 @@ class GpuFacts:
 
 
 class Accelerator:
-    """A `torch.device.type`. This class is the CPU, and every kind of which torch can be asked nothing."""
+    """A kind of device (`torch.device.type`); itself the CPU, and every kind of which torch can be asked nothing."""
 
     can_pin = False
     """Copies from page-locked memory of the host to the device are faster and asynchronous."""
@@ -373,7 +373,6 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
             gpus[device].set_rng_state(state, device)
 
 
-# ------------------------------------------------------------------------------------------------------------- sums
 def wide_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating-point type of a device: float64, or float32 where it has no float64."""
     return torch.float64 if accelerator_of(device).has_float64(device) else torch.float32

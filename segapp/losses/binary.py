@@ -46,17 +46,17 @@ def mean_over_classes(losses: Tensor, weight: Tensor | None) -> Tensor:
     return (losses * weight.to(losses.device, losses.dtype).view(1, -1, 1, 1)).sum(1, keepdim=True)
 
 
-def normalised(weight: Tensor | Sequence[float] | None, name: str = "weight") -> Tensor | None:
+def normalised(weight: Tensor | Sequence[float] | None) -> Tensor | None:
     """Return class weights divided by their sum, (C,).
 
     Raises:
         ValueError: one is negative or not finite, or all are 0.
     """
-    values = as_class_weight(weight, name)
+    values = as_class_weight(weight)
     if values is None:
         return None
     if has_values(values) and not values.sum() > 0:
-        raise ValueError(f"{name}={values.tolist()}: give at least one class a weight above 0")
+        raise ValueError(f"weight={values.tolist()}: give at least one class a weight above 0")
     return values / values.sum()
 
 

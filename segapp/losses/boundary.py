@@ -22,13 +22,9 @@ from segapp.losses.fused.reference import target_weight_sum
 def signed_distance(squared: Tensor, dtype: torch.dtype) -> Tensor:
     """Return signed distances to the classes' boundaries in pixels, from the squares that a target holds.
 
-    Args:
-        squared: integers: outside a class the squared distance to its nearest pixel; inside, negative, that to the
-            nearest pixel of no such class; 0 for a class without a boundary.
-        dtype: of the result.
-
-    Returns:
-        The distance d outside, 1 - d inside: 0 at a class's outermost pixels, as in the authors' code.
+    The squares are integers: outside a class the squared distance to its nearest pixel; inside, negative, that to the
+    nearest pixel of no such class; 0 for a class without a boundary. The result is the distance d outside and 1 - d
+    inside: 0 at a class's outermost pixels, as in the authors' code.
     """
     distance = squared.abs().to(dtype).sqrt()
     return torch.where(squared < 0, 1 - distance, distance)

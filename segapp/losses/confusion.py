@@ -223,10 +223,23 @@ def upsample_confusion(
     poison = check_target_range(target, like.shape[1], ignore_index)
     size = (target.shape[-2], target.shape[-1])
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
+
+    def count(bands: Iterator[Band]) -> PartSums:
+        counter = _Counter(like, target, weight, options)
+        if not like.is_cpu:
+            for band in bands:
+                counter.add(band.images, band.rows, band.values, with_loss)
+            return counter.sums
+        terms = CrossEntropyTerms(weight, like.shape[1], compute_dtype(like), options)
+        for band in bands:
+            labels = counter.add(band.images, band.rows, band.values, with_loss=False)
+            if with_loss:
+                terms.add(band, labels, with_gradient=False)
+        loss_sum, weight_sum = torch.tensor([terms.loss_sum, terms.weight_sum], dtype=torch.float64, device="cpu")
+        return counter.sums[0], loss_sum, weight_sum
+
     if isinstance(logits, Tensor):
-        parts, _ = sweep_bands(
-            lambda bands: _count_part(bands, like, target, weight, options, with_loss), logits, size, align_corners
-        )
+        parts, _ = sweep_bands(count, logits, size, align_corners)
     else:
         counter = _Counter(like, target, weight, options)
         for images, rows, values in logit_bands(views, size, align_corners):
@@ -265,28 +278,6 @@ class _Counter:
             loss, pixels = self._losses(values, ids, valid)
             self.sums = counts, loss_sum + loss, weight_sum + pixels
         return labels
-
-
-def _count_part(
-    bands: Iterator[Band],
-    like: Tensor,
-    target: Tensor,
-    weight: Tensor | None,
-    options: CrossEntropySettings,
-    with_loss: bool,
-) -> PartSums:
-    counter = _Counter(like, target, weight, options)
-    if not like.is_cpu:
-        for band in bands:
-            counter.add(band.images, band.rows, band.values, with_loss)
-        return counter.sums
-    terms = CrossEntropyTerms(weight, like.shape[1], compute_dtype(like), options)
-    for band in bands:
-        labels = counter.add(band.images, band.rows, band.values, with_loss=False)
-        if with_loss:
-            terms.add(band, labels, with_gradient=False)
-    loss_sum, weight_sum = torch.tensor([terms.loss_sum, terms.weight_sum], dtype=torch.float64, device="cpu")
-    return counter.sums[0], loss_sum, weight_sum
 
 
 def class_of_largest(values: Tensor) -> Tensor:

@@ -27,33 +27,26 @@ def focal(nll: Tensor, gamma: float) -> Tensor:
 
 @dataclass(frozen=True)
 class FocalSum:
-    """Sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), with p_t the target's probability."""
+    """Sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), with p_t the target's probability.
+
+    With `multilabel`, of the mean over the classes, weighted by alpha (C,) with sum 1, and p_t by the sigmoid.
+    """
 
     gamma: float
     alpha: Tensor | None
+    multilabel: bool
     num_differentiable: int = 1
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
         """See `PixelSums`."""
+        if self.multilabel:
+            own = own_classes(ids, values.shape[1], multilabel=True)
+            losses = focal(F.softplus(torch.where(own, -values, values)), self.gamma)
+            return (torch.where(valid, mean_over_classes(losses, self.alpha), 0.0).sum(),)
         loss = torch.where(valid, focal(pixel_cross_entropy(values, ids), self.gamma), 0.0)
         if self.alpha is not None:
             loss = loss * self.alpha.to(loss.device, loss.dtype)[ids]
         return (loss.sum(),)
-
-
-@dataclass(frozen=True)
-class BinaryFocalSum:
-    """Sum over valid pixels of the weighted mean over the classes of (1 - p_t)^gamma (-log p_t), p_t by the sigmoid."""
-
-    gamma: float
-    alpha: Tensor | None  # (C,) with sum 1, or None for 1 / C
-    num_differentiable: int = 1
-
-    def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """See `PixelSums`; the ids are sets of classes."""
-        own = own_classes(ids, values.shape[1], multilabel=True)
-        losses = focal(F.softplus(torch.where(own, -values, values)), self.gamma)
-        return (torch.where(valid, mean_over_classes(losses, self.alpha), 0.0).sum(),)
 
 
 class CriterionFocal(MeanCriterion):
@@ -95,8 +88,7 @@ class CriterionFocal(MeanCriterion):
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (loss sum, sum of alpha) of one head."""
-        function = (BinaryFocalSum if self.is_sigmoid else FocalSum)(self.gamma, self.alpha)
-        (total,) = upsampled_sums(function, logits, target, self.options)
+        (total,) = upsampled_sums(FocalSum(self.gamma, self.alpha, self.is_sigmoid), logits, target, self.options)
         return total, self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:

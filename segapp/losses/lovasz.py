@@ -50,13 +50,8 @@ def jaccard_slopes(own_sorted: Tensor, num_valid: Tensor, dtype: torch.dtype) ->
 def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the loss of some classes of some images, and its derivative in each pixel's error |own - probability|.
 
-    Args:
-        probability: (..., P) of the class.
-        own: (..., P) bool, the pixel is valid and of the class.
-        valid: (..., P) bool, broadcast over the classes.
-
-    Returns:
-        The losses (...) in float64 and the derivatives (..., P) in the probability's dtype, both without gradient.
+    All three are (..., P); `own` are valid pixels of the class. The losses (...) are float64, the derivatives (..., P)
+    of the probability's dtype, both without gradient.
     """
     error = torch.where(valid, (own.to(probability.dtype) - probability.detach()).abs(), -1.0)
     ranked, order = error.sort(dim=-1, descending=True, stable=True)

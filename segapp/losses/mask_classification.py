@@ -152,11 +152,8 @@ class CriterionMaskClassification(AdditiveCriterion):
     def _sums(self, pairs: tuple[Tensor, Tensor], logs: Tensor, match: Tensor, counts: Tensor) -> tuple[Tensor, ...]:
         """Return the sums of one prediction: class loss, BCE, Dice.
 
-        Args:
-            pairs: from `_pair_losses`.
-            logs: log-probabilities of the classes, (N, Q, C + 1).
-            match: query of each class or -1, (N, C).
-            counts: the image has valid pixels, (N,) bool.
+        `logs` are log-probabilities (N, Q, C + 1), `match` is the query of each class or -1, (N, C), and `counts` (N,)
+        says which images have valid pixels.
         """
         (N, Q, _), C = logs.shape, self.num_classes
         is_matched = match >= 0
@@ -176,11 +173,7 @@ def _pair_losses(masks: Tensor, areas: Tensor) -> tuple[Tensor, Tensor]:
     There is no tensor of queries x classes x cells.
 
     With x the logits and t the areas of a class, BCE is the sum of softplus(x) over the valid area minus the sum of
-    x t, and Dice is 1 - (2 sum(sigmoid(x) t) + 1) / (sum(sigmoid(x)) + sum(t) + 1).
-
-    Args:
-        masks: logits (N, Q, h, w).
-        areas: (N, C, L).
+    x t, and Dice is 1 - (2 sum(sigmoid(x) t) + 1) / (sum(sigmoid(x)) + sum(t) + 1). The masks' logits are (N, Q, h, w).
     """
     logits = masks.flatten(2).to(areas.dtype)
     valid, by_class = areas.sum(1, keepdim=True), areas.transpose(1, 2)
@@ -205,13 +198,8 @@ def match_queries(costs: Tensor, is_present: Tensor) -> Tensor:
     The Hungarian method runs on the host (scipy), so this waits for the device: once per call, with one copy of all
     costs. Every image is matched by itself; the result does not depend on the images beside it.
 
-    Args:
-        costs: (N, P, Q, C); values that are not finite count as large ones.
-        is_present: (N, C) bool, the class is in the image.
-
-    Returns:
-        (N, P, C) int64 on the device of the costs; -1 for classes that are absent or, where an image has more than Q
-        classes, left over.
+    Costs (N, P, Q, C) that are not finite count as large ones; `is_present` (N, C) says which classes an image has. The
+    result is (N, P, C), -1 for classes that are absent or, where an image has more than Q classes, left over.
     """
     N, P, _, C = costs.shape
     if is_simulated(costs):  # a memory plan, where tensors have no values

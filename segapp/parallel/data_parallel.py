@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -260,16 +260,6 @@ class BalancedDataParallel(DataParallelModel):
         return super().forward(*args, **kwargs).gather(self.output_device)
 
 
-class SummableCriterion(Protocol):
-    """Loss as sums that may be added over replicas, ranks and micro-batches, and a scalar function of them."""
-
-    def statistics(self, outputs: Any, target: Any) -> tuple[Tensor, ...]:
-        """Return the sums over one chunk, differentiable."""
-
-    def finalize(self, totals: tuple[Tensor, ...]) -> Tensor:
-        """Return the scalar loss of the summed statistics."""
-
-
 class DataParallelCriterion(nn.Module):
     """Loss of the whole batch from outputs that stay on their devices.
 
@@ -277,15 +267,15 @@ class DataParallelCriterion(nn.Module):
     independent of the split, however ignored pixels are distributed. The mean of the chunks' means is not.
 
     Args:
-        criterion: has `statistics(outputs, target) -> tuple of tensors` and `finalize(totals) -> scalar`; where it is
-            an `nn.Module` with weights of its own, every device gets a copy.
+        criterion: has `statistics(outputs, target) -> tuple of tensors`, the differentiable sums over one chunk, and
+            `finalize(totals) -> scalar`; where it is an `nn.Module` with weights of its own, every device gets a copy.
         device_ids: the model's devices, for outputs that are not `ReplicaOutputs`; the sums are added on the first.
 
     Raises:
         TypeError: the criterion has no `statistics` or no `finalize`.
     """
 
-    def __init__(self, criterion: SummableCriterion, device_ids: Iterable[DeviceLike] | None = None) -> None:
+    def __init__(self, criterion: Any, device_ids: Iterable[DeviceLike] | None = None) -> None:
         super().__init__()
         for method in ("statistics", "finalize"):
             if not callable(getattr(criterion, method, None)):
@@ -294,7 +284,7 @@ class DataParallelCriterion(nn.Module):
                     " criterion of segapp.losses, or give yours statistics(outputs, target) -> tuple of sums and"
                     " finalize(totals) -> scalar"
                 )
-        self.criterion: Any = criterion
+        self.criterion = criterion
         self._replicator: Replicator | None = None
         self.devices = None if device_ids is None else resolve_devices(device_ids)
 

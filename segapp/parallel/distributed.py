@@ -33,14 +33,7 @@ from segapp.parallel.launch import die_with_parent, signal_children
 from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
-START_TIMEOUT_S = 600.0
-"""Timeout until all ranks have joined: imports, caches and compilers differ by minutes."""
-
-STEP_TIMEOUT_S = 120.0
-"""Timeout of an exchange during training: a later rank counts as lost."""
-
 _BUCKET_BYTES = 25 * 2**20  # as large as DDP's buckets
-_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
 
 
@@ -86,7 +79,7 @@ def init_from_env(
     *,
     device: DeviceLike | None = None,
     backend: str | None = None,
-    start_timeout_s: float = START_TIMEOUT_S,
+    start_timeout_s: float = 600.0,
     parent_poll_s: float = 1.0,
 ) -> RankInfo:
     """Join the process group of torchrun's ranks, and end this process when its launcher dies.
@@ -94,7 +87,8 @@ def init_from_env(
     Args:
         device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU where there is none.
         backend: "nccl" or "gloo"; by default nccl on CUDA, which refuses two ranks on one GPU.
-        start_timeout_s: seconds to wait for the other ranks, and for any exchange until `tighten_timeout`.
+        start_timeout_s: seconds to wait for the other ranks, whose imports, caches and compilers differ by minutes,
+            and for any exchange until `tighten_timeout`.
         parent_poll_s: seconds between checks of the launcher.
 
     Raises:
@@ -134,8 +128,11 @@ def init_from_env(
     return RankInfo(rank, world_size, local_rank, own, chosen)
 
 
-def tighten_timeout(step_timeout_s: float = STEP_TIMEOUT_S) -> None:
-    """Set the timeout of exchanges from now on; to be called after the first step, by every rank: it is a barrier."""
+def tighten_timeout(step_timeout_s: float = 120.0) -> None:
+    """Set the timeout of exchanges from now on, after which a rank counts as lost.
+
+    To be called after the first step, by every rank: it is a barrier.
+    """
     if not dist.is_initialized():
         return
     dist.barrier()
@@ -173,11 +170,12 @@ def _end_now(exit_code: int) -> None:
 
 
 def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    missing = [name for name in _VARIABLES if not environ.get(name)]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
+    missing = [name for name in (*names, "MASTER_ADDR") if not environ.get(name)]
     if missing:
         raise DistributedSetupError(f"{', '.join(missing)} not set in the environment: {_LAUNCH}")
     numbers = []
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT"):
+    for name in names:
         if not environ[name].isdecimal():
             raise DistributedSetupError(f"{name}={environ[name]!r} is not a number: {_LAUNCH}")
         numbers.append(int(environ[name]))

@@ -125,12 +125,5 @@ def all_reduce_in_place(tensor: Tensor) -> Tensor:
 
 
 def stack_ranks(tensor: Tensor) -> Tensor:
-    """Return every rank's tensor of a layer, one row per rank; differentiable; every rank must call it.
-
-    Args:
-        tensor: this rank's row (K,), of the same length on every rank.
-
-    Returns:
-        (ranks, K), the same on every rank.
-    """
+    """Return every rank's row (K,) of a layer as (ranks, K); differentiable; every rank must call it."""
     return cast(Tensor, _StackRanks.apply(tensor))

@@ -25,9 +25,6 @@ _PARENT_PID = "SEGAPP_PARENT_PID"
 AGENT = "import sys; from segapp.parallel.launch import run_agent; sys.exit(run_agent(sys.argv[1:]))"
 """The program of torchrun's agent; `-m` would run this module, which the package has imported, a second time."""
 
-PEER_GRACE_S = 10.0
-"""Seconds that a rank has to end by itself after another one is gone."""
-
 _watched: set[int] = set()
 
 
@@ -137,7 +134,7 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
 
 
 def end_with_peers(
-    pids: Iterable[int], exit_code: int, before: Callable[[], None] = lambda: None, *, grace_s: float = PEER_GRACE_S
+    pids: Iterable[int], exit_code: int, before: Callable[[], None] = lambda: None, *, grace_s: float = 10.0
 ) -> Callable[[], None]:
     """End this process when another rank on this machine is gone, in case it waits for that rank for ever.
 
@@ -148,7 +145,7 @@ def end_with_peers(
         pids: process ids of the other ranks.
         exit_code: of this process.
         before: called before it ends.
-        grace_s: seconds from the end of the peer.
+        grace_s: seconds from the end of the peer, in which this process may end by itself.
 
     Returns:
         A function that ends the watch; to be called when no rank waits for another any more.

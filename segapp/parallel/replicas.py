@@ -30,7 +30,6 @@ _BUCKET_BYTES = 25 * 2**20
 """Bytes of parameters whose gradients are summed together: early buckets are reduced and freed while backward runs."""
 
 
-# -------------------------------------------------------------------------------------------------------- replicate
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return copies of a module, one per device, whose parameters are differentiable copies of the module's.
 
@@ -110,25 +109,21 @@ def check_replicable(module: nn.Module) -> None:
         TypeError: a part of the module is compiled; its compiled code would run the original, not the copy.
         ValueError: a lazy parameter has no shape yet.
     """
+    name = type(module).__name__
     for path, part in module.named_modules():
-        _check_part(path, part, type(module).__name__)
-
-
-def _check_part(path: str, part: nn.Module, name: str) -> None:
-    if is_compiled(part):
-        raise TypeError(
-            f"{path or name} is compiled, and compiled code runs the original instead of the copy on each device:"
-            " use one device, one process per device (parallel mode ddp), or leave out torch.compile"
-        )
-    for key, parameter in (*parameter_slots(part).items(), *buffer_slots(part).items()):
-        if parameter is not None and is_lazy(parameter):
-            raise ValueError(
-                f"{f'{path}.{key}' if path else key} of {name} has no shape yet: run the bare module once on a"
-                " small batch before using it in parallel"
+        if is_compiled(part):
+            raise TypeError(
+                f"{path or name} is compiled, and compiled code runs the original instead of the copy on each device:"
+                " use one device, one process per device (parallel mode ddp), or leave out torch.compile"
             )
+        for key, parameter in (*parameter_slots(part).items(), *buffer_slots(part).items()):
+            if parameter is not None and is_lazy(parameter):
+                raise ValueError(
+                    f"{f'{path}.{key}' if path else key} of {name} has no shape yet: run the bare module once on a"
+                    " small batch before using it in parallel"
+                )
 
 
-# ------------------------------------------------------------------------------------------------------ flat buckets
 @dataclass(frozen=True)
 class _Layout:
     """Size and strides of a tensor, and how it lies in memory."""
@@ -273,7 +268,6 @@ def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) ->
     return rows
 
 
-# --------------------------------------------------------------------------------------------------------- structure
 @dataclass(frozen=True)
 class _SubModule:
     """A sub-module, and which of the module's parts and tensors it holds, by their numbers; None stays None."""
@@ -317,6 +311,7 @@ class _Structure:
 
     @classmethod
     def read(cls, module: nn.Module) -> _Structure:
+        check_replicable(module)
         named = list(module.named_modules())
         numbers = {id(part): i for i, (_, part) in enumerate(named)}
         parameters: dict[int, tuple[int, Tensor]] = {}
@@ -327,7 +322,6 @@ class _Structure:
 
         parts = []
         for path, part in named:
-            _check_part(path, part, type(module).__name__)
             parts.append(
                 _SubModule(
                     part,
@@ -371,7 +365,6 @@ class _Structure:
         return replicas
 
 
-# -------------------------------------------------------------------------------------------------------------- run
 def run_replicas(
     modules: Sequence[Callable[..., T]],
     inputs: Sequence[Sequence[Any]],

@@ -20,7 +20,6 @@ T = TypeVar("T")
 DeviceLike: TypeAlias = int | str | torch.device
 
 
-# ---------------------------------------------------------------------------------------------------------- devices
 def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[torch.device, ...]:
     """Return the devices, each checked to exist.
 
@@ -65,7 +64,6 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
     return device
 
 
-# ------------------------------------------------------------------------------------------------------- structures
 def _children(item: Any) -> list[Any] | None:
     """Return the elements of a tuple, list, dict or dataclass; None for anything else, a leaf."""
     if isinstance(item, list | tuple):
@@ -124,7 +122,6 @@ def _has_dim(tensor: Tensor, dim: int) -> bool:
     return -tensor.dim() <= dim < tensor.dim()
 
 
-# -------------------------------------------------------------------------------------------------- scatter, gather
 def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim: int = 0) -> list[T]:
     """Cut a batch into chunks, one per device.
 

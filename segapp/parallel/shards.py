@@ -24,11 +24,8 @@ _BUCKET_BYTES = 25 * 2**20
 class Shards:
     """Owners of tensors, and exchanges between them. Every rank must make the same calls.
 
-    Args:
-        tensors: the same on every rank, in the same order and of the same sizes.
-        num_shards: number of ranks that share them.
-        ranks: the ranks; of one rank, nothing is sent, and it takes the place of the rank with the most bytes, as a
-            memory plan wants it.
+    The tensors are the same on every rank, in order and sizes, and `num_shards` ranks share them. Where there is one
+    rank, nothing is sent, and it takes the place of the rank with the most bytes, as a memory plan wants it.
     """
 
     def __init__(self, tensors: Iterable[Tensor], num_shards: int, ranks: Ranks) -> None:
@@ -75,12 +72,7 @@ class Shards:
 
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Replace the tensors of all ranks by those of their owners.
-
-        Args:
-            tensors: dense, of the same layout on every rank; any, not only those that have owners here.
-            owners: rank of each tensor.
-        """
+        """Replace the tensors of all ranks, dense and of the same layout on each, by those of the ranks `owners`."""
         for owner, bucket in _buckets(tensors, owners):
             flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
             parts, start = [], 0

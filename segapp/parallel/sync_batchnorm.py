@@ -145,7 +145,6 @@ class Counts:
         return self._on[device]
 
 
-# ------------------------------------------------------------------------------------------------- one layer's node
 class Sums(NamedTuple):
     """What a part adds to the backward pass of the others, two sums (C,), and its own gradients.
 
