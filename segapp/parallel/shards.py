@@ -16,9 +16,10 @@ from torch import Tensor
 
 from segapp.compat.torch import foreach_copy_
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
+from segapp.parallel.scatter_gather import buckets
 
 _BUCKET_BYTES = 25 * 2**20
-"""Largest message, as DDP's buckets: the memory of one is needed beside the tensors."""
+"""A message is sent when it has this size, as DDP's buckets: the memory of one is needed beside the tensors."""
 
 
 class Shards:
@@ -73,17 +74,22 @@ class Shards:
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         """Replace the tensors of all ranks, dense and of the same layout on each, by those of the ranks `owners`."""
-        for owner, bucket in _buckets(tensors, owners):
-            flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
-            parts, start = [], 0
-            for tensor in bucket:
-                parts.append(flat.as_strided(tensor.shape, tensor.stride(), start))
-                start += tensor.numel()
-            if owner == self.rank:
-                foreach_copy_(parts, bucket)
-            self._ranks.broadcast(flat, owner)
-            if owner != self.rank:
-                foreach_copy_(bucket, parts)
+        for owner in sorted(set(owners)):
+            owned = [tensor for tensor, its_owner in zip(tensors, owners, strict=True) if its_owner == owner]
+            for indices in buckets(owned, _BUCKET_BYTES):
+                self._share([owned[i] for i in indices], owner)
+
+    def _share(self, bucket: list[Tensor], owner: int) -> None:
+        flat = torch.empty(sum(t.numel() for t in bucket), dtype=bucket[0].dtype, device=bucket[0].device)
+        parts, start = [], 0
+        for tensor in bucket:
+            parts.append(flat.as_strided(tensor.shape, tensor.stride(), start))
+            start += tensor.numel()
+        if owner == self.rank:
+            foreach_copy_(parts, bucket)
+        self._ranks.broadcast(flat, owner)
+        if owner != self.rank:
+            foreach_copy_(bucket, parts)
 
     def keep_own_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Free the optimizer's state of the parameters that belong to other ranks."""
@@ -136,17 +142,3 @@ class Shards:
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _buckets(tensors: Sequence[Tensor], owners: Sequence[int]) -> Iterator[tuple[int, list[Tensor]]]:
-    """Yield lists of tensors of one owner, dtype and device, of at most `_BUCKET_BYTES` unless one alone is larger."""
-    open_ones: dict[Any, list[Tensor]] = {}
-    for tensor, owner in zip(tensors, owners, strict=True):
-        key = owner, tensor.dtype, tensor.device
-        bucket = open_ones.setdefault(key, [])
-        if bucket and sum(each.nbytes for each in bucket) + tensor.nbytes > _BUCKET_BYTES:
-            yield owner, bucket
-            bucket = open_ones[key] = []
-        bucket.append(tensor)
-    for (owner, _, _), bucket in open_ones.items():
-        yield owner, bucket
