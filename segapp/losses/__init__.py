@@ -3,67 +3,44 @@
 Needs torch and the standard library, nothing else of segapp.
 """
 
-from segapp.losses.additive import (
-    AdditiveCriterion,
-    CriterionSum,
-    Outputs,
-    PlainCriterion,
-    PlainLossError,
-    Statistics,
-    labels_of,
-    surrogate,
-)
-from segapp.losses.binary import CriterionBCE
-from segapp.losses.boundary import CriterionBoundary
-from segapp.losses.confusion import (
-    Scores,
-    upsample_argmax,
-    upsample_confusion,
-    upsample_label_counts,
-    upsample_logits,
-    upsample_probabilities,
-    upsample_sets,
-)
-from segapp.losses.cross_entropy import CriterionCE, plain_reason, upsample_cross_entropy
-from segapp.losses.distillation import CriterionDistilled, node_features, pair_wise_difference, pixel_wise_divergence
-from segapp.losses.focal import CriterionFocal
-from segapp.losses.fused.views import LogitsTile, View
-from segapp.losses.lovasz import CriterionLovasz
-from segapp.losses.mask_classification import CriterionMaskClassification
-from segapp.losses.ohem import CriterionOHEM
-from segapp.losses.overlap import CriterionDice, CriterionTversky
+# isort: skip_file
+# `as` marks a public name, for linters and type checkers: the one list of them.
 
-__all__ = [
-    "AdditiveCriterion",
-    "CriterionBCE",
-    "CriterionBoundary",
-    "CriterionCE",
-    "CriterionDice",
-    "CriterionDistilled",
-    "CriterionFocal",
-    "CriterionLovasz",
-    "CriterionMaskClassification",
-    "CriterionOHEM",
-    "CriterionSum",
-    "CriterionTversky",
-    "LogitsTile",
-    "Outputs",
-    "PlainCriterion",
-    "PlainLossError",
-    "Scores",
-    "Statistics",
-    "View",
-    "labels_of",
-    "node_features",
-    "pair_wise_difference",
-    "pixel_wise_divergence",
-    "plain_reason",
-    "surrogate",
-    "upsample_argmax",
-    "upsample_confusion",
-    "upsample_cross_entropy",
-    "upsample_label_counts",
-    "upsample_logits",
-    "upsample_probabilities",
-    "upsample_sets",
-]
+from segapp.losses.additive import (
+    AdditiveCriterion as AdditiveCriterion,
+    CriterionSum as CriterionSum,
+    Outputs as Outputs,
+    PlainCriterion as PlainCriterion,
+    PlainLossError as PlainLossError,
+    Statistics as Statistics,
+    labels_of as labels_of,
+    surrogate as surrogate,
+)
+from segapp.losses.binary import CriterionBCE as CriterionBCE
+from segapp.losses.boundary import CriterionBoundary as CriterionBoundary
+from segapp.losses.confusion import (
+    Scores as Scores,
+    upsample_argmax as upsample_argmax,
+    upsample_confusion as upsample_confusion,
+    upsample_label_counts as upsample_label_counts,
+    upsample_logits as upsample_logits,
+    upsample_probabilities as upsample_probabilities,
+    upsample_sets as upsample_sets,
+)
+from segapp.losses.cross_entropy import (
+    CriterionCE as CriterionCE,
+    plain_reason as plain_reason,
+    upsample_cross_entropy as upsample_cross_entropy,
+)
+from segapp.losses.distillation import (
+    CriterionDistilled as CriterionDistilled,
+    node_features as node_features,
+    pair_wise_difference as pair_wise_difference,
+    pixel_wise_divergence as pixel_wise_divergence,
+)
+from segapp.losses.focal import CriterionFocal as CriterionFocal
+from segapp.losses.fused.views import LogitsTile as LogitsTile, View as View
+from segapp.losses.lovasz import CriterionLovasz as CriterionLovasz
+from segapp.losses.mask_classification import CriterionMaskClassification as CriterionMaskClassification
+from segapp.losses.ohem import CriterionOHEM as CriterionOHEM
+from segapp.losses.overlap import CriterionDice as CriterionDice, CriterionTversky as CriterionTversky
