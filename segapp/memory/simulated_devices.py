@@ -123,7 +123,7 @@ def _triton_buffers(
     if implementation != "triton":
         return ()
     dtype = compute_dtype(logits)
-    buffers = buffers_of(tuple(logits.shape), target.shape[-1], align_corners, dtype, with_gradient)
+    buffers = buffers_of(tuple(logits.shape), target.shape[-1], dtype, with_gradient)
     return (
         logits.new_empty(buffers.num_partials, dtype=dtype),
         logits.new_empty((2, buffers.num_places), dtype=dtype),

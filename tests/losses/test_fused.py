@@ -276,7 +276,8 @@ def test_plain_loss_is_used_where_fused_is_not_supported(low, high, expected):
         (19, (600, 769), "triton"),
         (19, (769, 769), "reference"),
         (19, (800, 769), "reference"),
-        (300, (97, 97), "sums"),
+        (320, (97, 97), "triton"),
+        (321, (97, 97), "sums"),
     ],
 )
 def test_simulated_accelerator_is_planned_as_cuda(num_classes, low, expected):

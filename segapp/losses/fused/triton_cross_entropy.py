@@ -1,7 +1,6 @@
 """Launch of the Triton kernels: upsampling cross-entropy and its gradient on CUDA, without waiting for the device.
 
-Shapes: N images, C classes, h x w of the logits, H x W of the target; BX output columns of a program (see
-`kernel_shapes`).
+Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -22,7 +20,7 @@ from segapp.accelerator import accelerator_of, wide_sum
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import is_capturing, poison_of, raise_reported, report_range
 from segapp.losses.fused.grid import Axis
-from segapp.losses.fused.kernel_shapes import KernelError, block_shape, buffers_of, column_blocks, power_of_two
+from segapp.losses.fused.kernel_shapes import KernelError, block_shape, buffers_of
 from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.triton_kernels import bad_ids_kernel, gather_kernel, loss_kernel
 
@@ -32,59 +30,31 @@ NO_ID = 1 << 62
 
 @dataclass(frozen=True)
 class _Tables:
-    """Tables of the interpolation and of the blocks of columns, on the device."""
+    """Tables of the interpolation on the device: see `Axis`."""
 
-    starts: Tensor
+    row_starts: Tensor
     row_fraction: Tensor
-    lower: Tensor
-    fraction: Tensor
-    first_column: Tensor
-    first_block: Tensor
-    last_block: Tensor
-    num_blocks: int
-    pitch: int
-    max_blocks: int
+    column_starts: Tensor
+    column_fraction: Tensor
 
 
 @functools.lru_cache(maxsize=64)
 def _tables(
-    low: tuple[int, int],
-    high: tuple[int, int],
-    align_corners: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    BX: int,
+    low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
 ) -> _Tables:
     with torch.inference_mode(False):
         rows, columns = Axis(low[0], high[0], align_corners), Axis(low[1], high[1], align_corners)
-        blocks = column_blocks(low[1], high[1], align_corners, BX)
-        first, last = (torch.tensor(edge, device="cpu") for edge in (blocks.first, blocks.last))
-        sources = torch.arange(low[1], device="cpu")
-        first_block = torch.searchsorted(last, sources)
-        last_block = torch.searchsorted(first, sources, right=True) - 1
-
-        def place(values: Tensor | list[int]) -> Tensor:
-            return torch.as_tensor(values, device="cpu").to(device, torch.int32)
-
         return _Tables(
-            starts=place(rows.starts),
+            row_starts=torch.tensor(rows.starts, dtype=torch.int32, device="cpu").to(device),
             row_fraction=rows.fraction.to(device, dtype),
-            lower=place(columns.lower),
-            fraction=columns.fraction.to(device, dtype),
-            first_column=place(first),
-            first_block=place(first_block),
-            last_block=place(last_block),
-            num_blocks=len(blocks.first),
-            pitch=blocks.pitch,
-            max_blocks=max(1, int((last_block - first_block).max()) + 1),
+            column_starts=torch.tensor(columns.starts, dtype=torch.int32, device="cpu").to(device),
+            column_fraction=columns.fraction.to(device, dtype),
         )
 
 
 _launch_lock = threading.Lock()
 """Replicas run in threads, and Triton compiles at the first launch of a shape."""
 
-TRANSPOSED = tuple(int(part) for part in triton.__version__.split(".")[:2]) < (3, 7)
-"""See `loss_kernel`."""
 FP_FUSION = {"enable_fp_fusion": True}
 """Multiplications and additions are fused: Triton up to 3.9 does by default, and 3.10 does not."""
 
@@ -100,7 +70,7 @@ def cross_entropy_by_triton(
     """Return the loss sum, the weight sum and the loss sum's gradient, without a host synchronisation.
 
     Args:
-        logits: (N, C, h, w), C up to 256, any floating dtype and strides.
+        logits: (N, C, h, w), C up to `MAX_CLASSES`, any floating dtype and strides.
         target: (N, H, W) integers, any strides.
         weight: (C,) or None.
         options: options of the loss.
@@ -116,7 +86,7 @@ def cross_entropy_by_triton(
     if not is_capturing(target):
         raise_reported()
     C, dtype, device = logits.shape[1], compute_dtype(logits), logits.device
-    buffers = buffers_of(tuple(logits.shape), target.shape[2], options.align_corners, dtype, with_gradient)
+    buffers = buffers_of(tuple(logits.shape), target.shape[2], dtype, with_gradient)
     partial = torch.empty(buffers.num_partials, dtype=dtype, device=device)
     loss, count = torch.empty(2, buffers.num_places, dtype=dtype, device=device)
     bad = torch.empty(buffers.num_places, dtype=torch.int32, device=device)
@@ -157,12 +127,13 @@ def _launch(
     """Launch the kernels that fill the buffers (partial gradients, losses, weight sums, bad ids) and the gradient."""
     (N, C, h, w), (H, W), (partial, loss, count, bad) = logits.shape, target.shape[-2:], buffers
     dtype = compute_dtype(logits)
-    shape = block_shape(C, dtype)
-    tables = _tables((h, w), (H, W), options.align_corners, dtype, logits.device, shape.BX)
+    block = block_shape((N, C, h, w), W, dtype)
+    tables = _tables((h, w), (H, W), options.align_corners, dtype, logits.device)
     accelerator_of(logits.device).keep_with_graph(tables)
-    cut: dict[str, Any] = {"C": C, "BC": shape.BC, "PITCH": tables.pitch, **FP_FUSION}
+    num_groups, num_blocks = -(-h // block.CELLS), -(-w // block.SOURCES)
+    cut: dict[str, Any] = {"C": C, "CELLS": block.CELLS, "SOURCES": block.SOURCES, **FP_FUSION}
     cut["ACC"] = tl.float64 if dtype == torch.float64 else tl.float32
-    loss_kernel[(N * h, tables.num_blocks)](
+    loss_kernel[(N * num_groups, num_blocks)](
         logits,
         target,
         loss if weight is None else weight,
@@ -170,15 +141,14 @@ def _launch(
         loss,
         count,
         bad,
-        tables.starts,
+        tables.row_starts,
         tables.row_fraction,
-        tables.lower,
-        tables.fraction,
-        tables.first_column,
+        tables.column_starts,
+        tables.column_fraction,
         h,
         w,
-        W,
-        tables.num_blocks,
+        num_groups,
+        num_blocks,
         *logits.stride(),
         *target.stride(),
         options.ignore_index,
@@ -188,27 +158,24 @@ def _launch(
         SMOOTH=options.label_smoothing > 0,
         HAS_WEIGHT=weight is not None,
         WITH_GRADIENT=gradient is not None,
-        DOT=dtype != torch.float64,
-        BX=shape.BX,
-        BJ=power_of_two(tables.pitch),
-        TRANSPOSED=TRANSPOSED,
+        TILES=block.TILES,
+        LANES=block.LANES,
+        SPLIT=block.SPLIT,
         LONG_IDS=target.dtype == torch.int64,
-        num_warps=shape.num_warps,
+        num_warps=block.num_warps,
     )
     if gradient is not None:
-        gather_kernel[(N * h, -(-w // 32))](
+        gather_kernel[(N * h, -(-w // 32), -(-C // 32))](
             partial,
             gradient,
-            tables.first_column,
-            tables.first_block,
-            tables.last_block,
             h,
             w,
-            tables.num_blocks,
+            num_groups,
+            num_blocks,
             **cut,
+            BC=32,
             BW=32,
-            MAX_BLOCKS=tables.max_blocks,
-            num_warps=8 if shape.BC > 64 else 4,
+            num_warps=4,
         )
 
 

@@ -1,42 +1,175 @@
 """Triton kernels of upsampling cross-entropy: loss and gradient in one pass, no full-resolution tensor, no atomics.
 
-One program computes the output rows between two source rows (a cell) of one image, for a block of output columns. It
-holds the two source rows, interpolated to its columns, in registers; for each output row it computes the logits, their
-softmax and the loss, and adds the gradient to two accumulators. The transposed horizontal interpolation of these, a
-small matrix product, is the program's partial result; a second kernel sums the partial results of each logit. Every sum
-has a fixed order, so the result is deterministic.
+The output pixels between two source rows and two source columns (a cell) depend on the same four source pixels. A
+thread holds some classes of these four in registers. For each column of the cell it interpolates them to the column;
+for each of its pixels it computes the logits, their softmax and the loss, and adds the gradient to two sums, one for
+each source row; the sums of a column are then added to those of the four source pixels. So the loop over pixels, which
+takes nearly all of the time, needs neither shared memory nor barriers: threads exchange the softmax's maximum and sum
+only. A second kernel adds up what programs next to each other computed for the same source pixel. Every sum has a fixed
+order, so the result is deterministic.
 
-The formulae are those of `bands_cross_entropy`. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They
-have many parameters because a kernel takes pointers, sizes, strides and constants only.
+The formulae are those of `bands_cross_entropy`; logits are in units of ln 2, because `exp2` is one instruction and
+`exp` is four. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They have many parameters because a
+kernel takes pointers, sizes, strides and constants only.
 
-Shapes: N images, C classes, h x w of the logits, H x W of the target; BC classes (C rounded up), BX output columns and
-PITCH source columns of a program, BJ the latter rounded up.
+Shapes: N images, C classes, h x w of the logits, H x W of the target. A program has SOURCES x SPLIT x LANES threads:
+LANES threads share the classes of a pixel (thread `lane` has the classes lane, lane + LANES, ..., TILES in all), and
+SPLIT threads share the columns of a cell. What a thread knows of each of its classes is a tuple of TILES tensors with
+one number a thread; Triton then keeps the classes of a thread in its registers, in any memory layout of the logits and
+without padding TILES to a power of two.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
+LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LN_2: tl.constexpr = tl.constexpr(0.6931471805599453)
+NO_CLASS: tl.constexpr = tl.constexpr(-1e30)
+"""Logit beyond the last class: its exponential is 0."""
+LARGE: tl.constexpr = tl.constexpr(2.0**64)
+
 
 @triton.jit
-def source_values(pointer, offset, mask, TRANSPOSED: tl.constexpr, ACC: tl.constexpr):
-    """Return source logits (BC, BX) less their maximum over the classes; 0 for padded classes."""
-    if TRANSPOSED:
-        values = tl.trans(tl.load(tl.trans(pointer + offset), mask=tl.trans(mask), other=-float("inf"))).to(ACC)
-    else:
-        values = tl.load(pointer + offset, mask=mask, other=-float("inf")).to(ACC)
-    largest = tl.max(values, axis=0)
-    largest = tl.where(largest == -float("inf"), 0.0, largest)
-    return tl.where(mask, values - largest[None, :], 0.0)
+def zeros(like, TILES: tl.constexpr):
+    """Return a tuple of zeros."""
+    result = ()
+    for _ in tl.static_range(TILES):
+        result = result + (tl.zeros_like(like),)
+    return result
 
 
-# Neighbouring threads are to hold neighbouring columns, so that sums over the classes stay within a thread: a fifth of
-# the instructions. Triton takes this layout from the loads: unless it sees that the classes of a column are adjacent in
-# memory (stride_c of 1), and before 3.7 only if the load is transposed.
-@triton.jit(do_not_specialize=["stride_c"])
+@triton.jit
+def add_scaled(values, scale, others, TILES: tl.constexpr):
+    """Return values + scale * others for tuples and a tensor."""
+    result = ()
+    for t in tl.static_range(TILES):
+        result = result + (values[t] + scale * others[t],)
+    return result
+
+
+@triton.jit
+def difference(values, others, TILES: tl.constexpr):
+    """Return values - others for tuples."""
+    result = ()
+    for t in tl.static_range(TILES):
+        result = result + (values[t] - others[t],)
+    return result
+
+
+@triton.jit
+def product_sum(values, others, TILES: tl.constexpr):
+    """Return the sum of values * others over a thread's classes."""
+    total = values[0] * others[0]
+    for t in tl.static_range(1, TILES):
+        total += values[t] * others[t]
+    return total
+
+
+@triton.jit
+def sum_of_lanes(values, LANES: tl.constexpr):
+    """Return, in every thread, the sum over the threads that share its pixel."""
+    if LANES == 1:
+        return values
+    pixels = tl.reshape(values, (values.shape[0] // LANES, LANES))
+    total = tl.sum(pixels, axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(total, pixels.shape), values.shape)
+
+
+@triton.jit
+def largest_of_lanes(values, LANES: tl.constexpr):
+    """Return, in every thread, the maximum over the threads that share its pixel."""
+    if LANES == 1:
+        return values
+    pixels = tl.reshape(values, (values.shape[0] // LANES, LANES))
+    largest = tl.max(pixels, axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(largest, pixels.shape), values.shape)
+
+
+@triton.jit
+def sum_of_columns(values, SOURCES: tl.constexpr, SPLIT: tl.constexpr, LANES: tl.constexpr):
+    """Return, in every thread, the sum over the threads that share its cell and have its classes."""
+    if SPLIT == 1:
+        return values
+    cells = tl.reshape(values, (SOURCES, SPLIT, LANES))
+    total = tl.sum(cells, axis=1, keep_dims=True)
+    return tl.reshape(tl.broadcast_to(total, cells.shape), values.shape)
+
+
+@triton.jit
+def class_weights(weight_ptr, lane, C: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, HAS_WEIGHT, ACC):
+    """Return the weights of a thread's classes; 0 beyond the last class."""
+    weight = ()
+    for t in tl.static_range(TILES):
+        is_class = lane < C - t * LANES
+        if HAS_WEIGHT:
+            weight = weight + (tl.load(weight_ptr + t * LANES + lane, mask=is_class, other=0.0).to(ACC),)
+        elif (t + 1) * LANES <= C:
+            weight = weight + (tl.full(lane.shape, 1.0, dtype=ACC),)
+        else:
+            weight = weight + (is_class.to(ACC),)
+    return weight
+
+
+@triton.jit
+def source_logits(pointer, stride_c, lane, C: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, ACC):
+    """Return the logits of a source pixel in units of ln 2, less their maximum over the classes."""
+    values = ()
+    largest = tl.full(lane.shape, NO_CLASS, dtype=ACC)
+    for t in tl.static_range(TILES):
+        is_class = lane < C - t * LANES
+        if (t + 1) * LANES <= C:
+            value = tl.load(pointer).to(ACC) * LOG2_E
+        else:
+            value = tl.load(pointer, mask=is_class, other=0.0).to(ACC) * LOG2_E
+            value = tl.where(is_class, value, NO_CLASS)
+        pointer += LANES * stride_c
+        values = values + (value,)
+        largest = tl.maximum(largest, value)
+    largest = largest_of_lanes(largest, LANES)
+    shifted = ()
+    for t in tl.static_range(TILES):
+        value = values[t] - largest
+        if (t + 1) * LANES > C:
+            value = tl.where(lane < C - t * LANES, value, NO_CLASS)
+        shifted = shifted + (value,)
+    return shifted
+
+
+@triton.jit
+def store_source_row(
+    out_ptr,
+    left,
+    right,
+    C: tl.constexpr,
+    TILES: tl.constexpr,
+    SOURCES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    LANES: tl.constexpr,
+):
+    """Store the partial gradient of a source row, (C, SOURCES + 1).
+
+    `left` and `right` are those of the source columns left and right of each cell; the right one is the left one of
+    the next cell.
+    """
+    index = tl.arange(0, SOURCES * SPLIT * LANES)
+    lane = index % LANES
+    source = index // (SPLIT * LANES)
+    is_writer = index // LANES % SPLIT == 0
+    for t in tl.static_range(TILES):
+        stored = is_writer & (lane < C - t * LANES)
+        left_sum = sum_of_columns(left[t], SOURCES, SPLIT, LANES)
+        right_sum = sum_of_columns(right[t], SOURCES, SPLIT, LANES)
+        before = tl.gather(right_sum, tl.maximum(index - SPLIT * LANES, 0), axis=0)
+        pointer = out_ptr + (t * LANES + lane) * (SOURCES + 1) + source
+        tl.store(pointer, left_sum + tl.where(source > 0, before, 0.0), mask=stored)
+        tl.store(pointer + 1, right_sum, mask=stored & (source == SOURCES - 1))
+
+
+@triton.jit
 def loss_kernel(
     logits_ptr,
     target_ptr,
@@ -45,14 +178,13 @@ def loss_kernel(
     loss_ptr,
     count_ptr,
     bad_ptr,
-    starts_ptr,
+    row_starts_ptr,
     row_fraction_ptr,
-    lower_ptr,
-    fraction_ptr,
-    first_column_ptr,
+    column_starts_ptr,
+    column_fraction_ptr,
     h,
     w,
-    W,
+    num_groups,
     num_blocks,
     stride_n,
     stride_c,
@@ -66,170 +198,211 @@ def loss_kernel(
     C: tl.constexpr,
     KEEP: tl.constexpr,
     SHARE: tl.constexpr,
-    BC: tl.constexpr,
-    BX: tl.constexpr,
-    BJ: tl.constexpr,
-    PITCH: tl.constexpr,
+    TILES: tl.constexpr,
+    LANES: tl.constexpr,
+    SPLIT: tl.constexpr,
+    SOURCES: tl.constexpr,
+    CELLS: tl.constexpr,
     HAS_WEIGHT: tl.constexpr,
     SMOOTH: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
     ACC: tl.constexpr,
-    DOT: tl.constexpr,
 ):
-    """Store the loss, weight sum and number of bad ids of a cell x block, and its partial gradient (2, C, PITCH)."""
-    cell = tl.program_id(0)
+    """Store the loss, weight sum and number of bad ids of CELLS x SOURCES cells, and their partial gradient.
+
+    The partial gradient is (CELLS + 1, C, SOURCES + 1): the last source row and column are the first ones of the
+    programs below and to the right.
+    """
     block = tl.program_id(1)
-    n = (cell // h).to(tl.int64)
-    i = (cell % h).to(tl.int64)
-    below = tl.minimum(i + 1, h - 1)
-    classes = tl.arange(0, BC)
-    columns = block * BX + tl.arange(0, BX)
-    is_class = classes < C
-    is_column = columns < W
-    mask = is_class[:, None] & is_column[None, :]
-    left = tl.load(lower_ptr + columns, mask=is_column, other=0)
-    right = tl.minimum(left + 1, w - 1)
-    across = tl.load(fraction_ptr + columns, mask=is_column, other=0.0).to(ACC)
-    left_offset = left.to(tl.int64)[None, :] * stride_w
-    right_offset = right.to(tl.int64)[None, :] * stride_w
-    base = logits_ptr + n * stride_n + classes.to(tl.int64)[:, None] * stride_c
-    start = source_values(base + i * stride_h, left_offset, mask, TRANSPOSED, ACC)
-    end = source_values(base + i * stride_h, right_offset, mask, TRANSPOSED, ACC)
-    above = start + across[None, :] * (end - start)
-    start = source_values(base + below * stride_h, left_offset, mask, TRANSPOSED, ACC)
-    end = source_values(base + below * stride_h, right_offset, mask, TRANSPOSED, ACC)
-    slope = start + across[None, :] * (end - start) - above
-    if HAS_WEIGHT:
-        weight = tl.load(weight_ptr + classes, mask=is_class, other=0.0).to(ACC)
-        total_weight = tl.sum(weight, axis=0)
-    upper_gradient = tl.zeros((BC, BX), dtype=ACC)
-    lower_gradient = tl.zeros((BC, BX), dtype=ACC)
-    loss = tl.zeros((BX,), dtype=ACC)
-    count = tl.zeros((BX,), dtype=ACC)
-    bad = tl.zeros((BX,), dtype=tl.int32)
-    first = tl.load(starts_ptr + i)
-    last = tl.load(starts_ptr + i + 1)
-    row_ptr = target_ptr + n * target_stride_n + first.to(tl.int64) * target_stride_h
-    row_ptr = row_ptr + columns.to(tl.int64) * target_stride_w
-    for row in range(first, last):
-        down = tl.load(row_fraction_ptr + row).to(ACC)
-        ids = tl.load(row_ptr, mask=is_column, other=0)
-        if not LONG_IDS:
-            ids = ids.to(tl.int32)
-        row_ptr += target_stride_h
-        labelled = is_column & (ids != ignore_index)
-        in_range = (ids >= 0) & (ids < C)
-        bad += (labelled & (in_range == 0)).to(tl.int32)
-        ids = ids.to(tl.int32)
-        valid = (labelled & in_range).to(ACC)
-        values = above + down * slope
-        masked = tl.where(is_class[:, None], values, -float("inf"))
-        largest = tl.max(masked, axis=0)
-        exponentials = tl.exp(masked - largest[None, :])
-        total = tl.sum(exponentials, axis=0)
-        log_total = largest + tl.log(total)
-        own = classes[:, None] == ids[None, :]
-        nll = log_total - tl.sum(tl.where(own, values, 0.0), axis=0)
-        if HAS_WEIGHT:
-            pixel_weight = tl.sum(tl.where(own, weight[:, None], 0.0), axis=0) * valid
-        else:
-            pixel_weight = valid
-        count += pixel_weight
-        if SMOOTH:
-            if HAS_WEIGHT:
-                spread = total_weight * log_total - tl.sum(weight[:, None] * values, axis=0)
-                scale = KEEP * pixel_weight + SHARE * (total_weight * valid)
-            else:
-                spread = C * log_total - tl.sum(values, axis=0)
-                scale = KEEP * pixel_weight + (SHARE * C) * valid
-            loss += tl.where(valid > 0, KEEP * (pixel_weight * nll) + SHARE * spread, 0.0)
-        else:
-            scale = pixel_weight
-            loss += tl.where(valid > 0, pixel_weight * nll, 0.0)
-        if WITH_GRADIENT:
-            scale = tl.where(valid > 0, scale / total, 0.0)
-            gradient = exponentials * scale[None, :] - tl.where(own, (KEEP * pixel_weight)[None, :], 0.0)
+    place = tl.program_id(0).to(tl.int64) * num_blocks + block
+    n = (tl.program_id(0) // num_groups).to(tl.int64)
+    first_cell = (tl.program_id(0) % num_groups) * CELLS
+    index = tl.arange(0, SOURCES * SPLIT * LANES)
+    lane = index % LANES
+    source = block * SOURCES + index // (SPLIT * LANES)
+    left = tl.minimum(source, w - 1)
+    right = tl.minimum(source + 1, w - 1)
+    first_column = tl.load(column_starts_ptr + left) + index // LANES % SPLIT
+    end_column = tl.where(source < w, tl.load(column_starts_ptr + left + 1), 0)
+    num_steps = tl.max((end_column - first_column + (SPLIT - 1)) // SPLIT, axis=0)
+    base = logits_ptr + n * stride_n + lane.to(tl.int64) * stride_c
+    left_ptr = base + left.to(tl.int64) * stride_w
+    right_ptr = base + right.to(tl.int64) * stride_w
+    target_ptr += n * target_stride_n
+    out_ptr = partial_ptr + place * ((CELLS + 1) * C * (SOURCES + 1))
+    # Of a source row: its left source pixel, and the right one less the left one.
+    offset = first_cell.to(tl.int64) * stride_h
+    above = source_logits(left_ptr + offset, stride_c, lane, C, TILES, LANES, ACC)
+    above_right = source_logits(right_ptr + offset, stride_c, lane, C, TILES, LANES, ACC)
+    above_step = difference(above_right, above, TILES)
+    zero = tl.zeros((SOURCES * SPLIT * LANES,), dtype=ACC)
+    if SMOOTH:
+        weight = class_weights(weight_ptr, lane, C, TILES, LANES, HAS_WEIGHT, ACC)
+        lane_weight = weight[0]
+        for t in tl.static_range(1, TILES):
+            lane_weight += weight[t]
+        total_weight = sum_of_lanes(lane_weight, LANES)
+    upper_left = zeros(zero, TILES)
+    upper_right = zeros(zero, TILES)
+    loss = zero
+    count = zero
+    bad = tl.zeros((SOURCES * SPLIT * LANES,), dtype=tl.int32)
+    for cell in range(first_cell, tl.minimum(first_cell + CELLS, h)):
+        offset = tl.minimum(cell + 1, h - 1).to(tl.int64) * stride_h
+        below = source_logits(left_ptr + offset, stride_c, lane, C, TILES, LANES, ACC)
+        below_right = source_logits(right_ptr + offset, stride_c, lane, C, TILES, LANES, ACC)
+        below_step = difference(below_right, below, TILES)
+        lower_left = zeros(zero, TILES)
+        lower_right = zeros(zero, TILES)
+        first_row = tl.load(row_starts_ptr + cell)
+        end_row = tl.load(row_starts_ptr + cell + 1)
+        for step in range(0, num_steps):
+            column = first_column + step * SPLIT
+            is_column = column < end_column
+            across = tl.load(column_fraction_ptr + column, mask=is_column, other=0.0).to(ACC)
+            start = add_scaled(above, across, above_step, TILES)
+            slope = difference(add_scaled(below, across, below_step, TILES), start, TILES)
+            upper = zeros(zero, TILES)
+            lower = zeros(zero, TILES)
             if SMOOTH:
+                weight = class_weights(weight_ptr, lane, C, TILES, LANES, HAS_WEIGHT, ACC)
+                start_sum = product_sum(weight, start, TILES)
+                slope_sum = product_sum(weight, slope, TILES)
+                upper_valid = zero
+                lower_valid = zero
+            totals = zero + 1.0
+            row_ptr = target_ptr + first_row.to(tl.int64) * target_stride_h + column.to(tl.int64) * target_stride_w
+            for row in range(first_row, end_row):
+                down = tl.load(row_fraction_ptr + row).to(ACC)
+                up = 1.0 - down
+                ids = tl.load(row_ptr, mask=is_column, other=0)
+                if not LONG_IDS:
+                    ids = ids.to(tl.int32)
+                row_ptr += target_stride_h
+                labelled = is_column & (ids != ignore_index)
+                in_range = (ids >= 0) & (ids < C)
+                bad += (labelled & (in_range == 0)).to(tl.int32)
+                ids = ids.to(tl.int32)
+                is_valid = labelled & in_range
                 if HAS_WEIGHT:
-                    gradient -= SHARE * (weight[:, None] * valid[None, :])
+                    pixel_weight = tl.load(weight_ptr + ids, mask=is_valid, other=0.0).to(ACC)
                 else:
-                    gradient -= tl.where(is_class[:, None], SHARE * valid[None, :], 0.0)
-            lower_gradient += down * gradient
-            upper_gradient += gradient - down * gradient
-    place = cell.to(tl.int64) * num_blocks + block
-    tl.store(loss_ptr + place, tl.sum(loss, axis=0))
-    tl.store(count_ptr + place, tl.sum(count, axis=0))
-    tl.store(bad_ptr + place, tl.sum(bad, axis=0))
+                    pixel_weight = tl.where(is_valid, zero + 1.0, 0.0)
+                count += pixel_weight
+                scale = KEEP * pixel_weight
+                own_upper = up * scale
+                own_lower = down * scale
+
+                values = add_scaled(start, down, slope, TILES)
+                largest = values[0]
+                for t in tl.static_range(1, TILES):
+                    largest = tl.maximum(largest, values[t])
+                largest = largest_of_lanes(largest, LANES)
+                own_tile = ids - lane
+                own = zero
+                total = zero
+                exponentials = ()
+                upper_less_own = ()
+                lower_less_own = ()
+                for t in tl.static_range(TILES):
+                    is_own = own_tile == t * LANES
+                    shifted = values[t] - largest
+                    own = tl.where(is_own, shifted, own)
+                    exponential = tl.exp2(shifted)
+                    total += exponential
+                    exponentials = exponentials + (exponential,)
+                    if WITH_GRADIENT:
+                        upper_less_own = upper_less_own + (tl.where(is_own, upper[t] - own_upper, upper[t]),)
+                        lower_less_own = lower_less_own + (tl.where(is_own, lower[t] - own_lower, lower[t]),)
+                total = sum_of_lanes(total, LANES)
+
+                # Each thread adds its part of the loss: that of its classes, and the first one the logarithm.
+                row_loss = -scale * own
+                if SMOOTH:
+                    smoothing = tl.where(is_valid, SHARE * total_weight, 0.0)
+                    scale += smoothing
+                    row_loss += tl.where(lane == 0, smoothing * largest, 0.0) - SHARE * (start_sum + down * slope_sum)
+                    upper_valid += tl.where(is_valid, up, 0.0)
+                    lower_valid += tl.where(is_valid, down, 0.0)
+                if HAS_WEIGHT:
+                    row_loss += tl.where(lane == 0, scale * tl.log2(total), 0.0)
+                else:
+                    # One logarithm a column, of the product: a logarithm takes 25 instructions.
+                    totals *= tl.where(is_valid, total, 1.0)
+                    row_loss += tl.where((totals > LARGE) & (lane == 0), 64.0, 0.0)
+                    totals *= tl.where(totals > LARGE, 1.0 / LARGE, 1.0)
+                loss += tl.where(is_valid, row_loss, 0.0)
+                if WITH_GRADIENT:
+                    scale = tl.where(is_valid, scale / total, 0.0)
+                    upper = add_scaled(upper_less_own, up * scale, exponentials, TILES)
+                    lower = add_scaled(lower_less_own, down * scale, exponentials, TILES)
+            if not HAS_WEIGHT:
+                loss += tl.where(lane == 0, tl.log2(totals), 0.0)
+            if WITH_GRADIENT:
+                if SMOOTH:
+                    upper = add_scaled(upper, -SHARE * upper_valid, weight, TILES)
+                    lower = add_scaled(lower, -SHARE * lower_valid, weight, TILES)
+                upper_left = add_scaled(upper_left, 1.0 - across, upper, TILES)
+                upper_right = add_scaled(upper_right, across, upper, TILES)
+                lower_left = add_scaled(lower_left, 1.0 - across, lower, TILES)
+                lower_right = add_scaled(lower_right, across, lower, TILES)
+        if WITH_GRADIENT:
+            store_source_row(out_ptr, upper_left, upper_right, C, TILES, SOURCES, SPLIT, LANES)
+            out_ptr += C * (SOURCES + 1)
+        above = below
+        above_step = below_step
+        upper_left = lower_left
+        upper_right = lower_right
     if WITH_GRADIENT:
-        first_column = tl.load(first_column_ptr + block)
-        if DOT:
-            offsets = tl.arange(0, BJ)
-            sources = first_column + offsets
-            matrix = tl.where(left[:, None] == sources[None, :], 1.0 - across[:, None], 0.0)
-            matrix += tl.where(right[:, None] == sources[None, :], across[:, None], 0.0)
-            matrix = tl.where(is_column[:, None], matrix, 0.0)
-            stored = is_class[:, None] & (offsets < PITCH)[None, :]
-            out_ptr = partial_ptr + place * (2 * C * PITCH) + classes[:, None] * PITCH + offsets[None, :]
-            tl.store(out_ptr, tl.dot(upper_gradient, matrix, input_precision="ieee"), mask=stored)
-            tl.store(out_ptr + C * PITCH, tl.dot(lower_gradient, matrix, input_precision="ieee"), mask=stored)
-        else:
-            for k in range(0, PITCH):
-                column = tl.where(left == first_column + k, 1.0 - across, 0.0)
-                column += tl.where(right == first_column + k, across, 0.0)
-                column = tl.where(is_column, column, 0.0)
-                out_ptr = partial_ptr + place * (2 * C * PITCH) + classes * PITCH + k
-                tl.store(out_ptr, tl.sum(upper_gradient * column[None, :], axis=1), mask=is_class)
-                tl.store(out_ptr + C * PITCH, tl.sum(lower_gradient * column[None, :], axis=1), mask=is_class)
+        store_source_row(out_ptr, upper_left, upper_right, C, TILES, SOURCES, SPLIT, LANES)
+    tl.store(loss_ptr + place, tl.sum(loss, axis=0) * LN_2)
+    tl.store(count_ptr + place, tl.sum(tl.where(lane == 0, count, 0.0), axis=0))
+    tl.store(bad_ptr + place, tl.sum(tl.where(lane == 0, bad, 0), axis=0))
 
 
 @triton.jit
 def gather_kernel(
     partial_ptr,
     gradient_ptr,
-    first_column_ptr,
-    first_block_ptr,
-    last_block_ptr,
     h,
     w,
+    num_groups,
     num_blocks,
     C: tl.constexpr,
+    SOURCES: tl.constexpr,
+    CELLS: tl.constexpr,
     BC: tl.constexpr,
-    PITCH: tl.constexpr,
     BW: tl.constexpr,
-    MAX_BLOCKS: tl.constexpr,
     ACC: tl.constexpr,
 ):
-    """Sum the partial gradients of BW columns of a source row: from its own cell and from the cell above."""
-    cell = tl.program_id(0)
-    i = cell % h
-    classes = tl.arange(0, BC)
+    """Sum the partial gradients of BC classes and BW columns of a source row.
+
+    A source pixel has one from its own program. If it is the first one of its program in a direction, the program
+    before has another. The row below the last source row is the last one itself, so it has the one after, too; and so
+    the last column.
+    """
+    n = (tl.program_id(0) // h).to(tl.int64)
+    i = tl.program_id(0) % h
+    classes = tl.program_id(2) * BC + tl.arange(0, BC)
     columns = tl.program_id(1) * BW + tl.arange(0, BW)
-    is_class = classes < C
-    is_column = columns < w
-    first = tl.load(first_block_ptr + columns, mask=is_column, other=0)
-    last = tl.load(last_block_ptr + columns, mask=is_column, other=-1)
     rows = i + tl.zeros((BW,), dtype=tl.int32)
     total = tl.zeros((BC, BW), dtype=ACC)
-    for k in range(0, MAX_BLOCKS):
-        block = first + k
-        touches = is_column & (block <= last)
-        offset = columns - tl.load(first_column_ptr + block, mask=touches, other=0)
-        touches = touches & (offset >= 0) & (offset < PITCH)
-        # A half is the partial gradient of one source row: a program stores its upper row's, then its lower row's.
-        half = (cell.to(tl.int64) * num_blocks + block) * 2
-        own_ptr = partial_ptr + (half[None, :] * C + classes[:, None]) * PITCH + offset[None, :]
-        mask = is_class[:, None] & touches[None, :]
-        total += tl.load(own_ptr, mask=mask, other=0.0)
-        # Triton compiles num_blocks = 1 as a Python integer, so the offset is taken from the tensor `half`.
-        half_above = half - (num_blocks * 2 - 1)
-        above_ptr = partial_ptr + (half_above[None, :] * C + classes[:, None]) * PITCH + offset[None, :]
-        total += tl.load(above_ptr, mask=mask & (rows > 0)[None, :], other=0.0)
-        # The row below the last source row is the last one itself.
-        total += tl.load(own_ptr + C * PITCH, mask=mask & (rows == h - 1)[None, :], other=0.0)
-    n = (cell // h).to(tl.int64)
+    for of_row in tl.static_range(3):  # own, before, after
+        row = rows - (of_row == 1)
+        slot = row % CELLS + (of_row > 0)
+        has_row = (row >= 0) & ((of_row != 1) | (slot == CELLS)) & ((of_row != 2) | (row == h - 1))
+        for of_column in tl.static_range(3):
+            column = columns - (of_column == 1)
+            offset = column % SOURCES + (of_column > 0)
+            has_column = (column >= 0) & (column < w)
+            has_column = has_column & ((of_column != 1) | (offset == SOURCES)) & ((of_column != 2) | (column == w - 1))
+            place = (n * num_groups + row // CELLS) * num_blocks + column // SOURCES
+            start = (place * (CELLS + 1) + slot) * (C * (SOURCES + 1)) + offset
+            mask = (classes < C)[:, None] & (has_row & has_column)[None, :]
+            pointer = partial_ptr + start[None, :] + classes[:, None] * (SOURCES + 1)
+            total += tl.load(pointer, mask=mask, other=0.0)
     out_ptr = gradient_ptr + ((n * C + classes[:, None]) * h + i) * w + columns[None, :]
-    tl.store(out_ptr, total, mask=is_class[:, None] & is_column[None, :])
+    tl.store(out_ptr, total, mask=(classes < C)[:, None] & (columns < w)[None, :])
 
 
 @triton.jit

@@ -12,8 +12,8 @@ from segapp.losses import CriterionLovasz, CriterionOHEM, lovasz, ohem
 from segapp.losses.fused import checks, triton_trial
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings, cross_entropy_on_bands
 from segapp.losses.fused.checks import raise_reported, report_range
-from segapp.losses.fused.grid import Axis, _cached_grid, products_are_exact
-from segapp.losses.fused.kernel_shapes import block_shape, buffers_of, column_blocks
+from segapp.losses.fused.grid import _cached_grid, products_are_exact
+from segapp.losses.fused.kernel_shapes import Buffers, block_shape, buffers_of
 from segapp.losses.fused.reference import cross_entropy_sums
 from tests.support.gpu.as_on_cuda import DeterministicOnCuda, LaunchCounter, take_cuda_road
 from tests.support.loss_cases import class_weight, criteria, draw, relative_error, suited
@@ -162,7 +162,6 @@ def test_reports_are_taken_by_one_thread_each(monkeypatch):
 def test_default_device_does_not_change_the_losses(way):
     """With a default device, tensors without one are made there: `meta` stands for a CUDA device."""
     _cached_grid.cache_clear()
-    column_blocks.cache_clear()
     logits, target = draw(3, low=(7, 6), high=(33, 41))
     options, weight, good = CrossEntropySettings(False, 255, 0.1), class_weight(), torch.tensor([5, -5])
     made = criteria().values()
@@ -177,7 +176,6 @@ def test_default_device_does_not_change_the_losses(way):
                 assert gradient.is_cpu
         else:
             assert report_range(good, 4, 255).is_cpu
-            assert column_blocks(6, 41, True, 16).first == (0, 2, 4)
     _cached_grid.cache_clear()
 
 
@@ -192,17 +190,39 @@ def test_matmul_precision_set_per_backend_is_not_taken_as_exact():
     assert products_are_exact()
 
 
-@pytest.mark.parametrize("align_corners", [True, False])
-@pytest.mark.parametrize(("w", "W"), [(1, 9), (16, 128), (97, 769), (64, 96), (65, 66), (128, 512), (3, 500)])
-@pytest.mark.parametrize("num_classes", [2, 19, 60, 150])
-def test_partial_results_hold_every_source_column(w, W, align_corners, num_classes):
-    BX = block_shape(num_classes, torch.float32).BX
-    blocks = column_blocks(w, W, align_corners, BX)
-    matrix = Axis(w, W, align_corners).matrix()
-    for block, (first, last) in enumerate(zip(blocks.first, blocks.last, strict=True)):
-        used = matrix[block * BX : (block + 1) * BX].sum(0).nonzero().flatten()
-        assert first <= int(used.min())
-        assert int(used.max()) <= last < first + blocks.pitch
-    buffers = buffers_of((2, num_classes, 5, w), W, align_corners, torch.float32, True)
-    assert buffers.num_places == 2 * 5 * len(blocks.first)
-    assert buffers.num_partials == buffers.num_places * 2 * num_classes * blocks.pitch
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("N", "h", "w", "W"), [(2, 5, 1, 9), (2, 128, 256, 2048), (2, 256, 512, 2048), (16, 64, 65, 66)]
+)
+@pytest.mark.parametrize("num_classes", [1, 2, 10, 11, 19, 60, 150, 320])
+def test_blocks_hold_every_class_and_source_pixel(N, h, w, W, num_classes, dtype):
+    shape = (N, num_classes, h, w)
+    block = block_shape(shape, W, dtype)
+    assert (block.TILES - 1) * block.LANES < num_classes <= block.TILES * block.LANES
+    assert (5 if dtype == torch.float64 else 10) >= block.TILES
+    threads = block.SOURCES * block.SPLIT * block.LANES
+    assert threads == 32 * block.num_warps <= 128
+    assert threads & (threads - 1) == 0 < block.SOURCES
+    num_rows, num_blocks = -(-h // block.CELLS), -(-w // block.SOURCES)
+    buffers = buffers_of(shape, W, dtype, True)
+    assert buffers.num_places == N * num_rows * num_blocks
+    assert buffers.num_partials == buffers.num_places * (block.CELLS + 1) * num_classes * (block.SOURCES + 1)
+    assert buffers_of(shape, W, dtype, False).num_partials == 1
+
+
+def test_few_cells_are_shared_and_many_are_taken_together():
+    def shared(h, w, W):
+        block = block_shape((2, 19, h, w), W, torch.float32)
+        return block.SPLIT, block.CELLS
+
+    assert shared(8, 8, 64) == (16, 1)
+    assert shared(32, 64, 2048) == (8, 1)
+    assert shared(64, 128, 1024) == (2, 1)
+    assert shared(96, 193, 1544) == (1, 1)
+    assert shared(128, 256, 2048) == (1, 2)
+    assert shared(256, 512, 2048) == (1, 8)
+
+
+def test_partial_results_grow_evenly_with_the_batch():
+    one, five = (buffers_of((N, 19, 96, 96), 768, torch.float32, True) for N in (1, 5))
+    assert five == Buffers(5 * one.num_places, 5 * one.num_partials)

@@ -40,6 +40,7 @@ class Usage:
         shared_bytes: of a program.
         num_warps: of a program.
         options: as Triton recorded them, with `enable_fp_fusion`.
+        cubin: the machine code.
     """
 
     kernel: str
@@ -48,6 +49,7 @@ class Usage:
     shared_bytes: int
     num_warps: int
     options: Any
+    cubin: bytes
 
 
 class FakeCudaDriver:
@@ -69,7 +71,7 @@ class FakeCudaDriver:
             load_binary=self._load,
             unload_module=lambda _: None,
         )
-        self._loaded: dict[int, tuple[int, int]] = {}
+        self._loaded: dict[int, tuple[int, int, bytes]] = {}
 
     def get_current_device(self) -> int:
         """Return 0, the only card."""
@@ -87,13 +89,13 @@ class FakeCudaDriver:
         """Return (module, function, registers, spills, largest number of threads); the function is a number."""
         registers, stack = _registers_and_stack(cubin)
         function = len(self._loaded) + 1
-        self._loaded[function] = registers, stack
+        self._loaded[function] = registers, stack, cubin
         return None, function, registers, stack, 1024
 
     def record(self, metadata: Any, function: int) -> None:
         """Note a launch."""
-        registers, stack = self._loaded[function]
-        self.usages.append(Usage(metadata.name, registers, stack, metadata.shared, metadata.num_warps, metadata))
+        registers, stack, cubin = self._loaded[function]
+        self.usages.append(Usage(metadata.name, registers, stack, metadata.shared, metadata.num_warps, metadata, cubin))
 
 
 class _Launcher:

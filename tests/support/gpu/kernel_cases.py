@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from segapp.losses import cross_entropy, upsample_cross_entropy
-from segapp.losses.fused import triton_trial
+from segapp.losses.fused import kernel_shapes, triton_trial
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import raise_reported
 from segapp.losses.fused.triton_cross_entropy import cross_entropy_by_triton
@@ -23,6 +23,7 @@ SHAPES = [  # N, C, h, w, H, W
     (1, 60, 1, 1, 9, 11),
     (2, 7, 4, 50, 5, 75),
     (1, 3, 3, 65, 3, 66),
+    (1, 300, 2, 3, 8, 12),
 ]
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16]
 TARGETS = [torch.uint8, torch.int16, torch.int64]
@@ -42,9 +43,10 @@ def check(case, seed):
     target[:, : H // 3] = 255
     weight = (0.1 + torch.rand(C, generator=generator)).double() if weighted else None
     options = CrossEntropySettings(align_corners, 255, smoothing)
-    loss_sum, weight_sum, gradient = cross_entropy_by_triton(
-        logits, target.to(TARGETS[seed % 3]), weight, options, with_gradient=True
-    )
+    # In some cases threads take several cells, as they do in large images; in the others they share cells.
+    kernel_shapes._MANY_THREADS = 1 if seed % 5 % 2 else 1 << 15
+    ids = target.to(TARGETS[seed % 3] if C <= 256 else TARGETS[1 + seed % 2])
+    loss_sum, weight_sum, gradient = cross_entropy_by_triton(logits, ids, weight, options, with_gradient=True)
     x = logits.double().requires_grad_()
     values = F.interpolate(x, (H, W), mode="bilinear", align_corners=align_corners)
     truth = F.cross_entropy(values, target, weight, ignore_index=255, reduction="sum", label_smoothing=smoothing)

@@ -2,7 +2,8 @@
 
     python -m tests.support.gpu.kernel_usage [--all]
 
-prints a markdown table. The kernels are specialised by Triton from the arguments of the loss's own launch.
+prints a markdown table of them, and one of instructions and traffic (`kernel_sass`). The kernels are specialised by
+Triton from the arguments of the loss's own launch.
 """
 
 from __future__ import annotations
@@ -19,16 +20,19 @@ from triton.compiler import ASTSource
 
 from segapp.losses.fused.bands_cross_entropy import CrossEntropySettings
 from segapp.losses.fused.checks import _reports
-from segapp.losses.fused.kernel_shapes import block_shape, column_blocks, power_of_two
+from segapp.losses.fused.kernel_shapes import block_shape
 from segapp.losses.fused.triton_cross_entropy import FP_FUSION, cross_entropy_by_triton
 from segapp.losses.fused.triton_kernels import loss_kernel
 from tests.support.gpu.fake_cuda_driver import Usage, pretend_card
+from tests.support.gpu.kernel_sass import cost_table
 
-CLASSES = (2, 19, 60, 150, 256)
+CLASSES = (2, 19, 60, 150, 300)
 CAPABILITIES = (75, 80, 86, 89, 90, 100, 120)
 SWEPT_CAPABILITIES = (75, 80, 90)
 """With every size and layout: one of each generation that Triton compiles in its own way."""
 SIZES = {  # N, h, w, H, W
+    "many cells": (16, 64, 64, 512, 512),
+    "many small cells": (16, 128, 128, 256, 256),
     "divisible by 16": (2, 16, 16, 128, 128),
     "odd": (3, 9, 13, 33, 51),
     "one block": (2, 4, 2, 15, 9),
@@ -58,9 +62,8 @@ class Case:
 def default_cases() -> list[Case]:
     """Return a case of every number of classes and of every card, with the other choices in turn."""
     cases = []
-    choices = itertools.cycle(
-        itertools.product(("divisible by 16", "one block", "odd"), (("contiguous", False), ("channels last", True)))
-    )
+    sizes = ("many cells", "divisible by 16", "many small cells", "odd", "one block")
+    choices = itertools.cycle(itertools.product(sizes, (("contiguous", False), ("channels last", True))))
     for num_classes, capability in zip(itertools.cycle(CLASSES), CAPABILITIES, strict=False):
         size, (layout, has_options) = next(choices)
         cases.append(Case(num_classes, capability, size, layout, has_options))
@@ -105,20 +108,18 @@ def usages_of(case: Case) -> list[Usage]:
 
 def amd_assembly(num_classes: int, architecture: str, wave_size: int) -> str:
     """Return the assembly of the loss kernel for an AMD GPU, at a scale of 8 in bfloat16; it is compiled, not run."""
-    block = block_shape(num_classes, torch.float32)
-    pitch = column_blocks(64, 512, True, block.BX).pitch
+    block = block_shape((16, num_classes, 64, 64), 512, torch.float32)
     constants = {
-        **{"C": num_classes, "BC": block.BC, "BX": block.BX, "BJ": power_of_two(pitch), "PITCH": pitch},
-        **{"KEEP": 1.0, "SHARE": 0.0, "ACC": tl.float32, "DOT": True},
-        **dict.fromkeys(("LONG_IDS", "HAS_WEIGHT", "SMOOTH", "TRANSPOSED"), False),
+        **{"C": num_classes, "TILES": block.TILES, "LANES": block.LANES, "SPLIT": block.SPLIT},
+        **{"SOURCES": block.SOURCES, "CELLS": block.CELLS, "KEEP": 1.0, "SHARE": 0.0, "ACC": tl.float32},
+        **dict.fromkeys(("LONG_IDS", "HAS_WEIGHT", "SMOOTH"), False),
         "WITH_GRADIENT": True,
     }
     pointers = {
         **{"logits_ptr": "*bf16", "target_ptr": "*u8"},
-        **dict.fromkeys(("bad_ptr", "starts_ptr", "lower_ptr", "first_column_ptr"), "*i32"),
-        **dict.fromkeys(
-            ("weight_ptr", "partial_ptr", "loss_ptr", "count_ptr", "row_fraction_ptr", "fraction_ptr"), "*fp32"
-        ),
+        **dict.fromkeys(("bad_ptr", "row_starts_ptr", "column_starts_ptr"), "*i32"),
+        **dict.fromkeys(("weight_ptr", "partial_ptr", "loss_ptr", "count_ptr"), "*fp32"),
+        **dict.fromkeys(("row_fraction_ptr", "column_fraction_ptr"), "*fp32"),
     }
     names = loss_kernel.arg_names
     signature = {name: pointers.get(name) or ("constexpr" if name in constants else "i32") for name in names}
@@ -126,12 +127,6 @@ def amd_assembly(num_classes: int, architecture: str, wave_size: int) -> str:
     target = GPUTarget("hip", architecture, wave_size)
     compiled = triton.compile(source, target=target, options={"num_warps": block.num_warps, **FP_FUSION})
     return str(compiled.asm["amdgcn"])
-
-
-def is_small_scale(case: Case) -> bool:
-    """Return True where a block needs so many source columns that its last step, a product, spills registers."""
-    _, _, w, _, W = SIZES[case.size]
-    return 3 * w > W
 
 
 def header() -> list[str]:
@@ -155,3 +150,5 @@ if __name__ == "__main__":
     print(*header(), sep="\n")
     for case in all_cases() if "--all" in sys.argv[1:] else default_cases():
         print(row(case, usages_of(case)), flush=True)
+    print()
+    print(*cost_table(), sep="\n")
