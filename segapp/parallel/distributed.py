@@ -170,12 +170,12 @@ def _end_now(exit_code: int) -> None:
 
 
 def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
-    missing = [name for name in (*names, "MASTER_ADDR") if not environ.get(name)]
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if not environ.get(name)]
     if missing:
         raise DistributedSetupError(f"{', '.join(missing)} not set in the environment: {_LAUNCH}")
     numbers = []
-    for name in names:
+    for name in (name for name in names if name != "MASTER_ADDR"):
         if not environ[name].isdecimal():
             raise DistributedSetupError(f"{name}={environ[name]!r} is not a number: {_LAUNCH}")
         numbers.append(int(environ[name]))
