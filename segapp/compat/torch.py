@@ -42,6 +42,10 @@ foreach_mul_ = torch._foreach_mul_
 fused_sgd_ = torch._fused_sgd_
 amp_update_scale_ = torch._amp_update_scale_
 
+# Attention on a kind of device, which `scaled_dot_product_attention` chooses among; they have no public form.
+attention_math = torch.ops.aten._scaled_dot_product_attention_math.default
+attention_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
+
 STATE_DICT_METADATA = "_metadata"
 """Attribute of the OrderedDict of `Module.state_dict`: the versions of the modules, which loading converts from."""
 

@@ -107,6 +107,10 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found = self._alive.get(storage_key(tensor))
         return None if found is None else self.allocations[found[0]].kind
 
+    def alive(self) -> frozenset[int]:
+        """Return the numbers of the storages that are alive, in `allocations`."""
+        return frozenset(number for number, _ in self._alive.values())
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

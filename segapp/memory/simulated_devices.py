@@ -17,12 +17,15 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from segapp.compat.torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    attention_efficient,
+    attention_math,
     buffer_slots,
     parameter_slots,
     register_python_backend,
@@ -54,6 +57,9 @@ _IN_FLOAT = (
     "log_softmax.int", "softmax.int", "layer_norm", "group_norm", "nll_loss2d", "nll_loss", "mse_loss", "cumsum",
     "prod", "pow.Tensor_Scalar",
 )  # fmt: skip
+
+_MASK_ALIGNMENT = 16
+"""The memory-efficient attention of CUDA pads the rows of a mask to a multiple of this."""
 
 
 @functools.cache
@@ -113,6 +119,37 @@ def _register_autocast() -> None:
 
     for name in (*_IN_HALF, *_IN_FLOAT):
         register(name, name in _IN_HALF)
+    for key in ("AutogradPrivateUse1", "PrivateUse1"):
+        library.impl("scaled_dot_product_attention", _attention, key)  # type: ignore[no-untyped-call]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """Return attention as CUDA's kernels compute it, which keep no matrix of tokens by tokens except a mask.
+
+    CUDA takes flash attention in half precision without a mask, and the memory-efficient kernel otherwise; both keep
+    their inputs, the output and one number for each token and head. As on CUDA, float64 and inputs without four
+    dimensions have no such kernel.
+    """
+    if query.dim() != 4 or query.dtype == torch.float64 or options.get("enable_gqa"):
+        return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None:
+        if attn_mask.dtype == torch.bool:
+            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+        num_keys = key.shape[2]
+        if num_keys % _MASK_ALIGNMENT:
+            attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
+        attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
+    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    kept = query, key, value, attn_mask, has_gradient
+    return attention_efficient(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
 
 
 def _triton_buffers(

@@ -42,4 +42,7 @@ def test_simulated_tensors_are_those_of_a_device():
         ],
         "made": [[first, "float32", [2], False], ["cpu", "int64", [1], False]],
         "real weight": [second, "float32", [2], False],
+        # Two states of random numbers, 32 numbers (20 tokens, padded) for each head, the output (2 x 20 x 8 floats);
+        # and a mask of 20 rows of 32.
+        "attention": [[8, 8, 256, 1280], [8, 8, 256, 1280, 2560]],
     }

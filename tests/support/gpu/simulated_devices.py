@@ -30,6 +30,19 @@ def casts(ledger: StorageLedger) -> int:
     return sum(each.what == "_to_copy 2x2x1x1 bfloat16" for each in ledger.allocations)
 
 
+def attention_bytes(*, masked: bool) -> list[int]:
+    """Return the bytes that attention of 2 heads over 20 tokens creates and keeps for its backward pass, sorted."""
+    ledger = StorageLedger(granule_bytes=1)
+    with simulation(ledger):
+        query, key, value = (torch.empty(1, 2, 20, 8, device="simgpu:0", requires_grad=True) for _ in range(3))
+        mask = torch.ones(1, 1, 20, 20, dtype=torch.bool, device="simgpu:0") if masked else None
+        first = len(ledger.allocations)
+        out = nn.functional.scaled_dot_product_attention(query, key, value, mask)
+        kept = [each.num_bytes for n, each in enumerate(ledger.allocations) if n >= first and n in ledger.alive()]
+        out.sum().backward()
+    return sorted(kept)
+
+
 def main() -> None:
     """Print the facts."""
     model, ledger = network(), StorageLedger(granule_bytes=1)
@@ -65,6 +78,7 @@ def main() -> None:
         found["made"] = [facts(torch.tensor([1.5, 2.5], device="simgpu:0")), facts(torch.tensor([3]))]
         criterion = CriterionCE(weight=[1.0, 3.0]).to("simgpu:1")
         found["real weight"] = facts(criterion.weight)
+    found["attention"] = [attention_bytes(masked=False), attention_bytes(masked=True)]
     print(json.dumps(found))
 
 
