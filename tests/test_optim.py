@@ -38,6 +38,12 @@ def rate(step: int, **schedule: object) -> float:
         (51, {"name": "step", "options": {"epochs": [2, 5]}}, 0.001),
         (30, {"name": "step", "options": {"steps": [30, 60]}}, 0.1),
         (61, {"name": "step", "options": {"steps": [30, 60]}}, 0.001),
+        (81, {"name": "wsd"}, 0.1),
+        (91, {"name": "wsd"}, 0.05),
+        (100, {"name": "wsd", "min_lr": 0.02}, 0.02 + 0.08 * 0.05),
+        (51, {"name": "wsd", "min_lr": 0.02, "options": {"decay_ratio": 1.0}}, 0.06),
+        (63, {"name": "wsd", "options": {"decay_ratio": 0.5, "decay_type": "sqrt"}}, 0.1 * (1 - math.sqrt(12 / 50))),
+        (3, {"name": "wsd", "warmup_steps": 4, "warmup_factor": 0.2}, 0.06),
         (1, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.02),
         (3, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.06),
         (5, {"name": "constant", "warmup_steps": 4, "warmup_factor": 0.2}, 0.1),
@@ -126,6 +132,31 @@ def test_one_cycle_equals_torchs_scheduler(
         training.num_steps,
     )
     training.assert_rates(theirs, name="onecycle", options=options)
+
+
+@drawn
+@given(trainings, st.floats(0.01, 1.0), st.floats(0.0, 1.0), st.sampled_from(["linear", "sqrt", "cosine"]))
+def test_wsd_equals_torchs_schedulers_in_sequence(
+    training: Training, decay_ratio: float, floor: float, decay_type: str
+) -> None:
+    low, num_decay = floor * training.lr, round(decay_ratio * training.num_steps)
+
+    def in_sequence(optimizer: Optimizer) -> LRScheduler:
+        decay: LRScheduler = lrs.LinearLR(optimizer, 1.0, floor, max(num_decay, 1))
+        if decay_type == "cosine":
+            decay = lrs.CosineAnnealingLR(optimizer, max(num_decay, 1), low)
+        if decay_type == "sqrt":
+            decay = lrs.LambdaLR(optimizer, lambda n: floor + (1 - floor) * (1 - (n / num_decay) ** 0.5))
+        stable = lrs.ConstantLR(optimizer, 1.0)
+        return lrs.SequentialLR(optimizer, [stable, decay], [training.num_steps - num_decay])
+
+    theirs = [training.lr] * training.num_steps
+    if 0 < num_decay < training.num_steps:
+        theirs = rates(in_sequence, training.lr, training.num_steps)
+    elif num_decay:
+        return  # SequentialLR takes no stage without a step; the table has this case
+    options = {"decay_ratio": decay_ratio, "decay_type": decay_type}
+    training.assert_rates(theirs, name="wsd", min_lr=low, options=options)
 
 
 @drawn

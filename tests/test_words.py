@@ -17,6 +17,7 @@ from segapp.commands.export import _format
 from segapp.completion import SCRIPTS, completion_script
 from segapp.config import RunConfig
 from segapp.config.load import config_of
+from segapp.config.options import BUILT_INS
 from segapp.config.words import LISTS_OF_SECTIONS, VALUES_ELSEWHERE, known_keys, words_of
 from segapp.docs.pages import find_page, pages
 from segapp.errors import SegappError, accepted_words, closest_words, did_you_mean
@@ -70,6 +71,10 @@ def config_error(key: str, value: str) -> str:
         words = [f"{key}={value!r}"]
         if key.startswith("distill."):
             words.append("distill.teacher=t")
+        section, _, option = key.partition(".options.")
+        if option:
+            owners = (name for name, built_in in BUILT_INS[section].items() if option in built_in.options.model_fields)
+            words.append(f"{section}.name={next(owners)}")
     with pytest.raises(SegappError) as caught:
         config_of(raw, words)
     return str(caught.value)

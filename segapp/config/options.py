@@ -126,6 +126,15 @@ class OneCycleOptions(Section):
     """First learning rate divided by the last."""
 
 
+class WsdOptions(Section):
+    """Warm-up, stable, decay."""
+
+    decay_ratio: PositiveFraction = 0.2
+    """Share of the steps, the last ones, in which the learning rate falls."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
+    """Shape of the fall; sqrt: 1 - sqrt(t), t from 0 to 1."""
+
+
 class PlateauOptions(Section):
     """Reductions when evaluations stop improving."""
 
@@ -170,6 +179,7 @@ SCHEDULES: Mapping[str, BuiltIn] = {
     "constant": BuiltIn("segapp.optim.schedules:constant"),
     "onecycle": BuiltIn("segapp.optim.schedules:one_cycle", OneCycleOptions),
     "plateau": BuiltIn("segapp.optim.schedules:constant", PlateauOptions),
+    "wsd": BuiltIn("segapp.optim.schedules:wsd", WsdOptions),
 }
 
 UNKNOWN_OPTION = "unknown_option"

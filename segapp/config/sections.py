@@ -266,13 +266,14 @@ class ScheduleConfig(Section):
     """`schedule:` the learning rate as a function of the step."""
 
     name: ScheduleName | PartName = "poly"
-    """Shape, or an own part; plateau: falls when the evaluations of checkpoint.monitor stop improving."""
+    """Shape, or an own part; plateau: falls when the evaluations of checkpoint.monitor stop improving; wsd: warm-up,
+    stable, decay, which more epochs lengthen without a jump."""
     options: dict[str, Any] = Field({}, json_schema_extra=options_schema(SCHEDULES))
     """Options of this shape alone, or keyword arguments of an own part."""
     power: PositiveFloat = 0.9
     """Exponent of the decay (poly)."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end (poly, cosine), or the lowest (plateau)."""
+    """Learning rate at the end (poly, cosine, wsd), or the lowest (plateau)."""
     warmup_steps: Count = 0
     """Number of steps of linear warm-up."""
     warmup_factor: Fraction = 0.001

@@ -70,6 +70,7 @@ VALUES_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "multistep": "step",
         "cosineannealing": "cosine",
         "reducelronplateau": "plateau",
+        "warmup_stable_decay": "wsd",
     },
     "model.library": {"segmentation_models_pytorch": "smp", "torch": "torchvision", "timm": "smp", "own": "python"},
     "parallel.mode": {"dataparallel": "dp", "distributed": "ddp", "fsdp": "model"},

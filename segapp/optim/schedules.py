@@ -23,6 +23,24 @@ def cosine(lr: float, total_steps: int, *, min_lr: float = 0.0) -> Shape:
     return lambda step: (lr - min_lr) * (1 + math.cos(math.pi * _progress(step, total_steps))) / 2 + min_lr
 
 
+def wsd(
+    lr: float, total_steps: int, *, decay_ratio: float = 0.2, decay_type: str = "linear", min_lr: float = 0.0
+) -> Shape:
+    """Return lr, and a decay to min_lr over the last `decay_ratio` of the steps; with a warm-up: warm-up-stable-decay.
+
+    Hu et al., MiniCPM, 2024; the shapes of the decay are torchtitan's, `sqrt` being 1 - sqrt(t).
+    """
+    num_decay = round(decay_ratio * total_steps)
+
+    def rate(step: int) -> float:
+        t = _progress(max(step - (total_steps - num_decay), 1), num_decay)
+        if decay_type == "cosine":
+            return _half_cosine(lr, min_lr, t)
+        return (lr - min_lr) * (1 - (math.sqrt(t) if decay_type == "sqrt" else t)) + min_lr
+
+    return rate
+
+
 def steps_down(
     lr: float, steps_per_epoch: int, *, epochs: Sequence[int] = (), steps: Sequence[int] = (), gamma: float = 0.1
 ) -> Shape:

@@ -51,6 +51,7 @@ from segapp.training.planning.auto import check_host_memory, on_main, planned_ad
 from segapp.training.recovery import fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
+from segapp.training.start_checks import changed_length_note
 from segapp.training.telemetry.console import PlainReporter
 from segapp.training.telemetry.trackers import make_trackers
 from segapp.training.telemetry.watchdog import Watchdog
@@ -488,6 +489,10 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
         for message in changed_parts(checkpoint.state.get("parts"), config):
             event_log.emit(Alert(kind="parts", message=message, step=checkpoint.step))
+        saved, num_batches = checkpoint.state["config"]["train"], len(trainer.train_loader)
+        note = changed_length_note(saved, config, num_batches, checkpoint.step, trainer.lr_factor)
+        if note is not None and not trainer.progress.is_complete:
+            event_log.emit(Alert(kind="schedule", message=note, step=checkpoint.step))
     is_divided = context.ranks.world_size > 1 or len(trainer.facts.devices) > 1 or config.train.accumulate > 1
     if is_divided and (note := plain_loss_note(config, trainer.engine.criterion)):
         event_log.emit(Alert(kind="parts", message=note))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
+from segapp.build.optimizer import build_schedule
 from segapp.build.pairs import split_note
 from segapp.config import DataConfig, RunConfig, ScheduleConfig, TrainConfig
 from segapp.custom import is_part
@@ -84,6 +86,43 @@ def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
             f"the {total_steps} steps of this run: set it to {max(total_steps // 20, 0)}, or train longer"
         )
     return [*notes, *_past_the_end(section, total_steps, steps_per_epoch)]
+
+
+def changed_length_note(
+    saved: Mapping[str, Any], config: RunConfig, num_batches: int, step: int, lr_factor: float = 1.0
+) -> str | None:
+    """Return what another length does to the learning rate of a run that resumes; None if the next step has the same.
+
+    Args:
+        saved: `train` section of the config that the checkpoint was saved with.
+        config: of the resume.
+        num_batches: micro-batches of an epoch.
+        step: steps done.
+        lr_factor: on the scheduled learning rate.
+    """
+    before = config.train.model_copy(update={key: saved[key] for key in ("epochs", "steps") if key in saved})
+    (_, old_total, per_epoch), (_, total, _) = (run_length(train, num_batches) for train in (before, config.train))
+    old_shape, shape = (
+        build_schedule(config.schedule, config.optim.lr, total_steps=length, steps_per_epoch=per_epoch)
+        for length in (old_total, total)
+    )
+    old_lr, lr = (f"{lr_factor * rate:.3g}" for rate in (old_shape(min(step + 1, old_total)), shape(step + 1)))
+    if old_lr == lr:
+        return None
+    before_words, words = (
+        f"train.epochs={train.epochs}" if train.steps is None else f"train.steps={train.steps}"
+        for train in (before, config.train)
+    )
+    if before.steps is None and config.train.steps is not None:
+        before_words += " train.steps=null"
+    old_words = f"it would be {old_lr}" if step < old_total else f"the run ended at {old_lr}"
+    move = f"put {before_words} back"
+    stable = old_total - round(config.schedule.options.get("decay_ratio", 1.0) * old_total)
+    if config.schedule.name != "wsd":
+        move += "; a run with schedule.name=wsd can be made longer without this change"
+    elif total > old_total and stable:
+        move += f", or, since the decay began after step {stable}, resume from a checkpoint up to that step"
+    return f"{words}: the learning rate of step {step + 1} is {lr}, under the old length {old_words}: {move}"
 
 
 def _past_the_end(section: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Iterator[str]:

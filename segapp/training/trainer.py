@@ -313,9 +313,13 @@ class Trainer:
         if is_best or self.progress.is_complete or self.saver.is_due(self.position.step, finished):
             self.saver.begin(finished_epoch=finished, is_best=is_best)
 
+    @property
+    def lr_factor(self) -> float:
+        """Factor on the scheduled learning rate: the live setting, times the reductions of a plateau."""
+        return self.live.lr_factor * (1.0 if self.plateau is None else self.plateau.factor)
+
     def _lr(self, step: int) -> float:
-        reduced = 1.0 if self.plateau is None else self.plateau.factor
-        return self.live.lr_factor * reduced * self.settings.learning_rate(step)
+        return self.lr_factor * self.settings.learning_rate(step)
 
     def _stop_if_diverged(self, group: list[Batch]) -> None:
         """Raise NonFiniteError after too many bad steps in a row, or if the loss scale fell below 1."""

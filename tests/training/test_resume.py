@@ -216,6 +216,49 @@ def test_finished_run_continues_with_more_epochs(reference: tuple[RunConfig, Pat
     assert len(events(tmp_path / "run", "step")) == steps // 3 * 4
 
 
+def continued(config: RunConfig, from_run: Path, name: str, folder: Path) -> tuple[list[tuple[Any, ...]], list[str]]:
+    """Continues in another folder; returns number, loss and learning rate of each step, and what is said of them."""
+    assert train(config, folder, checkpoint=from_run / "checkpoints" / name) == 0
+    said = [e["message"] for e in events(folder, "alert") if e["kind"] == "schedule" and "step" in e]
+    return [(e["step"], e["loss"], e["lr"]) for e in events(folder, "step")], said
+
+
+def test_wsd_is_made_longer_without_a_jump(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    """Two epochs of which the second decays, made three: as planned so from the first on, or with an alert."""
+    config, _ = reference
+    wsd = {"name": "wsd", "warmup_steps": 3, "options": {"decay_ratio": 0.5}}
+    shorter, longer = (
+        merged(config.model_dump(mode="json"), schedule=wsd, train={"epochs": epochs}) for epochs in (2, 3)
+    )
+    assert train(shorter, tmp_path / "shorter") == 0
+    assert train(longer, tmp_path / "longer") == 0
+    planned = [(e["step"], e["loss"], e["lr"]) for e in events(tmp_path / "longer", "step")]
+    per_epoch = len(planned) // 3
+    stable, said = continued(longer, tmp_path / "shorter", "epoch_0001.pt", tmp_path / "stable")
+    assert stable == planned[per_epoch:]
+    assert said == []
+    decayed, said = continued(longer, tmp_path / "shorter", "epoch_0002.pt", tmp_path / "decayed")
+    assert [lr for *_, lr in decayed] == [lr for *_, lr in planned[2 * per_epoch :]]
+    first, last = decayed[0], events(tmp_path / "shorter", "step")[-1]
+    assert said == [
+        f"train.epochs=3: the learning rate of step {first[0]} is {first[2]:.3g}, under the old length the run ended "
+        f"at {last['lr']:.3g}: put train.epochs=2 back, or, since the decay began after step {per_epoch}, resume from "
+        "a checkpoint up to that step"
+    ]
+
+
+def test_poly_made_longer_says_the_old_and_new_rate(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, finished = reference
+    longer = merged(config.model_dump(mode="json"), train={"epochs": 4})
+    steps, said = continued(longer, finished, "last.pt", tmp_path / "run")
+    last = events(finished, "step")[-1]
+    assert len(said) == 1
+    assert (
+        f"step {steps[0][0]} is {steps[0][2]:.3g}, under the old length the run ended at {last['lr']:.3g}:" in said[0]
+    )
+    assert "put train.epochs=3 back; a run with schedule.name=wsd" in said[0]
+
+
 def test_resume_with_incompatible_config_names_the_keys(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, uninterrupted = reference
     other = config.model_copy(update={"optim": config.optim.model_copy(update={"lr": 0.5})})

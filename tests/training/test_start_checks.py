@@ -14,7 +14,7 @@ from segapp.config import dump_config, validate_config
 from segapp.datasets.layouts.formats import class_scheme
 from segapp.datasets.targets import ClassFrequencies, Targets
 from segapp.errors import DataError
-from segapp.training.start_checks import schedule_notes, start_alerts, start_notes
+from segapp.training.start_checks import changed_length_note, schedule_notes, start_alerts, start_notes
 from tests.support.runs import draw_scene, events, merged, segapp, train
 
 CLASSES = ["ground", "box", "disc"]
@@ -70,6 +70,66 @@ def test_alerts_of_a_config(tiny: dict[str, Any], sections: dict[str, Any], kind
     found = said(tiny, **sections)
     assert [each for each, _ in found] == ([] if kind is None else [kind])
     assert all(words in message for _, message in found)
+
+
+WSD = {"name": "wsd", "options": {"decay_ratio": 0.5}}
+POLY = {"name": "poly", "power": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "old", "new", "words"),
+    [  # 10 steps an epoch and lr 0.1; worked by hand
+        (POLY, 9, {"epochs": 2}, {"epochs": 2}, None),
+        ({"name": "constant"}, 9, {"epochs": 2}, {"epochs": 4}, None),
+        (
+            POLY,
+            10,
+            {"epochs": 2},
+            {"epochs": 4},
+            "train.epochs=4: the learning rate of step 11 is 0.075, under the old length it would be 0.05: put "
+            "train.epochs=2 back; a run with schedule.name=wsd can be made longer without this change",
+        ),
+        (POLY, 20, {"epochs": 2}, {"steps": 40}, "step 21 is 0.05, under the old length the run ended at 0.005: put"),
+        (POLY, 20, {"epochs": 2}, {"steps": 40}, "put train.epochs=2 train.steps=null back;"),
+        (POLY, 10, {"steps": 40}, {"steps": 20}, "train.steps=20: the learning rate of step 11 is 0.05, under the old"),
+        (
+            {"name": "cosine"},
+            20,
+            {"epochs": 4},
+            {"epochs": 8},
+            "step 21 is 0.0854, under the old length it would be 0.05",
+        ),
+        (WSD, 9, {"epochs": 2}, {"epochs": 4}, None),
+        (WSD, 10, {"epochs": 2}, {"epochs": 4}, None),  # the first step of the decay has the stable rate
+        (
+            WSD,
+            15,
+            {"epochs": 2},
+            {"epochs": 4},
+            "train.epochs=4: the learning rate of step 16 is 0.1, under the old length it would be 0.05: put "
+            "train.epochs=2 back, or, since the decay began after step 10, resume from a checkpoint up to that step",
+        ),
+        (WSD, 15, {"epochs": 4}, {"epochs": 2}, "of step 16 is 0.05, under the old length it would be 0.1: put"),
+        (WSD, 9, {"epochs": 4}, {"epochs": 2}, None),
+    ],
+)
+def test_another_length_says_both_learning_rates(
+    tiny: dict[str, Any],
+    schedule: dict[str, Any],
+    step: int,
+    old: dict[str, Any],
+    new: dict[str, Any],
+    words: str | None,
+) -> None:
+    config = merged(tiny, schedule={"warmup_steps": 0, **schedule}, optim={"lr": 0.1}, train={"accumulate": 1, **new})
+    found = changed_length_note({"steps": None, **old}, config, num_batches=10, step=step)
+    assert found is None if words is None else words in (found or "")
+
+
+def test_another_length_says_the_rates_that_steps_have(tiny: dict[str, Any]) -> None:
+    config = merged(tiny, schedule={"warmup_steps": 0, **POLY}, optim={"lr": 0.1}, train={"accumulate": 1, "epochs": 4})
+    found = changed_length_note({"epochs": 2}, config, num_batches=10, step=10, lr_factor=0.5)
+    assert "step 11 is 0.0375, under the old length it would be 0.025:" in (found or "")
 
 
 def test_the_length_of_a_trial_says_nothing_about_the_schedule(tiny: dict[str, Any]) -> None:
