@@ -43,6 +43,7 @@ from segapp.inference.normalize import NormalizedInput
 from segapp.losses import AdditiveCriterion
 from segapp.memory.peaks import LossStyle
 from segapp.models import Critic, SegmentationModel
+from segapp.models.blocks import block_names
 from segapp.models.eomt import EomtModel
 from segapp.models.inspection import refusal
 from segapp.models.normalizer import Normalizer
@@ -57,6 +58,7 @@ from segapp.parallel import (
     convert_sync_batchnorm,
     no_samples_problem,
     place_stages,
+    set_recompute,
     smallest_chunk,
     unused_parameters,
     wrap_ddp,
@@ -84,6 +86,8 @@ class StepLayout:
         shares: samples of a full batch on each device or rank, in dp and ddp; None: as `gpu0_bsz` says.
         loss: style of the loss; the planner compares segapp's with others.
         num_ranks: ranks that share a step, in ddp.
+        recompute: blocks that are computed again in the backward pass, for each device in dp, else once; None: those
+            that the config names, none with `auto`.
     """
 
     mode: Mode
@@ -92,6 +96,7 @@ class StepLayout:
     shares: tuple[int, ...] | None = None
     loss: LossStyle = "small"
     num_ranks: int = 1
+    recompute: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def is_batch_divided(self) -> bool:
@@ -227,10 +232,11 @@ class StepAssembler:
         return model
 
     def prepare(self, model: SegmentationModel, layout: StepLayout) -> SegmentationModel:
-        """Convert the model as the step needs it, in place: SyncBatchNorm, precision, memory format.
+        """Convert the model as the step needs it, in place: SyncBatchNorm, precision, memory format, recomputed blocks.
 
         Raises:
-            ConfigError: `train.deterministic`, and a part of the step has no deterministic form on CUDA.
+            ConfigError: `train.deterministic`, and a part of the step has no deterministic form on CUDA; or
+                `train.recompute` names a block that the model does not have.
         """
         if self.config.train.deterministic:
             replace_adaptive_pooling(model)  # its backward pass adds in random order on CUDA
@@ -241,7 +247,16 @@ class StepAssembler:
         Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
         if uses_channels_last(self.config.train, model, layout.devices[0]):
             model.to(memory_format=torch.channels_last)
+        set_recompute(model, self._recomputed(model, layout))
         return model
+
+    def _recomputed(self, model: SegmentationModel, layout: StepLayout) -> Sequence[Sequence[str]]:
+        """Return the names of the blocks that each device computes again."""
+        wanted = self.config.train.recompute
+        if layout.recompute is not None or wanted in ("off", "auto"):
+            return layout.recompute or ()
+        names = block_names(model, None if isinstance(wanted, str) else wanted)
+        return [names] * (len(layout.devices) if layout.mode == "dp" else 1)
 
     def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
         """Build the criterion of the task.

@@ -56,6 +56,11 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often the tensor was changed in place, as autograd counts it."""
+    return tensor._version
+
+
 def operator_name(operator: Any) -> str:
     """Return the name of an operator in `__torch_dispatch__`, without namespace and overload: "add_"."""
     return str(operator._schema.name).rpartition("::")[2]

@@ -295,6 +295,10 @@ class TrainConfig(Section):
     """Micro-batches per step: a step processes batch_size x accumulate images."""
     effective_batch_size: PositiveInt | None = None
     """Images per step, a multiple of batch_size: sets accumulate to effective_batch_size / batch_size; null: unused."""
+    recompute: Annotated[Literal["off", "auto", "all"] | list[Text], OnResume] = "off"
+    """Blocks of the network that keep their inputs alone and are computed again in the backward pass: the same result
+    in less memory and more time. auto: the cheapest set that fits the GPUs by the memory plan; or names and patterns of
+    blocks, e.g. ["encoder.layer1.*"]."""
     precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
     """fp16: half weights, fp32 masters; amp-*: autocast; auto: amp-bf16, or what the device of the first start has."""
     ema: OpenFraction | None = None

@@ -29,6 +29,7 @@ from segapp.parallel.exchange import allreduce, sum_over_ranks
 from segapp.parallel.launch import die_with_parent, end_with_peers, launch_local
 from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
 from segapp.parallel.penalties import gradient_penalty
+from segapp.parallel.recompute import set_recompute
 from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
 from segapp.parallel.replicas import replicate, run_replicas
 from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
@@ -79,6 +80,7 @@ __all__ = [
     "revert_sync_batchnorm",
     "run_replicas",
     "scatter",
+    "set_recompute",
     "shutdown",
     "smallest_chunk",
     "sum_over_ranks",

@@ -175,12 +175,11 @@ class DataParallelModel(nn.Module):
             chunks = [to_device((args, kwargs), devices[0])]
         else:
             chunks = scatter((args, kwargs), devices, sizes, self.dim)
-        outputs = self._run_chunks(devices, chunks)
+        outputs = self._run_chunks(used, chunks)
         return ReplicaOutputs(outputs, sizes, devices, self.devices[0], self.dim, self.mode)
 
-    def _run_chunks(
-        self, devices: Sequence[torch.device], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-    ) -> list[Any]:
+    def _run_chunks(self, used: Sequence[int], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
+        """Run the chunks on the devices of these numbers."""
         if len(self.devices) == 1:
             self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
@@ -188,11 +187,13 @@ class DataParallelModel(nn.Module):
         keep_workers(self)
         self._replicator = _replicator_of(self.module, self._replicator)
         self._check_placement(self._replicator.parameters())
-        is_home = list(devices) == [self.devices[0]]  # a short batch on device 0 alone needs no copy
+        devices = [self.devices[i] for i in used]
+        is_home = devices == [self.devices[0]]  # a short batch on device 0 alone needs no copy
         replicas = [[self.module]] if is_home else self._replicator.replicate(devices)
         positional, named = zip(*chunks, strict=True)
         modules = [parts[0] for parts in replicas]
-        outputs = run_replicas(modules, positional, named, devices=devices, mode=self.mode, timeout_s=self.timeout_s)
+        options: Any = {"mode": self.mode, "timeout_s": self.timeout_s, "positions": used}
+        outputs = run_replicas(modules, positional, named, devices=devices, **options)
         if not is_home:
             self._replicator.write_back_buffers(replicas[0])
         return outputs

@@ -83,6 +83,11 @@ class ReplicaContext:
         """The device of this replica."""
         return self.group.devices[self.index]
 
+    @property
+    def position(self) -> int:
+        """The number of its device among all devices, with those that have no samples and no replica."""
+        return self.group.positions[self.index]
+
     def exchange(self, key: str, value: T, combine: Callable[[list[T]], Sequence[Any]]) -> Any:
         """Exchange values with the other replicas; every replica must call it.
 
@@ -115,19 +120,26 @@ class ReplicaGroup(Generic[T]):
     at exchanges only: random numbers are drawn in a fixed order, and dispatch modes such as `FakeTensorMode`, which are
     not thread-safe, work. If a dispatch mode is active, the group runs in lockstep.
 
-    There is one device per replica. A missing replica is waited for `timeout_s`, at an exchange or at the end.
+    There is one device per replica; `positions` are their numbers among all devices, by default 0, 1, and so on. A
+    missing replica is waited for `timeout_s`, at an exchange or at the end.
     """
 
     def __init__(
-        self, devices: Sequence[torch.device], mode: Mode = "threads", timeout_s: float = DEFAULT_TIMEOUT_S
+        self,
+        devices: Sequence[torch.device],
+        mode: Mode = "threads",
+        timeout_s: float = DEFAULT_TIMEOUT_S,
+        positions: Sequence[int] = (),
     ) -> None:
         if mode not in ("threads", "lockstep"):
             raise ValueError(f"mode={mode!r} is unknown: use 'threads' or 'lockstep'")
         self.devices = tuple(devices)
+        self.positions = tuple(positions) or tuple(range(len(self.devices)))
         self.timeout_s = timeout_s
         # A single call runs in the caller's thread, which already has these states.
         self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _made_current
-        self._takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(dispatch_modes()))
+        self.takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(dispatch_modes()))
+        """True in lockstep."""
         lock = threading.Lock()
         # One condition for each replica and one for the caller, so that only the thread that can go on is woken.
         self._changed = [threading.Condition(lock) for _ in self.devices]
@@ -208,7 +220,7 @@ class ReplicaGroup(Generic[T]):
         outer = current_replica()
         _thread_local.context = ReplicaContext(self, index)
         try:
-            if self._takes_turns:
+            if self.takes_turns:
                 with self._ending:
                     self._wait(index, lambda: self._is_turn(index), "the start", timeout_s=None)
             with self._entered(self.devices[index]):
@@ -261,7 +273,7 @@ class ReplicaGroup(Generic[T]):
         self._answers = answers
         self._arrived.clear()
         self._round += 1
-        if not self._takes_turns:
+        if not self.takes_turns:
             for condition in self._changed[1:]:
                 condition.notify()
 
@@ -289,10 +301,10 @@ class ReplicaGroup(Generic[T]):
             )
 
     def _is_turn(self, index: int) -> bool:
-        return not self._takes_turns or self._turn == index
+        return not self.takes_turns or self._turn == index
 
     def _pass_turn(self, index: int) -> None:
-        if self._takes_turns and self._turn == index:
+        if self.takes_turns and self._turn == index:
             self._turn = (index + 1) % len(self.devices)
             self._changed[self._turn].notify()
 

@@ -373,6 +373,7 @@ def run_replicas(
     devices: Sequence[torch.device],
     mode: Mode = "threads",
     timeout_s: float = DEFAULT_TIMEOUT_S,
+    positions: Sequence[int] = (),
 ) -> list[T]:
     """Call every module on its own inputs, at the same time, and return their results.
 
@@ -386,6 +387,7 @@ def run_replicas(
         devices: one per module.
         mode: "threads", or "lockstep" for one at a time in replica order.
         timeout_s: seconds to wait for a missing replica.
+        positions: numbers of the devices among all; by default 0, 1, and so on.
 
     Returns:
         The results in replica order.
@@ -399,4 +401,4 @@ def run_replicas(
     def call(i: int) -> Callable[[], T]:
         return lambda: modules[i](*inputs[i], **named[i])
 
-    return ReplicaGroup[T](devices, mode, timeout_s).run([call(i) for i in range(len(modules))])
+    return ReplicaGroup[T](devices, mode, timeout_s, positions).run([call(i) for i in range(len(modules))])

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from segapp.accelerator import wide
 from segapp.compat.torch import BatchNorm, foreach_lerp_, is_replica, module_slots
 from segapp.parallel.exchange import all_reduce_in_place, has_other_ranks, stack_ranks, sum_of_layer
+from segapp.parallel.recompute import IN_BLOCK, current_tape
 from segapp.parallel.rendezvous import ReplicaContext, current_replica
 from segapp.parallel.scatter_gather import reduce_add, spread, to_device
 
@@ -261,11 +262,123 @@ class Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients in the order of the tensors."""
         num_parts = len(grads)
-        xs, weights = ctx.saved_tensors[:num_parts], ctx.saved_tensors[num_parts:]
+        saved = ctx.saved_tensors  # once: of a recomputed block each saved tensor is given out once
+        xs, weights = saved[:num_parts], saved[num_parts:]
         gradients = _differentiable_gradients if torch.is_grad_enabled() else _gradients
         of_x, of_weight, of_bias = gradients(ctx.layer, grads, xs, weights, ctx.needs_input_grad[1 : num_parts + 1])
         of_weights = (None if w is None else g.to(w.dtype) for g, w in zip(of_weight, weights, strict=True))
         return (None, *of_x, *of_weights, *(of_bias if ctx.has_bias else [None] * num_parts))
+
+
+class _Link:
+    """What the two nodes of a part, `_Tie` and `_NormalizePart`, share in a backward pass."""
+
+    own: Kernels | Composed
+    grad: Tensor | None = None
+    sums: Sums | None = None
+    saved: tuple[Tensor | None, ...] = ()
+    gradients: tuple[Tensor | None, ...] = ()
+    """Of input, weight and bias, under `create_graph`."""
+
+
+class _Tie(torch.autograd.Function):
+    """A part's input (N, C, ...), weight and bias -> a tensor (2, C) whose gradient is the sum over all parts.
+
+    Its backward pass computes the gradient of the input. The values of the result mean nothing.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Return the tie."""
+        ctx.link = link
+        ctx.save_for_backward(x, weight)
+        return torch.zeros(2, x.size(1), dtype=wide_dtype(x), device=x.device)
+
+    @staticmethod
+    def backward(ctx: Any, total_2C: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of the input; under `create_graph` all three."""
+        link: _Link = ctx.link
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            gradients, link.gradients = link.gradients, ()  # a reference that stayed would be part of a cycle
+            needed = zip(gradients, ctx.needs_input_grad[1:], strict=True)
+            return None, *(gradient if is_needed else None for gradient, is_needed in needed)
+        if not ctx.needs_input_grad[1] or not x.numel():
+            return None, torch.zeros_like(x) if ctx.needs_input_grad[1] else None, None, None
+        weight = _as(weight, link.own.mean)
+        if link.grad is None:  # nothing depends on the outputs of this part alone
+            link.grad = torch.zeros_like(x)
+        sums = link.own.sums(link.grad, x, weight) if link.sums is None else link.sums
+        shared = link.own.shared(total_2C, weight).unbind()
+        of_x = link.own.input_gradient(link.grad, x, weight, sums, shared)
+        link.grad = link.sums = None
+        return None, of_x, None, None
+
+
+class _NormalizePart(torch.autograd.Function):
+    """A part's input, weight, bias and tie -> its normalised input, with the statistics of all parts."""
+
+    @staticmethod
+    def forward(ctx: Any, link: _Link, x: Tensor, weight: Tensor | None, bias: Tensor | None, tie_2C: Tensor) -> Tensor:
+        """Return the output."""
+        ctx.link, ctx.has_bias = link, bias is not None
+        ctx.save_for_backward(x, weight)
+        if not x.numel():
+            return torch.empty_like(x)
+        return link.own.normalize(x, _as(weight, link.own.mean), _as(bias, link.own.mean))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of weight and bias, and the part's own two sums (2, C) for the tie."""
+        link: _Link = ctx.link
+        x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            link.grad, link.saved = grad, (x, weight)
+            return None, None, None, None, torch.zeros_like(link.own.mean).expand(2, -1)
+        own = link.own
+        link.grad = grad.contiguous(memory_format=memory_format_of(x))
+        if x.numel():
+            link.sums = own.sums(link.grad, x, _as(weight, own.mean))
+        else:
+            zeros_C = torch.zeros_like(own.mean)
+            link.sums = Sums((zeros_C, zeros_C), zeros_C, zeros_C)
+        of_weight = None if weight is None else link.sums.of_weight.to(weight.dtype)
+        of_bias = link.sums.of_bias if ctx.has_bias else None
+        return None, None, of_weight, of_bias, torch.stack(link.sums.pair)
+
+
+class _JoinTies(torch.autograd.Function):
+    """The ties of all parts -> the same; backward: each gets the sum of all gradients. Saves nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, links: Sequence[_Link], *ties: Tensor) -> tuple[Tensor, ...]:
+        """Return new ties (2, C)."""
+        ctx.links = links
+        return tuple(tie.clone() for tie in ties)
+
+    @staticmethod
+    def backward(ctx: Any, *sums_2C: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the sums of the whole batch on each part's device."""
+        links: Sequence[_Link] = ctx.links
+        if torch.is_grad_enabled():
+            if any(link.grad is None for link in links):
+                raise RuntimeError(
+                    "the outputs of a replica are not part of what is differentiated twice: use all of them, or leave "
+                    "SyncBatchNorm layers out of the recomputed blocks"
+                )
+            columns = _differentiable_gradients(
+                Pass([link.own for link in links], over_ranks=False),
+                [cast(Tensor, link.grad) for link in links],
+                [cast(Tensor, link.saved[0]) for link in links],
+                [link.saved[1] for link in links],
+                [True] * len(links),
+            )
+            for link, of_x, of_weight, of_bias in zip(links, *columns, strict=True):
+                link.gradients, link.grad, link.saved = (of_x, of_weight, of_bias), None, ()
+            return None, *sums_2C
+        home = sums_2C[0].device
+        total_2C = torch.stack([to_device(sums, home) for sums in sums_2C]).sum(0)
+        return None, *(to_device(total_2C, sums.device) for sums in sums_2C)
 
 
 _Columns: TypeAlias = tuple[list[Tensor | None], list[Tensor], list[Tensor]]
@@ -371,7 +484,8 @@ class SyncBatchNorm(BatchNorm):
 
     Raises:
         ValueError: the whole batch has one value per channel.
-        RuntimeError: a replica's layer runs outside its forward pass, as activation checkpointing does.
+        RuntimeError: a replica's layer runs outside its forward pass, as torch's activation checkpointing does without
+            `set_recompute`.
     """
 
     _batchnorm_class: type[nn.Module] = nn.BatchNorm2d
@@ -385,13 +499,52 @@ class SyncBatchNorm(BatchNorm):
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
+        tape = current_tape()
+        if tape is not None and tape.is_second_pass:
+            return self._normalize_again(input, tape.take())
         replica = self._joined_replica()
         if replica is not None:
             key = f"{self._name()} with {self.num_features} channels"
+            if self.__dict__.get(IN_BLOCK):
+                return self._normalize_tied(self._part(input), replica, key)
             return cast(Tensor, replica.exchange(key, self._part(input), self._normalize))
         if self.training and has_other_ranks():
-            return self._normalize([self._part(input)])[0]
+            part = self._part(input)
+            return self._apply_pass([part], self._joined([part]))[0]
+        if tape is not None:
+            tape.keep(None)
         return super().forward(input)
+
+    def _normalize_tied(self, part: _BatchPart, replica: ReplicaContext, key: str) -> Tensor:
+        """Return a replica's output, by nodes of its own, so that its activations can be computed again by themselves.
+
+        The sums of the backward pass are exchanged along ties, which `_JoinTies` joins.
+        """
+        link = _Link()
+        tie = _Tie.apply(link, part.x, part.weight, part.bias)
+        link.own, joined = replica.exchange(key, (part, link, tie), self._join_replicas)
+        tape = current_tape()
+        if tape is not None:
+            tape.keep(link.own)
+        return cast(Tensor, _NormalizePart.apply(link, part.x, part.weight, part.bias, joined))
+
+    def _join_replicas(self, all_values: list[tuple[_BatchPart, _Link, Tensor]]) -> list[tuple[Any, Tensor]]:
+        parts, links, ties = zip(*all_values, strict=True)
+        joined = self._joined(list(parts))
+        return list(zip(joined.statistics, _JoinTies.apply(links, *ties), strict=True))
+
+    def _normalize_again(self, input: Tensor, known: Any) -> Tensor:
+        """Return the output in the second pass of a block, with the statistics of the first."""
+        if known is None:
+            return super().forward(input)
+        x = input.contiguous(memory_format=memory_format_of(input))
+        if isinstance(known, Pass):
+            tensors = (x, self.weight, self.bias)
+            return cast(Tensor, Normalize.apply(known, *tensors)[0])
+        link = _Link()
+        link.own = known
+        tie = _Tie.apply(link, x, self.weight, self.bias)
+        return cast(Tensor, _NormalizePart.apply(link, x, self.weight, self.bias, tie))
 
     def _joined_replica(self) -> ReplicaContext | None:
         """Return the running replica if it has only a part of the batch."""
@@ -399,7 +552,7 @@ class SyncBatchNorm(BatchNorm):
         if replica is None and is_replica(self):
             raise RuntimeError(
                 f"{self._name()} runs outside its replica's forward pass, without the other replicas:"
-                " exclude synchronised BatchNorm layers from activation checkpointing, or use sync_bn: false"
+                " use set_recompute for activation checkpointing, which repeats no exchange, or sync_bn: false"
             )
         if replica is None or replica.num_replicas == 1:
             return None
@@ -427,7 +580,19 @@ class SyncBatchNorm(BatchNorm):
         return _BatchPart(x, self.weight, self.bias, moments)
 
     def _normalize(self, parts: list[_BatchPart]) -> list[Tensor]:
-        """Return the outputs of this process's parts: of all replicas, or of this rank."""
+        """Return the outputs of all replicas."""
+        return self._apply_pass(parts, self._joined(parts))
+
+    def _apply_pass(self, parts: list[_BatchPart], joined: Pass) -> list[Tensor]:
+        """Return the outputs of this process's parts."""
+        tape = current_tape()
+        if tape is not None:
+            tape.keep(joined)
+        tensors = ([getattr(part, name) for part in parts] for name in ("x", "weight", "bias"))
+        return list(Normalize.apply(joined, *(tensor for column in tensors for tensor in column)))
+
+    def _joined(self, parts: list[_BatchPart]) -> Pass:
+        """Return the statistics of the whole batch for this process's parts, all replicas or this rank; track them."""
         over_ranks = len(parts) == 1
         if len({part.x.size(1) for part in parts}) > 1:
             raise ValueError("replicas have different numbers of channels in one BatchNorm layer: use the same layers")
@@ -444,9 +609,7 @@ class SyncBatchNorm(BatchNorm):
                     statistics.append(Kernels(mean_C, scale_C, counts.on(device), self.eps))
                 else:
                     statistics.append(Composed(mean_C, scale_C, counts.total, self.eps))
-        layer = Pass(statistics, over_ranks)
-        tensors = ([getattr(part, name) for part in parts] for name in ("x", "weight", "bias"))
-        return list(Normalize.apply(layer, *(tensor for column in tensors for tensor in column)))
+        return Pass(statistics, over_ranks)
 
     def _of_replicas(self, parts: Sequence[_BatchPart]) -> tuple[Sequence[Tensor], Counts]:
         """Return the moments (P, C) of all replicas, and their counts."""

@@ -43,6 +43,10 @@ def test_ranks_match_one_device_also_without_samples(figures):
         assert state <= 1e-12
 
 
+def test_recomputed_blocks_change_no_bit_and_no_exchange(figures):
+    assert figures["recomputed"] == [[True, True]] * len(figures["recomputed"])
+
+
 def test_mean_of_rank_means_fails_the_exactness_check(figures):
     losses, grads = zip(*figures["mean of means"], strict=True)
     assert max(losses) > 1e-3

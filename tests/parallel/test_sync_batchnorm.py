@@ -200,7 +200,7 @@ def test_wrong_number_of_channels_is_named_with_its_layer():
         DataParallelModel(nn.Sequential(nn.Identity(), SyncBatchNorm(5)), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
 
 
-def test_activation_checkpointing_is_refused():
+def test_checkpointing_without_set_recompute_is_refused():
     class Checkpointed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -210,7 +210,7 @@ def test_activation_checkpointing_is_refused():
             return checkpoint(self.layers, x, use_reentrant=False)
 
     outputs = DataParallelModel(Checkpointed(), ["cpu"] * 2)(torch.randn(4, 3, 2, 2))
-    with pytest.raises(RuntimeError, match="exclude synchronised BatchNorm layers from activation checkpointing"):
+    with pytest.raises(RuntimeError, match="use set_recompute for activation checkpointing"):
         sum(output.sum() for output in outputs).backward()
 
 

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,7 @@ from segapp.parallel import (
     gradient_penalty,
     init_from_env,
     plan_chunks,
+    set_recompute,
     shutdown,
     sum_over_ranks,
     tighten_timeout,
@@ -74,6 +76,24 @@ def exact_step(split: list[int], is_training: bool) -> list[float]:
         state_error(net, truth),
     )
     return worst(*errors)
+
+
+def recomputed_step(split: list[int]) -> list[bool]:
+    """Compare ranks that compute different blocks again with ranks that keep all: equal bits, as many exchanges."""
+    images, target = make_batch(7)
+    criterion, states, exchanges = PlainCE(), [], []
+    for names in ([], [["stem", "residual"], ["dilated"], []][dist.get_rank()]):
+        torch.manual_seed(0)
+        net = convert_sync_batchnorm(SmallNet().double())
+        set_recompute(net, [names])
+        ddp = wrap_ddp(net)
+        with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as all_reduce:
+            outputs = ddp(part_of(images, split))
+            loss = criterion.finalize(allreduce(*criterion.statistics(outputs, part_of(target, split))))
+            loss.backward()
+        states.append([loss.detach(), *grads_of(net), *net.buffers()])
+        exchanges.append(all_reduce.call_count)
+    return [all(map(torch.equal, *states)), exchanges[0] == exchanges[1] > 0]
 
 
 def step_in_own_group(split: list[int]) -> list[float]:
@@ -227,6 +247,7 @@ def main(path: str) -> None:
         "exact, training": [exact_step(split, True) for split in splits],
         "exact, evaluation": [exact_step(split, False) for split in splits[:-1]],
         "exact, own group": [step_in_own_group(splits[0])],
+        "recomputed": [recomputed_step(split) for split in splits],
         "mean of means": [mean_of_means(split) for split in splits[:-1]],
         "accumulation": [accumulated_step(split) for split in splits[:1]],
         "no valid pixel": without_valid_pixels(),

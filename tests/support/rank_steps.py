@@ -39,7 +39,7 @@ from segapp.losses import (
 )
 from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
-from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, shutdown, wrap_ddp
+from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, set_recompute, shutdown, wrap_ddp
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
@@ -197,6 +197,14 @@ def collectives_of_a_step(ranks: Ranks, num_micro_batches: int) -> dict[str, int
     own = [part(images_of(FULL_BATCH, i), engine.rank_split.plan(FULL_BATCH), ranks.rank) for i in range(4)]
     for _ in range(2):
         engine.step(own[:num_micro_batches])
+    with counted_collectives() as counts:
+        engine.step(own[:num_micro_batches])
+    return dict(counts)
+
+
+@contextlib.contextmanager
+def counted_collectives() -> Iterator[Counter[str]]:
+    """Count the exchanges that Python code begins in the block."""
     counts: Counter[str] = Counter()
     with contextlib.ExitStack() as stack:
         for name in ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "broadcast_object_list"):
@@ -207,8 +215,27 @@ def collectives_of_a_step(ranks: Ranks, num_micro_batches: int) -> dict[str, int
                 return _call(*args, **options)
 
             stack.enter_context(mock.patch.object(dist, name, counted))
-        engine.step(own[:num_micro_batches])
-    return dict(counts)
+        yield counts
+
+
+def recomputed_steps(ranks: Ranks) -> dict[str, Any]:
+    """Compare ranks that compute different blocks again with ranks that compute none again, after two steps."""
+    sets = [["body"], ["pooled"], ["body", "pooled"]]
+    split = {"shares": [*[6, 2, 0][: ranks.world_size - 1], 0]} if ranks.world_size > 1 else {}
+    kept, again = (engine_of(CriterionCE(), ranks, **split) for _ in range(2))
+    set_recompute(again.model, [sets[ranks.rank % 3]])
+    assert kept.rank_split is not None
+    own = [part(images_of(FULL_BATCH, i), kept.rank_split.plan(FULL_BATCH), ranks.rank) for i in range(3)]
+    exchanged = []
+    for engine in (kept, again):
+        engine.step(own[:1])
+        with counted_collectives() as counts:
+            engine.step(own[1:])
+        exchanged.append(dict(counts))
+    difference = max(float((a - b).abs().max()) for a, b in zip(state_of(kept), state_of(again), strict=True))
+    row = torch.tensor([difference], dtype=torch.float64, device=own_device())
+    dist.all_reduce(row, dist.ReduceOp.MAX)
+    return {"difference": float(row), "collectives": exchanged}
 
 
 def resumed_step(ranks: Ranks) -> float:
@@ -249,6 +276,7 @@ def figures(ranks: Ranks) -> dict[str, Any]:
     return {
         "errors": table,
         "collectives": {str(number): collectives_of_a_step(ranks, number) for number in (1, 4)},
+        "recomputed": recomputed_steps(ranks),
         "resumed": resumed_step(ranks),
     }
 

@@ -37,6 +37,13 @@ def test_resumed_steps_equal_the_uninterrupted_ones_bit_for_bit(figures: dict[st
     assert figures["resumed"] == 0.0
 
 
+def test_recomputed_steps_equal_the_others_bit_for_bit(figures: dict[str, Any]) -> None:
+    """The ranks compute different blocks again, one has no samples, and nothing is exchanged a second time."""
+    assert figures["recomputed"]["difference"] == 0.0
+    without, with_recompute = figures["recomputed"]["collectives"]
+    assert without == with_recompute != {}
+
+
 @pytest.mark.parametrize(("num_micro_batches", "most"), [(1, 2), (4, 2)])
 def test_exchanges_of_a_step_beside_ddp_and_batchnorm(
     figures: dict[str, Any], num_micro_batches: int, most: int

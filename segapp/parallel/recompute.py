@@ -1,0 +1,275 @@
+"""Activation checkpointing of a network's blocks, exact in every parallel mode.
+
+A block keeps its inputs alone and computes its activations again in the backward pass, by torch's non-reentrant
+`checkpoint`. Everything that a second forward pass could change stays as in the first one:
+
+- Random numbers: the second pass begins with the generator's state of the first.
+- BatchNorm: running statistics are counted once, and the statistics of the whole batch come from the first pass
+  (`SyncBatchNorm`), so replicas and ranks exchange nothing for a second time.
+- Inputs and buffers that change in between would give other activations: torch, or this module, raises an error.
+
+A block becomes an instance of a subclass of its own class, which copies of the module for other devices keep.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from segapp.accelerator import gpu_of
+from segapp.compat.torch import (
+    BatchOrInstanceNorm,
+    FakeTensor,
+    buffer_slots,
+    is_compiled,
+    storage_key,
+    tree_iter,
+    version_of,
+)
+from segapp.parallel.rendezvous import current_replica
+
+RandomStates: TypeAlias = list[tuple[torch.device | None, Tensor]]
+"""States of generators; None is the CPU's."""
+
+_thread_local = threading.local()
+
+
+class Tape:
+    """What layers of a block keep of the first pass for the second, in the order of their calls.
+
+    Replicas that take turns on one device share its generator, which others use while a layer waits for them. So the
+    random states after each of these layers, `random_states`, are kept too; None for a generator of one's own.
+    """
+
+    def __init__(self, random_states: Callable[[], RandomStates] | None) -> None:
+        self._random_states = random_states
+        self._kept: list[tuple[Any, RandomStates]] = []
+        self._next: Iterator[tuple[Any, RandomStates]] | None = None
+
+    @property
+    def is_second_pass(self) -> bool:
+        """True while the activations are computed again."""
+        return self._next is not None
+
+    def keep(self, value: Any) -> None:
+        """Keep a value in the first pass."""
+        self._kept.append((value, [] if self._random_states is None else self._random_states()))
+
+    def take(self) -> Any:
+        """Return the value that the same call kept in the first pass."""
+        assert self._next is not None
+        value, states = next(self._next)
+        _set_random_states(states)
+        return value
+
+    @contextlib.contextmanager
+    def running(self, *, again: bool) -> Iterator[None]:
+        """Make it the tape of this thread, for the first or for another pass."""
+        outer = current_tape()
+        self._next = iter(self._kept) if again else None
+        _thread_local.tape = self
+        try:
+            yield
+        finally:
+            _thread_local.tape = outer
+
+
+def current_tape() -> Tape | None:
+    """Return the tape of the block that the calling thread runs; None outside of recomputed blocks."""
+    return getattr(_thread_local, "tape", None)
+
+
+class _Entered:
+    """A context that may be entered again: each backward pass computes the activations anew."""
+
+    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+        self._make, self._stack = make, contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._make())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
+
+
+class _Pass:
+    """One forward pass of a block, which may be computed again."""
+
+    def __init__(self, block: RecomputedBlock, inputs: Any) -> None:
+        replica = current_replica()
+        tensors = [tensor for tensor in tree_iter(inputs) if isinstance(tensor, Tensor)]
+        is_simulated = any(isinstance(tensor, FakeTensor) for tensor in tensors)
+        devices = () if is_simulated else tuple(dict.fromkeys(tensor.device for tensor in tensors))
+        # Replicas on GPUs have threads of their own, which share the CPU's generator: it is not theirs to set.
+        has_cpu = not is_simulated and (replica is None or not any(gpu_of(device) for device in devices))
+        self._block = block
+        self._states = functools.partial(_random_states, devices, has_cpu=has_cpu)
+        self._tape = Tape(self._states if replica is not None and replica.group.takes_turns else None)
+
+    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
+        """Return the contexts of the first pass and of every further one."""
+        return self._first(), _Entered(self._second)
+
+    @contextlib.contextmanager
+    def _first(self) -> Iterator[None]:
+        self._rng = self._states()
+        before = None if self._block.recompute_plan.is_checked else _versions_of_buffers(self._block)
+        with self._tape.running(again=False):
+            yield
+        if before is not None:
+            self._check_buffers(before)
+            self._block.recompute_plan.is_checked = True
+
+    @contextlib.contextmanager
+    def _second(self) -> Iterator[None]:
+        present = self._states()
+        _set_random_states(self._rng)
+        try:
+            with _counted_once(self._block), self._tape.running(again=True):
+                yield
+        finally:
+            _set_random_states(present)
+
+    def _check_buffers(self, before: dict[str, tuple[int, int]]) -> None:
+        for name, state in _versions_of_buffers(self._block).items():
+            if before.get(name) != state:
+                raise RuntimeError(
+                    f"{self._block.recompute_plan.name}.{name} is a buffer that each forward pass changes, so the "
+                    "activations cannot be computed again: leave the block out of train.recompute"
+                )
+
+
+def _random_states(devices: Sequence[torch.device], *, has_cpu: bool) -> RandomStates:
+    states: RandomStates = [(device, gpu.rng_state(device)) for device in devices if (gpu := gpu_of(device))]
+    return [*states, (None, torch.get_rng_state())] if has_cpu else states
+
+
+def _set_random_states(states: RandomStates) -> None:
+    for device, state in states:
+        if device is None:
+            torch.set_rng_state(state)
+        elif gpu := gpu_of(device):
+            gpu.set_rng_state(state, device)
+
+
+def _versions_of_buffers(block: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return storage and version of each buffer that is no running statistic."""
+    return {
+        f"{path}.{name}" if path else name: (storage_key(buffer), version_of(buffer))
+        for path, part in block.named_modules()
+        if not isinstance(part, BatchOrInstanceNorm)
+        for name, buffer in buffer_slots(part).items()
+        if buffer is not None
+    }
+
+
+@contextlib.contextmanager
+def _counted_once(block: nn.Module) -> Iterator[None]:
+    """Let normalization layers leave their running statistics as they are, for one pass.
+
+    They are still passed on, because autograd must save as many tensors as in the first pass, and they move by a
+    momentum of 0. The counter is replaced for the time: a checkpoint may be written meanwhile.
+    """
+    layers: list[tuple[Any, float | None, Tensor]] = []
+    counters: dict[torch.device, Tensor] = {}
+    for layer in block.modules():
+        counter = buffer_slots(layer).get("num_batches_tracked") if isinstance(layer, BatchOrInstanceNorm) else None
+        if counter is not None and layer.training:
+            layers.append((layer, layer.momentum, counter))
+    for layer, _, counter in layers:
+        if counter.device not in counters:
+            counters[counter.device] = torch.zeros_like(counter)
+        layer.momentum, buffer_slots(layer)["num_batches_tracked"] = 0.0, counters[counter.device]
+    try:
+        yield
+    finally:
+        for layer, momentum, counter in layers:
+            layer.momentum, buffer_slots(layer)["num_batches_tracked"] = momentum, counter
+
+
+class _BlockPlan:
+    """What a block and its copies for other devices share.
+
+    Attributes:
+        name: of the block in its network.
+        devices: numbers of the devices on which it is computed again.
+        is_checked: True once a pass was seen to leave its buffers as they are.
+    """
+
+    def __init__(self, name: str, devices: Collection[int]) -> None:
+        self.name, self.devices, self.is_checked = name, frozenset(devices), False
+
+
+class RecomputedBlock(nn.Module):
+    """Base of the classes that `set_recompute` gives to blocks."""
+
+    recompute_plan: _BlockPlan
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the block returns; see its own class."""
+        replica, run = current_replica(), super().forward
+        number = 0 if replica is None else replica.position
+        if number not in self.recompute_plan.devices or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        contexts = _Pass(self, (args, kwargs)).contexts
+        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+
+@functools.cache
+def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the subclass of a class of blocks, under the same name."""
+    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (RecomputedBlock, kind), own)
+
+
+def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
+    """Choose the blocks of a network whose activations are computed again in the backward pass, in place.
+
+    A later call replaces the choice; one with empty sets undoes it. To be called between two steps. Parameters,
+    buffers, state-dict keys and references stay valid.
+
+    Args:
+        network: any module.
+        sets: names of sub-modules, none within another, for each device of a `DataParallelModel`, or once for a network
+            on one device, in stages, or of a rank; ranks may differ.
+
+    Raises:
+        ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have.
+        RuntimeError: in a later step: a block's inputs or buffers change so that it cannot be computed again.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
+        >>> set_recompute(network, [["1"]])
+        >>> type(network[1]).__name__, isinstance(network[1], RecomputedBlock)
+        ('Sequential', True)
+    """
+    names = {name for each in sets for name in each}
+    for name in names:
+        if outer := next((other for other in names if name.startswith(f"{other}.")), None):
+            raise ValueError(f"{name} lies within {outer}: name one of them")
+    for block in network.modules():
+        if isinstance(block, RecomputedBlock):
+            block.__class__ = type(block).__mro__[2]
+            del block.__dict__["recompute_plan"]
+    for layer in network.modules():
+        layer.__dict__.pop(IN_BLOCK, None)
+    for name in sorted(names):
+        block = network.get_submodule(name)
+        if is_compiled(block) or "forward" in block.__dict__:
+            raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
+        block.__class__ = _recomputed(type(block))
+        block.__dict__["recompute_plan"] = _BlockPlan(name, [i for i, each in enumerate(sets) if name in each])
+        for layer in block.modules():
+            if isinstance(layer, BatchOrInstanceNorm):
+                layer.__dict__[IN_BLOCK] = True
+
+
+IN_BLOCK = "_is_in_recomputed_block"
+"""Attribute of normalization layers in blocks that any device computes again."""

@@ -1,0 +1,75 @@
+"""The blocks that are found in networks, by name."""
+
+import pytest
+from torch import nn
+
+from segapp.errors import ConfigError
+from segapp.models import build_model
+from segapp.models.blocks import block_names, find_blocks
+
+
+@pytest.mark.parametrize(
+    ("library", "name", "encoder", "expected"),
+    [
+        (
+            "torchvision",
+            "fcn",
+            "resnet18",
+            [f"backbone.layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)],
+        ),
+        (
+            "smp",
+            "Unet",
+            "resnet18",
+            [*(f"encoder.layer{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1))]
+            + [f"decoder.blocks.{i}" for i in range(5)],
+        ),
+        ("smp", "Segformer", "mit_b0", [f"encoder.block{stage}.{i}" for stage in (1, 2, 3, 4) for i in (0, 1)]),
+        (
+            "smp",
+            "Linknet",
+            "tu-convnext_tiny",
+            [f"encoder.model.stages_{s}.blocks.{i}" for s, depth in enumerate((3, 3, 9, 3)) for i in range(depth)]
+            + [f"decoder.blocks.{i}" for i in range(5)],
+        ),
+        (
+            "segapp",
+            "eomt",
+            "tu-vit_small_patch16_dinov3",
+            [*(f"encoder.blocks.{i}" for i in range(12)), "decoder.upscale.0", "decoder.upscale.1"],
+        ),
+    ],
+)
+def test_blocks_are_residual_and_transformer_blocks(library, name, encoder, expected):
+    """Of ConvNeXt's stages the blocks, of an EoMT also the upscaling of its patches."""
+    assert list(find_blocks(build_model(library, name, 3, encoder=encoder))) == expected
+
+
+class Own(nn.Module):
+    checkpoint_blocks = ("body", "tail.*")
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        self.tail = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+
+
+def test_a_custom_network_names_its_blocks():
+    net = nn.Sequential(Own())
+    assert list(find_blocks(net)) == ["0.body", "0.tail.0", "0.tail.1"]
+    assert block_names(net, ["*.tail.*"]) == ("0.tail.0", "0.tail.1")
+    assert block_names(net, ["0.tail"]) == ("0.tail.0", "0.tail.1"), "a module stands for what lies within it"
+
+
+def test_unknown_blocks_are_refused_with_the_nearest_names():
+    with pytest.raises(ConfigError, match=r"train\.recompute.*0\.bodi.*0\.body"):
+        block_names(nn.Sequential(Own()), ["0.bodi"])
+    net = nn.Sequential(Own())
+    net[0].checkpoint_blocks = ["nothing"]
+    with pytest.raises(ConfigError, match="checkpoint_blocks of Own"):
+        find_blocks(net)
+
+
+def test_a_network_without_blocks_says_what_to_do():
+    with pytest.raises(ConfigError, match=r"train\.recompute: the network has no blocks.*checkpoint_blocks"):
+        block_names(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)))

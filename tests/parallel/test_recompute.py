@@ -1,0 +1,194 @@
+"""Recomputed blocks give the bits of a network that keeps all activations, in every division of the batch."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm, set_recompute
+from segapp.parallel.recompute import RecomputedBlock
+
+
+class Block(nn.Module):
+    """Residual, with dropout, in-place activations and a momentum of None, the mean over all batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Conv2d(6, 6, 3, padding=1, bias=False), nn.Conv2d(6, 6, 3, padding=1, bias=False)
+        self.norm, self.last = nn.BatchNorm2d(6), nn.BatchNorm2d(6, momentum=None)
+        self.drop, self.act = nn.Dropout2d(0.3), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        return self.act(x + self.drop(self.last(self.second(self.act(self.norm(self.first(x)))))))
+
+
+def network():
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Conv2d(3, 6, 3, padding=1), *(Block() for _ in range(3)), nn.Conv2d(6, 4, 1)).double()
+
+
+def outcome(sets, *, num_devices=1, is_synced=False, gpu0_bsz=None, penalty=0.0, passes=2):
+    """Return loss, gradients, buffers and the next random numbers after some forward and backward passes."""
+    net = network()
+    if is_synced:
+        convert_sync_batchnorm(net)
+    set_recompute(net, sets)
+    run = DataParallelModel(net, ["cpu"] * num_devices, gpu0_bsz, mode="lockstep") if num_devices > 1 else net
+    torch.manual_seed(2)
+    found = []
+    for _ in range(passes):
+        x = torch.randn(5, 3, 8, 8, dtype=torch.float64, requires_grad=bool(penalty))
+        y = run(x).gather("cpu") if num_devices > 1 else run(x)
+        loss = (y**2).mean()
+        if penalty:
+            (gradient,) = torch.autograd.grad(loss, [x], create_graph=True)
+            loss = loss + penalty * (gradient**2).sum()
+        loss.backward()
+        found.append(loss.detach())
+    return [*found, *(parameter.grad for parameter in net.parameters()), *net.buffers(), torch.rand(3)]
+
+
+EVERYWHERE = ("1", "2", "3")
+
+
+@pytest.mark.parametrize("penalty", [0.0, 2.0], ids=["first order", "second order"])
+@pytest.mark.parametrize(
+    ("division", "sets"),
+    [
+        ({}, [EVERYWHERE]),
+        ({"num_devices": 3, "is_synced": True}, [EVERYWHERE] * 3),
+        ({"num_devices": 3, "is_synced": True}, [("1", "2"), ("2",), ()]),
+        ({"num_devices": 3, "is_synced": True, "gpu0_bsz": 0}, [(), EVERYWHERE, ()]),
+        ({"num_devices": 3, "is_synced": False, "gpu0_bsz": 1}, [(), EVERYWHERE, ("1",)]),
+        ({"num_devices": 2, "is_synced": True, "gpu0_bsz": 5}, [EVERYWHERE] * 2),
+    ],
+    ids=["single", "dp", "dp, uneven sets", "dp, empty device", "dp, own statistics", "dp, all on device 0"],
+)
+def test_recomputation_changes_no_bit(division, sets, penalty):
+    """Losses, gradients, running statistics, counters, and the random numbers that follow."""
+    kept, again = (outcome(each, **division, penalty=penalty) for each in ([], sets))
+    assert all(map(torch.equal, kept, again))
+    assert any(tensor.abs().max() > 0 for tensor in kept)
+
+
+def test_activations_are_freed_and_computed_again():
+    net = network()
+    calls = []
+    for block in net[1:4]:
+        block.second.register_forward_hook(lambda *_: calls.append(torch.is_grad_enabled()))
+    saved = []
+
+    def save(tensor):
+        saved.append(tensor.numel())
+        return tensor
+
+    sizes = {}
+    for name, sets in (("kept", []), ("again", [EVERYWHERE])):
+        set_recompute(net, sets)
+        saved.clear()
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor):
+            loss = net(torch.randn(2, 3, 8, 8, dtype=torch.float64)).sum()
+        sizes[name] = sum(saved)
+        calls.clear()
+        loss.backward()
+        assert len(calls) == {"kept": 0, "again": 3}[name]
+    assert sizes["again"] < sizes["kept"] / 4
+    with torch.no_grad():
+        net(torch.randn(2, 3, 8, 8, dtype=torch.float64))
+    assert len(calls) == 6, "without gradients a block runs once"
+
+
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_inputs_of_blocks_are_freed_by_the_backward_pass(num_devices):
+    """Without a cycle of references, which would hold them until the garbage collector runs."""
+    net = convert_sync_batchnorm(network())
+    set_recompute(net, [EVERYWHERE] * num_devices)
+    inputs = []
+    for block in net[1:4]:
+        block.register_forward_pre_hook(lambda _, args: inputs.append(weakref.ref(args[0])))
+    run = DataParallelModel(net, ["cpu"] * num_devices, mode="lockstep")
+    gc.collect()
+    gc.disable()
+    try:
+        run(torch.randn(4, 3, 8, 8, dtype=torch.float64)).gather("cpu").sum().backward()
+        assert len(inputs) == 3 * num_devices
+        assert not any(ref() is not None for ref in inputs)
+    finally:
+        gc.enable()
+
+
+def test_autocast_of_the_first_pass_holds_in_the_second():
+    found = []
+    for sets in ([], [EVERYWHERE]):
+        net = network().float()
+        set_recompute(net, sets)
+        torch.manual_seed(3)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = net(torch.randn(4, 3, 8, 8)).float().square().mean()
+        loss.backward()
+        found.append([loss.detach(), *(parameter.grad for parameter in net.parameters()), *net.buffers()])
+    assert all(map(torch.equal, *found))
+
+
+def test_blocks_keep_class_names_and_references_and_are_undone():
+    net = network()
+    block, keys = net[1], list(net.state_dict())
+    set_recompute(net, [["1"], ["2"]])
+    assert net[1] is block
+    assert isinstance(block, Block)
+    assert isinstance(block, RecomputedBlock)
+    assert [type(part).__name__ for part in net] == [type(part).__name__ for part in network()]
+    assert list(net.state_dict()) == keys
+    assert isinstance(copy.deepcopy(net)[2], RecomputedBlock)
+    set_recompute(net, [["3"]])
+    assert [isinstance(part, RecomputedBlock) for part in net] == [False, False, False, True, False]
+    set_recompute(net, [])
+    assert [type(part) for part in net] == [type(part) for part in network()]
+
+
+def test_blocks_within_each_other_are_refused():
+    with pytest.raises(ValueError, match=r"1\.first lies within 1: name one of them"):
+        set_recompute(network(), [["1", "1.first"]])
+
+
+def test_input_that_changes_in_place_is_an_error():
+    class Shifted(nn.Linear):
+        def forward(self, x):
+            return super().forward(x + 1)  # autograd saves the sum, and would not notice a change of x
+
+    class InPlace(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Shifted(4, 4)
+
+        def forward(self, x):
+            x = x * 2
+            y = self.block(x)
+            x.add_(1)
+            return y
+
+    net = InPlace()
+    set_recompute(net, [["block"]])
+    loss = net(torch.randn(2, 4)).sum()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_buffer_that_each_pass_changes_is_an_error():
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(4, 4)
+            self.register_buffer("scale", torch.ones(()))
+
+        def forward(self, x):
+            self.scale += 1
+            return self.layer(x) * self.scale
+
+    net = nn.Sequential(Counting(), nn.Linear(4, 4))
+    set_recompute(net, [["0"]])
+    with pytest.raises(RuntimeError, match=r"0\.scale is a buffer that each forward pass changes"):
+        net(torch.randn(2, 4))

@@ -1,0 +1,120 @@
+"""Steps and trainings with `train.recompute` equal those without, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from segapp.build.pairs import build_scheme
+from segapp.build.step import StepAssembler, StepLayout
+from segapp.config import RunConfig
+from segapp.datasets.pool import Batch
+from segapp.errors import ConfigError
+from segapp.parallel.recompute import RecomputedBlock
+from segapp.run.folder import RunFolder
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from segapp.training.step.engine import StepEngine
+from tests.support.runs import differing, events, merged, train
+
+CPU = torch.device("cpu")
+OPTIONS = {"encoder_depth": 3, "decoder_channels": [16, 8, 8]}
+UNET = {"library": "smp", "name": "Unet", "encoder": "tu-test_resnet", "options": OPTIONS}
+
+
+def engine_of(config: RunConfig, layout: StepLayout) -> StepEngine:
+    torch.manual_seed(0)
+    assembler = StepAssembler(config, build_scheme(config.data))
+    parts = assembler.build_parts(layout, lambda _: [1.0] * assembler.scheme.num_classes, with_weights=False)
+    return assembler.assemble(parts, layout)
+
+
+def batch_of(num_images: int, seed: int) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+    images = torch.randint(0, 256, (num_images, 3, 48, 64), generator=generator, dtype=torch.uint8)
+    target = torch.randint(0, 3, (num_images, 48, 64), generator=generator, dtype=torch.uint8)
+    return Batch(images, target, tuple(range(num_images)))
+
+
+def state_after_steps(config: RunConfig, layout: StepLayout, *, num_pieces: int = 1) -> tuple[list[Any], int]:
+    """Return losses, norms, the whole state and the next random number after two steps, and the number of blocks."""
+    engine = engine_of(config, layout)
+    engine.network.train()
+    torch.manual_seed(5)
+    found: list[Any] = []
+    for number in range(2):
+        batches = [batch_of(4, 10 * number + i) for i in range(config.train.accumulate)]
+        result = engine.step(batches, num_pieces=num_pieces)
+        found += [result.loss, result.grad_norm]
+    num_blocks = sum(isinstance(part, RecomputedBlock) for part in engine.model.modules())
+    return [found, engine.state_dict(), torch.rand(2)], num_blocks
+
+
+@pytest.mark.parametrize(
+    ("train_section", "layout", "num_pieces"),
+    [
+        ({}, StepLayout("single", (CPU,)), 1),
+        ({"precision": "fp16"}, StepLayout("single", (CPU,)), 2),
+        ({"accumulate": 2, "precision": "amp-bf16"}, StepLayout("dp", (CPU,) * 3, gpu0_bsz=0), 1),
+        ({"accumulate": 2, "ema": 0.9}, StepLayout("dp", (CPU,) * 2, shares=(1, 3)), 2),
+    ],
+    ids=["single", "fp16 in pieces", "amp, dp with an empty device", "accumulated, dp in pieces"],
+)
+def test_steps_with_recomputation_change_no_bit(
+    tiny: dict[str, Any], train_section: dict[str, Any], layout: StepLayout, num_pieces: int
+) -> None:
+    found = []
+    for recompute in ("off", "all"):
+        section = {"batch_size": 4, "recompute": recompute, **train_section}
+        config = merged(tiny, model=UNET, train=section, data={"crop_px": [48, 64]})
+        found.append(state_after_steps(config, layout, num_pieces=num_pieces))
+    (kept, none), (again, num_blocks) = found
+    assert differing(kept, again) == []
+    assert (none, num_blocks) == (0, 5)
+
+
+def test_names_and_devices_of_a_layout_choose_the_blocks(tiny: dict[str, Any]) -> None:
+    config = merged(tiny, model=UNET, train={"recompute": ["encoder.*", "decoder.blocks.1"]})
+    assembler = StepAssembler(config, build_scheme(config.data))
+
+    def chosen(layout: StepLayout) -> dict[str, list[int]]:
+        model = assembler.prepare(assembler.build_model(with_weights=False), layout)
+        parts = model.named_modules()
+        return {name: sorted(part.recompute_plan.devices) for name, part in parts if isinstance(part, RecomputedBlock)}
+
+    pair = (CPU, CPU)
+    layout = StepLayout("dp", pair)
+    encoder = [f"encoder.model.layer{stage}.0" for stage in (1, 2)]
+    assert chosen(layout) == {name: [0, 1] for name in (*encoder, "decoder.blocks.1")}
+    given = StepLayout("dp", pair, recompute=(("decoder.blocks.0",), (encoder[0], "decoder.blocks.0")))
+    assert chosen(given) == {"decoder.blocks.0": [0, 1], encoder[0]: [1]}
+    wrong = merged(tiny, model=UNET, train={"recompute": ["encoder.model.layer9.*"]})
+    with pytest.raises(ConfigError, match=r"train\.recompute: 'encoder\.model\.layer9"):
+        StepAssembler(wrong, build_scheme(wrong.data)).prepare(assembler.build_model(with_weights=False), layout)
+
+
+@pytest.mark.parametrize("key", ["compile", "cuda_graph"])
+def test_recomputation_is_refused_beside_compiled_steps(tiny: dict[str, Any], key: str) -> None:
+    with pytest.raises(ConfigError, match=rf"train\.{'recompute' if key == 'compile' else key}.*cannot be combined"):
+        merged(tiny, train={key: True, "recompute": "all"}, parallel={"mode": "single"})
+
+
+def test_a_resume_with_other_blocks_takes_the_same_course(tiny: dict[str, Any], tmp_path: Path) -> None:
+    def config(epochs: int, recompute: Any) -> RunConfig:
+        sections = {"epochs": epochs, "batch_size": 4, "recompute": recompute}
+        schedule = {"name": "constant", "warmup_steps": 0}
+        return merged(tiny, model=UNET, train=sections, data={"crop_px": [48, 64]}, schedule=schedule)
+
+    assert train(config(3, "off"), tmp_path / "whole") == 0
+    for epochs, recompute in enumerate(("all", ["decoder.*"], "off"), start=1):
+        folder = RunFolder(tmp_path / "parts") if epochs > 1 else None
+        assert run_session(TrainRequest(config(epochs, recompute), folder, tmp_path / "parts")) == 0
+    courses = [
+        [(event["step"], event["loss"]) for event in events(tmp_path / name, "step")] for name in ("whole", "parts")
+    ]
+    assert courses[0] == courses[1]
+    states = [torch.load(tmp_path / name / "checkpoints/last.pt", weights_only=True) for name in ("whole", "parts")]
+    assert differing(*(state["model"] for state in states)) == []
