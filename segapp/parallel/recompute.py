@@ -177,7 +177,7 @@ def _counted_once(block: nn.Module) -> Iterator[None]:
     They are still passed on, because autograd must save as many tensors as in the first pass, and they move by a
     momentum of 0. The counter is replaced for the time: a checkpoint may be written meanwhile.
     """
-    layers: list[tuple[Any, float | None, Tensor]] = []
+    layers: list[tuple[Any, Any, Tensor]] = []
     counters: dict[torch.device, Tensor] = {}
     for layer in block.modules():
         counter = buffer_slots(layer).get("num_batches_tracked") if isinstance(layer, BatchOrInstanceNorm) else None
@@ -223,7 +223,7 @@ class RecomputedBlock(nn.Module):
 
 
 @functools.cache
-def _recomputed(kind: type[nn.Module]) -> type[nn.Module]:
+def _recomputed(kind: type[nn.Module]) -> Any:
     """Return the subclass of a class of blocks, under the same name."""
     own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
     return type(kind.__name__, (RecomputedBlock, kind), own)
@@ -264,7 +264,8 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         block = network.get_submodule(name)
         if is_compiled(block) or "forward" in block.__dict__:
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
-        block.__class__ = _recomputed(type(block))
+        kind: Any = type(block)
+        block.__class__ = _recomputed(kind)
         block.__dict__["recompute_plan"] = _BlockPlan(name, [i for i, each in enumerate(sets) if name in each])
         for layer in block.modules():
             if isinstance(layer, BatchOrInstanceNorm):
