@@ -1,6 +1,9 @@
 """A process that imports the program once and forks for every command: real processes without the time of the imports.
 
-Commands come as JSON lines on standard input, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
+All workers of a run of the tests use the same one: it listens on an abstract Unix socket whose name is its argument,
+and ends when nobody is connected any more. It is nobody's child, so what ends the children of a worker spares it.
+
+Commands come as JSON lines on a connection, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
 so that a tracer can be attached. With SEGAPP_TEST_FORK in its environment, a command forks its trainers too; with
 SEGAPP_TEST_GPUS, the monitor of a training asks nvidia-smi, as on a machine with a GPU.
@@ -11,18 +14,21 @@ Nothing is computed before a fork, so torch has no threads that a child would mi
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import errno
 import faulthandler
 import functools
 import json
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 
@@ -152,8 +158,28 @@ class ForkedTrainer:
             os.kill(self.pid, number)
 
 
-def serve() -> None:
-    """Reads commands and forks until standard input ends."""
+@dataclasses.dataclass(eq=False)
+class Client:
+    """A connection, and what has come of a command that is not whole yet."""
+
+    connection: socket.socket
+    waiting: bytes = b""
+
+    def commands(self) -> list[dict[str, Any]] | None:
+        """Read what has come and return the whole commands; None if the client has gone."""
+        with contextlib.suppress(ConnectionError):
+            if block := self.connection.recv(2**16):
+                *lines, self.waiting = (self.waiting + block).split(b"\n")
+                return [json.loads(line) for line in lines]
+        return None
+
+    def answer(self, **words: int) -> None:
+        with contextlib.suppress(OSError):
+            self.connection.sendall(json.dumps(words).encode() + b"\n")
+
+
+def serve(listener: socket.socket) -> None:
+    """Reads commands and forks until the last client has gone, or none has come for a minute."""
     import segmentation_models_pytorch  # noqa: F401
     import torchvision  # noqa: F401
 
@@ -166,40 +192,61 @@ def serve() -> None:
     os.set_blocking(wakeup, False)
     signal.set_wakeup_fd(wakeup)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    waiting = b""
-    while True:
-        ready, _, _ = select.select([0, news], [], [])
+    clients: dict[int, Client] = {}
+    running: dict[int, Client] = {}
+    had_client = False
+    while clients or not had_client:
+        ready, _, _ = select.select([listener, news, *clients], [], [], None if clients else 60)
+        if not ready and not clients:
+            return
         if news in ready:
             os.read(news, 4096)
-            _report_ended()
-        if 0 in ready:
-            block = os.read(0, 2**16)
-            if not block:
-                return
-            *lines, waiting = (waiting + block).split(b"\n")
-            for line in lines:
-                _fork(json.loads(line), (news, wakeup))
+            _report_ended(running)
+        if listener in ready:
+            connection = listener.accept()[0]
+            clients[connection.fileno()] = Client(connection)
+            had_client = True
+        for fd in clients.keys() & set(ready):
+            commands = clients[fd].commands()
+            if commands is None:
+                clients.pop(fd).connection.close()
+            for command in commands or ():
+                own_fds = (news, wakeup, listener.fileno(), *clients)
+                running[pid := _fork(command, own_fds)] = clients[fd]
+                clients[fd].answer(pid=pid)
 
 
-def _fork(command: dict[str, Any], own_fds: tuple[int, ...]) -> None:
+def _fork(command: dict[str, Any], own_fds: Iterable[int]) -> int:
     pid = os.fork()
     if pid == 0:
         signal.set_wakeup_fd(-1)
         for fd in own_fds:
             os.close(fd)
         os._exit(run(command))
-    _answer(pid=pid)
+    return pid
 
 
-def _report_ended() -> None:
+def _report_ended(running: dict[int, Client]) -> None:
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
-            _answer(pid=ended[0], status=os.waitstatus_to_exitcode(ended[1]))
+            running.pop(ended[0]).answer(pid=ended[0], status=os.waitstatus_to_exitcode(ended[1]))
 
 
-def _answer(**words: int) -> None:
-    os.write(1, json.dumps(words).encode() + b"\n")
+def main(name: str) -> None:
+    """Listen, and serve in the background; end at once if another server listens."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(f"\0{name}")
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return
+    listener.listen(64)
+    if os.fork():
+        os._exit(0)
+    os.setsid()
+    serve(listener)
 
 
 if __name__ == "__main__":
-    serve()
+    main(sys.argv[1])

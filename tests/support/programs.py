@@ -7,10 +7,12 @@ import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -106,10 +108,13 @@ def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = Fals
         "err": str(streams[1]),
         "is_stopped": is_stopped,
     }
-    if (status := _fork_server().status) is not None:
-        warnings.warn(f"the fork server had ended with {status}; another one is started", stacklevel=2)
+    program = _fork_server().start(command, words, *streams)
+    if program is None:
+        warnings.warn("the fork server had ended; another one is started", stacklevel=2)
         _fork_server.cache_clear()
-    return _fork_server().start(command, words, *streams)
+        program = _fork_server().start(command, words, *streams)
+    assert program is not None, "the fork server ended again"
+    return program
 
 
 def segapp(*arguments: str | Path, cwd: Path, timeout_s: float = 240, **env: str) -> subprocess.CompletedProcess[str]:
@@ -124,52 +129,69 @@ def _text(path: Path) -> str:
 
 
 class _ForkServer:
-    """The process that forks, and the thread that reads its answers."""
+    """The connection to the process that forks, and the thread that reads its answers."""
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.fork_server"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            cwd=ROOT,
-        )
+        self._socket = _connection()
         self._running: dict[int, Program] = {}
         self._asked: list[tuple[Any, ...]] = []
         self._news = threading.Condition()
         self._begun: list[Program] = []
+        self._has_ended = False
         threading.Thread(target=self._listen, name="fork server", daemon=True).start()
 
-    @property
-    def status(self) -> int | None:
-        """The exit code, or minus the number of the signal; None while it runs."""
-        return self._process.poll()
-
-    def start(self, command: dict[str, Any], words: list[str], out: Path, err: Path) -> Program:
-        assert self._process.stdin is not None
+    def start(self, command: dict[str, Any], words: list[str], out: Path, err: Path) -> Program | None:
+        """Returns the program; None if the server has ended."""
         with self._news:
             self._asked.append((words, out, err))
-            self._process.stdin.write(json.dumps(command) + "\n")
-            self._process.stdin.flush()
-            if not self._news.wait_for(lambda: self._begun, 240):  # its imports take that long on a busy machine
-                _fork_server.cache_clear()
-                self._process.kill()
+            with contextlib.suppress(OSError):
+                self._socket.sendall(json.dumps(command).encode() + b"\n")
+            # Its imports take that long on a busy machine.
+            if not self._news.wait_for(lambda: self._begun or self._has_ended, 240):
                 raise AssertionError("the fork server does not answer")
-            return self._begun.pop()
+            return self._begun.pop() if self._begun else None
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            answer = json.loads(line)
-            with self._news:
-                if "status" in answer:
-                    self._running.pop(answer["pid"]).note_end(answer["status"])
-                else:
-                    program = Program(answer["pid"], *self._asked.pop())
-                    self._running[program.pid] = program
-                    self._begun.append(program)
-                    self._news.notify()
+        with contextlib.suppress(OSError), self._socket.makefile("r") as answers:
+            for line in answers:
+                self._note(json.loads(line))
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
+
+    def _note(self, answer: dict[str, int]) -> None:
+        with self._news:
+            if "status" in answer:
+                self._running.pop(answer["pid"]).note_end(answer["status"])
+            else:
+                program = Program(answer["pid"], *self._asked.pop())
+                self._running[program.pid] = program
+                self._begun.append(program)
+                self._news.notify()
+
+
+def _connection() -> socket.socket:
+    """Returns a connection to the server of this run of the tests, which is started if it does not run."""
+    name = f"segapp-fork-server-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    command = [sys.executable, "-m", "tests.support.fork_server", name]
+    deadline_s = time.monotonic() + 60
+    while True:
+        connection = socket.socket(socket.AF_UNIX)
+        try:
+            connection.connect(f"\0{name}")
+            return connection
+        except ConnectionRefusedError:
+            connection.close()
+            assert time.monotonic() < deadline_s, "the fork server does not start"
+        # It goes into the background once it listens, or finds that another one does.
+        subprocess.run(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            cwd=ROOT,
+            check=True,
+        )
 
 
 @functools.cache

@@ -20,7 +20,7 @@ from segapp.losses.fused import triton_trial
 from tests.support import ROOT
 from tests.support.gpu.as_on_cuda import take_cuda_road
 from tests.support.gpu.batchnorm_kernels import kernels_on_the_cpu
-from tests.support.gpu.interpreter import call_functions_directly
+from tests.support.gpu.interpreter import call_functions_directly, leave_overflow_checks_out
 
 FACTS_VARIABLE = "SEGAPP_TEST_CUDA_ROAD"
 
@@ -50,6 +50,7 @@ def take_the_road() -> None:
     from segapp.parallel import sync_batchnorm
 
     call_functions_directly()
+    leave_overflow_checks_out()
     take_cuda_road(pytest.MonkeyPatch())
     _patches.enter_context(kernels_on_the_cpu())
     path = Path(os.environ[FACTS_VARIABLE]) / f"{os.getpid()}.json"
