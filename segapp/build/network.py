@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from segapp.build.pairs import band_statistics, build_pixels
+from segapp.build.pairs import band_statistics, build_pixels, build_scheme
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
-from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig
+from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, part_names, validate_config
+from segapp.custom.trust import check_trusted
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
+from segapp.models.adapters import add_adapters, merge_adapters
 from segapp.models.eomt import NUM_QUERIES
 from segapp.models.names import some_names
 from segapp.models.normalizer import Normalizer
-from segapp.models.weights import load_weights
+from segapp.models.weights import load_weights, peek_tensors
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run
 
@@ -27,12 +31,14 @@ def build_network(
 ) -> SegmentationModel:
     """Return the network of a `model` section for images of so many bands, with its pretrained weights or without.
 
+    It has no adapters: see `put_adapters`.
+
     Raises:
         ConfigError: the network cannot be built, or there is no such run.
         CheckpointError: its weights cannot be used.
     """
     weights = section.weights if with_weights else None
-    run = weights if weights is not None and names_run(weights) else None
+    run = weights if weights is not None and (names_run(weights) or holds_adapters(weights)) else None
     model = build_model(
         section.library,
         section.name,
@@ -48,6 +54,37 @@ def build_network(
     if run is not None:
         load_run_weights(model, run, is_partial=section.partial_weights)
     return model
+
+
+def put_adapters(section: ModelConfig, model: SegmentationModel) -> None:
+    """Freeze the backbone and add the adapters of a `model` section, if it has any; see `add_adapters`."""
+    if section.adapters is not None:
+        add_adapters(model, **section.adapters.model_dump(exclude={"kind"}))
+
+
+def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None:
+    """Put the base of a network with adapters into the state of a checkpoint that refers to it, in place.
+
+    Raises:
+        CheckpointError: the network has another base.
+    """
+    saved = checkpoint.state.get("base")
+    if saved is None:
+        return
+    if model.base is None or model.base.sha256 != saved["sha256"]:
+        now = "no weights file gives it" if model.base is None else f"sha256 {model.base.sha256[:16]} now"
+        raise CheckpointError(
+            f"{checkpoint.path} holds adapters and head alone, for a base from {', '.join(saved['sources'])} with "
+            f"sha256 {saved['sha256'][:16]}, and {now}: put the file of then back, or name a copy of it as "
+            "model.weights_backbone or model.weights (checkpoint.full=true saves the base too)",
+            key="model.adapters",
+            path=checkpoint.path,
+        )
+    own = model.state_dict()
+    base = {name: own[name] for name in model.base.names}
+    checkpoint.state["model"].update(base)
+    if checkpoint.state.get("ema") is not None:
+        checkpoint.state["ema"]["module"].update(base)
 
 
 def num_queries(section: ModelConfig) -> int:
@@ -128,9 +165,53 @@ def network_state(state: Mapping[str, Any]) -> Any:
     return average["module"] if average is not None else state["model"]
 
 
+def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, RunConfig, ClassScheme]:
+    """Return the network of a checkpoint with its weights, adapters merged into them, its config and its classes.
+
+    Raises:
+        CheckpointError: the checkpoint is of another program, config or model, or its adapters have another base.
+        ConfigError: the config cannot be used.
+    """
+    state, path = checkpoint.state, checkpoint.path
+    if not isinstance(state.get("config"), dict):
+        raise CheckpointError(f"{path} holds no config: it was not written by segapp train", path=path)
+    try:
+        saved = validate_config(state["config"])
+    except ConfigError as error:
+        raise CheckpointError(f"{path} holds a config that this version cannot read: {error}", path=path) from None
+    check_trusted(part_names(saved), str(path))
+    scheme = build_scheme(saved.data)
+    if list(scheme.names) != list(state["classes"]):
+        raise CheckpointError(
+            f"{path} was trained on other classes than its config names: restore the original file", path=path
+        )
+    bands, has_base = build_pixels(saved.data).num_bands, "base" not in state
+    try:
+        model = build_network(saved.model, scheme.num_classes, num_bands=bands, with_weights=not has_base)
+    except (CheckpointError, ConfigError) as error:
+        raise (
+            error if has_base else error.reworded(f"{path} holds adapters and head alone, their base: {error}")
+        ) from None
+    put_adapters(saved.model, model)
+    fill_in_base(checkpoint, model)
+    try:
+        model.load_state_dict(network_state(state))
+    except (RuntimeError, KeyError) as error:
+        raise CheckpointError(f"{path} does not fit {saved.model.name}: {error}", path=path) from None
+    return model if saved.model.adapters is None else merge_adapters(model), saved, scheme
+
+
 def names_run(text: str) -> bool:
     """Return True if a `model.weights` value is a run: a folder, or the name of a run in runs/."""
     return Path(text).is_dir() or is_run(Path("runs") / text)
+
+
+def holds_adapters(text: str) -> bool:
+    """Return True if a `model.weights` value is a checkpoint file of a training with adapters."""
+    with contextlib.suppress(Exception):  # a foreign or damaged file: what reads it next says so
+        state = peek_tensors(Path(text)) if Path(text).suffix == ".pt" else {}
+        return bool(state["config"]["model"].get("adapters"))
+    return False
 
 
 def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) -> None:
@@ -148,7 +229,11 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
     except (CheckpointError, ConfigError) as error:
         raise error.reworded(f"{key}: {error}") from None
     try:
-        state = network_state(checkpoint.state)
+        config = checkpoint.state.get("config") or {}
+        if config.get("model", {}).get("adapters"):
+            state = restored_network(checkpoint)[0].state_dict()
+        else:
+            state = network_state(checkpoint.state)
     except KeyError:
         raise CheckpointError(
             f"{key}: {checkpoint.path} holds no network: it was not written by segapp train",

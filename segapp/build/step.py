@@ -26,7 +26,7 @@ from segapp.build.distill import (
     check_teacher,
     distilled_criterion,
 )
-from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries
+from segapp.build.network import build_network, build_normalizer, check_sizes, num_queries, put_adapters
 from segapp.build.numerics import uses_channels_last
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.pairs import build_pixels
@@ -227,6 +227,7 @@ class StepAssembler:
             for module in model.modules():
                 if isinstance(module, BatchNorm):
                     module.momentum = self.config.train.bn_momentum
+        put_adapters(self.config.model, model)
         if self.config.model.freeze:
             model.freeze(self.config.model.freeze)
         return model

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from segapp.build.devices import choose_devices
-from segapp.build.network import build_inference, build_network, find_checkpoint, network_state
+from segapp.build.network import build_inference, build_network, find_checkpoint, restored_network
 from segapp.build.own_parts import changed_parts
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.config import RunConfig, load_config, part_names, validate_config
@@ -34,7 +34,7 @@ class TrainedState:
     """A network with the weights of a file."""
 
     model: SegmentationModel
-    """On the CPU in fp32; the average of the weights if there is one."""
+    """On the CPU in fp32, adapters merged into the weights; the average of the weights if there is one."""
     config: RunConfig
     """The config of the training, or the given one."""
     scheme: ClassScheme
@@ -91,32 +91,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         return _from_weights(path, _config_of(path) if config is None else load_config(config))
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
-    if not isinstance(state.get("config"), dict):
-        raise CheckpointError(
-            f"{checkpoint.path} holds no config: it was not written by segapp train", path=checkpoint.path
-        )
-    try:
-        saved = validate_config(state["config"])
-    except ConfigError as error:
-        raise CheckpointError(
-            f"{checkpoint.path} holds a config that this version cannot read: {error}", path=checkpoint.path
-        ) from None
-    check_trusted(part_names(saved), str(checkpoint.path))
-    scheme = build_scheme(saved.data)
-    if list(scheme.names) != list(state["classes"]):
-        raise CheckpointError(
-            f"{checkpoint.path} was trained on other classes than its config names: restore the original file",
-            path=checkpoint.path,
-        )
-    model = build_network(
-        saved.model, scheme.num_classes, num_bands=build_pixels(saved.data).num_bands, with_weights=False
-    )
-    try:
-        model.load_state_dict(network_state(state))
-    except (RuntimeError, KeyError) as error:
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit {saved.model.name}: {error}", path=checkpoint.path
-        ) from None
+    model, saved, scheme = restored_network(checkpoint)
     return TrainedState(
         model,
         saved,

@@ -14,7 +14,7 @@ from segapp.build.class_weights import cached_frequencies, class_weights
 from segapp.build.criterion import needs_distances
 from segapp.build.data import build_dataset, build_load_options, build_order
 from segapp.build.devices import DevicePlan
-from segapp.build.network import build_inference
+from segapp.build.network import build_inference, fill_in_base
 from segapp.build.optimizer import build_plateau, build_schedule, describe_groups
 from segapp.build.own_parts import part_hashes
 from segapp.build.pairs import build_scheme, check_splits_apart, split_names
@@ -31,6 +31,7 @@ from segapp.datasets.sampling import Order
 from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError
 from segapp.memory.plan import SavedMemoryPlan
+from segapp.models.network import BaseReference
 from segapp.parallel.distributed import Ranks
 from segapp.run.starting import announce
 from segapp.scores import SCORES
@@ -136,6 +137,7 @@ def build_trainer(
             what = "is" if engine.average is None else "and the average of the weights are"
             count = engine.shards.num_shards
             notes.append(f"the optimizer's state {what} divided over {count} ranks (parallel.shard_optimizer)")
+        notes += _base_notes(config, engine.model.base, is_new=checkpoint is None)
         facts = dataclasses.replace(facts, alerts=alerts, notes=notes)
     return Trainer(
         context,
@@ -152,6 +154,24 @@ def build_trainer(
         config_hash=config_hash(config),
         first_outputs=first_outputs,
     )
+
+
+def _base_notes(config: RunConfig, base: BaseReference | None, *, is_new: bool) -> list[str]:
+    """Return what checkpoints leave out below adapters, or why they leave nothing out."""
+    if config.model.adapters is None or config.checkpoint.full:
+        return []
+    if base is not None:
+        sources = ", ".join(base.sources)
+        return [
+            f"checkpoints hold adapters and head; {len(base.names)} tensors of the backbone come from {sources} "
+            f"(sha256 {base.sha256[:16]}): keep it, or set checkpoint.full: true"
+        ]
+    why = (
+        "no weights file gives it, so that it cannot be referred to"
+        if is_new
+        else "the checkpoint it continues from does"
+    )
+    return [f"checkpoints hold the whole network, the frozen backbone too: {why}"]
 
 
 def _facts(
@@ -296,8 +316,14 @@ def _build_engine(
     assembler = StepAssembler(config, scheme, teacher)
     layout = build_layout(config, devices, first_gpu0_bsz(config, saved_plan))
     parts = assembler.build_parts(
-        layout, lambda rule: class_weights(rule, _frequencies(train_set, scheme)), with_weights=checkpoint is None
+        layout,
+        lambda rule: class_weights(rule, _frequencies(train_set, scheme)),
+        with_weights=checkpoint is None or "base" in checkpoint.state,
     )
+    if checkpoint is not None:
+        fill_in_base(checkpoint, parts.model)
+    if config.checkpoint.full:
+        parts.model.base = None
     mark = context.device_memory.mark
     return assembler.assemble(parts, layout, participants=[first_outputs], ranks=ranks, mark=mark, has_graph=True)
 

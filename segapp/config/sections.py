@@ -165,6 +165,21 @@ class DataConfig(Section):
         return [crop, {"HorizontalFlip": {"p": self.hflip}}, *colors]
 
 
+class AdapterConfig(Section):
+    """`model.adapters:` low-rank adapters in a frozen backbone; needs the package peft (segapp[lora])."""
+
+    kind: Literal["lora"] = "lora"
+    """LoRA: a layer W x becomes W x + (alpha / rank) B A x, of which A and B are trained."""
+    rank: PositiveInt = 16
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat = 16.0
+    """Factor on the adapters, divided by rank."""
+    targets: list[Text] | None = None
+    """Layers of the backbone by their names, ends of names (qkv) or patterns; null: those of attention and MLPs."""
+    dropout: Decay = 0.0
+    """Probability of dropout before the adapters."""
+
+
 class ModelConfig(Section):
     """`model:` the network."""
 
@@ -184,6 +199,8 @@ class ModelConfig(Section):
     """Parts that are not trained, BatchNorm and dropout in evaluation mode: backbone, or names or patterns of names."""
     freeze_epochs: PositiveInt | None = None
     """Epochs for which model.freeze holds; null: the whole run."""
+    adapters: AdapterConfig | None = None
+    """Train low-rank adapters instead of the backbone, and the head as a whole; null: train all."""
     aux: bool = True
     """Build the auxiliary head, if the model has one; for eomt: also learn from the queries before each block."""
     options: dict[str, Any] = {}
@@ -401,6 +418,8 @@ class CheckpointConfig(Section):
     """Seconds between SIGTERM and SIGKILL (SLURM, Kubernetes: 30); a save that takes longer raises an alert."""
     monitor: ScoreName = "miou"
     """Evaluation result that selects best.pt."""
+    full: bool = False
+    """With model.adapters: also save the backbone that the weights files give, instead of its sha256."""
 
 
 class LogConfig(Section):

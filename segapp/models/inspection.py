@@ -52,6 +52,7 @@ def inspect_model(model: SegmentationModel) -> None:
         for hook in hooks:
             hook.remove()
         model.train(was_training)
+    model.called_modules = frozenset(called)
     _remove_unused(model, unused, called)
 
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +18,22 @@ from torch import Tensor, nn
 from segapp.errors import ConfigError
 from segapp.models.names import unknown_name
 from segapp.models.weights import LoadReport
+
+
+@dataclass(frozen=True)
+class BaseReference:
+    """Frozen tensors below adapters that checkpoints leave out, because weights files hold them."""
+
+    names: frozenset[str]
+    """In the network with its adapters."""
+    sha256: str
+    """Of names, types, shapes and values, before adapters and any cast."""
+    sources: tuple[str, ...]
+    """The weights files, as the config names them."""
+
+    def as_state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it."""
+        return {"sha256": self.sha256, "sources": list(self.sources), "num_tensors": len(self.names)}
 
 
 class SegmentationModel(nn.Module):
@@ -39,6 +57,9 @@ class SegmentationModel(nn.Module):
         load_reports: one report per loaded weights file, the backbone's first.
         frozen_modules: names of the modules that stay in evaluation mode, by `freeze`.
         frozen_parameters: names of the parameters that `freeze` took from the training.
+        called_modules: names of the modules that a forward pass calls, measured by `inspect_model`.
+        base: tensors below adapters that checkpoints leave out; None: they hold all.
+        base_norms: names of the BatchNorms below adapters, which stay in evaluation mode.
     """
 
     def __init__(
@@ -63,6 +84,9 @@ class SegmentationModel(nn.Module):
         self.load_reports: tuple[LoadReport, ...] = ()
         self.frozen_modules: tuple[str, ...] = ()
         self.frozen_parameters: tuple[str, ...] = ()
+        self.called_modules: frozenset[str] = frozenset()
+        self.base: BaseReference | None = None
+        self.base_norms: tuple[str, ...] = ()
 
     @property
     def backbone_module(self) -> nn.Module:
@@ -167,9 +191,15 @@ class SegmentationModel(nn.Module):
     def train(self, mode: bool = True) -> SegmentationModel:
         """Set training or evaluation mode; frozen modules stay in evaluation mode."""
         super().train(mode)
-        for name in self.frozen_modules:
+        for name in (*self.frozen_modules, *self.base_norms):
             self.get_submodule(name).eval()
         return self
+
+    def without_base(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict of this network without the tensors that `base` refers to; they are removed in place."""
+        for name in () if self.base is None else self.base.names:
+            del state[name]
+        return state
 
     def _resolved(self, pattern: str) -> str:
         return self.backbone_name if pattern == "backbone" else pattern

@@ -334,9 +334,12 @@ class StepEngine:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's part of a checkpoint, complete on the main rank; every rank must call it."""
+        average = None if self.average is None else self.average.state_dict()
+        if average is not None:
+            self.model.without_base(average["module"])
         state: dict[str, Any] = {
-            "model": self.model.state_dict(),
-            "ema": None if self.average is None else self.average.state_dict(),
+            "model": self.model.without_base(self.model.state_dict()),
+            "ema": average,
             "optimizer": self.optimizer.state_dict()
             if self.shards is None
             else self.shards.whole_state(self.optimizer),
@@ -346,6 +349,8 @@ class StepEngine:
             "bad_in_row": self.bad_in_row,
             "is_frozen": self.is_frozen,
         }
+        if self.model.base is not None:
+            state["base"] = self.model.base.as_state()
         for participant in self.participants:
             if own := participant.state_dict():
                 state[participant.name] = {**state.get(participant.name, {}), **own}

@@ -109,10 +109,7 @@ class PlainReporter:
         )
         if event.num_trainable is not None and event.num_trainable < event.num_params:
             until = "the whole run" if event.freeze_epochs is None else f"{event.freeze_epochs} epochs"
-            self._line(
-                f"{event.num_trainable / 1e6:.2f} M parameters are trained, the others frozen for {until}, their "
-                "BatchNorm and dropout in evaluation mode"
-            )
+            self._line(f"{event.num_trainable / 1e6:.2f} M parameters are trained, the others frozen for {until}")
 
     def _open_bar(self, epoch: int) -> None:
         if self._start is None or not self.stream.isatty():

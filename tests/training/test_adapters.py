@@ -1,0 +1,282 @@
+"""LoRA: what is trained, at any split; what checkpoints hold; networks with merged adapters; what is refused."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from segapp.build.network import build_network, find_checkpoint, network_state
+from segapp.build.optimizer import group_settings
+from segapp.build.pairs import build_scheme
+from segapp.build.step import StepAssembler
+from segapp.build.trained import read_trained
+from segapp.commands.export import export_target
+from segapp.config import RunConfig, dump_config
+from segapp.errors import CheckpointError, ConfigError
+from segapp.models import SegmentationModel, build_model
+from segapp.models.adapters import add_adapters, merge_adapters
+from segapp.run.folder import RunFolder
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from tests.support.golden_runs import float64
+from tests.support.runs import differing, events, merged, segapp, train
+from tests.training.test_fine_tuning import saved, stopped_and_resumed
+
+VIT = {"encoder": "tu-vit_tiny_patch16_224", "name": "eomt", "library": "segapp"}
+SMALL = {"depth": 3, "embed_dim": 48, "num_heads": 3, "num_queries": 6, "num_blocks": 2}
+
+
+@pytest.fixture(scope="module")
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A weights file of the backbone."""
+    torch.manual_seed(7)
+    path = tmp_path_factory.mktemp("weights") / "backbone.pt"
+    torch.save(
+        build_model("segapp", "eomt", 3, encoder=VIT["encoder"], options=SMALL).backbone_module.state_dict(), path
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def base(tiny_root: Path, backbone: Path) -> dict[str, Any]:
+    """EoMT on a small ViT with adapters; two steps an epoch."""
+    return {
+        "name": "lora",
+        "seed": 3,
+        "data": {
+            "format": "folder",
+            "root": str(tiny_root),
+            "classes": ["ground", "box", "disc"],
+            "crop_px": [32, 48],
+            "workers": 0,
+        },
+        "model": {**VIT, "options": SMALL, "weights_backbone": str(backbone), "adapters": {"rank": 4}},
+        "loss": {"name": "mask_classification"},
+        "optim": {"name": "adamw", "lr": 0.001},
+        "schedule": {"name": "constant"},
+        "train": {"epochs": 2, "batch_size": 5, "ema": 0.9},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def run(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("lora") / "run"
+    assert train(merged(base), folder) == 0
+    return folder
+
+
+def losses(folder: Path) -> list[float]:
+    return [event["loss"] for event in events(folder, "step")]
+
+
+def with_random_adapters(library: str, name: str, encoder: str, **options: Any) -> SegmentationModel:
+    """Return a network whose adapters have an effect: those of the initialisation have none."""
+    torch.manual_seed(0)
+    model = build_model(library, name, 3, encoder=encoder, options=options)
+    add_adapters(model, rank=4, alpha=8.0)
+    for key, parameter in model.named_parameters():
+        if ".lora_B." in key:
+            nn.init.normal_(parameter, std=0.05)
+    return model.eval()
+
+
+def test_checkpoint_holds_adapters_head_and_their_average(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    assert train(merged(base, checkpoint={"full": True}), tmp_path / "full") == 0
+    small, full = saved(run), saved(tmp_path / "full")
+    assert losses(run) == losses(tmp_path / "full")
+    trained = [name for name in small["model"] if ".lora_" in name or not name.startswith("encoder.")]
+    assert list(small["model"]) == list(small["ema"]["module"]) == trained
+    assert differing(small["model"], {name: full["model"][name] for name in trained}) == []
+    kept = [name for name in full["model"] if name not in small["model"]]
+    assert len(kept) == small["base"]["num_tensors"]
+    assert "base" not in full
+    assert len(small["optimizer"]["state"]) == len(trained) - sum("num_updates" in name for name in trained)
+    (start,) = events(run, "run_start")
+    assert start["num_trainable"] == sum(small["model"][name].numel() for name in trained)
+    sizes = [(folder / "checkpoints" / "last.pt").stat().st_size for folder in (run, tmp_path / "full")]
+    assert sizes[1] - sizes[0] > 0.9 * 2 * 4 * sum(full["model"][name].numel() for name in kept)  # and the average's
+
+
+def test_backbone_stays_as_the_file_has_it(base: dict[str, Any], run: Path, backbone: Path) -> None:
+    """And the rest is trained: the adapters' effect is no longer zero."""
+    model = build_network(merged(base).model, 3, with_weights=False)
+    model.load_state_dict(read_trained(str(run)).model.state_dict())
+    file = torch.load(backbone, weights_only=True)
+    changed = {
+        name for name, tensor in model.backbone_module.state_dict().items() if not torch.equal(tensor, file[name])
+    }
+    layers = ("attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight")
+    assert changed == {f"blocks.{number}.{layer}" for number in range(3) for layer in layers}
+
+
+def test_dp_trains_adapters_as_one_device(base: dict[str, Any], tmp_path: Path) -> None:
+    """In float64: what differs is the order of the sums."""
+    dp = {"mode": "dp", "devices": ["cpu", "cpu", "cpu"], "shares": [0, 1, 4]}
+    with float64():
+        assert train(merged(base, train={"epochs": 1}), tmp_path / "single") == 0
+        assert train(merged(base, train={"epochs": 1}, parallel=dp), tmp_path / "dp") == 0
+    assert losses(tmp_path / "dp") == pytest.approx(losses(tmp_path / "single"), rel=1e-12)
+    assert len(losses(tmp_path / "dp")) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shards", [False, True])
+def test_ranks_train_adapters_as_one_device(base: dict[str, Any], run: Path, tmp_path: Path, shards: bool) -> None:
+    ranks = {"mode": "ddp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1, "shard_optimizer": shards}
+    (tmp_path / "ddp.yaml").write_text(dump_config(merged(base, parallel=ranks)))
+    result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    assert losses(tmp_path / "run") == pytest.approx(losses(run), rel=1e-5)
+    assert list(saved(tmp_path / "run")["ema"]["module"]) == list(saved(run)["ema"]["module"])
+
+
+def test_half_precision_with_adapters_resumes_bitwise(base: dict[str, Any], tmp_path: Path) -> None:
+    config = merged(base, train={"precision": "fp16"})
+    assert train(config, tmp_path / "whole") == 0
+    stopped_and_resumed(config, tmp_path / "run", 4)
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole")
+    assert differing(saved(tmp_path / "run"), saved(tmp_path / "whole")) == []
+
+
+def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    """The file of then continues the run, here with whole checkpoints from now on."""
+    file, copy = tmp_path / "backbone.pt", tmp_path / "run"
+    shutil.copytree(run, copy)
+    weights = torch.load(base["model"]["weights_backbone"], weights_only=True)
+    torch.save(weights, file)
+    config = merged(base, model={"weights_backbone": str(file)}, train={"epochs": 3}, checkpoint={"full": True})
+    weights["blocks.0.norm1.weight"][0] += 1e-6
+    torch.save(weights, tmp_path / "other.pt")
+    other = config.model_copy(
+        update={"model": config.model.model_copy(update={"weights_backbone": str(tmp_path / "other.pt")})}
+    )
+    with pytest.raises(CheckpointError, match=r"adapters and head alone.*backbone.pt with sha256 \w{16}, and sha256"):
+        run_session(TrainRequest(other, RunFolder(copy)))
+    assert run_session(TrainRequest(config, RunFolder(copy))) == 0
+    whole = saved(copy)
+    assert torch.equal(whole["model"]["encoder.norm.weight"], weights["norm.weight"])
+    assert "base" not in whole
+    file.unlink()
+    assert read_trained(str(copy)).step == 6
+    gone = shutil.move(base["model"]["weights_backbone"], file)
+    try:
+        with pytest.raises(CheckpointError, match=r"epoch_0002.pt holds adapters and head alone, their base: .*no"):
+            read_trained(str(run / "checkpoints" / "epoch_0002.pt"))
+    finally:
+        shutil.move(gone, base["model"]["weights_backbone"])
+
+
+def test_random_base_is_saved_whole_and_said(base: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
+    config = merged(base, model={"weights_backbone": None}, train={"epochs": 1})
+    assert train(config, tmp_path / "run") == 0
+    assert "checkpoints hold the whole network, the frozen backbone too: no weights file" in capsys.readouterr().out
+    state = saved(tmp_path / "run")
+    assert "base" not in state
+    assert "encoder.blocks.0.attn.qkv.base_layer.weight" in state["model"]
+    assert read_trained(str(tmp_path / "run")).step == 2
+
+
+NETWORKS = [
+    ("segapp", "eomt", "tu-vit_tiny_patch16_224", SMALL),
+    ("smp", "Segformer", "mit_b0", {"decoder_segmentation_channels": 16}),
+    ("smp", "DPT", "tu-vit_tiny_patch16_224", {"decoder_fusion_channels": 16}),
+]
+
+
+@pytest.mark.parametrize(("library", "name", "encoder", "options"), NETWORKS)
+def test_merged_network_computes_what_the_adapted_did(library: str, name: str, encoder: str, options: Any) -> None:
+    """In float64. The trained run below has the float32 that predict and export compute in."""
+    model = with_random_adapters(library, name, encoder, **options).double()
+    plain = build_model(library, name, 3, encoder=encoder, options=options).eval().double()
+    images = torch.randn(2, 3, *model.suitable_size(64, 64), dtype=torch.float64)
+    with torch.no_grad():
+        wanted = model(images)[0]
+        plain.load_state_dict(merge_adapters(model).state_dict())
+        torch.testing.assert_close(plain(images)[0], wanted, rtol=0, atol=1e-13 * float(wanted.abs().max()))
+
+
+def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    assembler = StepAssembler(merged(base), build_scheme(merged(base).data))
+    adapted = assembler.build_model(with_weights=True)
+    adapted.load_state_dict(network_state(find_checkpoint(str(run)).state), strict=False)
+    images = torch.randn(2, 3, 32, 48)
+    with torch.no_grad():
+        wanted = adapted.eval()(images)[0]
+        assert not torch.equal(wanted, assembler.build_model(with_weights=True).eval()(images)[0])
+        export_target(str(run), tmp_path / "net.safetensors", format=None, half=False, argmax=False)
+        plain = merged(base, model={"adapters": None, "weights_backbone": None}).model
+        others = [
+            read_trained(str(run)).model,
+            read_trained(str(tmp_path / "net.safetensors")).model,
+            build_network(plain.model_copy(update={"weights": str(run)}), 3),
+            build_network(plain.model_copy(update={"weights": str(run / "checkpoints" / "best.pt")}), 3),
+        ]
+        for model in others:
+            assert not any("lora" in name for name in model.state_dict())
+            assert float((model.eval()(images)[0] - wanted).abs().max()) < 1e-6
+
+
+def test_run_with_adapters_is_the_base_of_another(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
+    config = merged(base, model={"weights_backbone": None, "weights": str(run)}, train={"epochs": 1})
+    assert train(config, tmp_path / "second") == 0
+    assert saved(tmp_path / "second")["base"]["sources"] == [str(run)]
+    assert read_trained(str(tmp_path / "second")).step == 2
+
+
+def assembled(base: dict[str, Any], **sections: Any) -> tuple[RunConfig, SegmentationModel]:
+    config = merged(base, **sections)
+    return config, StepAssembler(config, build_scheme(config.data)).build_model(with_weights=False)
+
+
+def test_freeze_thaw_and_layer_decay_apply_to_adapters(base: dict[str, Any]) -> None:
+    freeze = {"freeze": ["encoder.blocks.0", "decoder"], "freeze_epochs": 1}
+    config, model = assembled(base, model=freeze, optim={"layer_decay": 0.5})
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert not any(name.startswith(("encoder.blocks.0.", "decoder.")) for name in trained)
+    thawed = set(model.thaw())
+    now = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert now == trained | thawed
+    assert all(".lora_" in name for name in now if name.startswith("encoder."))
+    factors = {name: each.lr_factor for name, each in group_settings(config.optim, model).items() if name in now}
+    for number in range(3):
+        of_block = {factor for name, factor in factors.items() if name.startswith(f"encoder.blocks.{number}.")}
+        assert of_block == {0.5 ** (3 - number)}
+
+
+REFUSED = [
+    ("mit_b0", ["mlp.fc3"], r"has 'mlp.fc3': .* no such layer; it has .*kv \(8, encoder.block1.0.attn.kv\)"),
+    ("tu-beit_base_patch16_224", ["qkv"], r"has 'qkv': .* no layer of these names that is called; it has .*fc1"),
+    ("resnet18", None, r"is null, and backbone resnet18 has no linear layer of .*; it has conv1"),
+]
+"""timm's BEiT reads the weight of `qkv` without calling the layer: an adapter there would change nothing."""
+
+
+@pytest.mark.parametrize(("encoder", "targets", "message"), REFUSED)
+def test_target_without_a_layer_names_those_there_are(encoder: str, targets: Any, message: str) -> None:
+    options = {"decoder_fusion_channels": 16} if "beit" in encoder else {}
+    model = build_model("smp", "DPT" if "beit" in encoder else "FPN", 3, encoder=encoder, options=options)
+    with pytest.raises(ConfigError, match=message):
+        add_adapters(model, rank=4, alpha=4.0, targets=targets)
+
+
+def test_targets_are_names_ends_or_patterns() -> None:
+    model = build_model("segapp", "eomt", 3, encoder=VIT["encoder"], options=SMALL)
+    add_adapters(model, rank=4, alpha=4.0, targets=["attn.qkv", "encoder.blocks.[01].mlp.*", "patch_embed.proj"])
+    layers = {name.partition(".lora_A")[0] for name, _ in model.named_parameters() if ".lora_A" in name}
+    wanted = {f"encoder.blocks.{number}.attn.qkv" for number in range(3)} | {"encoder.patch_embed.proj"}
+    assert layers == wanted | {f"encoder.blocks.{number}.mlp.{layer}" for number in (0, 1) for layer in ("fc1", "fc2")}
+
+
+def test_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build_model("segapp", "eomt", 3, encoder=VIT["encoder"], options=SMALL)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"needs the package peft: pip install 'segapp\[lora\]'"):
+        add_adapters(model, rank=4, alpha=4.0)
