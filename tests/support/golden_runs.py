@@ -38,17 +38,20 @@ LRASPP = ["model.options={width_mult: 0.3, inter_channels: 16}"]
 DEEPLAB = ["model.options={width_mult: 0.3, atrous_rates: [1, 2, 3]}"]
 DEEPLAB_WITHOUT_RESNET = ["model.name=deeplabv3", "model.encoder=mobilenet_v3_small", *DEEPLAB]
 WARM_UP = "schedule.warmup_steps=5"
+EOMT = [
+    "model.options={depth: 4, embed_dim: 48, num_heads: 3, num_queries: 6, num_blocks: 2, mask_steps: 20}",
+    "train.precision=fp32",  # float64 here; no autocast
+    WARM_UP,
+]
 SMALLER: dict[str, list[str]] = {
     "ade20k": ["model.encoder=tu-test_resnet", "model.options={decoder_channels: 16}"],
     "ade20k-segformer-b2": ["model.encoder=mit_b0", "model.options={decoder_segmentation_channels: 16}", WARM_UP],
     "camvid": [*LRASPP, WARM_UP],
     "camvid-distill": [*LRASPP, WARM_UP],
     "cityscapes": DEEPLAB_WITHOUT_RESNET,
-    "cityscapes-eomt-vits": [
-        "model.options={depth: 4, embed_dim: 48, num_heads: 3, num_queries: 6, num_blocks: 2, mask_steps: 20}",
-        "train.precision=fp32",  # float64 here; no autocast
-        WARM_UP,
-    ],
+    "cityscapes-eomt-vitl": [*EOMT, "train.accumulate=1"],
+    "cityscapes-eomt-vitl-lora": [*EOMT, "train.accumulate=1", "model.adapters={rank: 4}"],
+    "cityscapes-eomt-vits": EOMT,
     "cityscapes-fast": [*LRASPP, WARM_UP],
     "cityscapes-pspnet": [
         "model.encoder=tu-test_resnet",
