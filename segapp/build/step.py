@@ -88,6 +88,8 @@ class StepLayout:
         num_ranks: ranks that share a step, in ddp.
         recompute: blocks that are computed again in the backward pass, for each device in dp, else once; None: those
             that the config names, none with `auto`.
+        offloaded: in the same form, with `train.offload`, blocks whose activations are kept in host memory; None: all
+            that are not computed again.
     """
 
     mode: Mode
@@ -97,6 +99,7 @@ class StepLayout:
     loss: LossStyle = "small"
     num_ranks: int = 1
     recompute: tuple[tuple[str, ...], ...] | None = None
+    offloaded: tuple[tuple[str, ...], ...] | None = None
 
     @property
     def is_batch_divided(self) -> bool:
@@ -248,16 +251,21 @@ class StepAssembler:
         Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
         if uses_channels_last(self.config.train, model, layout.devices[0]):
             model.to(memory_format=torch.channels_last)
-        set_recompute(model, self._recomputed(model, layout))
+        self._set_blocks(model, layout)
         return model
 
-    def _recomputed(self, model: SegmentationModel, layout: StepLayout) -> Sequence[Sequence[str]]:
-        """Return the names of the blocks that each device computes again."""
-        wanted = self.config.train.recompute
-        if layout.recompute is not None or wanted in ("off", "auto"):
-            return layout.recompute or ()
-        names = block_names(model, None if isinstance(wanted, str) else wanted)
-        return [names] * (len(layout.devices) if layout.mode == "dp" else 1)
+    def _set_blocks(self, model: SegmentationModel, layout: StepLayout) -> None:
+        """Choose the blocks that each device computes again, and those whose activations are kept in host memory."""
+        train = self.config.train
+        wanted, num_devices = train.recompute, len(layout.devices) if layout.mode == "dp" else 1
+        recomputed, offloaded = layout.recompute, layout.offloaded if train.offload else ()
+        if recomputed is None and wanted in ("off", "auto"):
+            recomputed = ()
+        elif recomputed is None:
+            recomputed = (block_names(model, None if isinstance(wanted, str) else wanted),) * num_devices
+        if offloaded is None:
+            offloaded = (block_names(model),) * num_devices
+        set_recompute(model, recomputed, offloaded)
 
     def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
         """Build the criterion of the task.

@@ -181,12 +181,11 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
         yield from ((feature.key, feature.problem(parallel.mode)) for feature in unsupported(config, parallel.mode))
     if config.train.compile and config.distill is not None:
         yield "train.compile", "does not support distill: set it to false, or leave distill out"
-    if config.train.compile and config.train.recompute != "off":
-        yield (
-            "train.recompute",
-            "cannot be combined with train.compile, which chooses itself what to compute again: set one of them to "
-            "off or false",
-        )
+    for key, is_on in (("train.recompute", config.train.recompute != "off"), ("train.offload", config.train.offload)):
+        if is_on and config.train.compile:
+            yield key, "cannot be combined with train.compile: set one of them to off or false"
+        if is_on and config.train.cuda_graph:
+            yield key, "cannot be combined with train.cuda_graph: set one of them to off or false"
     if config.train.cuda_graph:
         yield from (("train.cuda_graph", f"true {problem}") for problem in _graph_problems(config))
     if isinstance(parallel.devices, list) and not parallel.devices:
@@ -213,8 +212,6 @@ def _graph_problems(config: RunConfig) -> Iterator[str]:
     """Yield the rest of a message for each setting that keeps a step from being captured as a graph."""
     if config.train.compile:
         yield "cannot be combined with train.compile: set one of them to false"
-    if config.train.recompute != "off":
-        yield "cannot be combined with train.recompute, which restores random states: set one of them to off or false"
     if config.distill is not None:
         yield "does not support distill: set it to false, or leave distill out"
     if config.loss.name == "mask_classification":

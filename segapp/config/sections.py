@@ -316,6 +316,8 @@ class TrainConfig(Section):
     """Blocks of the network that keep their inputs alone and are computed again in the backward pass: the same result
     in less memory and more time. auto: the cheapest set that fits the GPUs by the memory plan; or names and patterns of
     blocks, e.g. ["encoder.layer1.*"]."""
+    offload: Annotated[bool, OnResume] = False
+    """Keep the activations of the other blocks in host memory until their backward pass; slower if the GPU's bus is."""
     precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
     """fp16: half weights, fp32 masters; amp-*: autocast; auto: amp-bf16, or what the device of the first start has."""
     ema: OpenFraction | None = None

@@ -33,6 +33,7 @@ from segapp.compat.torch import (
     tree_iter,
     version_of,
 )
+from segapp.parallel.offload import Offload
 from segapp.parallel.rendezvous import current_replica
 
 RandomStates: TypeAlias = list[tuple[torch.device | None, Tensor]]
@@ -200,11 +201,13 @@ class _BlockPlan:
     Attributes:
         name: of the block in its network.
         devices: numbers of the devices on which it is computed again.
+        offloaded_on: numbers of the devices on which its activations are kept in host memory.
         is_checked: True once a pass was seen to leave its buffers as they are.
     """
 
-    def __init__(self, name: str, devices: Collection[int]) -> None:
-        self.name, self.devices, self.is_checked = name, frozenset(devices), False
+    def __init__(self, name: str, devices: Collection[int], offloaded_on: Collection[int]) -> None:
+        self.name, self.is_checked = name, False
+        self.devices, self.offloaded_on = frozenset(devices), frozenset(offloaded_on)
 
 
 class RecomputedBlock(nn.Module):
@@ -216,6 +219,9 @@ class RecomputedBlock(nn.Module):
         """Return what the block returns; see its own class."""
         replica, run = current_replica(), super().forward
         number = 0 if replica is None else replica.position
+        if torch.is_grad_enabled() and number in self.recompute_plan.offloaded_on:
+            with Offload([*self.parameters(), *self.buffers()]).running():
+                return run(*args, **kwargs)
         if number not in self.recompute_plan.devices or not torch.is_grad_enabled():
             return run(*args, **kwargs)
         contexts = _Pass(self, (args, kwargs)).contexts
@@ -229,7 +235,9 @@ def _recomputed(kind: type[nn.Module]) -> Any:
     return type(kind.__name__, (RecomputedBlock, kind), own)
 
 
-def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
+def set_recompute(
+    network: nn.Module, sets: Sequence[Collection[str]], offloaded: Sequence[Collection[str]] = ()
+) -> None:
     """Choose the blocks of a network whose activations are computed again in the backward pass, in place.
 
     A later call replaces the choice; one with empty sets undoes it. To be called between two steps. Parameters,
@@ -239,6 +247,8 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         network: any module.
         sets: names of sub-modules, none within another, for each device of a `DataParallelModel`, or once for a network
             on one device, in stages, or of a rank; ranks may differ.
+        offloaded: in the same form, blocks whose activations are not computed again but kept in host memory; those that
+            are computed again too are not offloaded.
 
     Raises:
         ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have.
@@ -250,7 +260,7 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
         >>> type(network[1]).__name__, isinstance(network[1], RecomputedBlock)
         ('Sequential', True)
     """
-    names = {name for each in sets for name in each}
+    names = {name for each in (*sets, *offloaded) for name in each}
     for name in names:
         if outer := next((other for other in names if name.startswith(f"{other}.")), None):
             raise ValueError(f"{name} lies within {outer}: name one of them")
@@ -266,7 +276,10 @@ def set_recompute(network: nn.Module, sets: Sequence[Collection[str]]) -> None:
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
-        block.__dict__["recompute_plan"] = _BlockPlan(name, [i for i, each in enumerate(sets) if name in each])
+        devices = [i for i, each in enumerate(sets) if name in each]
+        block.__dict__["recompute_plan"] = _BlockPlan(
+            name, devices, [i for i, each in enumerate(offloaded) if name in each and i not in devices]
+        )
         for layer in block.modules():
             if isinstance(layer, BatchOrInstanceNorm):
                 layer.__dict__[IN_BLOCK] = True

@@ -17,7 +17,9 @@ from segapp.parallel import (
     convert_sync_batchnorm,
     gradient_penalty,
     init_from_env,
+    offload,
     place_stages,
+    set_recompute,
     shutdown,
     wrap_ddp,
 )
@@ -63,6 +65,51 @@ def test_step_with_and_without_sync_bn_and_benchmark(device_ids, sync_bn, benchm
 @pytest.mark.parametrize("check", [check_threads, check_channels_last])
 def test_replicas_keep_threads_devices_and_channels_last(device_ids, check):
     check(as_devices(device_ids), "cuda:0")
+
+
+BLOCKS = ["stem", "dilated", "residual"]
+
+
+@pytest.mark.parametrize(
+    "device_ids", [pytest.param(["cuda:0"], id="one GPU"), pytest.param(SAME, id="logical"), several]
+)
+@pytest.mark.parametrize(("recomputed", "offloaded"), [(BLOCKS, []), (BLOCKS[:1], BLOCKS[1:])])
+def test_recomputed_and_offloaded_blocks(device_ids, recomputed, offloaded, monkeypatch):
+    """Losses, gradients and statistics in float64; the peak is lower, and the host copies are pinned."""
+    monkeypatch.setattr(offload, "SMALLEST_BYTES", 2**10)
+    devices = as_devices(device_ids)
+    images, target = (part.to("cuda:0") for part in make_batch(7))
+    found = []
+    for is_chosen in (False, True):
+        torch.manual_seed(0)
+        net = convert_sync_batchnorm(SmallNet().double().to("cuda:0"))
+        if is_chosen:
+            set_recompute(net, [recomputed] * len(devices), [offloaded] * len(devices))
+        model = DataParallelModel(net, devices, None if len(devices) == 1 else 1)
+        criterion = DataParallelCriterion(PlainCE())
+        for _ in range(2):
+            loss = criterion(model(images), target)
+            loss.backward()
+        found.append([loss.detach(), *grads_of(net), *net.buffers()])
+    kept, chosen = found
+    assert relative_error(chosen, kept) <= 1e-10
+
+
+@pytest.mark.parametrize("way", ["recomputed", "offloaded"])
+def test_peak_is_lower_with_recomputed_or_offloaded_blocks(way):
+    layers = [
+        nn.Sequential(nn.Conv2d(32, 32, 3, padding=1), nn.GELU(), nn.Conv2d(32, 32, 3, padding=1)) for _ in range(6)
+    ]
+    net = nn.Sequential(*layers).cuda()
+    names = [[str(i) for i in range(6)]]
+    peaks = {}
+    for is_chosen in (False, True):
+        set_recompute(net, names if is_chosen and way == "recomputed" else [], names if is_chosen else [])
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        net(torch.randn(4, 32, 256, 256, device="cuda", requires_grad=True)).sum().backward()
+        peaks[is_chosen] = torch.cuda.max_memory_allocated()
+    assert peaks[True] < 0.7 * peaks[False]
 
 
 @needs_several
