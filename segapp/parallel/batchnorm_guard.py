@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from segapp.accelerator import random_states_kept
 from segapp.compat.torch import BatchNorm
+from segapp.parallel.recompute import activations_kept
 from segapp.parallel.scatter_gather import map_tensors, tensors_in
 from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm, revert_sync_batchnorm
 
@@ -140,7 +141,10 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     try:
         for layer in synced:  # the other ranks are not asked
             revert_sync_batchnorm(layer)
-        found = functional_call(module, {**state, **trained}, tuple(map_tensors(_as_two_samples, i) for i in inputs))
+        with activations_kept():  # the backward pass is outside of `functional_call`, which replaces the parameters
+            found = functional_call(
+                module, {**state, **trained}, tuple(map_tensors(_as_two_samples, i) for i in inputs)
+            )
     except (RuntimeError, NotImplementedError, ValueError, TypeError, KeyError):
         return []
     finally:

@@ -219,13 +219,25 @@ class RecomputedBlock(nn.Module):
         """Return what the block returns; see its own class."""
         replica, run = current_replica(), super().forward
         number = 0 if replica is None else replica.position
-        if torch.is_grad_enabled() and number in self.recompute_plan.offloaded_on:
+        if getattr(_thread_local, "is_off", False) or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        if number in self.recompute_plan.offloaded_on:
             with Offload([*self.parameters(), *self.buffers()]).running():
                 return run(*args, **kwargs)
-        if number not in self.recompute_plan.devices or not torch.is_grad_enabled():
+        if number not in self.recompute_plan.devices:
             return run(*args, **kwargs)
         contexts = _Pass(self, (args, kwargs)).contexts
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+
+
+@contextlib.contextmanager
+def activations_kept() -> Iterator[None]:
+    """Let all blocks keep their activations in the block of the `with` statement, in this thread."""
+    _thread_local.is_off = True
+    try:
+        yield
+    finally:
+        _thread_local.is_off = False
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from segapp.accelerator import Accelerator, ParkedTensor
-from segapp.parallel import DataParallelModel, convert_sync_batchnorm, offload, set_recompute
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm, offload, set_recompute, unused_parameters
 from segapp.parallel.recompute import RecomputedBlock
 
 
@@ -146,6 +146,15 @@ def test_offloaded_activations_come_back_one_block_ahead(monkeypatch):
     order = ["fetch 3", "fetch 2", "backward 3", "fetch 1", "backward 2", "backward 1"]
     assert sorted(first, key=first.get) == order
     assert log.count("fetch 2") == len([owner for owner in log if owner == "fetch 1"])
+
+
+def test_unused_parameters_are_found_beside_recomputed_blocks():
+    net = convert_sync_batchnorm(network())
+    net.register_parameter("spare", nn.Parameter(torch.zeros(1)))
+    for block in net[1:4]:
+        block.last.momentum = 0.1  # the mean over all batches needs the value of a counter, which "meta" has not
+    set_recompute(net, [EVERYWHERE])
+    assert unused_parameters(net, torch.zeros(2, 3, 8, 8, dtype=torch.float64)) == ["spare"]
 
 
 def test_autocast_of_the_first_pass_holds_in_the_second():

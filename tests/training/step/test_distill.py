@@ -328,3 +328,16 @@ def test_node_of_zero_features_has_a_finite_gradient() -> None:
     ).sum().backward()
     assert features.grad is not None
     assert features.grad.isfinite().all()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [["cpu"], ["cpu"] * 3])
+def test_a_recomputed_student_takes_the_same_course(
+    tiny: dict[str, Any], teacher: Path, tmp_path: Path, devices: list[str]
+) -> None:
+    """Bit for bit, with the critic's gradient penalty."""
+    mode = {"mode": "single"} if len(devices) == 1 else {"mode": "dp", "gpu0_bsz": 1}
+    for name in ("off", "all"):
+        config = student(tiny, teacher, train={"recompute": name}, parallel={**mode, "devices": devices})
+        assert train(config, tmp_path / name) == 0
+    assert terms(tmp_path / "off") == terms(tmp_path / "all")
