@@ -19,8 +19,10 @@ def test_table_has_every_column_and_three_digits() -> None:
 
 def test_plan_metrics_are_those_of_a_case_worked_by_hand() -> None:
     rows = [
-        {"planned MiB": 110.0, "measured MiB": 100.0, "fails in plan": False, "unused %": 12.0},
-        {"planned MiB": 98.0, "measured MiB": 100.0, "fails in plan": True, "unused %": None},
+        {"planned MiB": 110.0, "measured MiB": 100.0, "fails in plan": False, "unused %": 12.0}
+        | {"device MiB": 10240.0, "allowed MiB": 1024.0},
+        {"planned MiB": 98.0, "measured MiB": 100.0, "fails in plan": True, "unused %": None}
+        | {"device MiB": 10240.0, "allowed MiB": 2048.0},
         {"planned MiB": 205.0, "measured MiB": 200.0, "fails in plan": False, "unused %": 4.0},
         {"planned MiB": 50.0, "measured MiB": None},
     ]
@@ -28,6 +30,7 @@ def test_plan_metrics_are_those_of_a_case_worked_by_hand() -> None:
         "- median relative error: 2.5 % of 3 peaks",
         "- plans whose run then fails: 1 of 3 (33 %)",
         "- planned memory left unused, median: 8.0 %",
+        "- memory left to others, mean: 3.5 GiB of a card",
     ]
 
 

@@ -24,6 +24,7 @@ from segapp.training.planning.trial import blank_batch, build_trial_engine, eval
 from segapp.training.step.engine import StepEngine
 from tests.gpu.cases import Case
 from tests.support import ROOT
+from tests.support.plan_scores import memory_unused
 
 MIB = 2**20
 
@@ -134,8 +135,10 @@ def plan_row(plans: Plans, place: torch.device, key: Key) -> dict[str, Any]:
         "measured eval MiB": measured_eval_mib,
         "error %": 100 * (max(step_mib, eval_mib) / max(measured_mib, measured_eval_mib) - 1),
         "reserved MiB": reserved_mib,
+        "device MiB": torch.cuda.get_device_properties(place).total_memory / MIB,
+        "allowed MiB": allowed_mib,
         "fails in plan": fails,
-        "unused %": None if fails else 100 * max(0.0, 1 - reserved_mib / allowed_mib),
+        "unused %": None if fails else 100 * memory_unused(allowed_mib, reserved_mib),
     }
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from tests.gpu.cases import outcomes, read_lines
 from tests.gpu.schedule import ROWS, ScheduledRow
+from tests.support.plan_scores import failure_probability, median_relative_error, memory_conserved
 
 SESSION = "session.jsonl"
 """The file with a line for each start of the session and for each end of a row."""
@@ -88,21 +89,23 @@ def plan_metrics(rows: Sequence[Row]) -> str:
     """Return the metrics of xMem (https://arxiv.org/abs/2510.21048) over the rows that were measured.
 
     The median relative error of the peaks; the share of plans whose run then fails, with the memory that the plan
-    allows and no more; and the share of that memory that the run leaves unused.
+    allows and no more; the share of that memory that the run leaves unused; and the card's memory that plans leave to
+    others.
     """
     peaks = [(row["planned MiB"], row["measured MiB"]) for row in rows if row.get("measured MiB")]
     if not peaks:
         return "No peak was measured: this machine has no card."
-    errors = [abs(planned / measured - 1) for planned, measured in peaks]
-    tried = [row["fails in plan"] for row in rows if row.get("fails in plan") is not None]
+    fails = [row["fails in plan"] for row in rows if row.get("fails in plan") is not None]
     unused = [row["unused %"] for row in rows if row.get("unused %") is not None]
-    lines = [f"- median relative error: {100 * statistics.median(errors):.1f} % of {len(errors)} peaks"]
-    if tried:
-        lines.append(
-            f"- plans whose run then fails: {sum(tried)} of {len(tried)} ({100 * sum(tried) / len(tried):.0f} %)"
-        )
+    given = [(row["device MiB"], row["allowed MiB"], row["fails in plan"]) for row in rows if row.get("allowed MiB")]
+    lines = [f"- median relative error: {100 * median_relative_error(peaks):.1f} % of {len(peaks)} peaks"]
+    if fails:
+        share = 100 * failure_probability(fails)
+        lines.append(f"- plans whose run then fails: {sum(fails)} of {len(fails)} ({share:.0f} %)")
     if unused:
         lines.append(f"- planned memory left unused, median: {statistics.median(unused):.1f} %")
+    if given:
+        lines.append(f"- memory left to others, mean: {memory_conserved(given) / 1024:.1f} GiB of a card")
     return "\n".join(lines)
 
 
