@@ -497,12 +497,15 @@ def plan(
         str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's).", "LIST")
     ] = None,
     run: Annotated[str | None, option("--run", "Calibrate with the memory that this run has measured.", "RUN")] = None,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Find the batch and train.recompute with which a step fits and is fastest.")
+    ] = False,
     json_out: JsonFlag = False,
 ) -> None:
     """Predict each GPU's peak memory for every split of the batch, without a GPU."""
     from segapp.commands.plan import print_plan
 
-    print_plan(config, overrides or [], gpus, run, as_json=json_out)
+    print_plan(config, overrides or [], gpus, run, fit=fit, as_json=json_out)
 
 
 @app.command()

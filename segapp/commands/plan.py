@@ -17,13 +17,22 @@ from segapp.training.planning.plan import plan_memory
 
 
 def print_plan(
-    config_name: str | None, overrides: Sequence[str], gpus: str | None, run: str | None, *, as_json: bool
+    config_name: str | None,
+    overrides: Sequence[str],
+    gpus: str | None,
+    run: str | None,
+    *,
+    fit: bool = False,
+    as_json: bool = False,
 ) -> None:
-    """Plan the memory of a config or a run, and print it."""
+    """Plan the memory of a config or a run, and print it.
+
+    With `fit`, or if the config does not fit, also the ways to make its step, and the fastest of them.
+    """
     config, measurement = _config_and_measurement(config_name, overrides, run)
     specs = _gpu_specs(gpus, measurement)
     announce_on_terminal("planning the memory")
-    plan, errors = plan_memory(config, specs, measurement)
+    plan, errors = plan_memory(config, specs, measurement, fit=fit or None)
     if as_json:
         facts = {"calibration": [{**vars(error), "error": error.error} for error in errors]} if measurement else {}
         print(json.dumps({**plan_as_json(plan), **facts}, indent=2))

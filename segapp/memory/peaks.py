@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import zip_longest
 from statistics import median
 from typing import Any, Literal, NamedTuple
 
@@ -43,6 +44,8 @@ class SimulationJob:
     """Height and width of the evaluated images; None: no evaluation."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Dotted config keys and their values, for this job alone."""
+    recompute: tuple[tuple[str, ...], ...] | None = None
+    """Blocks that are computed again, for each device in dp, else once; None: as the config says, none with `auto`."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,8 @@ class SimulationResult:
     devices: tuple[dict[str, PhasePeak], ...]
     is_sharded: bool = False
     """The ranks of ddp divide the optimizer's state."""
+    trace: tuple[dict[str, float], ...] = ()
+    """What `segapp.memory.costs.StepTrace` found on each device."""
 
     def peak_mib(self) -> tuple[float, ...]:
         """Return each device's highest peak over all phases, MiB."""
@@ -151,7 +156,7 @@ class PlannedPeaks:
     first: Regimes
     """Device 0 with samples; in model mode the device of the first stage."""
     others: tuple[Regimes, ...] = ()
-    """Any other device with samples; in model mode one entry for each further device."""
+    """Further devices with samples; the last entry holds for all that follow, and `first` where there is none."""
     idle: Regimes = ()
     """Device 0 without samples."""
 
@@ -170,15 +175,22 @@ class PlannedPeaks:
         """Return the highest peak of each device over all phases, MiB."""
         return tuple(max(found.values(), default=0.0) for found in self.phases(split))
 
+    def traces(self, split: Sequence[int]) -> tuple[Numbers, ...]:
+        """Return the trace of the step on every device.
+
+        Only what grows with the samples counts as kept: casts of weights live on in autocast's cache.
+        """
+        return tuple(_traced(self._regimes[key], samples) for key, samples in self._places(split))
+
     def _places(self, split: Sequence[int]) -> Iterator[tuple[int | str, int]]:
         """Return the key of each device's lines in `_regimes`, and its samples."""
         for i, samples in enumerate(split):
             if self.mode == "model":
                 yield i, sum(split)
-            elif self.mode == "ddp":  # a rank without samples has weights, gradients and optimizer too
-                yield 0, samples
+            elif samples or self.mode == "ddp":  # a rank without samples has weights, gradients and optimizer too
+                yield min(i, len(self.others)), samples
             else:
-                yield (min(i, 1) if samples else "evaluation" if i else "idle"), samples
+                yield "evaluation" if i else "idle", samples
 
     @cached_property
     def _regimes(self) -> dict[int | str, Regimes]:
@@ -210,6 +222,16 @@ def _highest(regimes: Regimes, samples: int) -> Numbers:
     return found
 
 
+def _traced(regimes: Regimes, samples: int) -> Numbers:
+    found: Numbers = {}
+    for key in regimes[-1] if regimes else ():
+        if key.startswith("trace/kept/"):
+            found[key.removeprefix("trace/")] = samples * min(lines[key].per_sample for lines in regimes)
+        elif key.startswith("trace/"):
+            found[key.removeprefix("trace/")] = max(lines[key].at(samples) for lines in regimes if key in lines)
+    return found
+
+
 def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
     """Return the splits from which `fit_model` predicts all others; in mode dp, two devices represent any number."""
     if mode == "dp" and num_devices > 1:
@@ -220,7 +242,10 @@ def splits_to_simulate(mode: Mode, num_devices: int) -> list[tuple[int, ...]]:
 
 def fit_model(mode: Mode, results: Sequence[SimulationResult]) -> PlannedPeaks:
     """Return the affine model that agrees with the results of `splits_to_simulate`, in that order."""
-    tables = [[_flat(phases) for phases in result.devices] for result in results]
+    nothing: dict[str, Any] = {}
+    tables = [
+        [_flat(*each) for each in zip_longest(result.devices, result.trace, fillvalue=nothing)] for result in results
+    ]
     if len(results) == len((*FEW, *MANY)):
         columns = [
             (_through(FEW, few, more), _through(MANY, many, most))
@@ -243,9 +268,10 @@ def _through(samples: tuple[int, int], low: Numbers, high: Numbers) -> dict[str,
     return {key: Line(fit.fixed[0] or 0.0, fit.slope or 0.0) for key, fit in fits.items()}
 
 
-def _flat(phases: Mapping[str, PhasePeak]) -> Numbers:
+def _flat(phases: Mapping[str, PhasePeak], trace: Numbers) -> Numbers:
     of_kinds = {f"{phase}/{kind}": mib for phase, peak in phases.items() for kind, mib in peak.by_kind.items()}
-    return {phase: peak.mib for phase, peak in phases.items()} | of_kinds
+    traced = {f"trace/{key}": number for key, number in trace.items()}
+    return {phase: peak.mib for phase, peak in phases.items()} | of_kinds | traced
 
 
 class Peak(NamedTuple):

@@ -36,6 +36,9 @@ replica's worker and for autograd's thread. dp exchanges by copies and has no NC
 
 LARGEST_BATCH = 4096
 
+EQUALLY_FAST = 1.02
+"""Estimated times of a step within this ratio count as equal."""
+
 _SAVED_FORMAT = 1
 
 
@@ -136,6 +139,34 @@ class PlanRow:
 
 
 @dataclass(frozen=True)
+class Fit:
+    """One way to make a step of a given number of images: batch, split, and blocks that are computed again."""
+
+    batch_size: int
+    accumulate: int
+    gpu0_bsz: int | None
+    split: tuple[int, ...]
+    recompute: str
+    """off, chosen or all."""
+    sets: tuple[tuple[str, ...], ...]
+    """Names of blocks for each device in dp and each rank in ddp, else once."""
+    peak_mib: tuple[float, ...]
+    """Memory each GPU needs, overhead included."""
+    fits: bool
+    step_s: float
+    """Estimated for the machine of `segapp.memory.costs.Machine`."""
+    tensors_mib: tuple[float, ...] = ()
+    """Simulated peak of the tensors; empty where it is a line through other splits."""
+
+    def words(self, *, is_batch_fixed: bool = False) -> str:
+        """Return the keys and values of a config that make the step so."""
+        names = f"[{','.join(self.sets[0])}]" if len(set(self.sets)) == 1 else "auto"
+        found = [] if is_batch_fixed else [f"train.batch_size={self.batch_size} train.accumulate={self.accumulate}"]
+        found += [] if self.gpu0_bsz is None else [f"parallel.gpu0_bsz={self.gpu0_bsz}"]
+        return " ".join((*found, f"train.recompute={self.recompute if self.recompute != 'chosen' else names}"))
+
+
+@dataclass(frozen=True)
 class Advice:
     """A change that reduces memory; the amounts are of the fullest GPU."""
 
@@ -169,10 +200,23 @@ class MemoryPlan:
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    fits: tuple[Fit, ...] = ()
+    """Ways to make a step of the same images, the largest batch first; empty where none was looked for."""
+    chosen: Fit | None = None
+    """With `train.recompute: auto`: the blocks that `model` computes again, and the split they were chosen for."""
+
+    @property
+    def fastest(self) -> Fit | None:
+        """The fastest of `fits` that fits; of equally fast ones the largest batch, of which BatchNorm sees more."""
+        fitting = [each for each in self.fits if each.fits]
+        fastest_s = min((each.step_s for each in fitting), default=0.0)
+        return next((each for each in fitting if each.step_s <= EQUALLY_FAST * fastest_s), None)
 
     @property
     def best(self) -> PlanRow:
-        """The split whose fullest GPU has the most free memory."""
+        """The split whose fullest GPU has the most free memory, or that blocks to compute again were chosen for."""
+        if self.chosen is not None and self.current is None:
+            return next(row for row in self.rows if row.split == self.chosen.split)
         return min(self.rows, key=lambda row: (round(row.fullest(self.gpus), 4), -(row.gpu0_bsz or 0)))
 
 
@@ -190,6 +234,11 @@ class Planner:
     def has_split(self) -> bool:
         """True if the batch can be divided in several ways."""
         return self.model.mode in ("dp", "ddp")
+
+    def budget_mib(self, device: int) -> float:
+        """Return the simulated memory of tensors that a GPU has room for."""
+        room = (self.gpus[device].total_mib - self.overhead.context_mib[device]) * self.overhead.room
+        return room / self.overhead.tensors_mib(device, 1.0)
 
     def rows(self, batch_size: int) -> tuple[tuple[PlanRow, ...], tuple[tuple[int, str], ...]]:
         """Return every possible split of a batch, and the refused values of `gpu0_bsz` with the reasons.
@@ -393,6 +442,9 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "max_batch_row": None if plan.max_row is None else asdict(plan.max_row),
         "max_batch_shares": plan.shares,
         "advice": [asdict(advice) for advice in plan.advice],
+        "fits": [asdict(fit) for fit in plan.fits],
+        "fastest": None if plan.fastest is None else {**asdict(plan.fastest), "words": plan.fastest.words()},
+        "recompute": None if plan.chosen is None else plan.chosen.sets,
         "notes": list(plan.notes),
         **plan.facts,
     }
@@ -414,6 +466,8 @@ class SavedMemoryPlan:
     """Memory that one more sample adds to a device."""
     notes: tuple[str, ...] = ()
     """How the batch was found."""
+    recompute: tuple[tuple[str, ...], ...] | None = None
+    """With `train.recompute: auto`: blocks to compute again, for each device in dp and each rank in ddp, else once."""
 
     def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
         """Return the predicted peak of each device under a split; empty if the plan does not have the split.
@@ -440,6 +494,7 @@ class SavedMemoryPlan:
             tuple(row.tensors_mib for row in plan.rows),
             max(0.0, (high - low) / 8),
             tuple(notes),
+            None if plan.chosen is None else plan.chosen.sets,
         )
 
     def write(self, path: Path) -> None:

@@ -37,6 +37,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         *gpu_bars(plan, plan.best),
         "",
         *advice_lines(plan.advice),
+        *fit_lines(plan),
     ]
     return [line.rstrip() for line in lines]
 
@@ -104,6 +105,44 @@ def advice_lines(advice: Sequence[Advice]) -> list[str]:
     lines += [
         f"in use already: {item.change} saves {item.gain_mib:.0f} MiB ({item.note})" for item in advice if item.in_use
     ]
+    return lines
+
+
+def fit_lines(plan: MemoryPlan) -> list[str]:
+    """Return the ways to make a step of the same images as a table, and the config of the fastest that fits."""
+    if not plan.fits:
+        return []
+    names = (gpu.name or f"GPU {i}" for i, gpu in enumerate(plan.gpus))
+    rows: list[Sequence[str]] = [
+        ("batch", "accumulate", "recompute", "gpu0_bsz", "split", *(f"{name} MiB" for name in names), "time", "fits")
+    ]
+    first = plan.fits[0]
+    rows += [
+        (
+            str(fit.batch_size),
+            str(fit.accumulate),
+            f"chosen: {max(map(len, fit.sets))} blocks" if fit.recompute == "chosen" else fit.recompute,
+            "-" if fit.gpu0_bsz is None else str(fit.gpu0_bsz),
+            _joined(fit.split),
+            *(f"{mib:.0f}" for mib in fit.peak_mib),
+            f"{fit.step_s / first.step_s:.2f}",
+            "yes" if fit.fits else "no",
+        )
+        for fit in plan.fits
+    ]
+    lines = [
+        "",
+        f"ways to make a step of {first.batch_size * first.accumulate} images; time: estimated, relative to the first:",
+        *aligned(rows),
+    ]
+    if plan.fastest is None:
+        return [*lines, "none of them fits: lower data.crop_px, or set train.precision=amp-bf16"]
+    lines.append(f"fastest that fits: {plan.fastest.words()}")
+    same = min(
+        (f for f in plan.fits if f.fits and f.batch_size == plan.batch_size), key=lambda f: f.step_s, default=None
+    )
+    if same is not None and plan.fastest.batch_size != plan.batch_size:
+        lines.append(f"with batches of {plan.batch_size}, so that BatchNorm sees as many images: {same.words()}")
     return lines
 
 

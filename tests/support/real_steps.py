@@ -1,8 +1,9 @@
 """A training step really run on the CPU, its allocations as torch's profiler saw them, beside the simulation of it.
 
-    python tests/support/real_steps.py MODEL SPLIT...
+    python tests/support/real_steps.py MODEL SPLIT... [recompute=SHARE]
 
-prints one JSON object a split. The backend of the simulation is for the whole process, so this has one of its own.
+prints one JSON object a split; with a share, for the cheapest blocks to compute again in that share of the peak, with
+the peak that was estimated for them. The backend of the simulation is for the whole process: this has one of its own.
 """
 
 import json
@@ -17,6 +18,7 @@ from segapp.build.step import StepAssembler, StepLayout, StepParts
 from segapp.config import validate_config
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.peaks import SimulationJob
+from segapp.memory.recompute import DeviceCourse
 from segapp.parallel import data_parallel
 from segapp.training.planning.simulate import Simulator, build_simulator, run_step
 
@@ -64,12 +66,12 @@ def run_in_this_thread(modules, inputs, kwargs=None, **_):
     return [module(*args, **kw) for module, args, kw in zip(modules, inputs, named, strict=True)]
 
 
-def real_engine(simulator, split):
+def real_engine(simulator, split, recompute=None):
     """The engine of a training, on logical devices of the CPU."""
     torch.manual_seed(0)
     mode = "dp" if len(split) > 1 else "single"
     devices = (torch.device("cpu"),) * len(split)
-    layout = StepLayout(mode, devices, shares=split if mode == "dp" else None)
+    layout = StepLayout(mode, devices, shares=split if mode == "dp" else None, recompute=recompute)
     assembler = simulator.assembler
     model = assembler.prepare(assembler.build_model(with_weights=False), layout).train()
     criterion = assembler.build_criterion(lambda _: [1.0] * 19)
@@ -90,8 +92,16 @@ def measured_mib(engine, batch):
     return (before + highest) / 2**20
 
 
-def simulated_mib(simulator, split):
-    job = SimulationJob("dp" if len(split) > 1 else "single", split)
+def chosen_blocks(simulator, split, share):
+    """The blocks that a plan would choose for a share of the peak, and the peak it estimates."""
+    course = DeviceCourse.of_trace(simulator.run(SimulationJob("single", split), granule_bytes=1).trace[0])
+    chosen = course.cheapest(share * course.peak_mib(()))
+    assert chosen
+    return (chosen,), course.peak_mib(chosen)
+
+
+def simulated_mib(simulator, split, recompute=None):
+    job = SimulationJob("dp" if len(split) > 1 else "single", split, recompute=recompute)
     devices = ["simgpu:0"] * len(split)
     return simulator.run(job, devices, granule_bytes=1, is_host_batch=False).peak_mib()[0]
 
@@ -113,12 +123,20 @@ if __name__ == "__main__":
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     config = config_of(sys.argv[1])
-    splits = [tuple(map(int, word.split("+"))) for word in sys.argv[2:]]
+    share = next((float(word.removeprefix("recompute=")) for word in sys.argv[2:] if "=" in word), None)
+    splits = [tuple(map(int, word.split("+"))) for word in sys.argv[2:] if "=" not in word]
     # One simulator as `segapp plan` builds it, and before it one of the epochs in which `model.freeze` holds.
     own = Simulator(StepAssembler(config, build_scheme(config.data)))
     simulators = [own, build_simulator(config)] if config.model.freeze else [own]
     StepAssembler.build_criterion = at_full_resolution(StepAssembler.build_criterion)
     data_parallel.run_replicas = run_in_this_thread
+    if share is not None:
+        for split in splits:
+            blocks, estimated = chosen_blocks(own, split, share)
+            simulated, plain = simulated_mib(own, split, blocks), simulated_mib(own, split)
+            measured_ = measured_mib(real_engine(own, split, blocks), own.batch(sum(split)))
+            print(json.dumps((split, measured_, simulated, plain, estimated, blocks)))
+        sys.exit()
     rows = [(split, simulated_mib(simulator, split)) for split in splits for simulator in simulators]
     measured = []
     for split in splits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from segapp.memory.peaks import PlannedPeaks, SimulationJob, fit_model, splits_t
 from segapp.memory.plan import (
     LARGEST_BATCH,
     Advice,
+    Fit,
     GpuSpec,
     MemoryPlan,
     OverheadEstimate,
@@ -30,7 +31,9 @@ from segapp.memory.plan import (
     variant_advice,
     variants,
 )
+from segapp.memory.recompute import DeviceCourse
 from segapp.training.planning.pool import SimulationPool
+from segapp.training.planning.recompute import RecomputeSearch
 
 
 def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
@@ -83,11 +86,14 @@ def plan_memory(
     overhead: OverheadEstimate | None = None,
     with_advice: bool = True,
     batches: Sequence[int] = range(1, LARGEST_BATCH + 1),
+    fit: bool | None = False,
 ) -> tuple[MemoryPlan, list[PeakError]]:
     """Return the plan of a config on given GPUs, and the errors of the prediction against a measured run of it.
 
     With `train.batch_size: auto` the plan is for the largest of `batches`, in ascending order, that fits. The advice,
-    changes that reduce memory, takes longer to simulate than the plan itself.
+    changes that reduce memory, takes longer to simulate than the plan itself. `fit`: look for the fastest way to make
+    a step of the same images; None: if the config does not fit. With `train.recompute: auto` the blocks to compute
+    again are chosen for the split of the config, or together with an automatic one, and with an automatic batch.
 
     Raises:
         ConfigError: the config does not suit the GPUs, or cannot be built, or no batch fits.
@@ -95,20 +101,86 @@ def plan_memory(
     is_auto = not config.train.batch_size
     small = with_batch(config, 2 * len(gpus)) if is_auto else config
     mode = mode or choose_mode(small, len(gpus))
-    found = _simulated(small, gpus, mode, with_advice=with_advice)
-    overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
     errors: list[PeakError] = []
-    if measurement is not None:
-        simulated = found.frozen_model if measurement.is_frozen else found.model
-        overhead, errors = calibrated(measurement, simulated or found.model, overhead)
-    facts = found.facts
-    planner = Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
-    if is_auto:
-        config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
-    return _assembled(config, planner, found), errors
+    with SimulationPool(small) as pool:
+        found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
+        overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
+        if measurement is not None:
+            simulated = found.frozen_model if measurement.is_frozen else found.model
+            overhead, errors = calibrated(measurement, simulated or found.model, overhead)
+        facts = found.facts
+        planner = Planner(found.model, tuple(gpus), overhead, facts["smallest_chunk"], facts["needs_samples"])
+        search = RecomputeSearch(pool, found.job, planner, facts["blocks"])
+        if config.train.recompute == "auto":
+            config, planner, chosen = _with_chosen(config, planner, search, facts["min_train_batch"], batches)
+            plan = replace(_assembled(config, planner, found), chosen=chosen)
+        else:
+            if is_auto:
+                config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
+            plan = _assembled(config, planner, found)
+        if fit or (fit is None and not (plan.current or plan.best).fits):
+            images = config.train.batch_size * config.train.accumulate
+            plan = replace(plan, fits=tuple(search.table(images)))
+    return plan, errors
 
 
-def _largest_batch(config: RunConfig, planner: Planner, least: int, batches: Sequence[int]) -> int:
+def _with_chosen(
+    config: RunConfig, planner: Planner, search: RecomputeSearch, least: int, batches: Sequence[int]
+) -> tuple[RunConfig, Planner, Fit]:
+    """Return the config with its batch, the planner with the blocks to compute again, and these.
+
+    An automatic batch is the one with the fastest step of `train.effective_batch_size` images; without that key, the
+    largest that fits, if possible with nothing computed again.
+    """
+    train = config.train
+    total, counts = train.batch_size * train.accumulate, [train.batch_size]
+    if not train.batch_size and train.effective_batch_size is not None:
+        total, counts = train.effective_batch_size, [n for n in batches if n >= least]
+    elif not train.batch_size:
+        try:
+            counts = [_largest_batch(config, planner, least, batches)]
+        except ConfigError:
+
+            def fits(row: PlanRow) -> bool:
+                return search.can_fit(row, train.accumulate)
+
+            counts = [_largest_batch(config, planner, least, batches, fits)]
+        total = counts[0] * train.accumulate
+    candidates = [
+        (row, total // count)
+        for count in counts
+        for row in _possible_rows(with_batch(config, count), search.planner(total // count))
+    ]
+    chosen = search.fastest(candidates)
+    if chosen is None:
+        if not candidates or not train.batch_size:
+            raise _nothing_fits(planner, f"{counts[0]} images" if counts else "no allowed batch")
+        chosen = search.all(
+            min((row for row, _ in candidates), key=lambda row: row.fullest(planner.gpus)), train.accumulate
+        )
+    config = with_batch(config, chosen.batch_size)
+    config = config.model_copy(update={"train": config.train.model_copy(update={"accumulate": chosen.accumulate})})
+    planner = search.planner(chosen.accumulate)
+    if any(chosen.sets):
+        planner = replace(planner, model=search.model(chosen.sets, chosen.accumulate))
+    return config, planner, chosen
+
+
+def _possible_rows(config: RunConfig, planner: Planner) -> Sequence[PlanRow]:
+    """Return the splits of the batch that the config allows: one, or all with `gpu0_bsz: auto`."""
+    if planner.has_split and config.parallel.gpu0_bsz == "auto":
+        return planner.rows(config.train.batch_size)[0]
+    row = _current_row(config, planner)
+    return () if row is None else (row,)
+
+
+def _largest_batch(
+    config: RunConfig,
+    planner: Planner,
+    least: int,
+    batches: Sequence[int],
+    fits: Callable[[PlanRow], bool] = lambda row: row.fits,
+) -> int:
     """Return the largest of some batches that fits, in training and in evaluation, with the split of the config."""
     gpu0_bsz = config.parallel.gpu0_bsz
     if planner.model.mode == "ddp":
@@ -117,21 +189,22 @@ def _largest_batch(config: RunConfig, planner: Planner, least: int, batches: Seq
         least = max(least, gpu0_bsz)
     allowed = [batch for batch in batches if batch >= least]
 
-    def fits(batch: int) -> bool:
-        is_free = planner.has_split and gpu0_bsz == "auto"
-        rows = planner.rows(batch)[0] if is_free else [_current_row(with_batch(config, batch), planner)]
-        return any(row is not None and row.fits for row in rows)
+    def is_too_large(batch: int) -> bool:
+        return not any(map(fits, _possible_rows(with_batch(config, batch), planner)))
 
-    count = bisect_left(allowed, True, key=lambda batch: not fits(batch))
+    count = bisect_left(allowed, True, key=is_too_large)
     if not count:
-        tried = f"{allowed[0]} images" if allowed else "no allowed batch"
-        sizes = ", ".join(f"{gpu.total_mib:.0f}" for gpu in planner.gpus)
-        raise ConfigError(
-            f"train.batch_size = auto: {tried} would not fit {sizes} MiB: "
-            "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16",
-            key="train.batch_size",
-        )
+        raise _nothing_fits(planner, f"{allowed[0]} images" if allowed else "no allowed batch")
     return allowed[count - 1]
+
+
+def _nothing_fits(planner: Planner, tried: str) -> ConfigError:
+    sizes = ", ".join(f"{gpu.total_mib:.0f}" for gpu in planner.gpus)
+    return ConfigError(
+        f"train.batch_size = auto: {tried} would not fit {sizes} MiB: "
+        "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16",
+        key="train.batch_size",
+    )
 
 
 def with_batch(config: RunConfig, batch_size: int) -> RunConfig:
@@ -151,30 +224,33 @@ class _Simulated:
     variants: Sequence[Variant]
     peaks_mib: Mapping[str, float]
     """Peaks of one device for the advice, by the names of `_advice_jobs`; empty without advice."""
+    job: SimulationJob
+    """Without a split."""
 
 
-def _simulated(config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool) -> _Simulated:
-    with SimulationPool(config) as pool:
-        facts = pool.facts(mode)
-        num_ranks = len(gpus) if mode == "ddp" else 1
-        job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"])
-        changes = variants(config.train.precision, config.data.crop_px, facts["smaller_crop_px"])
-        splits = splits_to_simulate(mode, len(gpus))
-        jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes) if with_advice else {}
-        asked = [replace(job, split=split) for split in splits]
-        has_phases = with_advice and config.model.freeze_epochs is not None
-        # Without an end of `model.freeze` the simulated network is the frozen one.
-        frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
-        results = iter(pool.simulate([*asked, *frozen_jobs, *jobs.values()]))
+def _simulated(
+    pool: SimulationPool, config: RunConfig, gpus: Sequence[GpuSpec], mode: Mode, *, with_advice: bool
+) -> _Simulated:
+    facts = pool.facts(mode)
+    num_ranks = len(gpus) if mode == "ddp" else 1
+    job = SimulationJob(mode, (), num_ranks, config.train.accumulate, eval_px=facts["eval_px"])
+    changes = variants(config.train.precision, config.data.crop_px, facts["smaller_crop_px"])
+    splits = splits_to_simulate(mode, len(gpus))
+    jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes, facts["blocks"]) if with_advice else {}
+    asked = [replace(job, split=split) for split in splits]
+    has_phases = with_advice and config.model.freeze_epochs is not None
+    # Without an end of `model.freeze` the simulated network is the frozen one.
+    frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
+    results = iter(pool.simulate([*asked, *frozen_jobs, *jobs.values()]))
     own = [next(results) for _ in asked]
     model, facts = fit_model(mode, own), {**facts, "is_sharded": own[0].is_sharded}
     frozen_model = fit_model(mode, [next(results) for _ in frozen_jobs]) if has_phases else None
     peaks_mib = {name: result.peak_mib()[0] for name, result in zip(jobs, results, strict=True)}
-    return _Simulated(model, facts, frozen_model, changes, peaks_mib)
+    return _Simulated(model, facts, frozen_model, changes, peaks_mib, job)
 
 
 def _advice_jobs(
-    config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant]
+    config: RunConfig, batch_size: int, num_gpus: int, changes: Sequence[Variant], blocks: Sequence[str]
 ) -> dict[str, SimulationJob]:
     """Return jobs of one device with its share of the batch: as configured, with each change, as a rank of ddp."""
     alone = SimulationJob("single", (max(2, math.ceil(batch_size / num_gpus)),), accumulate=config.train.accumulate)
@@ -182,6 +258,8 @@ def _advice_jobs(
     if config.loss.name != "mask_classification":  # other programs upsample logits per pixel before the loss
         jobs["upsampled"] = replace(alone, loss="upsampled")
     jobs |= {variant.change: replace(alone, changes=dict(variant.changes)) for variant in changes}
+    if blocks and config.train.recompute == "off" and not (config.train.compile or config.train.cuda_graph):
+        jobs["recompute"] = replace(alone, recompute=(tuple(blocks),))
     if has_step(config, "ddp"):
         jobs["ddp"] = replace(alone, mode="ddp", num_ranks=max(2, num_gpus))
     return jobs
@@ -250,6 +328,12 @@ def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simul
         advice.append(variant_advice(small_loss, peaks_mib["config"], peaks_mib["upsampled"], best, planner))
     for variant in found.variants:
         advice.append(variant_advice(variant, peaks_mib["config"], peaks_mib[variant.change], best, planner))
+    if "recompute" in peaks_mib:
+        courses = [DeviceCourse.of_trace(numbers) for numbers in planner.model.traces(best.split)]
+        more = max(course.step_s(found.facts["blocks"], 1) / course.step_s((), 1) for course in courses if course.calls)
+        note = f"the same result; a step takes about {100 * (more - 1):.0f} % longer, less with auto, as memory allows"
+        variant = Variant("train.recompute=all", note, {})
+        advice.append(variant_advice(variant, peaks_mib["config"], peaks_mib["recompute"], best, planner))
     gradients = planner.model.first[0].get("step/gradients")
     gradients_mib = gradients.fixed if gradients else 0.0
     advice += accumulate_advice(train.batch_size, train.accumulate, gradients_mib, best, planner)

@@ -36,9 +36,11 @@ from segapp.custom import is_part
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError, RunError, SegappError
 from segapp.inference.normalize import NormalizedInput
+from segapp.memory.costs import StepTrace
 from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
+from segapp.models.blocks import find_blocks
 from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
 from segapp.run.words import first_line
@@ -106,6 +108,7 @@ class Simulator:
         images = torch.zeros(2, self.assembler.pixels.num_bands, height, width, device="meta")
         is_synced = config.parallel.sync_bn
         return {
+            "blocks": tuple(find_blocks(model)),
             "num_params": sum(p.numel() for p in model.parameters()),
             "smallest_chunk": 1 if is_synced else smallest_chunk(model, images),
             "needs_samples": self._needs_samples(images) if mode == "ddp" else None,
@@ -139,34 +142,38 @@ class Simulator:
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
         ledger = simulated_ledger(granule_bytes)
+        trace = StepTrace(ledger)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with self.prepared(job, devices, ledger) as (engine, backend):
+            with self.prepared(job, devices, ledger, trace) as (engine, backend):
                 batches = [
                     self.batch(sum(job.split), device="cpu" if is_host_batch else devices[0])
                     for _ in range(min(job.accumulate, 2))
                 ]
                 if is_part(self.assembler.config.optim.name):  # its first step allocates its state
-                    run_step(engine, batches, ledger)
+                    run_step(engine, batches, trace)
                     backend.end_backward()
-                    ledger.mark("idle")
+                    trace.mark("idle")
                 first_mark = ledger.num_marks
-                run_step(engine, batches, ledger)
+                trace.begin()
+                run_step(engine, batches, trace)
                 backend.end_backward()
-                ledger.mark("idle")
+                trace.mark("idle")
+                numbers = tuple(trace.numbers(device) for device in devices)
                 if job.eval_px is not None:
                     ledger.mark(EVAL)
                     evaluate_blank(engine, self.assembler.config, self.assembler.scheme, job.eval_px)
                     ledger.mark("idle")
             is_sharded = engine.shards is not None
         peaks = ledger.peaks(first_mark)
-        return SimulationResult(tuple(phase_peaks(peaks.get(device, {})) for device in devices), is_sharded)
+        devices_peaks = tuple(phase_peaks(peaks.get(device, {})) for device in devices)
+        return SimulationResult(devices_peaks, is_sharded, numbers)
 
     @contextlib.contextmanager
     def prepared(
-        self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger
+        self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, trace: StepTrace | None = None
     ) -> Iterator[tuple[StepEngine, SimulatedDevices]]:
-        """Enter a simulation with the engine of a job, assembled as training assembles it."""
+        """Enter a simulation with the engine of a job, assembled as training assembles it, and followed by a trace."""
         assembler = self.assembler
         set_up()  # torch knows the devices by name from here on
         layout = StepLayout(
@@ -175,6 +182,7 @@ class Simulator:
             shares=job.split if job.mode == "dp" else None,
             loss=job.loss,
             num_ranks=job.num_ranks,
+            recompute=job.recompute,
         )
         source = assembler.prepare(copy.deepcopy(self._plain), layout)
         stages = self._stages(source, devices) if job.mode == "model" else {}
@@ -182,10 +190,12 @@ class Simulator:
         criterion = assembler.build_criterion(self._equal_weights, job.loss)
         as_views = assembler.config.parallel.gradient_as_bucket_view
         backend = SimulatedDevices(ledger, stages, gradient_as_bucket_view=as_views)
-        with simulation(ledger):
+        with simulation(ledger, *(() if trace is None else (trace,))):
             placed = None if critic is None else backend.copy_to(critic, layout.devices[0])
             parts = StepParts(_placed(source, stages, ledger), criterion, placed)
-            yield assembler.assemble(parts, layout, backend, mark=ledger.mark), backend
+            if trace is not None:
+                trace.follow(find_blocks(parts.model))
+            yield assembler.assemble(parts, layout, backend, mark=(trace or ledger).mark), backend
 
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
         """Return a batch of black crops."""
@@ -220,8 +230,8 @@ def build_simulator(config: RunConfig) -> Simulator:
     return Simulator(StepAssembler(config, build_scheme(config.data), teacher))
 
 
-def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger) -> None:
-    """Run one step of an engine whose `mark` is the ledger's; it leaves no gradients."""
+def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger | StepTrace) -> None:
+    """Run one step of an engine whose `mark` is the ledger's or the trace's; it leaves no gradients."""
     engine.network.train()
     ledger.mark("forward")
     engine.step(batches)

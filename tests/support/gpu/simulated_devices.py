@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.losses import CriterionCE
+from segapp.memory.costs import StepTrace
 from segapp.memory.ledger import StorageLedger
 from segapp.memory.simulated_devices import place, simulation, skeleton
 
@@ -41,6 +42,32 @@ def attention_bytes(*, masked: bool) -> list[int]:
         kept = [each.num_bytes for n, each in enumerate(ledger.allocations) if n >= first and n in ledger.alive()]
         out.sum().backward()
     return sorted(kept)
+
+
+def trace_of_blocks() -> dict[str, float]:
+    """Return bytes and microseconds of a step through two blocks of two convolutions each."""
+    blocks = [nn.Sequential(nn.Conv2d(2, 2, 1, bias=False), nn.Conv2d(2, 2, 1, bias=False)) for _ in range(2)]
+    ledger = StorageLedger(granule_bytes=1)
+    trace = StepTrace(ledger)
+    with simulation(ledger, trace):
+        net = place(skeleton(nn.Sequential(*blocks)), lambda _: "simgpu:0")
+        ledger.tag(net.parameters(), "weights")
+        trace.follow({"a": net[0], "b": net[1]})
+        images = torch.empty(3, 2, 4, 4, device="simgpu:0")
+        trace.begin()
+        trace.mark("forward")
+        out = net(images)
+        trace.mark("loss")
+        loss = out.sum()
+        trace.mark("backward")
+        loss.backward()
+        trace.mark("step")
+        found = trace.numbers("simgpu:0")
+    return {
+        key: round(number * (2**20 if key.startswith(("kept", "at")) else 1e6), 3)
+        for key, number in found.items()
+        if not key.startswith("time")
+    }
 
 
 def main() -> None:
@@ -79,6 +106,7 @@ def main() -> None:
         criterion = CriterionCE(weight=[1.0, 3.0]).to("simgpu:1")
         found["real weight"] = facts(criterion.weight)
     found["attention"] = [attention_bytes(masked=False), attention_bytes(masked=True)]
+    found["trace"] = trace_of_blocks()
     print(json.dumps(found))
 
 
