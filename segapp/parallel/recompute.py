@@ -35,6 +35,7 @@ from segapp.compat.torch import (
 )
 from segapp.parallel.offload import Offload
 from segapp.parallel.rendezvous import current_replica
+from segapp.parallel.scatter_gather import map_tensors
 
 RandomStates: TypeAlias = list[tuple[torch.device | None, Tensor]]
 """States of generators; None is the CPU's."""
@@ -226,6 +227,7 @@ class RecomputedBlock(nn.Module):
                 return run(*args, **kwargs)
         if number not in self.recompute_plan.devices:
             return run(*args, **kwargs)
+        args, kwargs = map_tensors(lambda tensor: tensor, (args, kwargs))  # a list may grow later, as in DenseNet
         contexts = _Pass(self, (args, kwargs)).contexts
         return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
 

@@ -214,6 +214,34 @@ def test_input_that_changes_in_place_is_an_error():
         loss.backward()
 
 
+def test_list_of_inputs_that_grows_later_stays_as_it_was():
+    """A dense block gives each layer the list to which it appends the layer's output."""
+
+    class Dense(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Joined(2 * n, 2) for n in (1, 2, 3))
+
+        def forward(self, x):
+            features = [x]
+            for layer in self.layers:
+                features.append(layer(features))
+            return torch.cat(features, 1)
+
+    class Joined(nn.Linear):
+        def forward(self, features):
+            return super().forward(torch.cat(features, 1)).tanh()
+
+    found = []
+    for sets in ([], [["layers.0", "layers.1", "layers.2"]]):
+        torch.manual_seed(0)
+        net = Dense()
+        set_recompute(net, sets)
+        net(torch.randn(3, 2)).square().sum().backward()
+        found.append([parameter.grad for parameter in net.parameters()])
+    assert all(map(torch.equal, *found))
+
+
 def test_buffer_that_each_pass_changes_is_an_error():
     class Counting(nn.Module):
         def __init__(self):
