@@ -84,7 +84,7 @@ BEFORE: set[str] = set()
 
 @pytest.fixture(autouse=True)
 def _remember_children() -> None:
-    """Other tests keep a process of theirs: see `tests.support.fork_server`."""
+    """Other tests may have left a process that a library keeps."""
     BEFORE.clear()
     BEFORE.update(children())
 

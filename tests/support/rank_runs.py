@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
+import subprocess
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ import torch
 from segapp.config import RunConfig, dump_config
 from segapp.run.commands import parse_command, send_command
 from tests.support.live_runs import assert_answered_once, background, seen, small, wait_for
+from tests.support.programs import start
 from tests.support.runs import events, segapp, train
 
 Devices = list[str | int]
@@ -22,6 +26,26 @@ Devices = list[str | int]
 def ranks_of(tiny: dict[str, Any], epochs: int, devices: Devices, **parallel: Any) -> RunConfig:
     """Return the config of ranks that share batches of 5; two steps an epoch."""
     return small(tiny, epochs, parallel={"mode": "ddp", "devices": devices, **parallel}, train={"batch_size": 5})
+
+
+def trained_by_ranks(*arguments: str, cwd: Path, num_ranks: int = 2) -> subprocess.CompletedProcess[str]:
+    """Run `segapp train` as ranks that torchrun's agent would start, forked, and return what rank 0 came to.
+
+    The launcher and its agent have tests of their own; without them no process imports torch.
+    """
+    with socket.socket() as free, tempfile.TemporaryDirectory() as logs:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        shared = {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, "MASTER_PORT": port}
+        names = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", **{k: str(v) for k, v in shared.items()}}
+        ranks = [
+            start("train", *arguments, cwd=cwd, logs=Path(logs), **names, RANK=str(rank), LOCAL_RANK=str(rank))
+            for rank in range(num_ranks)
+        ]
+        done = [rank.finish() for rank in ranks]
+    assert [each.returncode for each in done] == [0] * num_ranks, [each.stderr for each in done]
+    return done[0]
 
 
 def losses(folder: Path) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,40 +45,50 @@ def last_state(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def in_fp32(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> list[float | None]:
-    folder = tmp_path_factory.mktemp("fp32") / "run"
-    tiny = {
+def tiny(tiny_root: Path) -> dict[str, Any]:
+    return {
         "name": "tiny",
         "seed": 3,
         "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
+        "schedule": {"warmup_steps": 3},
         "log": {"every_steps": 1, "tensorboard": False},
     }
-    assert train(config_of(tiny, "fp32"), folder) == 0
-    return losses(folder)
+
+
+@pytest.fixture(scope="module")
+def whole(tiny: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Return the uninterrupted run of two epochs in a precision, each of which is trained once."""
+    folder = tmp_path_factory.mktemp("whole")
+
+    def run_of(precision: str) -> Path:
+        run = folder / precision
+        if not run.exists():
+            assert train(config_of(tiny, precision), run) == 0
+        return run
+
+    return run_of
 
 
 @pytest.mark.parametrize("precision", HALF)
-def test_losses_of_every_mode_are_within_2_percent_of_float32(
-    tiny: dict[str, Any], tmp_path: Path, in_fp32: list[float | None], precision: str
-) -> None:
-    assert train(config_of(tiny, precision), tmp_path / "run") == 0
-    assert losses(tmp_path / "run") == pytest.approx(in_fp32, rel=0.02)
-    assert losses(tmp_path / "run") != in_fp32, "it was not computed in half precision"
-    dtypes = {name: value.dtype for name, value in last_state(tmp_path / "run")["model"].items()}
+def test_losses_of_every_mode_are_within_2_percent_of_float32(whole: Callable[[str], Path], precision: str) -> None:
+    run, in_fp32 = whole(precision), losses(whole("fp32"))
+    assert losses(run) == pytest.approx(in_fp32, rel=0.02)
+    assert losses(run) != in_fp32, "it was not computed in half precision"
+    dtypes = {name: value.dtype for name, value in last_state(run)["model"].items()}
     halved = {name for name, dtype in dtypes.items() if dtype == torch.float16}
     assert bool(halved) == (precision == "fp16")
     assert not [name for name in halved if ".bn" in name or "running" in name], "BatchNorm stays in float32"
-    (val,) = events(tmp_path / "run", "val")[-1:]
+    (val,) = events(run, "val")[-1:]
     assert val["loss"] is not None
 
 
 @pytest.mark.parametrize("precision", HALF)
-def test_resumed_run_of_every_mode_is_bitwise_equal(tiny: dict[str, Any], tmp_path: Path, precision: str) -> None:
-    whole, first = config_of(tiny, precision, epochs=2), config_of(tiny, precision, epochs=1)
-    assert train(whole, tmp_path / "whole") == 0
-    assert train(first, tmp_path / "parts") == 0
-    assert run_session(TrainRequest(whole, RunFolder(tmp_path / "parts"))) == 0
-    a, b = last_state(tmp_path / "whole"), last_state(tmp_path / "parts")
+def test_resumed_run_of_every_mode_is_bitwise_equal(
+    tiny: dict[str, Any], tmp_path: Path, whole: Callable[[str], Path], precision: str
+) -> None:
+    assert train(config_of(tiny, precision, epochs=1), tmp_path / "parts") == 0
+    assert run_session(TrainRequest(config_of(tiny, precision, epochs=2), RunFolder(tmp_path / "parts"))) == 0
+    a, b = last_state(whole(precision)), last_state(tmp_path / "parts")
     assert [path for path in differing(a, b) if not path.startswith("/best")] == []
     assert ("scaler" in a["precision"]) == (precision != "amp-bf16")
     assert ("masters" in a["precision"]) == (precision == "fp16")
@@ -131,14 +142,17 @@ def test_loss_scale_below_minimum_stops_run_and_names_layer(
 
 
 @pytest.mark.parametrize("mode", ["model", *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("dp", "ddp"))])
-def test_fp16_over_devices_and_ranks_follows_one_device(tiny: dict[str, Any], tmp_path: Path, mode: str) -> None:
-    alone = config_of(tiny, "fp16")
-    assert train(alone, tmp_path / "alone") == 0
+def test_fp16_over_devices_and_ranks_follows_one_device(
+    tiny: dict[str, Any], tmp_path: Path, whole: Callable[[str], Path], mode: str
+) -> None:
     spread = config_of(tiny, "fp16", parallel={"mode": mode, "devices": ["cpu", "cpu"]})
-    (tmp_path / "spread.yaml").write_text(dump_config(spread))
-    result = segapp("train", "--config", "spread.yaml", "--run", "run", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=5e-3)
+    if mode == "ddp":
+        (tmp_path / "spread.yaml").write_text(dump_config(spread))
+        result = segapp("train", "--config", "spread.yaml", "--run", "run", cwd=tmp_path)
+        assert result.returncode == 0, result.stderr
+    else:
+        assert train(spread, tmp_path / "run") == 0
+    assert losses(tmp_path / "run") == pytest.approx(losses(whole("fp16")), rel=5e-3)
 
 
 def test_float32_average_of_half_weights_is_evaluated(tiny: dict[str, Any], tmp_path: Path) -> None:

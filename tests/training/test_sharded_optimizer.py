@@ -21,8 +21,8 @@ from segapp.errors import ConfigError
 from segapp.parallel import Ranks, Shards
 from segapp.training.step.engine import StepEngine
 from tests.support import ROOT
-from tests.support.rank_runs import ranks_of
-from tests.support.runs import differing, events, merged, segapp, train
+from tests.support.rank_runs import ranks_of, trained_by_ranks
+from tests.support.runs import differing, events, merged, train
 
 CPUS: list[str | int] = ["cpu", "cpu"]
 
@@ -40,9 +40,7 @@ def run_ranks(config: RunConfig, folder: Path, name: str, *words: str) -> str:
     """Start or continue a run, and return what it prints."""
     (folder / "ddp.yaml").write_text(dump_config(config))
     resume = "--resume" if (folder / name).exists() else "--run"
-    done = segapp("train", "--plain", "--config", "ddp.yaml", resume, name, *words, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return trained_by_ranks("--plain", "--config", "ddp.yaml", resume, name, *words, cwd=folder).stdout
 
 
 def sharded(tiny: dict[str, Any], *, is_sharded: bool) -> RunConfig:

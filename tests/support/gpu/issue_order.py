@@ -313,7 +313,7 @@ if __name__ == "__main__":
     torch.autograd.set_multithreading_enabled(False)
     with FakeTensorMode():
         said = {
-            "dp": {n: findings(record(n)) for n in range(2, 9)},
+            "dp": {n: findings(record(n)) for n in (2, 3, 8)},
             "dp without gpu 0": {n: findings(record(n, gpu0_bsz=0)) for n in (2, 3, 8)},
             "dp, sync_bn off": {n: findings(record(n, sync_bn=False)) for n in (2, 3, 8)},
             "with collectives": {3: findings(with_collectives(3))},

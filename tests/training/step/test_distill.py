@@ -30,14 +30,14 @@ PENALTIES = ("wgan-gp", "wgan-lp", "dragan")
 
 
 def student(tiny: dict[str, Any], teacher: Path, penalty: str = "wgan-gp", **sections: Any) -> RunConfig:
-    """Ten small steps, every step an event; shallow and slow, so that float32 does not drown what is compared."""
+    """Six small steps, every step an event; shallow and slow, so that float32 does not drown what is compared."""
     base = {
         "model": {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}},
         "optim": {"name": "sgd", "lr": 1e-4},
-        "train": {"epochs": 5, "batch_size": 4, "ema": None},
+        "train": {"epochs": 3, "batch_size": 4, "ema": None},
         "data": {"crop_px": [48, 64]},
         "log": {"every_steps": 1, "tensorboard": False},
-        "eval": {"every_epochs": 5},
+        "eval": {"every_epochs": 3},
         "distill": {"teacher": str(teacher), "critic": {"penalty": penalty, "width": 8, "lr": 4e-5}},
     }
     for name, section in sections.items():
@@ -50,9 +50,9 @@ def terms(run: Path) -> list[dict[str, float]]:
 
 
 def assert_same_course(ours: Path, theirs: Path, rel: float = 3e-6, rel_of_terms: float = 1e-4) -> None:
-    """Every loss and term of ten steps; Adam divides the critic's gradients, rounding and all, by their own size."""
+    """Every loss and term of six steps; Adam divides the critic's gradients, rounding and all, by their own size."""
     mine, other = terms(ours), terms(theirs)
-    assert len(mine) == len(other) == 10
+    assert len(mine) == len(other) == 6
     for one, two in zip(mine, other, strict=True):
         assert one.keys() == two.keys()
         assert one["loss"] == pytest.approx(two["loss"], rel=rel)
