@@ -122,6 +122,7 @@ def _is_side(stem: str, token: Token) -> bool:
     return token.word == "l" and token.start > 0 and stem[token.start - 1].isalnum()
 
 
+@lru_cache(maxsize=2**16)  # each reading of a folder asks for the same stems
 def affixes(stem: str) -> tuple[str, str, str]:
     """Return prefix, core and ending of a file's stem, where prefix and ending are words of roles.
 

@@ -23,6 +23,13 @@ RIGHT_FROM_THE_BEGINNING = names(
 """Known layouts that never needed a question; nor does any of the usual ones."""
 
 
+@pytest.fixture
+def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files need not survive a power cut here, and a tenth of the time is spent waiting for the disk."""
+    monkeypatch.setattr("os.fsync", lambda _: None)
+
+
+@pytest.mark.usefixtures("_no_sync")
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=[pytest.mark.xfail(strict=True)] if name in UNMENDED else []) for name in LAYOUTS],
