@@ -438,10 +438,13 @@ class StepAssembler:
             )
         state = (tensor for tensors in optimizer.state.values() for tensor in tensors.values())
         num_bytes = sum(tensor.nbytes for tensor in state)
-        num_bytes += 0 if ema is None else sum(4 * parameter.numel() for parameter in model.parameters())
+        named = [] if self.config.model.adapters is None else model.named_parameters()
+        base = [p for name, p in named if not p.requires_grad and name not in model.frozen_parameters]
+        num_averages = sum(p.numel() for p in model.parameters()) - sum(p.numel() for p in base)
+        num_bytes += 0 if ema is None else 4 * num_averages
         is_worth = wanted is True or (wanted == "auto" and not is_custom and num_bytes >= SHARDED_FROM_BYTES)
         if layout.mode != "ddp" or num_ranks == 1 or not is_worth:
-            return None, None if ema is None else WeightAverage(model, ema)
+            return None, None if ema is None else WeightAverage(model, ema, fixed=base)
         parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
         shards = Shards(parameters, num_ranks, ranks)
         shards.keep_own_state(optimizer)
@@ -560,6 +563,7 @@ def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
     backend.tag((p for p in updated if id(p) not in own), "masters")
     if engine.average is not None:
         backend.tag((*engine.average.module.parameters(), *engine.average.module.buffers()), "average")
+        backend.tag(engine.model.parameters(), "weights")  # among them those that are their own average
     backend.tag((*engine.model.buffers(), *engine.guard.kept), "buffers")
     states = [state for each in optimizers for state in each.state.values()]
     backend.tag((tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)), "optimizer")

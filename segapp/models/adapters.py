@@ -72,6 +72,7 @@ def merge_adapters(model: SegmentationModel) -> SegmentationModel:
             layer.merge()
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, layer.get_base_layer())
+    vars(model.backbone_module).pop("peft_config")
     model.base, model.base_norms = None, ()
     return model
 

@@ -126,20 +126,24 @@ class WeightAverage(Generic[Module]):
         decay: share of the average that an update keeps; after n updates at most (1 + n) / (10 + n), so that the
             initial weights are soon forgotten (as tf.train.ExponentialMovingAverage with num_updates).
         shards: the ranks among which the averages of `model`'s parameters are divided; None: each rank has all of them.
+        fixed: parameters that never change, without `shards`: those in float32 are their own average, without a copy.
     """
 
-    def __init__(self, model: Module, decay: float, shards: Shards | None = None) -> None:
+    def __init__(
+        self, model: Module, decay: float, shards: Shards | None = None, fixed: Iterable[nn.Parameter] = ()
+    ) -> None:
         self.decay = decay
         self.num_updates = 0
-        self.module: Module = copy.deepcopy(model).eval().requires_grad_(False).float()
+        shared = {id(parameter): parameter for parameter in fixed if parameter.dtype == torch.float32}
+        self.module: Module = copy.deepcopy(model, shared).eval().requires_grad_(False).float()
         self._shards = shards
         self._slots: list[tuple[dict[str, Any], str, int]] = []
         if shards is not None:
             self._divide(list(model.parameters()), shards)
         pairs: dict[Any, list[tuple[Tensor, Tensor]]] = {}
         for average, current in zip(_floating(self.module), _floating(model), strict=True):
-            if average.numel() < current.numel():
-                continue  # another rank's
+            if average.numel() < current.numel() or average is current:
+                continue  # another rank's, or fixed
             is_alike = current.dtype == average.dtype and current.stride() == average.stride()
             pairs.setdefault((average.device, average.dtype, current.dtype, is_alike), []).append((average, current))
         self._groups = [([a for a, _ in group], [c for _, c in group], key[-1]) for key, group in pairs.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import re
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.support.golden_runs import (
     train_recipe,
     versions,
 )
-from tests.support.runs import alerts, events, train
+from tests.support.runs import alerts, events, segapp, train
 
 
 def advice(recipe: str) -> list[str]:
@@ -122,3 +123,23 @@ def test_recipe_trains_with_its_own_network(path: Path, tmp_path: Path) -> None:
     assert [step["step"] for step in steps] == [1, 2, 3, 4, 5]
     assert all(math.isfinite(step["loss"]) and step["grad_norm"] > 0 for step in steps)
     assert not alerts(tmp_path / "run")
+
+
+FITS = [
+    (path, *line)
+    for path in CONFIGS
+    for line in re.findall(r"^# Fits:\s+(\d+) MiB of (\d+) GiB: segapp (plan .*)$", path.read_text(), re.MULTILINE)
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("path", "peak_mib", "gib", "command"), FITS, ids=lambda value: Path(str(value)).stem)
+def test_recipe_fits_the_card_that_its_header_names(
+    path: Path, peak_mib: str, gib: str, command: str, tmp_path: Path
+) -> None:
+    done = segapp(*command.split(), "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)["best"]
+    assert found["peak_mib"][0] == pytest.approx(float(peak_mib), rel=0.01)
+    assert found["fits"]
+    assert f"--config {path.name} --gpus {gib}GiB" in command
