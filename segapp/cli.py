@@ -70,7 +70,10 @@ def _main(
             print(context.get_help())
 
 
-_COMMANDS = "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | pause | resume | checkpoint | stop | cancel [ID]"
+_COMMANDS = (
+    "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | set recompute=all | pause | resume | checkpoint | stop | "
+    "cancel [ID]"
+)
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:

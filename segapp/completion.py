@@ -171,8 +171,8 @@ def _values(name: str) -> Iterator[Candidate]:
     elif name == "topic":
         yield from (Candidate(page.topic, page.about) for page in pages())
     elif name == "words":
-        controller = ("set", "pause", "resume", "checkpoint", "stop", "cancel", "gpu0_bsz=", "shares=", "lr_factor=")
-        yield from (Candidate(word) for word in controller)
+        settings = ("gpu0_bsz=", "shares=", "lr_factor=", "recompute=")
+        yield from map(Candidate, ("set", "pause", "resume", "checkpoint", "stop", "cancel", *settings))
     else:
         known: dict[str, tuple[str, ...]] = {
             "shell": tuple(SCRIPTS),

@@ -32,6 +32,7 @@ from segapp.datasets.targets import ClassFrequencies
 from segapp.errors import ConfigError
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.models.network import BaseReference
+from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import Ranks
 from segapp.run.starting import announce
 from segapp.scores import SCORES
@@ -39,6 +40,7 @@ from segapp.training.context import RunContext, TrainerSettings, TrainingFacts
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
 from segapp.training.control.inbox import Inbox, applied_after
+from segapp.training.control.recompute import RecomputeController
 from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
 from segapp.training.start_checks import run_length, start_alerts, start_notes
@@ -278,8 +280,14 @@ def build_controller(
     )
     gpu0_bsz = first_gpu0_bsz(config, saved_plan)
     settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
+    problem = None
+    if config.train.compile or config.train.cuda_graph:
+        problem = f"train.{'compile' if config.train.compile else 'cuda_graph'} is on"
+    num_devices = len(engine.network.devices) if isinstance(engine.network, DataParallelModel) else 1
+    recompute = RecomputeController(engine.model, num_devices, problem)
+    memory = context.device_memory
     return CommandController(
-        inbox, context.event_log, batch_split, context.device_memory, settings, replay=replay or ()
+        inbox, context.event_log, batch_split, memory, settings, recompute=recompute, replay=replay or ()
     )
 
 

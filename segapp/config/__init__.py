@@ -32,6 +32,7 @@ from segapp.config.sections import (
     OptimConfig as OptimConfig,
     ParallelConfig as ParallelConfig,
     ParamGroupConfig as ParamGroupConfig,
+    RecomputeChoice as RecomputeChoice,
     RunConfig as RunConfig,
     ScheduleConfig as ScheduleConfig,
     TrainConfig as TrainConfig,

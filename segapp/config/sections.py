@@ -494,6 +494,10 @@ class RunConfig(Section):
     """Knowledge distillation; null: off."""
 
 
+RecomputeChoice = Literal["config", "off", "all"]
+"""The blocks that a running training computes again: those that its config names, none, or all."""
+
+
 class LiveSettings(BaseModel):
     """Settings that commands may change during a run."""
 
@@ -504,3 +508,4 @@ class LiveSettings(BaseModel):
     """True if `gpu0_bsz` follows the measured memory."""
     shares: list[int] | None = None
     lr_factor: float = 1.0
+    recompute: RecomputeChoice = "config"

@@ -29,7 +29,7 @@ from segapp.parallel.exchange import allreduce, sum_over_ranks
 from segapp.parallel.launch import die_with_parent, end_with_peers, launch_local
 from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
 from segapp.parallel.penalties import gradient_penalty
-from segapp.parallel.recompute import set_recompute
+from segapp.parallel.recompute import is_recomputable, recomputed_blocks, set_recompute
 from segapp.parallel.rendezvous import ReplicaDesyncError, ReplicaError, ReplicaOutOfMemoryError, current_replica
 from segapp.parallel.replicas import replicate, run_replicas
 from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
@@ -68,12 +68,14 @@ __all__ = [
     "gradient_penalty",
     "init_from_env",
     "is_launched",
+    "is_recomputable",
     "launch_local",
     "measure_stages",
     "no_samples_problem",
     "place_stages",
     "plan_chunks",
     "plan_stages",
+    "recomputed_blocks",
     "reduce_add",
     "replicate",
     "resolve_devices",

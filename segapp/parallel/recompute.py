@@ -40,6 +40,9 @@ from segapp.parallel.scatter_gather import map_tensors
 RandomStates: TypeAlias = list[tuple[torch.device | None, Tensor]]
 """States of generators; None is the CPU's."""
 
+BlockSets: TypeAlias = tuple[tuple[str, ...], ...]
+"""Names of blocks for each device."""
+
 _thread_local = threading.local()
 
 
@@ -286,7 +289,7 @@ def set_recompute(
         layer.__dict__.pop(IN_BLOCK, None)
     for name in sorted(names):
         block = network.get_submodule(name)
-        if is_compiled(block) or "forward" in block.__dict__:
+        if not is_recomputable(block):
             raise ValueError(f"{name} is compiled, or has a forward pass of its own: leave it out")
         kind: Any = type(block)
         block.__class__ = _recomputed(kind)
@@ -297,6 +300,18 @@ def set_recompute(
         for layer in block.modules():
             if isinstance(layer, BatchOrInstanceNorm):
                 layer.__dict__[IN_BLOCK] = True
+
+
+def is_recomputable(block: nn.Module) -> bool:
+    """Return False for a block that is compiled, or has a `forward` that its class does not have."""
+    return not is_compiled(block) and "forward" not in block.__dict__
+
+
+def recomputed_blocks(network: nn.Module, num_devices: int = 1, *, offloaded: bool = False) -> BlockSets:
+    """Return the names that `set_recompute` was given for each device, in the order of the network."""
+    plans = [part.recompute_plan for part in network.modules() if isinstance(part, RecomputedBlock)]
+    chosen = [(plan.name, plan.offloaded_on if offloaded else plan.devices) for plan in plans]
+    return tuple(tuple(name for name, devices in chosen if i in devices) for i in range(num_devices))
 
 
 IN_BLOCK = "_is_in_recomputed_block"

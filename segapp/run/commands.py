@@ -48,6 +48,8 @@ class SetCommand(_Command):
     """Samples of device 0 in a full batch; None: an even split; `auto`: follow the measured memory."""
     lr_factor: float | None = None
     """Factor of the scheduled learning rate; above 0, at most 100."""
+    recompute: Literal["config", "off", "all"] | None = None
+    """Blocks that are computed again in the backward pass; config: those that `train.recompute` names."""
     shares: list[int] | None = None
     """Samples of each device in a full batch: the long form of `gpu0_bsz`."""
     force: bool = False
@@ -85,6 +87,13 @@ class SetCommand(_Command):
         if type(value) in (int, float) and math.isfinite(value) and 0 < value <= 100:
             return float(value)
         raise ValueError(f"lr_factor={value}: write a number above 0, at most 100")
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _check_recompute(cls, value: Any) -> Any:
+        if value in ("config", "off", "all"):
+            return value
+        raise ValueError(f"recompute={value}: write off, all, or config for what train.recompute says")
 
     @field_validator("shares", mode="before")
     @classmethod
@@ -138,7 +147,7 @@ class CancelCommand(_Command):
 
 Command = SetCommand | PauseCommand | ResumeCommand | CheckpointCommand | StopCommand | CancelCommand
 
-SETTINGS = ("gpu0_bsz", "lr_factor", "shares")
+SETTINGS = ("gpu0_bsz", "lr_factor", "recompute", "shares")
 """The settings that `set` can change."""
 
 COMMAND_NAMES = ("set", "pause", "resume", "checkpoint", "stop", "cancel")
@@ -172,8 +181,8 @@ class ReceivedCommand:
 def parse_command(text: str) -> Command:
     """Parse a command as it is typed.
 
-    `set gpu0_bsz=3`, `set gpu0_bsz=7 force`, `set gpu0_bsz=auto`, `set lr_factor=0.5`, `set shares=2,3,3`, `pause`,
-    `resume`, `checkpoint`, `stop`, `stop epoch`, `cancel`, `cancel ID`.
+    `set gpu0_bsz=3`, `set gpu0_bsz=7 force`, `set gpu0_bsz=auto`, `set lr_factor=0.5`, `set recompute=off`,
+    `set shares=2,3,3`, `pause`, `resume`, `checkpoint`, `stop`, `stop epoch`, `cancel`, `cancel ID`.
 
     >>> parse_command("set gpu0_bsz=3").changes
     {'gpu0_bsz': 3}

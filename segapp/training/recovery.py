@@ -1,7 +1,8 @@
 """What follows an out-of-memory error: the split is reverted, a fallback is adopted, or the training ends.
 
-A fallback is a way of working that needs less memory, which a run keeps, resumes included: micro-batches are cut into
-pieces; evaluation takes image by image, then sliding windows, then smaller windows.
+A fallback is a way of working that needs less memory, which a run keeps, resumes included: all blocks of the network
+are computed again in the backward pass, then micro-batches are cut into pieces; evaluation takes image by image, then
+sliding windows, then smaller windows.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from segapp.parallel.distributed import PeerOutOfMemoryError
 from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, Oom, read_answers
 from segapp.run.files import write_atomic
 from segapp.run.folder import RunFolder
+from segapp.run.words import first_line
 from segapp.training.context import RunContext
 from segapp.training.control.commands import CommandController
 from segapp.training.step.engine import StepEngine
@@ -34,6 +36,7 @@ from segapp.training.step.precise_bn import BatchNormMemoryError
 MAX_PIECES = 1024
 """A micro-batch is cut into at most so many pieces."""
 SMALLEST_WINDOW_PX = 64
+_SAME_RESULT = "the same gradients and BatchNorm statistics, in about a third more time"
 
 logger = logging.getLogger("segapp")
 
@@ -52,6 +55,8 @@ class MemoryFallbacks:
     """`train.precise_bn` cuts its batches into so many."""
     failed_splits: tuple[tuple[int, ...], ...] = ()
     """Splits over ranks that ran out of memory; the run is back at the one before."""
+    is_recomputed: bool = False
+    """All blocks of the network are computed again in the backward pass."""
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, those that differ from the defaults."""
@@ -71,6 +76,7 @@ class MemoryFallbacks:
             min(windows, key=lambda window: window[0] * window[1], default=None),
             max(self.num_bn_pieces, other.num_bn_pieces),
             tuple(sorted({*self.failed_splits, *other.failed_splits})),
+            self.is_recomputed or other.is_recomputed,
         )
 
     def adapted(self, inference: Inference) -> Inference:
@@ -195,6 +201,8 @@ class OomPolicy:
         self._has_left_step = False
         self._cut_at_step: int | None = None
         """The step for which micro-batches were cut; failing there again ends the training."""
+        self._recomputed_at_step: int | None = None
+        """The step for which blocks began to be computed again."""
 
     @property
     def can_save(self) -> bool:
@@ -210,13 +218,41 @@ class OomPolicy:
         Those adopted after the checkpoint that training continues from are adopted again at the same step.
         """
         while self._later and self._later[0][0] <= position.step:
-            self.fallbacks = self.fallbacks.joined(self._later.pop(0)[1])
+            later = self._later.pop(0)[1]
+            self.fallbacks = self.fallbacks.joined(later)
+            if later.is_recomputed:
+                self._begin_recompute(position)
         return self.fallbacks
 
-    def handle_step_failure(self, error: Exception, position: Position) -> None:
-        """After a step ran out of memory: revert to the last good split where there is one, else cut micro-batches.
+    def _begin_recompute(self, position: Position) -> None:
+        self._recomputed_at_step = position.step
+        self._controller.adopt_recompute("all")
 
-        What the error holds is freed.
+    def keep_again(self, error: Exception, position: Position) -> bool:
+        """Undo a recomputation that the network turns out not to allow; return False if it is not what failed."""
+        is_first = self._recomputed_at_step == position.step and self._ranks.world_size == 1
+        if not is_first or not isinstance(error, RuntimeError) or is_out_of_memory(error):
+            return False
+        problem = first_line(error)
+        release(error, self._engine.device)
+        self.forget_recompute()
+        self._recomputed_at_step, self._controller.recompute.problem = None, problem
+        self._controller.adopt_recompute("config")
+        message = f"the blocks are not computed again after all: {problem}"
+        self._event_log.emit(Alert(kind="recompute", message=message, step=position.step))
+        return True
+
+    def forget_recompute(self, *, is_later_too: bool = False) -> None:
+        """Take back the recomputation that an out-of-memory error began, because the blocks are chosen by hand."""
+        self.fallbacks = replace(self.fallbacks, is_recomputed=False)
+        if is_later_too:
+            self._later = [(step, replace(each, is_recomputed=False)) for step, each in self._later]
+
+    def handle_step_failure(self, error: Exception, position: Position) -> None:
+        """After a step ran out of memory: revert to the last good split where there is one, else need less memory.
+
+        The first way is to compute all blocks again in the backward pass, the next one to cut micro-batches. What the
+        error holds is freed.
 
         Raises:
             OutOfMemoryError: nothing is left to try.
@@ -231,17 +267,24 @@ class OomPolicy:
         smaller = self._smaller_pieces()
         if not self._engine.is_whole:
             raise self._give_up(report, "the update broke off in the middle: resume from the last checkpoint")
-        if smaller is None:
+        if self._controller.recompute.has_kept:
+            smaller = replace(self.fallbacks, is_recomputed=True)
+            self._begin_recompute(position)
+            way = f"with {self._controller.recompute.words('all')}: {_SAME_RESULT}"
+        elif smaller is None:
             raise self._give_up(report, "no smaller pieces are possible: the training is saved and stops")
-        if self._cut_at_step == position.step:
+        elif self._cut_at_step == position.step:
             raise self._give_up(report, "smaller pieces failed in the same step: the training is saved and stops")
-        self.fallbacks, self._cut_at_step = smaller, position.step
-        self._controller.batch_split.clear_peaks()
-        action = (
-            f"the step is made again, and all later ones, with micro-batches in {smaller.num_pieces} pieces: the same "
-            "mean over the step, but BatchNorm takes its statistics from smaller pieces"
-        )
+        else:
+            self._cut_at_step = position.step
+            self._controller.batch_split.clear_peaks()
+            way = (
+                f"with micro-batches in {smaller.num_pieces} pieces: the same mean over the step, but BatchNorm takes "
+                "its statistics from smaller pieces"
+            )
+        self.fallbacks = smaller
         judge = self._controller.judge().to_json()
+        action = f"the step is made again, and all later ones, {way}"
         self._report(report, action=action, judge=judge, fallbacks=smaller.to_json())
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
@@ -256,6 +299,9 @@ class OomPolicy:
         if reverted is not None and failed is not None:
             smaller = self.fallbacks.joined(MemoryFallbacks(failed_splits=(failed,)))
             action, way = f"{action}; {reverted}", "with the split before"
+        elif self._controller.recompute.has_kept:
+            smaller = replace(self.fallbacks, is_recomputed=True)
+            way = f"with {self._controller.recompute.words('all')}, {_SAME_RESULT}"
         elif (smaller := self._smaller_pieces()) is not None:
             way = f"with micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
         if way is not None:

@@ -6,9 +6,10 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from segapp.config import RecomputeChoice
 from segapp.inference.evaluate import Evaluation
 from segapp.inference.normalize import NormalizedInput
-from segapp.run.events import Alert, EpochStart, EventLog, RunStart, Step, Val
+from segapp.run.events import Alert, EpochStart, EventLog, Recompute, RunStart, Step, Val
 from segapp.training.context import TrainerSettings, TrainingFacts
 from segapp.training.control.commands import CommandController
 from segapp.training.control.progress import TrainingProgress
@@ -41,6 +42,8 @@ class TrainingReporter:
         inner = next((part for part in self.engine.network.modules() if isinstance(part, NormalizedInput)), None)
         self._compiled_call = None if inner is None else inner.compiled_call
         self._remaining = RemainingTime(self.settings.timetable)
+        self._choice: RecomputeChoice | None = None
+        self._blocks: list[list[str]] = []
         self._data_watch = DataWatch(self.train_loader, self.val_set)
 
     def run_start(self, facts: TrainingFacts, resumed_from_step: int | None) -> None:
@@ -65,6 +68,7 @@ class TrainingReporter:
             self.event_log.emit(report.as_event())
         for alert in facts.alerts:
             self.event_log.emit(alert)
+        self.recompute()
         self.alert("data", *self._data_watch.at_start())
 
     def epoch_start(self, lr: float) -> None:
@@ -82,6 +86,21 @@ class TrainingReporter:
             )
         )
 
+    def recompute(self) -> None:
+        """Emit `recompute` if other blocks are computed again than in the step before; every rank must call it."""
+        choice, controller = self.controller.settings.recompute, self.controller.recompute
+        if choice == self._choice:
+            return
+        self._choice = choice
+        blocks = [list(names) for theirs in self.engine.ranks.gather(controller.current) for names in theirs]
+        if blocks == self._blocks or not (any(blocks) or any(self._blocks)):
+            return
+        self._blocks = blocks
+        is_fallback = self.oom_policy.fallbacks.is_recomputed
+        reason = "train.recompute" if choice == "config" else "out of memory" if is_fallback else "by hand"
+        step, num_blocks = self.progress.position.step, len(controller.blocks)
+        self.event_log.emit(Recompute(step=step, choice=choice, blocks=blocks, num_blocks=num_blocks, reason=reason))
+
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; reading the tensors is the only place that waits for the device."""
         self.alert("compile", *(self._compiled_call.take_notes() if self._compiled_call is not None else ()))
@@ -90,7 +109,12 @@ class TrainingReporter:
         at, clock, scaler = self.progress.position, self.clock, self.engine.precision.scaler
         elapsed_s = clock.elapsed_s()
         # What the time of a step depends on and may change within a run.
-        way = self.controller.batch_split.current, self.oom_policy.fallbacks.num_pieces, self.engine.is_frozen
+        way = (
+            self.controller.batch_split.current,
+            self.oom_policy.fallbacks.num_pieces,
+            self.controller.recompute.current,
+            self.engine.is_frozen,
+        )
         self._remaining.observe(Observed.of(clock), way)
         steps_left = math.ceil((len(self.train_loader) - at.batch) / self.settings.accumulate)
         eta_epoch_s, eta_run_s = self._remaining.etas_s(EpochPosition(at.epoch, at.step, steps_left))

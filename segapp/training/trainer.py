@@ -210,6 +210,7 @@ class Trainer:
             # Not before: a checkpoint saved there has the same bytes as one saved at the end of the last step.
             self.engine.set_lr(self._lr(self.position.step + 1))
             num_pieces = oom.begin(self.position).num_pieces
+            self.reporter.recompute()
             num_samples = images_in(self.position.batch, 1, self.settings.batch_size, len(self.train_loader.dataset))
             try:
                 check = self.safe_point.check_within_step
@@ -217,6 +218,8 @@ class Trainer:
             except PauseRequest:
                 continue
             except Exception as error:
+                if oom.keep_again(error, self.position):
+                    continue
                 if not is_out_of_memory(error):
                     raise
                 failure = error
@@ -258,7 +261,10 @@ class Trainer:
         is_thawing = last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen
         requested = self.controller.settings_for_step(self.position.step, is_thawing=is_thawing)
         requested = self.ranks.from_main(requested)
-        if (requested.gpu0_bsz, requested.shares) != (self.live.gpu0_bsz, self.live.shares):
+        if requested.recompute != self.live.recompute:
+            self.oom_policy.forget_recompute()
+        changing = ("gpu0_bsz", "shares", "recompute")
+        if any(getattr(requested, name) != getattr(self.live, name) for name in changing):
             if not self.saver.is_fresh(FRESH_CHECKPOINT_S):
                 self.saver.begin()
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
@@ -395,9 +401,13 @@ class Trainer:
         self.progress.restore(Position(**state["position"]), Best(**state["best"]))
         if self.plateau is not None:
             self.plateau.load_state_dict(state["plateau"])
-        saved, present = state["config"]["parallel"], self.facts.config["parallel"]
-        self.controller.restore_settings(LiveSettings(**state["settings"]), saved, present)
+        saved, present = state["config"], self.facts.config
+        settings = LiveSettings(**state["settings"])
         self.oom_policy.fallbacks = MemoryFallbacks.from_json(state.get("fallbacks", {}))
+        if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
+            settings = settings.model_copy(update={"recompute": "config"})
+            self.oom_policy.forget_recompute(is_later_too=True)
+        self.controller.restore_settings(settings, saved["parallel"], present["parallel"])
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

@@ -57,8 +57,12 @@ class ShownRun:
         return read_saved_plan(self.source.folder.saved_plan)
 
     def predicted_mib(self) -> tuple[float | None, ...]:
-        """Return the peaks that the run's plan predicted for the present split; empty without a plan."""
-        return self._plan.predicted_mib(self.view.split) if self._plan is not None else ()
+        """Return the peaks that the run's plan predicted for the present split; empty without a plan.
+
+        It says nothing of steps with other recomputed blocks than planned.
+        """
+        is_planned = self.view.recompute is None or self.view.recompute.choice == "config"
+        return self._plan.predicted_mib(self.view.split) if self._plan is not None and is_planned else ()
 
     def unseen(self) -> list[Raised]:
         """Return the alerts that the user has not seen, the newest last."""

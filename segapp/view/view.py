@@ -5,12 +5,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 from segapp.memory.judge import SplitJudge, usable_mib
 from segapp.memory.peaks import PeakModel
 from segapp.run import events
-from segapp.run.words import printable, share_text
+from segapp.run.words import memory_text, printable, share_text
 from segapp.scores import EpochLoss, as_float, is_best_candidate
 from segapp.view.evaluations import Evaluations
 from segapp.view.history import LossHistory
@@ -98,6 +99,10 @@ class View:
     step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=21))
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
+    recompute: events.Recompute | None = None
+    """The blocks that are computed again; None: none since the start."""
+    cost_before: tuple[float | None, float | None] = None, None
+    """`cost` of the steps with the blocks before."""
     devices: list[events.DeviceMemory] = field(default_factory=list)
     memory: deque[tuple[tuple[float, float], ...]] = field(default_factory=lambda: deque(maxlen=600))
     """The last samples, for each device: used memory and highest allocation since the one before, MiB; nan unknown."""
@@ -136,6 +141,8 @@ class View:
     _raw_memory: dict[str, Any] | None = None
     _is_memory_stale: bool = False
     _split_text: bytes = b""
+    _blocks: list[list[str]] = field(default_factory=list)
+    """Of `recompute`, kept at a resume."""
     _judge: SplitJudge | None = None
     """As the trainer wrote it, with the peaks of the steps since."""
     _paused_s: float | None = None
@@ -156,6 +163,23 @@ class View:
         """Median time between two `step` events; 0 if unknown."""
         gaps = sorted(b - a for a, b in pairwise(self.step_times_s))
         return max(0.0, gaps[len(gaps) // 2]) if gaps else 0.0
+
+    @property
+    def cost(self) -> tuple[float | None, float | None]:
+        """Highest peak, MiB, and median time, s, of the steps with the present blocks; None where unknown."""
+        peaks = [mib for mib in self.peaks_mib.get(self.split or (), ()) if mib is not None]
+        times_s = self.recent["step_s"]
+        return max(peaks, default=None), median(times_s) if times_s else None
+
+    def cost_changes(self) -> list[str]:
+        """Return peak and time of a step as measured before and after the recomputed blocks changed, in words."""
+        (old_mib, old_s), (mib, step_s) = self.cost_before, self.cost
+        found = []
+        if old_mib is not None and mib is not None:
+            found.append(f"peak {memory_text(mib)}, {memory_text(old_mib)} before")
+        if old_s is not None and step_s is not None:
+            found.append(f"step {step_s:.2g} s, {old_s:.2g} s before")
+        return found
 
     @property
     def judge(self) -> SplitJudge:
@@ -377,6 +401,12 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
         view.last_alerts.append(event)
         if event.kind not in PASSING_ALERTS:
             _raise(view, event)
+    elif isinstance(event, events.Recompute):
+        view.recompute = event
+        if event.blocks != view._blocks:
+            view._blocks, view.cost_before = event.blocks, view.cost
+            view.recent["step_s"].clear()
+            view.peaks_mib, view._is_memory_stale = {}, True
     elif isinstance(event, events.Oom):
         view.oom = event
     elif isinstance(event, events.RunEnd):
@@ -401,6 +431,7 @@ def _fold_start(view: View, event: events.RunStart) -> None:
     view.pending.clear()
     view.gpu0.pending = None
     view.gpu0.value = event.gpu0_bsz
+    view.recompute = None
     view.step_times_s.clear()
     _note_split(view, event.split)
     if event.resumed_from_step is not None:

@@ -45,6 +45,8 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
         if event.status == "cancelled" and event.id is not None:
             return None  # the line of the command says it
         kind, text = "gpu0", _gpu0_bsz(event)
+    elif isinstance(event, events.Recompute):
+        kind, text = "mem", f"{recomputed(event)}: {printable(event.reason)}"
     elif isinstance(event, events.Oom):
         kind, text = "oom", printable(_oom(event))
     elif isinstance(event, events.Alert):
@@ -120,6 +122,13 @@ def _answer(event: events.CommandAnswer) -> str:
 def _oom(event: events.Oom) -> str:
     wanted = f", {event.requested_mib:.0f} MiB wanted" if event.requested_mib is not None else ""
     return f"{event.device} out of memory in {event.phase} after step {event.step}{wanted}: {event.action}"
+
+
+def recomputed(event: events.Recompute) -> str:
+    """Return how many blocks each device computes again: 8 of 12 blocks recomputed, or 4·8 of 12."""
+    counts = [len(names) for names in event.blocks]
+    shown = dots(counts) if len(set(counts)) > 1 else str(max(counts, default=0))
+    return f"{shown} of {event.num_blocks} blocks recomputed"
 
 
 def _checkpoint(event: events.Checkpoint) -> str:

@@ -24,6 +24,7 @@ from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController
 from segapp.training.control.inbox import Inbox
 from segapp.training.control.progress import TrainingProgress
+from segapp.training.control.recompute import RecomputeController
 from segapp.training.control.safe_point import SafePoint
 from segapp.training.signals import StopSignals
 from segapp.training.telemetry.clock import ActivityLog
@@ -67,6 +68,7 @@ def test_control_overhead(tiny: dict[str, Any], tmp_path: Path) -> None:
         BatchSplitController(torch.nn.Linear(1, 1), 2, "single"),
         watch,
         LiveSettings(),
+        recompute=RecomputeController(torch.nn.Linear(1, 1)),
     )
     saver = CheckpointSaver(folder.checkpoints, SaveRules(), event_log, Ranks(), lambda: Captured({}, Position(), None))
     activities = ActivityLog(event_log, watch, lambda: 0)

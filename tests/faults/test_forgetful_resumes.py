@@ -24,7 +24,7 @@ from tests.support.runs import differing, events, train
 State = dict[str, Any]
 
 STOPPED_AFTER = 8
-EVENTFUL = "train.gradient=2:inf*1;train.backward=5:oom"
+EVENTFUL = "train.gradient=2:inf*1;train.backward=5:oom*2"
 """One skipped step, one that is made in pieces: what is to be remembered is not what a new training begins with."""
 
 

@@ -25,6 +25,7 @@ from segapp.run.folder import RunFolder
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController, TrainingPosition
 from segapp.training.control.inbox import Inbox
+from segapp.training.control.recompute import RecomputeController
 from segapp.tui.glyphs import ASCII
 from segapp.tui.panes.gpu0 import Draft, edit_draft, gpu0_content
 from segapp.view.source import Status
@@ -75,7 +76,14 @@ class TrainedRun:
             divider, batch_size, mode, smallest_chunk=smallest_chunk, needs_samples=needs_samples
         )
         memory = DeviceMemoryTracker(self.devices, self.counters)
-        self.controller = CommandController(Inbox(self.folder, log), log, self.split, memory, LiveSettings())
+        self.controller = CommandController(
+            Inbox(self.folder, log),
+            log,
+            self.split,
+            memory,
+            LiveSettings(),
+            recompute=RecomputeController(nn.Linear(1, 1)),
+        )
         self.epoch, self.batch_size = 1, batch_size
         self.writer.write(
             RunStart(

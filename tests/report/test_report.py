@@ -22,7 +22,7 @@ from segapp.report.charts import ChartCurve, Frame
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, top_confusions
 from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.run_report import read_run_report
-from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Step, Val
+from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.view.history import LossHistory
 from tests.support.recorded_runs import RecordedRun
@@ -305,6 +305,20 @@ def test_memory_table_has_each_split_and_device(tmp_path: Path) -> None:
         ((3, 5), True, "cuda:0", 3, 11264.0, 22_528, 0.5),
         ((3, 5), False, "cuda:1", 5, 99e3, 22_528, 1.0),
     ]
+
+
+def test_report_says_what_is_recomputed_where_and_its_cost(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", num_devices=2, batch_size=8, gpu0_bsz=3)
+    run.train(10)
+    run.write(Recompute(step=10, choice="all", blocks=[["layer1.0"], []], num_blocks=2, reason="out of memory"))
+    run.train(10)
+    words = read(write_report(str(run.folder.path), has_pictures=False)).text
+    assert "Since step 11: 1·0 of 2 blocks recomputed in the backward pass (out of memory)" in words
+    assert "cuda:0: layer1.0 cuda:1: none" in words
+    measured = read_run_report(str(run.folder.path)).view.cost_changes()
+    assert [text.split()[0] for text in measured] == ["peak", "step"]
+    for text in measured:
+        assert text in words
 
 
 def test_style_sheet_has_each_color_of_the_curves() -> None:

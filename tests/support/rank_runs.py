@@ -108,7 +108,7 @@ def check_restart_after_out_of_memory(tiny: dict[str, Any], folder: Path, device
     starts = events(run, "run_start")
     assert [event.get("resumed_from_step") for event in starts] == [None, 2]
     assert events(run, "run_end")[-1]["status"] == "finished"
-    assert torch.load(run / "checkpoints" / "last.pt", weights_only=True)["fallbacks"] == {"num_pieces": 2}
+    assert torch.load(run / "checkpoints" / "last.pt", weights_only=True)["fallbacks"] == {"is_recomputed": True}
 
 
 def check_stop_by_signal(tiny: dict[str, Any], folder: Path, devices: Devices) -> None:

@@ -65,7 +65,7 @@ def test_situations_of_one_process_take_their_course(tiny: dict[str, Any], tmp_p
         "resumed": (config(tiny, train=once), "", "plain"),
         "dp 1+2+2 thaws": (config(tiny, model=frozen, parallel={**dp, "gpu0_bsz": 1}), "", "plain thaws"),
         "dp accumulates": (config(tiny, train=halved, parallel={**dp, "gpu0_bsz": 0}), "", "plain accumulates"),
-        "dp in pieces": (config(tiny, train=once, parallel=dp), "train.loss=2:oom", None),
+        "dp in pieces": (config(tiny, train=once, parallel=dp), "train.loss=2:oom*2", None),
     }
     plain = {
         "plain": config(tiny),
@@ -92,7 +92,8 @@ def test_situations_of_one_process_take_their_course(tiny: dict[str, Any], tmp_p
         if truth is not None:
             assert course(tmp_path / name) == pytest.approx(course(tmp_path / truth), **EXACT), name
     assert events(tmp_path / "dp accumulates", "run_start")[0]["split"] == [0, 2, 1]
-    assert [event["fallbacks"] for event in events(tmp_path / "dp in pieces", "oom")] == [{"num_pieces": 2}]
+    fallbacks = [event["fallbacks"] for event in events(tmp_path / "dp in pieces", "oom")]
+    assert fallbacks == [{"is_recomputed": True}, {"is_recomputed": True, "num_pieces": 2}]
     (found,) = on_cuda_road.facts(tmp_path / "facts")
     check_kernels([found])
 
@@ -103,6 +104,7 @@ def test_situations_of_ranks_take_their_course(tiny: dict[str, Any], tmp_path: P
     ranks = config(
         tiny,
         model=frozen,
+        train={"recompute": "all"},
         checkpoint={"every_steps": 1},
         eval={"every_epochs": 2},
         parallel={"mode": "ddp", "devices": CPUS[:2], "shares": [1, 4]},

@@ -303,9 +303,9 @@ def test_checkpoint_moves_from_dp_to_ddp_to_one_device(single: tuple[dict[str, A
     assert_same_course(run, reference)
 
 
-@case("N03", how="out of memory on rank 1", passes="all ranks end, a resume goes on in pieces")
+@case("N03", how="out of memory on rank 1", passes="all ranks end, a resume recomputes all blocks")
 @pytest.mark.slow
-def test_oom_of_a_rank_ends_all_and_resume_splits_the_step(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_oom_of_a_rank_ends_all_and_a_resume_recomputes(tiny: dict[str, Any], tmp_path: Path) -> None:
     ddp_file(tiny, tmp_path, batch_size=6, epochs=3)  # 10 images: one step an epoch
     # Two passes check the network before the first step; the second start has fewer than five.
     armed = {"SEGAPP_FAILPOINTS": "train.forward.rank1=5:oom"}
@@ -317,7 +317,12 @@ def test_oom_of_a_rank_ends_all_and_resume_splits_the_step(tiny: dict[str, Any],
     assert [event["step"] for event in events(folder, "step")] == [1, 2, 3]
     assert (folder / "reports" / "rank_1_step_2.json").exists()
     fallbacks = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)["fallbacks"]
-    assert fallbacks["num_pieces"] == 2
+    assert fallbacks == {"is_recomputed": True}
+    (change,) = events(folder, "recompute")
+    assert (change["reason"], [len(names) for names in change["blocks"]]) == (
+        "out of memory",
+        [change["num_blocks"]] * 2,
+    )
 
 
 @pytest.mark.slow

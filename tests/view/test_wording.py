@@ -13,6 +13,7 @@ from segapp.run.events import (
     Event,
     Gpu0Bsz,
     Oom,
+    Recompute,
     RunEnd,
     RunStart,
     Step,
@@ -37,6 +38,8 @@ BEFORE = Val(epoch=1, step=20, loss=0.5, miou=0.4, iou=[0.3, 0.5])
         (EpochStart(epoch=3, lr=0.0099, step=5), "epoch", "3 begins, lr 9.9e-3"),
         (EpochStart(epoch=3, lr=0.0099, step=5, split=[4, 10], num_thawed=23_540_000), "epoch",
          "3 begins, lr 9.9e-3, split 4·10, 23.5 M frozen parameters thaw"),
+        (Recompute(step=4, choice="config", blocks=[["a"], ["a", "b"]], num_blocks=3, reason="train.recompute"), "mem",
+         "1·2 of 3 blocks recomputed: train.recompute"),
         (Val(epoch=2, step=40, loss=0.25, miou=0.5, iou=[0.6, 0.2, None, 0.1], val_s=81.0), "val",
          "e2 mIoU 0.500 (3/4) (+0.100), loss 0.250, worst sky 0.200, 1m21s"),  # the fourth has no name
         (Val(epoch=2, step=40, loss=None, miou=0.375, iou=[None]), "val",

@@ -42,6 +42,7 @@ from segapp.run.events.types import (
     Oom as Oom,
     OtherProcess as OtherProcess,
     ParamGroup as ParamGroup,
+    Recompute as Recompute,
     RunEnd as RunEnd,
     RunStart as RunStart,
     Step as Step,

@@ -304,6 +304,22 @@ class Gpu0Bsz(_Event):
         )
 
 
+class Recompute(_Event):
+    """Other blocks of the network are computed again in the backward pass; a start of the run begins without any."""
+
+    type: Literal["recompute"] = "recompute"
+    step: int
+    """Updates made before."""
+    choice: Literal["config", "off", "all"]
+    """The blocks of the config, or of the memory plan; none; or all."""
+    blocks: list[list[Text]]
+    """Names of the blocks for each device."""
+    num_blocks: int
+    """Blocks of the network."""
+    reason: Text
+    """train.recompute, out of memory, or by hand."""
+
+
 class Alert(_Event):
     """A warning for the user."""
 
@@ -402,6 +418,7 @@ Event = (
     | Checkpoint
     | CommandAnswer
     | Gpu0Bsz
+    | Recompute
     | Alert
     | Oom
     | Heartbeat

@@ -37,6 +37,8 @@ class BatchSplitController:
         self._divider: Any = divider if is_split else None
         self.batch_size = batch_size
         self._saved_plan = saved_plan
+        self.is_as_planned = True
+        """False while steps need other memory than the plan predicts."""
         self._ranks = ranks or Ranks()
         if not is_split:
             mode = "model" if mode == "model" else "single"
@@ -81,7 +83,8 @@ class BatchSplitController:
         """Return the predicted peaks under the split in force, from measurements or the plan; empty if unknown."""
         if self.current is not None and self.judge.peaks.measured:
             return self.judge.peaks.peak_mib(self.current)
-        return () if self._saved_plan is None else self._saved_plan.predicted_mib(self.current)
+        plan = self._saved_plan if self.is_as_planned else None
+        return () if plan is None else plan.predicted_mib(self.current)
 
     def record_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> None:
         """Record that a split ran out of memory after `old` did not; None: the present split."""

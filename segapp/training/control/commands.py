@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from segapp.config import LiveSettings
+from segapp.config import LiveSettings, RecomputeChoice
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.memory.judge import SplitJudge, format_split
 from segapp.run.commands import CancelCommand, ReceivedCommand, SetCommand, StopCommand
 from segapp.run.events import Alert, EventLog, Gpu0Bsz
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.inbox import FinalStatus, Inbox
+from segapp.training.control.recompute import RecomputeController
 
 SPLIT_SETTINGS = frozenset({"gpu0_bsz", "gpu0_bsz_auto", "shares"})
 """The settings that decide about the split; a change of one of them replaces all."""
@@ -117,9 +118,10 @@ class CommandController:
         device_memory: DeviceMemoryTracker,
         settings: LiveSettings,
         *,
+        recompute: RecomputeController,
         replay: Sequence[tuple[int, dict[str, Any]]] = (),
     ) -> None:
-        self.inbox, self.batch_split = inbox, batch_split
+        self.inbox, self.batch_split, self.recompute = inbox, batch_split, recompute
         self.settings = settings
         self.requests = PendingRequests()
         self._event_log, self._device_memory = event_log, device_memory
@@ -212,6 +214,12 @@ class CommandController:
             pending.split, pending.predicted_mib = verdict.split, verdict.predicted_mib
             is_new = verdict.level != "no change"
             reason += f": split {format_split(verdict.split)}, {verdict.level}: {verdict.reason}"
+        if command.recompute is not None:
+            if self.recompute.problem is not None and command.recompute == "all":
+                self.inbox.answer(received, "rejected", f"recompute=all: {self.recompute.problem}", position.step)
+                return
+            pending.notes.append(self.recompute.words(command.recompute))
+            reason += f", with {pending.notes[-1]}"
         is_auto = self.settings.gpu0_bsz_auto
         if is_auto and pending.is_split:
             pending.notes.append("auto is switched off")
@@ -346,6 +354,7 @@ class CommandController:
             self._event_log.emit(Alert(kind="settings", message=message))
             restored = with_changes(restored, configured)
             self.batch_split.apply(restored)
+        self._apply_recompute(restored.recompute)
         self.settings = restored
 
     def settings_for_step(self, step: int, *, is_thawing: bool = False) -> LiveSettings:
@@ -374,6 +383,7 @@ class CommandController:
         """Apply settings at the start of an epoch, on every rank."""
         old, old_split = self.settings, self.batch_split.current
         sets, self._sets, self.requests.settings = self._sets, [], None
+        self._apply_recompute(settings.recompute)
         if not self.batch_split.apply(settings):
             settings = with_changes(settings, {"gpu0_bsz": old.gpu0_bsz, "shares": old.shares})
         self.settings = settings
@@ -385,6 +395,17 @@ class CommandController:
             self.confirm_untested()
             on_probation = [pending for pending in sets if pending.is_split]
             self._probation = SplitProbation(old, old_split, position.epoch, position.step, on_probation)
+
+    def adopt_recompute(self, choice: RecomputeChoice) -> None:
+        """Choose the blocks that are computed again from the next step on, without a command."""
+        self.settings = self.settings.model_copy(update={"recompute": choice})
+        self._apply_recompute(choice)
+        self._update_pending_settings()
+
+    def _apply_recompute(self, choice: RecomputeChoice) -> None:
+        if self.recompute.apply(choice):
+            self.batch_split.is_as_planned = choice == "config"
+            self.batch_split.clear_peaks()
 
     def after_step(self, split: Sequence[int], num_samples: int, step: int) -> None:
         """Confirm a new split after its first full batch, and end its probation after `PROBATION_STEPS` steps."""

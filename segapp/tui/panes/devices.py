@@ -16,6 +16,7 @@ from segapp.tui.panes.header import LinePart, device_label, fit_parts
 from segapp.tui.widgets import LiteralText
 from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 from segapp.view.view import View
+from segapp.view.wording import recomputed
 
 WORD_STYLES = {
     "ok": "$text-success",
@@ -57,8 +58,13 @@ def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, g
     if not view.devices:
         text = "no sample yet" if view.start is None or view.end is None else "no sample was written"
         return Content.styled(text, "$text-muted")
-    num_more = size.height // len(view.devices) - 1
     lines = []
+    found = view.recompute
+    if found is not None and any(found.blocks):
+        texts = [recomputed(found), *view.cost_changes()]
+        shown = fit_parts([LinePart(rank, text) for rank, text in enumerate(texts)], size.width)
+        lines.append(Content.styled(shown.plain, "$text-accent"))
+    num_more = (size.height - len(lines)) // len(view.devices) - 1
     for i, device in enumerate(view.devices):
         lines.append(_device_line(view, i, device, size.width, glyphs))
         if num_more >= 1:

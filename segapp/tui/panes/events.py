@@ -17,6 +17,7 @@ KIND_STYLES = {
     "saved": "$text-primary",
     "ctl": "$text-accent",
     "gpu0": "$text-accent bold",
+    "mem": "$text-accent",
     "alert": "$text-error bold",
     "oom": "$text-error bold",
     "end": "$text-warning bold",
@@ -25,7 +26,7 @@ KIND_STYLES = {
 GROUPS: dict[str, frozenset[str]] = {
     "all": frozenset(),
     "alerts": frozenset({"alert", "oom", "end"}),
-    "commands": frozenset({"ctl", "gpu0"}),
+    "commands": frozenset({"ctl", "gpu0", "mem"}),
     "evaluations": frozenset({"val", "best"}),
     "checkpoints": frozenset({"saved", "best"}),
     "starts": frozenset({"start", "load", "end"}),

@@ -23,6 +23,7 @@ from segapp.run.folder import RunFolder
 from segapp.training.control.batch_split import BatchSplitController
 from segapp.training.control.commands import CommandController, TrainingPosition
 from segapp.training.control.inbox import Inbox
+from segapp.training.control.recompute import RecomputeController
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.live_runs import assert_answered_once, seen, small, three_devices
@@ -41,7 +42,12 @@ class ControllerHarness:
         network = DataParallelModel(nn.Linear(1, 1), ["cpu"] * num_devices, full_batch=8)
         self.batch_split = BatchSplitController(network, 8, mode)
         self.controller = CommandController(
-            Inbox(self.folder, event_log), event_log, self.batch_split, DeviceMemoryTracker(), LiveSettings()
+            Inbox(self.folder, event_log),
+            event_log,
+            self.batch_split,
+            DeviceMemoryTracker(),
+            LiveSettings(),
+            recompute=RecomputeController(nn.Linear(1, 1)),
         )
 
     def send(self, text: str, position: TrainingPosition = MIDDLE) -> str:
@@ -365,9 +371,9 @@ def test_oom_in_a_replica_reverts_the_split(
     assert "more than two images" in assert_answered_once(folder)["set gpu0_bsz=3"]["reason"]
 
 
-def test_second_oom_in_a_step_saves_and_exits(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
+def test_third_oom_in_a_step_saves_and_exits(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tiny, _ = even
-    failpoints.arm("train.backward=4:oom*2")
+    failpoints.arm("train.backward=4:oom*3")
     try:
         with pytest.raises(OutOfMemoryError, match=r"lower train\.batch_size"):
             train(three_devices(tiny), tmp_path / "run")
@@ -463,7 +469,7 @@ def test_settings_applied_after_checkpoint_replay_at_same_step(
                 train(three_devices(tiny), folder)
     finally:
         failpoints.arm("")
-    saved = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, "lr_factor": 1.0}
+    saved = {"gpu0_bsz": None, "gpu0_bsz_auto": False, "shares": None, "lr_factor": 1.0, "recompute": "config"}
     assert model_of(folder)["settings"] == saved  # before
     assert run_session(TrainRequest(three_devices(tiny), RunFolder(folder))) == 0
     steps, expected = events(folder, "step"), events(reference, "step")

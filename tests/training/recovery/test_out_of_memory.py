@@ -77,7 +77,11 @@ def budgeted(plain: dict[str, Any], *budgets_mib: float, gpu0_bsz: int | None = 
     return merged(three_devices(plain, 2).model_dump(mode="json"), parallel=parallel, train=train, **sections)
 
 
-@case("N03", how="a memory budget below the peak of the first step", passes="the same losses, in pieces, remembered")
+@case(
+    "N03",
+    how="a memory budget below the peak of the first step",
+    passes="the same losses, recomputed, then in pieces, remembered",
+)
 @pytest.mark.usefixtures("_without_batchnorm")
 def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     plain: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -87,11 +91,13 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     folder = tmp_path / "run"
     assert train(budgeted(plain, 0.75 * peak, 900, 900), folder) == 0
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
-    (oom,) = events(folder, "oom")
+    first, oom = events(folder, "oom")
+    assert first["fallbacks"] == {"is_recomputed": True}
+    assert "all 5 blocks computed again" in first["action"]
     assert (oom["device"], oom["index"], oom["step"], oom["split"]) == ("cpu", 0, 0, [6, 1, 1])
     assert oom["phase"] in ("forward", "loss", "backward")
     assert oom["allocated_mib"] <= 0.75 * peak < oom["allocated_mib"] + oom["requested_mib"]
-    assert oom["fallbacks"] == {"num_pieces": 2}
+    assert oom["fallbacks"] == {"is_recomputed": True, "num_pieces": 2}
     assert "BatchNorm" in oom["action"]
     assert oom["largest"][0]["mib"] >= oom["largest"][-1]["mib"] > 0
     assert "float32" in oom["largest"][0]["what"]
@@ -100,7 +106,7 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     assert summarize(folder).last_oom == {key: oom[key] for key in ("device", "phase", "step", "action", "path")}
     print_status(str(folder), as_json=False)
     assert oom["path"] in capsys.readouterr().out
-    assert saved(folder)["fallbacks"] == {"num_pieces": 2}
+    assert saved(folder)["fallbacks"] == oom["fallbacks"]
 
 
 @pytest.mark.usefixtures("_without_batchnorm")
@@ -120,9 +126,10 @@ def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, An
     with pytest.raises(OutOfMemoryError, match="next move") as caught:
         train(budgeted(plain, 5, 900, 900), folder)
     assert caught.value.exit_code == 6
-    first, second = events(folder, "oom")
-    assert (first["fallbacks"], second.get("fallbacks")) == ({"num_pieces": 2}, None)
-    assert any("parallel.gpu0_bsz=" in text and "fits" in text for text in second["advice"])
+    *found, last = events(folder, "oom")
+    assert [oom["fallbacks"] for oom in found] == [{"is_recomputed": True}, {"is_recomputed": True, "num_pieces": 2}]
+    assert last.get("fallbacks") is None
+    assert any("parallel.gpu0_bsz=" in text and "fits" in text for text in last["advice"])
     assert events(folder, "run_end")[-1]["exit_code"] == 6
     assert saved(folder)["position"]["step"] == 0
 

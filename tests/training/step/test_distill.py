@@ -215,8 +215,7 @@ def test_step_redone_after_oom_leaves_the_critic_unchanged(
     whole, again = terms(tmp_path / "whole"), terms(tmp_path / "again")
     assert events(tmp_path / "again", "oom")
     assert again[0] == whole[0]
-    # Smaller pieces give BatchNorm other statistics, the student's and the critic's: near, not equal.
-    assert again[1]["loss"] == pytest.approx(whole[1]["loss"], rel=0.2)
+    assert again[1] == whole[1]  # its blocks are recomputed, which changes no value
 
 
 def test_micro_batches_without_batchnorm_equal_whole_batch(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 from textual.geometry import Size
 
-from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, RunStart, Step
+from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step
 from segapp.tui.glyphs import ASCII
 from segapp.tui.panes.devices import gpu_content, headroom_level, memory_graph
 from segapp.tui.panes.gpu0 import Draft, begin_draft, edit_draft, gpu0_content
 from segapp.view.source import Status
-from segapp.view.view import View
+from segapp.view.view import View, fold_events
 
 LIVE = Status("live", now_s=150.0)
 
@@ -60,6 +60,26 @@ def test_taller_pane_has_the_allocator_and_a_graph(view: View) -> None:
     assert len(gpu_content(view, (), Size(80, 7), ASCII).plain.splitlines()) == 4
     assert len(gpu_content(view, (), Size(80, 8), ASCII).plain.splitlines()) == 2 + 2 + 2 + 2  # two rows of a graph
     assert len(gpu_content(view, (), Size(80, 40), ASCII).plain.splitlines()) == 2 + 2 + 6 + 6
+
+
+def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
+    """Before: a peak of 9.2 GiB and steps of 0.3 s; since: 8.0 GiB and 0.4 s."""
+    view.recent["step_s"].extend([0.2, 0.3, 0.9])
+    change = Recompute(step=9, choice="all", blocks=[["a", "b"], ["a", "b"]], num_blocks=2, reason="out of memory")
+    fold_events(view, [{**change.model_dump(), "t": 60.0}])
+    assert gpu_content(view, (), Size(60, 3), ASCII).plain.splitlines()[0] == "2 of 2 blocks recomputed"
+    view.recent["step_s"].extend([0.4, 0.5, 0.4])
+    view.peaks_mib = {(3, 5): [6144.0, 8192.0]}
+    lines = gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()
+    assert lines[0] == "2 of 2 blocks recomputed  peak 8.0, 9.2 before  step 0.4 s, 0.3 s before"
+    assert len(lines) == 3
+    assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith(
+        "2 of 2 blocks recomputed  peak 8.0, 9.2 before\n"
+    )
+    fold_events(view, [{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
+    assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("1·0 of 2 blocks recomputed\n")
+    fold_events(view, [{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
+    assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("GPU0")
 
 
 def test_graph_of_memory_ends_at_the_right(view: View) -> None:

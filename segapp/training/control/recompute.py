@@ -1,0 +1,57 @@
+"""The blocks of the network that are computed again in the backward pass, as chosen between two steps."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from segapp.config import RecomputeChoice
+from segapp.errors import ConfigError
+from segapp.models.blocks import find_blocks
+from segapp.parallel import is_recomputable, recomputed_blocks, set_recompute
+
+
+class RecomputeController:
+    """Applies which blocks are computed again: those of the config, all, or none.
+
+    Args:
+        model: the network, in which the blocks of the config, or of the memory plan, are chosen.
+        num_devices: of a `DataParallelModel`; else 1.
+        problem: why no other blocks can be chosen; None if they can.
+    """
+
+    def __init__(self, model: nn.Module, num_devices: int = 1, problem: str | None = None) -> None:
+        self._model = model
+        self._configured = self.current = recomputed_blocks(model, num_devices)
+        self._offloaded = recomputed_blocks(model, num_devices, offloaded=True)
+        self.blocks: tuple[str, ...] = ()
+        try:
+            self.blocks = tuple(name for name, block in find_blocks(model).items() if is_recomputable(block))
+        except ConfigError as error:  # `checkpoint_blocks` of a custom network that asks for no recomputation
+            problem = problem or str(error)
+        self.problem = problem or (None if self.blocks else "the network has no blocks")
+
+    def sets_of(self, choice: RecomputeChoice) -> tuple[tuple[str, ...], ...]:
+        """Return the names of the blocks for each device; all but those that are offloaded, with `all`."""
+        if choice == "config":
+            return self._configured
+        names = self.blocks if choice == "all" else ()
+        return tuple(tuple(name for name in names if name not in offloaded) for offloaded in self._offloaded)
+
+    def words(self, choice: RecomputeChoice) -> str:
+        """Return a choice in words."""
+        which = {"off": "no block", "all": f"all {len(self.blocks)} blocks", "config": "the blocks of train.recompute"}
+        return f"{which[choice]} computed again in the backward pass"
+
+    @property
+    def has_kept(self) -> bool:
+        """True if a device keeps the activations of a block that could be computed again."""
+        return self.problem is None and self.current != self.sets_of("all")
+
+    def apply(self, choice: RecomputeChoice) -> bool:
+        """Choose the blocks from the next step on; return True if others were chosen before."""
+        wanted = self.sets_of(choice)
+        is_new = wanted != self.current
+        if is_new:
+            set_recompute(self._model, wanted, self._offloaded)
+            self.current = wanted
+        return is_new

@@ -1,0 +1,211 @@
+"""Out of memory is answered by recomputation first: the same course, kept by resumes, undone by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from segapp import failpoints
+from segapp.build import step
+from segapp.config import RunConfig
+from segapp.errors import RunError
+from segapp.models import SegmentationModel
+from segapp.models.blocks import find_blocks
+from segapp.run.commands import parse_command, send_command
+from segapp.run.events import EpochStart, Event
+from segapp.run.folder import RunFolder
+from segapp.training.control import inbox
+from segapp.training.control.recompute import RecomputeController
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from tests.support.live_runs import small, three_devices
+from tests.support.runs import differing, events, merged, train
+
+
+@pytest.fixture(autouse=True)
+def _disarmed(logical_budgets: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(inbox, "POLL_S", 0.0)
+    yield
+    failpoints.arm("")
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_root: Path) -> dict[str, Any]:
+    return {
+        "name": "tiny",
+        "seed": 3,
+        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
+        "log": {"every_steps": 1, "tensorboard": False},
+    }
+
+
+@pytest.fixture(scope="module")
+def undisturbed(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
+    """Two epochs of five steps on one device, with memory enough."""
+    config, folder = small(plain, 2), tmp_path_factory.mktemp("undisturbed") / "run"
+    assert train(config, folder) == 0
+    return config, folder
+
+
+def course(folder: Path) -> list[tuple[Any, ...]]:
+    """Loss and norm of the gradient of each step, and the evaluations."""
+    return [(e["step"], e["loss"], e["grad_norm"]) for e in events(folder, "step")] + [
+        (e["step"], e["loss"], *e["iou"]) for e in events(folder, "val")
+    ]
+
+
+def saved(folder: Path) -> dict[str, Any]:
+    state: dict[str, Any] = torch.load(folder / "checkpoints" / "last.pt", weights_only=True)
+    return state
+
+
+def assert_same_course(folder: Path, reference: Path) -> None:
+    """Compares losses, gradients, evaluations and the last state with its BatchNorm statistics, bit by bit."""
+    assert course(folder) == course(reference)
+    parts = ("/model", "/optimizer", "/rng")
+    assert [path for path in differing(saved(folder), saved(reference)) if path.startswith(parts)] == []
+
+
+class Sender:
+    """Sends commands when epochs begin."""
+
+    def __init__(self, folder: Path, commands: dict[int, str]) -> None:
+        self.folder, self.commands = folder, commands
+
+    def handle(self, event: Event) -> None:
+        if isinstance(event, EpochStart) and event.epoch in self.commands:
+            send_command(self.folder, parse_command(self.commands[event.epoch]))
+
+    def close(self) -> None:
+        pass
+
+
+def choices(folder: Path) -> list[tuple[int, str, str, list[int]]]:
+    """Step, choice, reason and number of recomputed blocks on each device, of each change."""
+    return [
+        (e["step"], e["choice"], e["reason"], [len(names) for names in e["blocks"]])
+        for e in events(folder, "recompute")
+    ]
+
+
+def test_a_step_out_of_memory_recomputes_all_blocks(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, reference = undisturbed
+    failpoints.arm("train.backward=2:oom")
+    assert train(config, tmp_path / "run") == 0
+    assert_same_course(tmp_path / "run", reference)
+    (oom,) = events(tmp_path / "run", "oom")
+    assert oom["fallbacks"] == {"is_recomputed": True}
+    assert "all 5 blocks computed again" in oom["action"]
+    assert "the same gradients and BatchNorm statistics, in about a third more time" in oom["action"]
+    assert choices(tmp_path / "run") == [(1, "all", "out of memory", [5])]
+    assert events(tmp_path / "run", "recompute")[0]["num_blocks"] == 5
+    state = saved(tmp_path / "run")
+    assert (state["fallbacks"], state["settings"]["recompute"]) == ({"is_recomputed": True}, "all")
+
+
+def test_a_second_failure_of_the_step_cuts_pieces(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    """One image is too few for BatchNorm, so that batches of two allow no pieces; those of four do."""
+    config, folder = (
+        merged(undisturbed[0].model_dump(mode="json"), train={"batch_size": 4, "epochs": 1}),
+        tmp_path / "run",
+    )
+    failpoints.arm("train.backward=2:oom*2")
+    assert train(config, folder) == 0
+    found = events(folder, "oom")
+    assert [(oom["step"], oom["fallbacks"]) for oom in found] == [
+        (1, {"is_recomputed": True}),
+        (1, {"num_pieces": 2, "is_recomputed": True}),
+    ]
+    assert "BatchNorm takes its statistics from smaller pieces" in found[1]["action"]
+    assert choices(folder) == [(1, "all", "out of memory", [5])]
+
+
+def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    """Out of memory and a crash in epoch 1, off from epoch 2 on, a crash there, and out of memory once more."""
+    config, reference = undisturbed
+    folder = tmp_path / "run"
+    failpoints.arm("train.backward=2:oom;train.step=4:raise:RuntimeError")
+    with pytest.raises(RunError, match="failpoint"):
+        train(config, folder)
+    failpoints.arm("train.step=8:raise:RuntimeError")
+    with pytest.raises(RunError, match="failpoint"):  # anew, because nothing was saved
+        run_session(TrainRequest(config, RunFolder(folder)), listener=Sender(folder, {1: "set recompute=off"}))
+    assert choices(folder) == [(1, "all", "out of memory", [5]), (5, "off", "by hand", [0])]
+    failpoints.arm("train.backward=3:oom")
+    assert run_session(TrainRequest(config, RunFolder(folder))) == 0  # from step 5 on
+    assert_same_course(folder, reference)
+    assert choices(folder)[1:] == [
+        (5, "all", "out of memory", [5]),
+        (5, "off", "by hand", [0]),
+        (7, "all", "out of memory", [5]),
+    ]
+    answers = [(e["status"], e["step"], e["reason"]) for e in events(folder, "command")]
+    assert answers == [
+        ("accepted", 0, "from epoch 2 on, with no block computed again in the backward pass"),
+        ("applied", 5, "no block computed again in the backward pass"),
+    ]
+    assert [oom["step"] for oom in events(folder, "oom")] == [1, 7]
+
+
+def test_commands_switch_recomputation_on_three_devices(plain: dict[str, Any], tmp_path: Path) -> None:
+    """All from epoch 2 on, then what the config says: the course does not change, and no device has its own."""
+    config, folder = three_devices(plain, 3), tmp_path / "run"
+    assert train(config, tmp_path / "reference") == 0
+    sender = Sender(folder, {1: "set recompute=all", 2: "set recompute=config"})
+    assert run_session(TrainRequest(config, run=folder), listener=sender) == 0
+    assert_same_course(folder, tmp_path / "reference")
+    assert choices(folder) == [(2, "all", "by hand", [5, 5, 5]), (4, "config", "train.recompute", [0, 0, 0])]
+
+
+def test_a_config_changed_at_a_resume_takes_precedence(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
+    config, reference = undisturbed
+    folder = tmp_path / "run"
+    failpoints.arm("train.backward=6:oom;train.step=9:raise:RuntimeError")
+    with pytest.raises(RunError, match="failpoint"):
+        train(config, folder)
+    failpoints.arm("")
+    chosen = merged(config.model_dump(mode="json"), train={"recompute": ["encoder.*"]})
+    assert run_session(TrainRequest(chosen, RunFolder(folder))) == 0
+    assert_same_course(folder, reference)
+    names = events(folder, "recompute")[-1]["blocks"][0]
+    assert choices(folder)[-1] == (5, "config", "train.recompute", [len(names)])
+    assert 0 < len(names) < 5
+    assert all(name.startswith("encoder.") for name in names)
+    assert saved(folder)["fallbacks"] == {}
+
+
+def test_blocks_that_count_their_passes_are_cut_in_pieces(
+    undisturbed: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A block with a buffer that each pass changes cannot be computed again: the rung is taken back."""
+    original = step.build_network
+
+    def counting(*args: Any, **kwargs: Any) -> SegmentationModel:
+        model = original(*args, **kwargs)
+        block = model.get_submodule(next(iter(find_blocks(model))))
+        block.register_buffer("passes", torch.zeros(()))
+        next(block.children()).register_forward_pre_hook(lambda *_: block.passes.add_(1) and None)
+        return model
+
+    monkeypatch.setattr(step, "build_network", counting)
+    config = merged(undisturbed[0].model_dump(mode="json"), train={"batch_size": 4, "epochs": 1})
+    failpoints.arm("train.backward=1:oom*2")
+    assert train(config, tmp_path / "run") == 0
+    assert [oom["fallbacks"] for oom in events(tmp_path / "run", "oom")] == [{"is_recomputed": True}, {"num_pieces": 2}]
+    (alert,) = [alert for alert in events(tmp_path / "run", "alert") if alert["kind"] == "recompute"]
+    assert "passes is a buffer that each forward pass changes" in alert["message"]
+    assert choices(tmp_path / "run")[-1] == (0, "config", "train.recompute", [0])
+
+
+def test_compiled_and_blockless_networks_have_no_rung() -> None:
+    layers = RecomputeController(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)))
+    assert (layers.problem, layers.has_kept) == ("the network has no blocks", False)
+    blocks = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2)))
+    assert RecomputeController(blocks).has_kept
+    compiled = RecomputeController(blocks, problem="train.compile is on")
+    assert (compiled.problem, compiled.has_kept) == ("train.compile is on", False)
