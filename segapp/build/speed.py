@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -19,35 +18,15 @@ from segapp.accelerator import accelerator_of
 from segapp.build.network import build_network
 from segapp.build.pairs import build_pixels, build_scheme
 from segapp.chunks import plan_chunks
-from segapp.compat.torch import TorchDispatchMode
 from segapp.config import RunConfig
 from segapp.config.modes import SpeedEstimate
 from segapp.custom import is_part
+from segapp.memory.costs import EFFICIENCY, Machine, OperatorCosts
 
 STEP = 3
 """A training step over its forward pass, in operators and in work: the backward pass has twice as much."""
 DP_OVERHEAD = 1.6
 """Operators of a step of dp over those of its replicas: copies of weights and gradients, exchanges of BatchNorm."""
-EFFICIENCY = 0.5
-"""Speed of a network over that of one large convolution."""
-ASSUMED_DISPATCH_S = 12e-6
-ASSUMED_FLOPS_PER_S, ASSUMED_HALF_FLOPS_PER_S = 2e13, 4e13
-"""Of a machine that is only planned for: a processor and an RTX 3090 of 2020."""
-
-
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators."""
-
-    total = 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise torch imports its compiler at the first operator, which takes five seconds."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.total += 1
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
@@ -65,16 +44,14 @@ class StepWork:
 
 def count_work(config: RunConfig) -> StepWork:
     """Count the operators of a training step, and the work of one crop, on the meta device."""
-    from torch.utils.flop_counter import FlopCounterMode  # imports Triton
-
     bands = build_pixels(config.data).num_bands
     model = build_network(config.model, build_scheme(config.data).num_classes, num_bands=bands, with_weights=False)
     model = model.to("meta").train()
-    operators, work = _Operators(), FlopCounterMode(display=False)  # type: ignore[no-untyped-call]
+    costs = OperatorCosts()
     images = torch.empty(2, bands, *config.data.crop_px, device="meta")
-    with torch.no_grad(), work, operators:
+    with torch.no_grad(), costs:
         model(images)
-    return StepWork(STEP * operators.total, STEP * work.get_total_flops() / 2)
+    return StepWork(STEP * costs.num_operators, STEP * costs.flops / 2)
 
 
 def estimate_speed(config: RunConfig, num_devices: int, devices: Sequence[torch.device] = ()) -> SpeedEstimate | None:
@@ -98,8 +75,8 @@ def estimate_speed(config: RunConfig, num_devices: int, devices: Sequence[torch.
     if devices:
         dispatch_s, flops_per_s = measure_dispatch_s(), min(measure_flops_per_s(each, is_half) for each in devices)
     else:
-        dispatch_s = ASSUMED_DISPATCH_S
-        flops_per_s = ASSUMED_HALF_FLOPS_PER_S if is_half else ASSUMED_FLOPS_PER_S
+        assumed = Machine()
+        dispatch_s, flops_per_s = assumed.dispatch_s, assumed.half_flops_per_s if is_half else assumed.flops_per_s
     device_s = max(shares) * work.flops / (EFFICIENCY * flops_per_s)
     host_s = work.num_operators * dispatch_s
     num_busy = sum(share > 0 for share in shares)

@@ -107,10 +107,15 @@ class StepLayout:
         return self.mode == "ddp" or (self.mode == "dp" and len(self.devices) > 1)
 
 
-def build_layout(config: RunConfig, devices: DevicePlan, gpu0_bsz: int | None) -> StepLayout:
-    """Return the layout that a config asks for on the devices of this process, with `gpu0_bsz: auto` resolved."""
+def build_layout(
+    config: RunConfig,
+    devices: DevicePlan,
+    gpu0_bsz: int | None,
+    recompute: tuple[tuple[str, ...], ...] | None = None,
+) -> StepLayout:
+    """Return the layout that a config asks for on the devices of this process, with every `auto` resolved."""
     shares = None if config.parallel.shares is None else tuple(config.parallel.shares)
-    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares)
+    return StepLayout(devices.mode, devices.devices, gpu0_bsz, shares, recompute=recompute)
 
 
 @dataclass(frozen=True)

@@ -322,7 +322,10 @@ def _build_engine(
     scheme, ranks = train_set.scheme, context.ranks
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
     assembler = StepAssembler(config, scheme, teacher)
-    layout = build_layout(config, devices, first_gpu0_bsz(config, saved_plan))
+    sets = saved_plan.recompute if saved_plan is not None and config.train.recompute == "auto" else None
+    if sets is not None and devices.mode == "ddp":
+        sets = (sets[ranks.rank],)
+    layout = build_layout(config, devices, first_gpu0_bsz(config, saved_plan), sets)
     parts = assembler.build_parts(
         layout,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),

@@ -47,7 +47,7 @@ from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import RunContext
 from segapp.training.failures import as_segapp_error
-from segapp.training.planning.auto import check_host_memory, on_main, planned_advice, resolve_auto
+from segapp.training.planning.auto import check_host_memory, is_planned, on_main, planned_advice, resolve_auto
 from segapp.training.recovery import fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
@@ -456,8 +456,7 @@ def _with_resolved_auto(
     folder: RunFolder, config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
     """Replace every `auto` that must be known now, from a plan of the devices; keep both in the run folder."""
-    is_planned = not config.train.batch_size or config.parallel.gpu0_bsz == "auto"
-    if is_planned and ranks.is_main and not folder.saved_plan.exists():
+    if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
         print("planning the memory (some seconds)", flush=True)
     resolved, saved_plan = resolve_auto(config, folder, devices, device_infos, ranks)
     if ranks.is_main:
@@ -466,6 +465,8 @@ def _with_resolved_auto(
         folder.write_config(dump_config(resolved))
         for note in saved_plan.notes if saved_plan is not None else ():
             print(note, flush=True)
+        if config.train.recompute == "auto" and (saved_plan is None or saved_plan.recompute is None):
+            print("train.recompute = auto: the memory of the devices is unknown, nothing is computed again", flush=True)
     return resolved, saved_plan
 
 

@@ -207,10 +207,10 @@ def test_device_of_an_unknown_kind_is_refused_by_its_key(device: str) -> None:
 
 def test_plan_simulates_no_mode_in_which_a_feature_does_not_work(monkeypatch: pytest.MonkeyPatch) -> None:
     staged = config_of({"mode": "model", "stages": {"backbone": 0, "classifier": 1}})
-    assert [job.mode for job in _advice_jobs(staged, 8, 2, []).values()] == ["single", "single", "ddp"]
+    assert [job.mode for job in _advice_jobs(staged, 8, 2, [], []).values()] == ["single", "single", "ddp"]
     with pytest.raises(ConfigError, match=r"parallel\.stages does not support parallel\.mode: dp: use model"):
         check_mode(staged, "dp")
     alone = Feature("train.tf32", ("single",), lambda config: config.train.tf32)
     monkeypatch.setattr(modes, "FEATURES", (*FEATURES, alone))
-    assert [job.mode for job in _advice_jobs(config_of(), 8, 2, []).values()] == ["single", "single"]
+    assert [job.mode for job in _advice_jobs(config_of(), 8, 2, [], []).values()] == ["single", "single"]
     assert plan_devices(config_of()).mode == "single"

@@ -49,7 +49,7 @@ def resolve_auto(
     if config.train.precision == "auto":
         config = with_train(config, precision=_precision(folder, devices, ranks))
     saved_plan: SavedMemoryPlan | None = None
-    if not config.train.batch_size or config.parallel.gpu0_bsz == "auto":
+    if is_planned(config):
         saved_plan = on_main(ranks, lambda: _load_or_make_plan(config, folder, devices, device_infos))
     if not config.train.batch_size and saved_plan is not None:
         batch_size, accumulate = saved_plan.batch_size, saved_plan.accumulate
@@ -57,6 +57,11 @@ def resolve_auto(
         batch_size = config.train.batch_size
         accumulate = accumulation(config, batch_size)
     return with_train(config, batch_size=batch_size, accumulate=accumulate), saved_plan
+
+
+def is_planned(config: RunConfig) -> bool:
+    """Return True if a memory plan decides about the batch, the split, or the blocks to compute again."""
+    return not config.train.batch_size or config.parallel.gpu0_bsz == "auto" or config.train.recompute == "auto"
 
 
 def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
@@ -93,12 +98,18 @@ def with_train(config: RunConfig, **changes: Any) -> RunConfig:
 def _load_or_make_plan(
     config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo]
 ) -> SavedMemoryPlan | None:
-    kept = read_saved_plan(folder.saved_plan)
-    if kept is not None and (not config.train.batch_size or kept.batch_size == config.train.batch_size):
+    kept, batch_size = read_saved_plan(folder.saved_plan), config.train.batch_size
+    if kept is not None and batch_size not in (0, kept.batch_size):
+        kept = None
+    num_sets = len(device_infos) if devices.mode in ("dp", "ddp") else 1
+    has_sets = kept is not None and kept.recompute is not None and len(kept.recompute) == num_sets
+    if kept is not None and (has_sets or config.train.recompute != "auto"):
         return kept
     gpus = known_gpus(device_infos)
-    if gpus is None and config.train.batch_size:
-        return None  # gpu0_bsz: auto begins with an even split
+    if gpus is None and (batch_size or kept is not None):
+        return None if kept is None else replace(kept, recompute=None)  # gpu0_bsz: auto begins with an even split
+    if kept is not None:
+        config = with_train(config, batch_size=kept.batch_size, accumulate=kept.accumulate)
     if gpus is None:
         raise ConfigError(
             "train.batch_size = auto needs the memory of each device, and there is no GPU: "

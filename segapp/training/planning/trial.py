@@ -128,7 +128,9 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
     """
     scheme = build_scheme(config.data)
     shares = saved_plan.best_split if devices.mode == "dp" else None
-    engine = build_trial_engine(config, StepLayout(devices.mode, devices.devices, shares=shares))
+    engine = build_trial_engine(
+        config, StepLayout(devices.mode, devices.devices, shares=shares, recompute=saved_plan.recompute)
+    )
     try:
         engine.network.train()
         batch = blank_batch(

@@ -4,7 +4,13 @@ import json
 
 import pytest
 
-from tests.support.runs import segapp
+from segapp.build import step
+from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
+from segapp.run.folder import RunFolder
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from tests.support import ROOT
+from tests.support.runs import events, merged, segapp, train
 
 EOMT = [
     "model.encoder=tu-vit_large_patch16_dinov3",
@@ -12,8 +18,8 @@ EOMT = [
 ]
 
 
-def planned(config, gpus, *overrides, cwd=None):
-    done = segapp("plan", "--config", config, "--gpus", gpus, "--fit", "--json", *overrides, timeout=900)
+def planned(config, gpus, *overrides):
+    done = segapp("plan", "--config", config, "--gpus", gpus, "--fit", "--json", *overrides, cwd=ROOT, timeout=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -59,3 +65,78 @@ def show(plan):
             f"{peaks} MiB, time {fit['step_s'] / first:.3f}, {'fits' if fit['fits'] else 'does not fit'}"
         )
     print("  ", plan["fastest"] and plan["fastest"]["words"])
+
+
+UNET = {
+    "library": "smp",
+    "name": "Unet",
+    "encoder": "tu-test_resnet",
+    "options": {"encoder_depth": 3, "decoder_channels": [16, 8, 8]},
+}
+
+
+def two_devices(tiny, **sections):
+    parallel = {"mode": "dp", "devices": ["cpu", "cpu"], **sections.pop("parallel", {})}
+    train_section = {"epochs": 1, "batch_size": 4, "recompute": "auto", **sections.pop("train", {})}
+    return merged(tiny, model=UNET, train=train_section, parallel=parallel, eval={"every_epochs": 9}, **sections)
+
+
+@pytest.fixture
+def seen_sets(monkeypatch):
+    """The blocks that each engine of this test computes again."""
+    seen, own = [], step.set_recompute
+
+    def spy(model, sets, *others):
+        own(model, sets, *others)
+        seen.append(tuple(map(tuple, sets)))
+
+    monkeypatch.setattr(step, "set_recompute", spy)
+    return seen
+
+
+@pytest.mark.usefixtures("logical_budgets")
+def test_run_takes_its_blocks_from_the_saved_plan(tiny, tmp_path, seen_sets):
+    """Also when it is resumed and when gpu0_bsz is another, and with the losses of a run without."""
+    sets = (("encoder.model.layer1.0",), ())
+    planned = SavedMemoryPlan(4, 1, 2, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=sets)
+    folder = RunFolder.create(path=tmp_path / "run")
+    planned.write(folder.saved_plan)
+    budgets = {"memory_budget_mib": [500.0, 500.0]}
+    assert train(two_devices(tiny, parallel=budgets), folder.path) == 0
+    for number, gpu0_bsz in enumerate((None, 1), start=2):
+        config = two_devices(tiny, parallel={"gpu0_bsz": gpu0_bsz, **budgets}, train={"epochs": number})
+        assert run_session(TrainRequest(config, RunFolder(folder.path))) == 0
+    assert seen_sets == [sets] * 3
+    assert read_saved_plan(folder.saved_plan) == planned
+    assert train(two_devices(tiny, train={"recompute": "off"}), tmp_path / "whole") == 0
+    losses = [[event["loss"] for event in events(each, "step")] for each in (folder.path, tmp_path / "whole")]
+    assert losses[0][:2] == losses[1]
+
+
+def test_unknown_memory_computes_nothing_again_and_says_so(tiny, tmp_path, seen_sets, capsys):
+    assert train(merged(tiny, model=UNET, train={"epochs": 1, "recompute": "auto"}), tmp_path / "run") == 0
+    assert not any(map(any, seen_sets))
+    assert "train.recompute = auto: the memory of the devices is unknown" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("logical_budgets")
+def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
+    """One device has room for its images, the other has not; the run stays within both budgets and the same course."""
+    crops = {"data": {"crop_px": [96, 128]}}
+    roomy = {"memory_budget_mib": [1000.0, 1000.0]}
+    whole = two_devices(tiny, parallel={"gpu0_bsz": 2, **roomy}, **crops)
+    assert train(whole, tmp_path / "whole") == 0
+    plan = read_saved_plan(tmp_path / "whole" / "memory_plan.json")
+    assert plan.recompute == ((), ())
+    needed = plan.predicted_mib((2, 2))[1]
+    budgets = {"memory_budget_mib": [1000.0, 0.85 * needed]}
+    config = two_devices(tiny, parallel={"gpu0_bsz": 2, **budgets}, **crops)
+    assert train(config, tmp_path / "run") == 0
+    first, second = seen_sets[-1]
+    assert first == ()
+    assert second
+    assert read_saved_plan(tmp_path / "run" / "memory_plan.json").predicted_mib((2, 2))[1] < 0.85 * needed
+    assert not events(tmp_path / "run", "oom")
+    losses = [[event["loss"] for event in events(tmp_path / each, "step")] for each in ("run", "whole")]
+    assert losses[0] == losses[1]
