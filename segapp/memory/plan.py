@@ -157,6 +157,10 @@ class Fit:
     """Estimated for the machine of `segapp.memory.costs.Machine`."""
     tensors_mib: tuple[float, ...] = ()
     """Simulated peak of the tensors; empty where it is a line through other splits."""
+    saved_mib: tuple[float, ...] = ()
+    """What each GPU needs less than with nothing computed again."""
+    slower: float = 1.0
+    """`step_s` over that with nothing computed again."""
 
     def words(self, *, is_batch_fixed: bool = False) -> str:
         """Return the keys and values of a config that make the step so."""
@@ -468,6 +472,9 @@ class SavedMemoryPlan:
     """How the batch was found."""
     recompute: tuple[tuple[str, ...], ...] | None = None
     """With `train.recompute: auto`: blocks to compute again, for each device in dp and each rank in ddp, else once."""
+    saved_mib: tuple[float, ...] | None = None
+    """`Fit.saved_mib` of these blocks."""
+    slower: float | None = None
 
     def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
         """Return the predicted peak of each device under a split; empty if the plan does not have the split.
@@ -498,6 +505,8 @@ class SavedMemoryPlan:
             max(0.0, (high - low) / 8),
             tuple(notes),
             None if plan.chosen is None else plan.chosen.sets,
+            None if plan.chosen is None else plan.chosen.saved_mib,
+            None if plan.chosen is None else plan.chosen.slower,
         )
 
     def write(self, path: Path) -> None:

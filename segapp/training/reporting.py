@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from segapp.config import RecomputeChoice
 from segapp.inference.evaluate import Evaluation
@@ -98,8 +98,19 @@ class TrainingReporter:
         self._blocks = blocks
         is_fallback = self.oom_policy.fallbacks.is_recomputed
         reason = "train.recompute" if choice == "config" else "out of memory" if is_fallback else "by hand"
-        step, num_blocks = self.progress.position.step, len(controller.blocks)
-        self.event_log.emit(Recompute(step=step, choice=choice, blocks=blocks, num_blocks=num_blocks, reason=reason))
+        plan = self.controller.batch_split.saved_plan
+        is_planned = plan is not None and [list(names) for names in plan.recompute or ()] == blocks
+        costs: Any = {"saved_mib": plan.saved_mib, "slower": plan.slower} if plan is not None and is_planned else {}
+        self.event_log.emit(
+            Recompute(
+                step=self.progress.position.step,
+                choice=choice,
+                blocks=blocks,
+                num_blocks=len(controller.blocks),
+                reason=reason,
+                **costs,
+            )
+        )
 
     def step(self, result: StepResult, lr: float) -> None:
         """Emit `step` and begin a new interval; reading the tensors is the only place that waits for the device."""

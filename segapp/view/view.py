@@ -172,7 +172,11 @@ class View:
         return max(peaks, default=None), median(times_s) if times_s else None
 
     def cost_changes(self) -> list[str]:
-        """Return peak and time of a step as measured before and after the recomputed blocks changed, in words."""
+        """Return what recomputation saves and costs by the plan; else peak and time of a step before and after it."""
+        planned = self.recompute
+        if planned is not None and planned.slower is not None:
+            saved = " / ".join(memory_text(mib) for mib in planned.saved_mib or ())
+            return [f"saves {saved}", f"step {planned.slower:.2f} x as long, by the plan"]
         (old_mib, old_s), (mib, step_s) = self.cost_before, self.cost
         found = []
         if old_mib is not None and mib is not None:

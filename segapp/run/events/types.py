@@ -318,6 +318,10 @@ class Recompute(_Event):
     """Blocks of the network."""
     reason: Text
     """train.recompute, out of memory, or by hand."""
+    saved_mib: list[float] | None = None
+    """By the memory plan that chose the blocks: what each device needs less than without recomputation."""
+    slower: float | None = None
+    """By the same plan: time of a step over that without recomputation."""
 
 
 class Alert(_Event):

@@ -36,7 +36,7 @@ class BatchSplitController:
         is_split = isinstance(divider, (DataParallelModel, RankSplit)) and len(divider.plan(batch_size)) > 1
         self._divider: Any = divider if is_split else None
         self.batch_size = batch_size
-        self._saved_plan = saved_plan
+        self.saved_plan = saved_plan
         self.is_as_planned = True
         """False while steps need other memory than the plan predicts."""
         self._ranks = ranks or Ranks()
@@ -69,7 +69,7 @@ class BatchSplitController:
         them, most of it on device 0. The plan counts them.
         """
         self.clear_peaks()
-        plan = self._saved_plan
+        plan = self.saved_plan
         if plan is None or plan.gpu0_bsz is None or self.current is None:
             return None
         split = self.judge.verdict(plan.gpu0_bsz).split
@@ -83,7 +83,7 @@ class BatchSplitController:
         """Return the predicted peaks under the split in force, from measurements or the plan; empty if unknown."""
         if self.current is not None and self.judge.peaks.measured:
             return self.judge.peaks.peak_mib(self.current)
-        plan = self._saved_plan if self.is_as_planned else None
+        plan = self.saved_plan if self.is_as_planned else None
         return () if plan is None else plan.predicted_mib(self.current)
 
     def record_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> None:

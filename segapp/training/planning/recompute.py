@@ -148,8 +148,11 @@ class RecomputeSearch:
             for i, mib in enumerate(peaks)
         )
         fits = all(mib <= gpu.total_mib for mib, gpu in zip(needed, planner.gpus, strict=True))
-        step_s = _step_s(self._courses(row.split, accumulate), sets, accumulate)
-        return Fit(sum(row.split), accumulate, row.gpu0_bsz, row.split, name, sets, needed, fits, step_s, peaks)
+        courses = self._courses(row.split, accumulate)
+        step_s, plain_s = (_step_s(courses, each, accumulate) for each in (sets, ((),) * len(sets)))
+        saved = tuple(round(plain - mib, 1) for plain, mib in zip(row.tensors_mib, peaks, strict=True))
+        found = sum(row.split), accumulate, row.gpu0_bsz, row.split, name, sets, needed, fits, step_s, peaks
+        return Fit(*found, saved, step_s / plain_s)
 
     def _budgets(self, accumulate: int) -> list[float]:
         return [self.planner(accumulate).budget_mib(i) for i in range(len(self._gpus))]

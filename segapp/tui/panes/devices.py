@@ -60,7 +60,7 @@ def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, g
         return Content.styled(text, "$text-muted")
     lines = []
     found = view.recompute
-    if found is not None and any(found.blocks):
+    if found is not None and any(found.blocks) and size.height > len(view.devices):
         texts = [recomputed(found), *view.cost_changes()]
         shown = fit_parts([LinePart(rank, text) for rank, text in enumerate(texts)], size.width)
         lines.append(Content.styled(shown.plain, "$text-accent"))
