@@ -6,6 +6,7 @@ Heavy imports are inside the functions, so that `segapp --help` answers at once.
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from pathlib import Path
@@ -120,9 +121,12 @@ def train(
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
     from segapp.config import explain_config
+    from segapp.training.launchers import adopt_launcher
     from segapp.training.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
+    if request.config.parallel.mode != "single":
+        adopt_launcher(os.environ)
     if print_config:
         print(explain_config(request.config), end="")
         return

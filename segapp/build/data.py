@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +29,7 @@ from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
 from segapp.errors import ConfigError, accepted_words
 from segapp.parallel.distributed import Ranks
+from segapp.run.files import machine_id
 
 Item = TypeVar("Item")
 
@@ -156,8 +156,8 @@ def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, pixels: Pixe
                 value=folder,
             )
         return disk_files(folder, data.root, split, scheme, pixels)
-    hosts = ranks.gather(socket.gethostname())
-    first_here = hosts.index(hosts[ranks.rank])
+    machines = ranks.gather(machine_id())
+    first_here = machines.index(machines[ranks.rank])
     own: CacheFiles | OSError | None = None
     if ranks.rank == first_here:
         try:

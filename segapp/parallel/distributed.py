@@ -66,13 +66,19 @@ class RankInfo:
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if torchrun, or a similar launcher, started this process as a rank.
+    """Return True if torchrun, or a similar launcher, started this process as a rank, or made a process group of it.
 
     Args:
         environ: environment variables; by default those of the process.
     """
+    if environ is None and dist.is_available() and dist.is_initialized():
+        return True
     environ = os.environ if environ is None else environ
     return "RANK" in environ and "WORLD_SIZE" in environ
+
+
+_own_groups: list[Any] = []
+"""The process group that `init_from_env` made; one that existed before is destroyed by whoever made it."""
 
 
 def init_from_env(
@@ -84,6 +90,8 @@ def init_from_env(
 ) -> RankInfo:
     """Join the process group of torchrun's ranks, and end this process when its launcher dies.
 
+    A process group that exists, such as that of a worker of Ray Train, is used as it is, and `shutdown` leaves it.
+
     Args:
         device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU where there is none.
         backend: "nccl" or "gloo"; by default nccl on CUDA, which refuses two ranks on one GPU.
@@ -92,15 +100,12 @@ def init_from_env(
         parent_poll_s: seconds between checks of the launcher.
 
     Raises:
-        DistributedSetupError: a variable is missing or wrong, a process group exists, the device does not, or the
-            other ranks did not join in time.
+        DistributedSetupError: a variable is missing or wrong, the device does not exist, or the other ranks did not
+            join in time.
     """
-    rank, world_size, local_rank = _read_rank(os.environ)
     if dist.is_initialized():
-        raise DistributedSetupError(
-            f"this process is already rank {dist.get_rank()} of {dist.get_world_size()}: call init_from_env() once, or"
-            " shutdown() before the second time"
-        )
+        return _existing_rank(device)
+    rank, world_size, local_rank = _read_rank(os.environ)
     own = _rank_device(local_rank, device)
     chosen = backend or ("nccl" if own.type == "cuda" and dist.is_nccl_available() else "gloo")
     die_with_parent(parent_poll_s)
@@ -121,11 +126,27 @@ def init_from_env(
             f"rank {rank} of {world_size} could not join the others at {address} within {start_timeout_s:g} s"
             f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
         ) from error
-    if chosen == "nccl" and world_size > 1:
-        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
-        group = dist.new_group(timeout=timedelta(seconds=start_timeout_s), pg_options=options)
-        use_layers_group(cast(dist.ProcessGroup, group))
+    _own_groups.append(dist.group.WORLD)
+    _make_layers_group(chosen, world_size, start_timeout_s)
     return RankInfo(rank, world_size, local_rank, own, chosen)
+
+
+def _existing_rank(device: DeviceLike | None) -> RankInfo:
+    """Return this process's rank in a process group that exists."""
+    local_rank = int(os.environ.get("LOCAL_RANK") or 0)
+    current = torch.cuda.current_device() if torch.cuda.is_available() else "cpu"
+    own = _rank_device(local_rank, current if device is None else device)
+    backend = "nccl" if "nccl" in dist.get_backend() else "gloo"
+    if layers_group() is None:
+        _make_layers_group(backend, dist.get_world_size(), 600.0)
+    return RankInfo(dist.get_rank(), dist.get_world_size(), local_rank, own, backend)
+
+
+def _make_layers_group(backend: str, world_size: int, timeout_s: float) -> None:
+    if backend == "nccl" and world_size > 1:
+        options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+        group = dist.new_group(timeout=timedelta(seconds=timeout_s), pg_options=options)
+        use_layers_group(cast(dist.ProcessGroup, group))
 
 
 def tighten_timeout(step_timeout_s: float = 120.0) -> None:
@@ -141,10 +162,13 @@ def tighten_timeout(step_timeout_s: float = 120.0) -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one, so that the process can end cleanly."""
+    """Leave the process group, if there is one, so that the process can end cleanly; one of others stays."""
     if not dist.is_initialized():
         return
     use_layers_group(None)
+    if not _own_groups:
+        return
+    _own_groups.clear()
     dist.destroy_process_group()
     # gloo's worker threads release the last exchange's tensors after it is done, and need the interpreter for that: if
     # it is shutting down then, the process aborts. Collecting the group joins the threads; if something still refers to
@@ -171,6 +195,8 @@ def _end_now(exit_code: int) -> None:
 
 def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    if environ.get("WORLD_SIZE") == "1" or torch.cuda.device_count() == 1:
+        environ = {"LOCAL_RANK": "0", **environ}  # a container with one GPU needs no number for it
     missing = [name for name in names if not environ.get(name)]
     if missing:
         raise DistributedSetupError(f"{', '.join(missing)} not set in the environment: {_LAUNCH}")

@@ -6,6 +6,7 @@ the directory. A failed fsync is never tried again on the same file: its pages m
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -23,18 +24,38 @@ from segapp.failpoints import failpoint
 from segapp.run.words import size
 
 TEMPORARY_PREFIX = ".tmp-"
-_TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-[0-9a-f]+(?:@(?P<host>[\w.-]*))?")
+_TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-[0-9a-f]+(?:@(?P<machine>[\w.-]*))?")
 _STALE_TEMPORARY_S = 3600.0
 _IMPORTED_S = time.time()
 
 
 def temporary_name(tag: int = 0) -> str:
-    """Return a name for a temporary file, with the writer's process id and host, to recognise those of dead writers.
+    """Return a name for a temporary file, with the writer's process id and machine, to recognise those of dead writers.
 
     `tag`, such as the step, helps a reader of the folder.
     """
-    host = re.sub(r"[^\w.-]", "_", socket.gethostname())[:60]
-    return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{secrets.token_hex(4)}@{host}"
+    return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{secrets.token_hex(4)}@{machine_id()}"
+
+
+def boot_id() -> str | None:
+    """Return what the kernel draws at each start of the machine; None where it tells none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+
+
+@functools.cache
+def machine_id() -> str:
+    """Return a name for all processes whose process ids can be compared with those of this one.
+
+    It is the boot of the kernel with the namespace of process ids. Host names do not tell: those of two machines may be
+    equal, and containers of one kernel have process ids of their own. Where the system has neither, the host name.
+    """
+    with contextlib.suppress(OSError):
+        if boot := boot_id():
+            return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
+    return re.sub(r"[^\w.-]", "_", socket.gethostname())[:60]
 
 
 def open_new(path: Path, mode: int = 0o600) -> int:
@@ -174,7 +195,7 @@ def _is_dead_temporary(path: Path) -> bool:
     except OSError:
         return False
     match = _TEMPORARY.fullmatch(path.name)
-    if match and (match["host"] is None or match["host"] == temporary_name().partition("@")[2]):
+    if match and (match["machine"] in (None, machine_id())):
         pid = int(match["pid"])
         # In a container, process ids repeat: an earlier process may have had this one's.
         is_dead = written_s < _IMPORTED_S - 1.0 if pid == os.getpid() else not is_pid_alive(pid)
@@ -218,6 +239,9 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
         with contextlib.suppress(OSError):
             reason += f" ({size(free_bytes(path if path.is_dir() else path.parent))} free)"
         advice = "free some space there"
+    elif action == "lock" and error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
+        reason += ", because its file system has no locks, and two trainers could write to one run"
+        advice = "mount it with locks (Lustre: -o flock; NFS: without nolock), or choose another disk with --run"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         advice = "make the folder writable"
     elif error.errno == errno.EFBIG:

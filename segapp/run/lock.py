@@ -1,6 +1,7 @@
 """A lock on a file that ends with the process that holds it and can be queried without being taken."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import struct
@@ -22,13 +23,19 @@ class FileLock:
         """The open file while the lock is held; -1 otherwise."""
 
     def acquire(self) -> bool:
-        """Lock the file until `release` or the end of the process; False if another process holds the lock."""
+        """Lock the file until `release` or the end of the process; False if another process holds the lock.
+
+        Raises:
+            OSError: the file cannot be opened, or its file system has no locks.
+        """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             _lock(fd)
-        except OSError:
+        except OSError as error:
             os.close(fd)
-            return False
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            raise
         self.fd = fd
         reference = weakref.ref(self)
 

@@ -5,12 +5,11 @@
 
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from segapp.run.files import is_pid_alive
+from segapp.run.files import boot_id, is_pid_alive
 
 if TYPE_CHECKING:
     import psutil
@@ -39,7 +38,7 @@ def this_process() -> ProcessId:
         host=socket.gethostname(),
         pid=process.pid,
         start_ticks=_start_ticks(process),
-        boot_id=_boot_id(),
+        boot_id=boot_id(),
         start_s=round(process.create_time(), 2),
     )
 
@@ -51,7 +50,7 @@ def is_alive(process: ProcessId) -> bool | None:
     """
     if process.host != socket.gethostname():
         return None
-    if process.boot_id is not None and process.boot_id != _boot_id():
+    if process.boot_id is not None and process.boot_id != boot_id():
         return False
     if not is_pid_alive(process.pid):
         return False
@@ -77,10 +76,3 @@ def _start_ticks(process: "psutil.Process") -> int:
     import psutil
 
     return round((process.create_time() - psutil.boot_time()) * os.sysconf("SC_CLK_TCK"))
-
-
-def _boot_id() -> str | None:
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        return None

@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import platform
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -42,6 +41,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
+from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
@@ -220,10 +220,10 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
         limit_gpus(budgets_mib, devices.devices, first=ranks.rank)
     own = [device_info_of(device) for device in devices.devices]
     own = [replace(info, usable_mib=mib) for info, mib in zip(own, DeviceMemoryTracker(own).usable_mib(), strict=True)]
-    host = socket.gethostname()
+    machine = machine_id()
     device_infos = [
-        replace(info, is_own=rank == ranks.rank, pid=info.pid if there == host else None)
-        for rank, (theirs, there) in enumerate(ranks.gather((own, host)))
+        replace(info, is_own=rank == ranks.rank, pid=info.pid if there == machine else None)
+        for rank, (theirs, there) in enumerate(ranks.gather((own, machine)))
         for info in theirs
     ]
     if budgets_mib is None:
@@ -310,7 +310,7 @@ def _run_in(
     event_log = EventLog(EventWriter(folder.events), [listener or console]) if ranks.is_main else EventLog(None)
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
     context = RunContext(folder, event_log, ranks, signals, DeviceMemoryTracker(device_infos))
-    rank_pids = ranks.gather((socket.gethostname(), os.getpid()))
+    rank_pids = ranks.gather((machine_id(), os.getpid()))
 
     def end(status: Literal["finished", "stopped", "failed"], reason: str, code: int) -> int:
         event_log.emit(RunEnd(status=status, reason=reason, exit_code=code, step=stage.step()))
@@ -438,8 +438,8 @@ def _watched_peers(
     rank_pids: Sequence[tuple[str, int]], end: Callable[[Literal["failed"], str, int], int], event_log: EventLog
 ) -> Iterator[None]:
     """Run the body; end this process soon after another rank of this machine is gone."""
-    code, here = DistributedError.exit_code, socket.gethostname()
-    others = [pid for host, pid in rank_pids if host == here and pid != os.getpid()]
+    code, here = DistributedError.exit_code, machine_id()
+    others = [pid for machine, pid in rank_pids if machine == here and pid != os.getpid()]
 
     def report() -> None:
         end("failed", "another rank is gone, and this one waited for it: look at its lines", code)

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import signal
@@ -9,6 +10,7 @@ import time
 import pytest
 
 from segapp.errors import ConfigError, RunBusyError, StorageError
+from segapp.run import lock
 from segapp.run.events import (
     Checkpoint,
     CommandAnswer,
@@ -21,6 +23,7 @@ from segapp.run.events import (
     Step,
     Val,
 )
+from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.process import ProcessId, is_alive, this_process
 from segapp.run.state import StateFacts, derive_state, read_facts, run_state
@@ -490,3 +493,38 @@ def test_file_belongs_to_the_run_that_it_lies_in(tmp_path):
         assert found is not None
         assert (found.name, found.read_info().id) == (expected, folder.read_info().id)
     assert run_of_file(tmp_path / "copy.pt") is None
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "words"),
+    [
+        (errno.EAGAIN, RunBusyError, "is held by another process"),
+        (errno.EACCES, RunBusyError, "is held by another process"),
+        (errno.ENOLCK, StorageError, r"its file system has no locks.*mount it with locks \(Lustre: -o flock"),
+        (errno.ENOSYS, StorageError, "its file system has no locks"),
+        (errno.EOPNOTSUPP, StorageError, "its file system has no locks"),
+        (errno.EIO, StorageError, r"cannot lock .*Input/output error: look at the disk"),
+    ],
+)
+def test_lock_that_fails_says_if_it_is_held(tmp_path, monkeypatch, number, error, words):
+    """Only a lock of another process is "held": a file system without locks has no holder who could end."""
+
+    def refuse(_fd):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lock, "_lock", refuse)
+    with pytest.raises(error, match=words):
+        RunFolder.create(path=tmp_path / "run").acquire()
+
+
+def test_machines_with_one_host_name_are_told_apart():
+    """Process ids of another namespace, such as a container's, are not those of this machine."""
+    unshare = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
+    if subprocess.run([*unshare, "true"], check=False, capture_output=True).returncode:
+        pytest.skip("this machine allows no namespaces of process ids")
+    code = "import socket; from segapp.run.files import machine_id; print(socket.gethostname(), machine_id())"
+    here, there = (
+        subprocess.check_output([*prefix, sys.executable, "-c", code], text=True).split() for prefix in ([], unshare)
+    )
+    assert here[0] == there[0]
+    assert here[1] == machine_id() != there[1]

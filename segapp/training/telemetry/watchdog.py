@@ -28,6 +28,7 @@ from typing import Any, BinaryIO
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Alert, EventLog, RunEnd
+from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.run.process import child_pids
 
@@ -50,7 +51,7 @@ class Hang:
 
     rank: int
     pid: int
-    host: str
+    machine: str
     t: float
     """Unix seconds."""
     silent_s: float
@@ -69,8 +70,8 @@ def read_hangs(path: Path, rank_pids: Sequence[tuple[str, int]]) -> list[Hang]:
         for line in path.read_text().splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 hang = Hang(**json.loads(line))
-                if (hang.host, hang.pid) in rank_pids:
-                    found[hang.host, hang.pid] = hang
+                if (hang.machine, hang.pid) in rank_pids:
+                    found[hang.machine, hang.pid] = hang
     return list(found.values())
 
 
@@ -82,7 +83,7 @@ class Watchdog:
         data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
         save_last_boundary: Saves the state of the last step boundary, given a function that returns True while the
             training thread has not moved; returns why it could not.
-        rank_pids: (host, process id) of every rank.
+        rank_pids: (machine, process id) of every rank.
     """
 
     def __init__(
@@ -170,14 +171,15 @@ class Watchdog:
 
     def _write_stacks(self, place: str, silent_s: float) -> None:
         """Write the stacks of this process, of its workers, and of the ranks on this machine, and where it hangs."""
-        hang = Hang(self._rank, os.getpid(), socket.gethostname(), time.time(), silent_s, place, self._step())
-        self._stacks.write(f"\n{time.strftime('%F %T')}: {hang.sentence()}, process {hang.pid} on {hang.host}\n")
+        hang = Hang(self._rank, os.getpid(), machine_id(), time.time(), silent_s, place, self._step())
+        where = f"process {hang.pid} on {socket.gethostname()}"
+        self._stacks.write(f"\n{time.strftime('%F %T')}: {hang.sentence()}, {where}\n")
         with contextlib.suppress(OSError):
             self._hangs.parent.mkdir(exist_ok=True)
             with self._hangs.open("a") as file:
                 file.write(f"\n{json.dumps(asdict(hang))}\n")  # the line before may be cut off, on a full disk
-        here = socket.gethostname()
-        others = [pid for host, pid in self._rank_pids if host == here and pid != os.getpid()]
+        here = machine_id()
+        others = [pid for machine, pid in self._rank_pids if machine == here and pid != os.getpid()]
         for pid in [*child_pids(), *others]:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGUSR2)

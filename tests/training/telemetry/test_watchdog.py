@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
@@ -18,6 +17,7 @@ import torch
 from segapp.checkpoint.saver import Position
 from segapp.memory.counters import DeviceMemoryTracker, device_info_of
 from segapp.run.events import EventLog
+from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.training.session import Stage
 from segapp.training.telemetry import watchdog as module
@@ -181,7 +181,7 @@ def test_save_that_hangs_blames_the_disk_only_while_it_writes(
 
 
 def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    here, own = socket.gethostname(), os.getpid()
+    here, own = machine_id(), os.getpid()
     memory = DeviceMemoryTracker([device_info_of(torch.device("cpu"))])
     heard: list[int] = []
     slept: list[float] = []
@@ -199,7 +199,7 @@ def test_other_ranks_of_this_machine_get_time_to_write_stacks(tmp_path: Path, mo
 
 def test_reason_names_where_each_rank_of_this_run_hangs(tmp_path: Path) -> None:
     """Lines of an earlier process of the run, and one that a full disk has cut off, do not count."""
-    folder, here = RunFolder(tmp_path), socket.gethostname()
+    folder, here = RunFolder(tmp_path), machine_id()
     earlier, other = os.getpid() + 1, os.getpid() + 2
     pids = [(here, os.getpid()), (here, other)]
     lines = [Hang(1, earlier, here, 1.0, 99.0, "save", 3), Hang(1, other, here, 2.0, 60.5, "backward", 7)]

@@ -1,0 +1,93 @@
+"""The ranks of launchers that do not set torchrun's variables: SLURM's srun, Open MPI and MPICH. No torch."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, MutableMapping
+from typing import NamedTuple
+
+from segapp.errors import DistributedError
+
+
+class _Launcher(NamedTuple):
+    """Names of a launcher's variables."""
+
+    name: str
+    rank: str
+    num_ranks: str
+    local_rank: str
+    ranks_here: str
+
+
+_LAUNCHERS = (
+    _Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    _Launcher(
+        "mpirun",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Launcher("mpiexec", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_FIRST_HOST = re.compile(r"(?P<start>[^\[,]*)(?:\[(?P<number>\d+)[^\]]*\](?P<end>[^\[,]*))?")
+
+
+def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
+    """Set torchrun's variables from those of another launcher, in place; return its name, None if there is none.
+
+    Several tasks without a RANK would otherwise each train the whole run. A task of its own is left as it is.
+
+    Raises:
+        DistributedError: a variable that the ranks need is missing.
+
+    Example:
+        >>> environ = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0"}
+        >>> environ |= {"SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_JOB_ID": "7"}
+        >>> adopt_launcher(environ), environ["RANK"], environ["WORLD_SIZE"], environ["MASTER_ADDR"]
+        ('srun', '1', '2', 'gpu03')
+    """
+    if "RANK" in environ:
+        return None
+    for launcher in _LAUNCHERS:
+        if _num_ranks(launcher, environ) > 1:
+            found = {
+                "RANK": environ.get(launcher.rank),
+                "WORLD_SIZE": str(_num_ranks(launcher, environ)),
+                "LOCAL_RANK": environ.get(launcher.local_rank),
+                **_meeting_point(launcher, environ),
+            }
+            missing = [name for name, value in found.items() if not value]
+            if missing:
+                raise DistributedError(
+                    f"{launcher.name} started {found['WORLD_SIZE']} tasks, and {', '.join(missing)} is not known: each "
+                    f"task would train the whole run by itself: set {', '.join(missing)} for all tasks, start one task "
+                    "per machine with torchrun, or set parallel.mode=single for separate runs"
+                ).see("several-machines")
+            environ.update({name: value for name, value in found.items() if value})
+            if here := re.match(r"\d+", environ.get(launcher.ranks_here, "")):
+                environ.setdefault("LOCAL_WORLD_SIZE", here[0])
+            return launcher.name
+    return None
+
+
+def _num_ranks(launcher: _Launcher, environ: Mapping[str, str]) -> int:
+    """Return the number of tasks that a launcher announces; 0 if it did not start this process."""
+    text = environ.get(launcher.num_ranks, "")
+    if launcher.name == "srun":  # a batch script has SLURM's variables too, and is one process
+        text = (text or environ.get("SLURM_NTASKS", "")) if "SLURM_STEP_ID" in environ else ""
+    return int(text) if text.isdecimal() and launcher.rank in environ else 0
+
+
+def _meeting_point(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, str | None]:
+    """Return address and port of rank 0, which SLURM's list of machines and number of the job give."""
+    address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
+    if launcher.name == "srun":
+        hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
+        first = _FIRST_HOST.match(hosts)
+        if first and not address:
+            address = "".join(first.group("start", "number", "end")) if first["number"] else first["start"]
+        job, step = environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+        if not port and job.isdecimal() and step.isdecimal():
+            port = str(20000 + (16 * int(job) + int(step)) % 30000)
+    return {"MASTER_ADDR": address, "MASTER_PORT": port}

@@ -1,0 +1,115 @@
+"""Tasks of launchers other than torchrun are ranks of one training, or refused: never a training each."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.config import dump_config
+from segapp.errors import DistributedError
+from segapp.parallel.distributed import _read_rank, is_launched
+from segapp.training.launchers import adopt_launcher
+from tests.support.rank_runs import ranks_of
+from tests.support.runs import events
+
+STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
+STEP |= {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[07-08,11]-ib"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_LOCAL_RANK": "1"}
+MEETING = {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
+RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+def adopted(environ: dict[str, str]) -> tuple[str | None, list[str | None]]:
+    environ = dict(environ)
+    return adopt_launcher(environ), [environ.get(name) for name in RANK]
+
+
+def test_tasks_of_srun_become_ranks() -> None:
+    environ = dict(STEP)
+    assert adopt_launcher(environ) == "srun"
+    # The port follows from the numbers of job and step: 20000 + (16 * 4711 + 0) % 30000.
+    assert [environ[name] for name in RANK] == ["3", "4", "1", "gpu07-ib", "35376"]
+    assert environ["LOCAL_WORLD_SIZE"] == "2"
+    assert is_launched(environ)
+    assert adopted({**STEP, **MEETING})[1][3:] == ["10.0.0.1", "29500"], "what is set stays"
+
+
+@pytest.mark.parametrize(
+    ("hosts", "first"),
+    [("node1", "node1"), ("node1,node2", "node1"), ("a[1-3],b[5,6]", "a1"), ("rack[003]-x,other", "rack003-x")],
+)
+def test_first_machine_of_slurms_list(hosts: str, first: str) -> None:
+    assert adopted({**STEP, "SLURM_STEP_NODELIST": hosts})[1][3] == first
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {},
+        {**STEP, "SLURM_STEP_NUM_TASKS": "1"},
+        {"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "a"},
+        {**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "1"},
+        {**OPEN_MPI, "RANK": "0", "WORLD_SIZE": "1"},
+    ],
+    ids=["nothing", "one task", "batch script", "mpirun -n 1", "torchrun within mpirun"],
+)
+def test_single_processes_and_ranks_are_left_alone(environ: dict[str, str]) -> None:
+    before = dict(environ)
+    assert adopt_launcher(environ) is None
+    assert environ == before
+
+
+def test_tasks_that_cannot_meet_are_refused() -> None:
+    with pytest.raises(DistributedError, match="mpirun started 2 tasks, and MASTER_ADDR, MASTER_PORT is not known"):
+        adopted(OPEN_MPI)
+    assert adopted({**OPEN_MPI, **MEETING}) == ("mpirun", ["1", "2", "1", "10.0.0.1", "29500"])
+    assert adopted({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", **MEETING})[0] == "mpiexec"
+
+
+def test_a_rank_alone_on_its_gpu_needs_no_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    pod = {"RANK": "1", "WORLD_SIZE": "2", **MEETING}
+    with pytest.raises(RuntimeError, match="LOCAL_RANK not set"):
+        _read_rank(pod)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert _read_rank(pod) == (1, 2, 0)
+
+
+def start(config: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "segapp", "train", "--plain", "--config", str(config), "--run", "run"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command, cwd=config.parent, env={**os.environ, **environ}, stdout=pipe, stderr=pipe, text=True
+    )
+
+
+def test_refused_tasks_end_with_the_code_of_ranks(tiny: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ranks.yaml").write_text(dump_config(ranks_of(tiny, 1, ["cpu", "cpu"])))
+    process = start(tmp_path / "ranks.yaml", OPEN_MPI)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == DistributedError.exit_code
+    assert "each task would train the whole run by itself: set MASTER_ADDR, MASTER_PORT" in stderr
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_two_tasks_of_srun_make_one_training(tiny: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "ranks.yaml").write_text(dump_config(ranks_of(tiny, 1, ["cpu", "cpu"])))
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    here = {**STEP, "SLURM_STEP_NUM_TASKS": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    tasks = [
+        start(tmp_path / "ranks.yaml", {**here, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)})
+        for rank in range(2)
+    ]
+    outputs = [task.communicate(timeout=240) for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert len(events(tmp_path / "run", "run_start")) == 1
+    assert events(tmp_path / "run", "run_end")[-1]["status"] == "finished"
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
