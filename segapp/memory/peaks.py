@@ -226,7 +226,9 @@ def _traced(regimes: Regimes, samples: int) -> Numbers:
     found: Numbers = {}
     for key in regimes[-1] if regimes else ():
         if key.startswith("trace/kept/"):
-            found[key.removeprefix("trace/")] = samples * min(lines[key].per_sample for lines in regimes)
+            found[key.removeprefix("trace/")] = samples * min(
+                lines[key].per_sample for lines in regimes if key in lines
+            )
         elif key.startswith("trace/"):
             found[key.removeprefix("trace/")] = max(lines[key].at(samples) for lines in regimes if key in lines)
     return found

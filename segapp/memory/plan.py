@@ -162,12 +162,13 @@ class Fit:
     slower: float = 1.0
     """`step_s` over that with nothing computed again."""
 
-    def words(self, *, is_batch_fixed: bool = False) -> str:
-        """Return the keys and values of a config that make the step so."""
+    def words(self, *, keeps_images: bool) -> str:
+        """Return the keys of a config that make the step so; `keeps_images`: it has `train.effective_batch_size`."""
         names = f"[{','.join(self.sets[0])}]" if len(set(self.sets)) == 1 else "auto"
-        found = [] if is_batch_fixed else [f"train.batch_size={self.batch_size} train.accumulate={self.accumulate}"]
+        found = [f"train.batch_size={self.batch_size}"]
+        found += [] if keeps_images else [f"train.accumulate={self.accumulate}"]
         found += [] if self.gpu0_bsz is None else [f"parallel.gpu0_bsz={self.gpu0_bsz}"]
-        return " ".join((*found, f"train.recompute={self.recompute if self.recompute != 'chosen' else names}"))
+        return " ".join((*found, f"train.recompute={names if self.recompute == 'chosen' else self.recompute}"))
 
 
 @dataclass(frozen=True)
@@ -204,6 +205,8 @@ class MemoryPlan:
     advice: tuple[Advice, ...] = ()
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
+    keeps_images: bool = False
+    """The config has `train.effective_batch_size`."""
     fits: tuple[Fit, ...] = ()
     """Ways to make a step of the same images, the largest batch first; empty where none was looked for."""
     chosen: Fit | None = None
@@ -432,6 +435,7 @@ def ranked(advice: Sequence[Advice]) -> tuple[Advice, ...]:
 
 def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
     """Return the plan as plain values for JSON; other programs read `rows`, `best` and `max_batch`."""
+    fastest = plan.fastest
     return {
         "name": plan.name,
         "mode": plan.mode,
@@ -447,7 +451,7 @@ def plan_as_json(plan: MemoryPlan) -> dict[str, Any]:
         "max_batch_shares": plan.shares,
         "advice": [asdict(advice) for advice in plan.advice],
         "fits": [asdict(fit) for fit in plan.fits],
-        "fastest": None if plan.fastest is None else {**asdict(plan.fastest), "words": plan.fastest.words()},
+        "fastest": fastest and {**asdict(fastest), "words": fastest.words(keeps_images=plan.keeps_images)},
         "recompute": None if plan.chosen is None else plan.chosen.sets,
         "notes": list(plan.notes),
         **plan.facts,

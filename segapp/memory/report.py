@@ -137,12 +137,12 @@ def fit_lines(plan: MemoryPlan) -> list[str]:
     ]
     if plan.fastest is None:
         return [*lines, "none of them fits: lower data.crop_px, or set train.precision=amp-bf16"]
-    lines.append(f"fastest that fits: {plan.fastest.words()}")
-    same = min(
-        (f for f in plan.fits if f.fits and f.batch_size == plan.batch_size), key=lambda f: f.step_s, default=None
-    )
-    if same is not None and plan.fastest.batch_size != plan.batch_size:
-        lines.append(f"with batches of {plan.batch_size}, so that BatchNorm sees as many images: {same.words()}")
+    keeps = plan.keeps_images
+    lines.append(f"fastest that fits: {plan.fastest.words(keeps_images=keeps)}")
+    same = [fit for fit in plan.fits if fit.fits and fit.batch_size == plan.batch_size]
+    if same and plan.fastest not in same:
+        words = min(same, key=lambda fit: fit.step_s).words(keeps_images=keeps)
+        lines.append(f"with batches of {plan.batch_size}, so that BatchNorm sees as many images: {words}")
     return lines
 
 

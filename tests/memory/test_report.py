@@ -8,6 +8,7 @@ from segapp.memory.calibration import PeakError
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import (
     Advice,
+    Fit,
     GpuSpec,
     MemoryPlan,
     OverheadEstimate,
@@ -15,9 +16,10 @@ from segapp.memory.plan import (
     PlanRow,
     SavedMemoryPlan,
     advice_text,
+    plan_as_json,
     read_saved_plan,
 )
-from segapp.memory.report import advice_lines, error_lines, gpu_bars, plan_lines, split_table
+from segapp.memory.report import advice_lines, error_lines, fit_lines, gpu_bars, plan_lines, split_table
 
 ADVICE = (
     Advice("no=1", 9.4, 99.0, False, "slow"),
@@ -157,3 +159,44 @@ def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
     for damaged in ("{", "[]", json.dumps({**raw, "format": 2}), json.dumps({**raw, "splits": 3})):
         path.write_text(damaged)
         assert read_saved_plan(path) is None
+
+
+WAYS = (
+    Fit(8, 1, None, (8,), "off", ((),), (900.0,), False, 2.0),
+    Fit(8, 1, None, (8,), "chosen", (("a", "b"),), (480.0,), True, 2.5),
+    Fit(8, 1, None, (8,), "all", (("a", "b", "c"),), (400.0,), True, 2.6),
+    Fit(4, 2, None, (4,), "off", ((),), (490.0,), True, 2.03),
+    Fit(2, 4, None, (2,), "off", ((),), (290.0,), True, 2.0),
+)
+
+
+def test_ways_to_make_a_step_by_hand():
+    plan = MemoryPlan(**{**vars(plan_of_one(500.0)), "fits": WAYS, "batch_size": 8})
+    lines = fit_lines(plan)
+    assert lines[1] == "ways to make a step of 8 images; time: estimated, relative to the first:"
+    assert lines[3].split() == ["8", "1", "off", "-", "8", "900", "1.00", "no"]
+    assert lines[4].split() == ["8", "1", "chosen:", "2", "blocks", "-", "8", "480", "1.25", "yes"]
+    # 1.5 % slower than batches of 2 counts as equally fast.
+    assert lines[-2] == "fastest that fits: train.batch_size=4 train.accumulate=2 train.recompute=off"
+    assert lines[-1].endswith(": train.batch_size=8 train.accumulate=1 train.recompute=[a,b]")
+    assert plan_as_json(plan)["fastest"]["words"] in lines[-2]
+    none = fit_lines(MemoryPlan(**{**vars(plan), "fits": WAYS[:1]}))
+    assert none[-1].startswith("none of them fits")
+    assert fit_lines(plan_of_one(500.0)) == []
+
+
+def test_words_of_a_way_leave_out_what_the_config_has():
+    assert WAYS[2].words(keeps_images=True) == "train.batch_size=8 train.recompute=all"
+    uneven = Fit(8, 2, 3, (3, 5), "chosen", ((), ("a",)), (1.0, 2.0), True, 1.0)
+    assert uneven.words(keeps_images=False) == (
+        "train.batch_size=8 train.accumulate=2 parallel.gpu0_bsz=3 train.recompute=auto"
+    )
+
+
+def test_devices_with_other_blocks_have_lines_of_their_own():
+    lines = [({"backward": Line(100.0, slope)},) for slope in (10.0, 20.0, 30.0)]
+    for mode in ("dp", "ddp"):
+        peaks = PlannedPeaks(mode, lines[0], tuple(lines[1:]))
+        assert peaks.peak_mib((1, 2, 3)) == (110.0, 140.0, 190.0)
+        assert PlannedPeaks(mode, lines[0], tuple(lines[1:2])).peak_mib((1, 2, 3))[2] == 160.0
+    assert PlannedPeaks("ddp", lines[0]).peak_mib((0, 2)) == (100.0, 120.0)

@@ -102,6 +102,7 @@ def plan_memory(
     small = with_batch(config, 2 * len(gpus)) if is_auto else config
     mode = mode or choose_mode(small, len(gpus))
     errors: list[PeakError] = []
+    images = config.train.effective_batch_size
     with SimulationPool(small) as pool:
         found = _simulated(pool, small, gpus, mode, with_advice=with_advice)
         overhead = overhead or OverheadEstimate(context_mib(mode, len(gpus)))
@@ -119,24 +120,24 @@ def plan_memory(
                 config = with_batch(config, _largest_batch(config, planner, facts["min_train_batch"], batches))
             plan = _assembled(config, planner, found)
         if fit or (fit is None and not (plan.current or plan.best).fits):
-            images = config.train.batch_size * config.train.accumulate
-            plan = replace(plan, fits=tuple(search.table(images)))
+            fits = tuple(search.table(images or config.train.batch_size * config.train.accumulate))
+            plan = replace(plan, fits=fits, keeps_images=images is not None)
     return plan, errors
 
 
 def _with_chosen(
     config: RunConfig, planner: Planner, search: RecomputeSearch, least: int, batches: Sequence[int]
-) -> tuple[RunConfig, Planner, Fit]:
+) -> tuple[RunConfig, Planner, Fit | None]:
     """Return the config with its batch, the planner with the blocks to compute again, and these.
 
     An automatic batch is the one with the fastest step of `train.effective_batch_size` images; without that key, the
-    largest that fits, if possible with nothing computed again.
+    largest that fits, if possible with nothing computed again. If nothing fits a batch that is given, all blocks are
+    computed again; None if its split is impossible.
     """
     train = config.train
-    total, counts = train.batch_size * train.accumulate, [train.batch_size]
-    if not train.batch_size and train.effective_batch_size is not None:
-        total, counts = train.effective_batch_size, [n for n in batches if n >= least]
-    elif not train.batch_size:
+    total = train.effective_batch_size
+    counts = [train.batch_size] if train.batch_size else [n for n in batches if n >= least]
+    if not train.batch_size and total is None:
         try:
             counts = [_largest_batch(config, planner, least, batches)]
         except ConfigError:
@@ -145,19 +146,19 @@ def _with_chosen(
                 return search.can_fit(row, train.accumulate)
 
             counts = [_largest_batch(config, planner, least, batches, fits)]
-        total = counts[0] * train.accumulate
+    total = total or counts[0] * train.accumulate
     candidates = [
         (row, total // count)
         for count in counts
         for row in _possible_rows(with_batch(config, count), search.planner(total // count))
     ]
     chosen = search.fastest(candidates)
+    if chosen is None and not train.batch_size:
+        raise _nothing_fits(planner, f"{counts[0]} images" if counts else "no allowed batch")
+    if not candidates:
+        return config, planner, None
     if chosen is None:
-        if not candidates or not train.batch_size:
-            raise _nothing_fits(planner, f"{counts[0]} images" if counts else "no allowed batch")
-        chosen = search.all(
-            min((row for row, _ in candidates), key=lambda row: row.fullest(planner.gpus)), train.accumulate
-        )
+        chosen = search.all(*min(candidates, key=lambda each: each[0].fullest(planner.gpus)))
     config = with_batch(config, chosen.batch_size)
     config = config.model_copy(update={"train": config.train.model_copy(update={"accumulate": chosen.accumulate})})
     planner = search.planner(chosen.accumulate)

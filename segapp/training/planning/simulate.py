@@ -41,7 +41,7 @@ from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
-from segapp.parallel import balance_stages, no_samples_problem, smallest_chunk
+from segapp.parallel import balance_stages, is_recomputable, no_samples_problem, smallest_chunk
 from segapp.precision import Precision
 from segapp.run.words import first_line
 from segapp.training.planning.trial import blank_batch, evaluate_blank, evaluation_size
@@ -108,7 +108,7 @@ class Simulator:
         images = torch.zeros(2, self.assembler.pixels.num_bands, height, width, device="meta")
         is_synced = config.parallel.sync_bn
         return {
-            "blocks": tuple(find_blocks(model)),
+            "blocks": tuple(name for name, block in find_blocks(model).items() if is_recomputable(block)),
             "num_params": sum(p.numel() for p in model.parameters()),
             "smallest_chunk": 1 if is_synced else smallest_chunk(model, images),
             "needs_samples": self._needs_samples(images) if mode == "ddp" else None,
@@ -194,7 +194,8 @@ class Simulator:
             placed = None if critic is None else backend.copy_to(critic, layout.devices[0])
             parts = StepParts(_placed(source, stages, ledger), criterion, placed)
             if trace is not None:
-                trace.follow(find_blocks(parts.model))
+                blocks = find_blocks(parts.model)
+                trace.follow({name: block for name, block in blocks.items() if is_recomputable(block)})
             yield assembler.assemble(parts, layout, backend, mark=(trace or ledger).mark), backend
 
     def batch(self, num_samples: int, *, device: str = "cpu") -> Batch:
