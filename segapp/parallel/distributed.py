@@ -166,7 +166,7 @@ def shutdown() -> None:
     if not dist.is_initialized():
         return
     use_layers_group(None)
-    if not _own_groups:
+    if dist.group.WORLD not in _own_groups:
         return
     _own_groups.clear()
     dist.destroy_process_group()
