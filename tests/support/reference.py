@@ -271,7 +271,8 @@ ENVIRONMENT = {
     "more ranks than GPUs exchange through gloo.",
     "MASTER_ADDR": "Set by torchrun: the machine of rank 0.",
     "MASTER_PORT": "Set by torchrun: its port.",
-    "SLURM_STEP_ID": "Set by srun: the number of the step; `train` takes its rank from srun's variables unless `RANK` is set.",
+    "SLURM_STEP_ID": "Set by srun: the number of the step; `train` takes its rank from srun's variables unless "
+    "`RANK` is set.",
     "SLURM_PROCID": "Set by srun: the rank.",
     "SLURM_STEP_NUM_TASKS": "Set by srun: the number of ranks.",
     "SLURM_NTASKS": "Set by SLURM: the number of ranks, if srun does not tell that of the step.",
@@ -280,7 +281,8 @@ ENVIRONMENT = {
     "SLURM_STEP_NODELIST": "Set by srun: the machines; rank 0 is on the first, unless `MASTER_ADDR` is set.",
     "SLURM_JOB_NODELIST": "Set by SLURM: the machines of the job, if those of the step are not known.",
     "SLURM_JOB_ID": "Set by SLURM: the port of rank 0 follows from it, unless `MASTER_PORT` is set.",
-    "OMPI_COMM_WORLD_RANK": "Set by Open MPI: the rank, unless `RANK` is set; `MASTER_ADDR` and `MASTER_PORT` are needed beside it.",
+    "OMPI_COMM_WORLD_RANK": "Set by Open MPI: the rank, unless `RANK` is set; `MASTER_ADDR` and `MASTER_PORT` are "
+    "needed beside it.",
     "OMPI_COMM_WORLD_SIZE": "Set by Open MPI: the number of ranks.",
     "OMPI_COMM_WORLD_LOCAL_RANK": "Set by Open MPI: the rank within its machine.",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "Set by Open MPI: the ranks of a machine.",
