@@ -150,7 +150,7 @@ class RecomputeSearch:
         fits = all(mib <= gpu.total_mib for mib, gpu in zip(needed, planner.gpus, strict=True))
         courses = self._courses(row.split, accumulate)
         step_s, plain_s = (_step_s(courses, each, accumulate) for each in (sets, ((),) * len(sets)))
-        saved = tuple(round(plain - mib, 1) for plain, mib in zip(row.tensors_mib, peaks, strict=True))
+        saved = tuple(round(plain - mib, 1) + 0.0 for plain, mib in zip(row.tensors_mib, peaks, strict=True))
         found = sum(row.split), accumulate, row.gpu0_bsz, row.split, name, sets, needed, fits, step_s, peaks
         return Fit(*found, saved, step_s / plain_s)
 
