@@ -1,4 +1,4 @@
-"""How good memory plans are: beside published peaks, and beside real steps on the CPU.
+"""How good memory plans are: beside published peaks, and beside real steps on the CPU, also with recomputation.
 
 uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_plan_scores.py
 """
@@ -33,7 +33,7 @@ def percent(planned, measured):
 
 def test_plans_beside_published_peaks(capsys):
     """With what torch 1.5 and cuDNN 7.6 do otherwise, no published peak is missed by more than 8 %, half by 2 %."""
-    rows = rows_of("tests.support.published_memory")
+    *rows, eomt = rows_of("tests.support.published_memory")
     stages = ("planned", "buckets", "logits", "workspaces")
     shown = [
         {"figure": row["figure"], "published GB": row["published"], "planned MiB": row["planned"]}
@@ -46,6 +46,7 @@ def test_plans_beside_published_peaks(capsys):
         for stage, found in errors.items():
             sizes = list(map(abs, found))
             print(f"{stage}: median {100 * statistics.median(sizes):.1f} %, worst {100 * max(sizes):.1f} %")
+        print(eomt)
     assert len(rows) == 40
     assert max(map(abs, errors["workspaces"])) < 0.08
     assert statistics.median(map(abs, errors["workspaces"])) < 0.02
@@ -70,3 +71,16 @@ def test_plans_beside_real_steps_on_the_cpu(capsys):
             print(f"{measured}: median {100 * statistics.median(found):.3f} %, worst {100 * max(found):.2f} %")
     assert statistics.median(errors["ledger"]) <= 0.01
     assert max(errors["ledger"]) <= 0.03
+
+
+def test_recomputation_beside_real_steps_on_the_cpu(capsys):
+    """The blocks that the plan chooses for half the memory fit into it, and cost no more time than all blocks."""
+    rows = rows_of("tests.support.recompute_scores")
+    with capsys.disabled():
+        print(f"\n{table(rows)}")
+    for nothing, chosen, every in (rows[i : i + 3] for i in range(0, len(rows), 3)):
+        assert chosen["planned"] <= nothing["planned"] / 2
+        assert every["planned"] < chosen["planned"]
+        assert chosen["predicted time"] < every["predicted time"]
+        for row in (nothing, chosen, every):
+            assert row["planned"] == pytest.approx(row["ledger"], rel=0.03), row

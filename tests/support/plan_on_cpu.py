@@ -100,20 +100,20 @@ def config_of(model: dict, **sections) -> RunConfig:
     )
 
 
-def real_engine(simulator: Simulator, ledger: StorageLedger):
-    """The engine of a training on the CPU, whose phases and tensors a ledger is told of."""
-    layout = StepLayout("single", (torch.device("cpu"),))
+def real_engine(simulator: Simulator, ledger: StorageLedger, blocks: tuple[str, ...] = ()):
+    """The engine of a training on the CPU, whose phases and tensors a ledger is told of; it computes blocks again."""
+    layout = StepLayout("single", (torch.device("cpu"),), recompute=(blocks,))
     parts = simulator.assembler.build_parts(layout, lambda _: [1.0] * NUM_CLASSES, with_weights=False)
     ledger.tag(parts.model.parameters(), "weights")
     ledger.tag(parts.model.buffers(), "buffers")
     return simulator.assembler.assemble(parts, layout, RealDevices(tag=ledger.tag), mark=ledger.mark)
 
 
-def ledger_mib(simulator: Simulator) -> tuple[float, dict[str, float]]:
+def ledger_mib(simulator: Simulator, blocks: tuple[str, ...] = ()) -> tuple[float, dict[str, float]]:
     """Peak of the second of two real steps, MiB, and that of each phase: what the operators returned."""
     torch.manual_seed(0)
     ledger = StorageLedger(granule_bytes=1)
-    engine, batch = real_engine(simulator, ledger), simulator.batch(BATCH)
+    engine, batch = real_engine(simulator, ledger, blocks), simulator.batch(BATCH)
     ledger.tag((batch.images, batch.target), "input")
     with ledger:
         run_step(engine, [batch], ledger)

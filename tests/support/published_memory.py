@@ -2,7 +2,8 @@
 
     python -m tests.support.published_memory [NAME...]
 
-prints one JSON object a figure.
+prints one JSON object a figure: the plan of the same training, and the same simulation with one more difference each of
+the torch and the cuDNN of that time.
 """
 
 import contextlib
@@ -11,6 +12,7 @@ import math
 import sys
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 from unittest import mock
 
 import torch
@@ -18,6 +20,8 @@ from torch import Tensor
 
 from segapp.config import RunConfig, validate_config
 from segapp.memory.peaks import PhasePeak, SimulationJob
+from segapp.memory.plan import OverheadEstimate, context_mib
+from segapp.models.eomt import QueryMasking
 from segapp.training.planning import simulate
 from segapp.training.planning.simulate import build_simulator
 
@@ -39,9 +43,62 @@ class Figure:
     num_classes: int = CITYSCAPES
     precision: str = "fp32"
 
+    def config(self) -> RunConfig:
+        """The published training, as segapp plans it."""
+        model = {
+            "library": "python",
+            "name": "tests.support.published_networks:Published",
+            "options": {"head": self.head, "depth": self.depth, "has_deep_stem": self.has_deep_stem},
+        }
+        loss = {"options": {"implementation": "reference"}, "aux_weight": 0.4}
+        optim = {"name": "sgd", "lr": 0.01, "momentum": 0.9}
+        return published_config(self, model, loss, optim)
 
-def figures() -> list[Figure]:
-    found = []
+
+@dataclass(frozen=True)
+class EomtFigure:
+    """ "~26 GB" of each of four H100, of EoMT's page on its models: panoptic COCO, ViT-L/16, 640 px, batch 16.
+
+    What was read is not said: nvidia-smi would count context, NCCL and the allocator's free blocks too.
+    """
+
+    name: str = "EoMT ViT-L 640x640"
+    crop_px: tuple[int, int] = (640, 640)
+    published_gb: float = 26.0
+    batch: int = 4
+    num_classes: int = 133
+    num_heads: ClassVar[int] = 16
+    precision: str = "amp-fp16"
+
+    def config(self) -> RunConfig:
+        """The published training, with this program's loss over all pixels of a mask."""
+        model = {
+            "library": "segapp",
+            "name": "eomt",
+            "encoder": "tu-vit_large_patch16_dinov3",
+            "options": {"num_queries": 200, "num_blocks": 4, "mask_steps": 1000},
+        }
+        return published_config(self, model, {"name": "mask_classification"}, {"name": "adamw", "lr": 1e-4})
+
+
+def published_config(figure: "Figure | EomtFigure", model: dict, loss: dict, optim: dict) -> RunConfig:
+    """A training on four GPUs as DistributedDataParallel does it by default."""
+    classes = [f"c{i}" for i in range(figure.num_classes)]
+    return validate_config(
+        {
+            "name": "published",
+            "data": {"format": "folder", "root": "nowhere", "classes": classes, "crop_px": figure.crop_px},
+            "model": model,
+            "loss": loss,
+            "optim": optim,
+            "train": {"batch_size": 4 * figure.batch, "precision": figure.precision},
+            "parallel": {"mode": "ddp", "gradient_as_bucket_view": False, "shard_optimizer": False},
+        }
+    )
+
+
+def figures() -> list[Figure | EomtFigure]:
+    found: list[Figure | EomtFigure] = []
     deep = {
         "psp": {(18, WIDE): 1.7, (50, WIDE): 6.1, (101, WIDE): 9.6, (18, SQUARE): 1.9, (50, SQUARE): 6.9,
                 (101, SQUARE): 10.9},
@@ -63,26 +120,7 @@ def figures() -> list[Figure]:
     found += [Figure(f"{h} R101 512x1024 fp16", h, 101, WIDE, gb, precision="fp16") for h, gb in half]
     ade = {"batch": 4, "num_classes": 150}
     found += [Figure(f"uper R{d} 512x512 C150", "uper", d, (512, 512), gb, **ade) for d, gb in ((50, 8.1), (101, 9.1))]
-    return found
-
-
-def config_of(figure: Figure) -> RunConfig:
-    classes = [f"c{i}" for i in range(figure.num_classes)]
-    return validate_config(
-        {
-            "name": "published",
-            "data": {"format": "folder", "root": "nowhere", "classes": classes, "crop_px": figure.crop_px},
-            "model": {
-                "library": "python",
-                "name": "tests.support.published_networks:Published",
-                "options": {"head": figure.head, "depth": figure.depth, "has_deep_stem": figure.has_deep_stem},
-            },
-            "loss": {"options": {"implementation": "reference"}, "aux_weight": 0.4},
-            "optim": {"name": "sgd", "lr": 0.01, "momentum": 0.9},
-            "train": {"batch_size": 4 * figure.batch, "precision": figure.precision},
-            "parallel": {"mode": "ddp", "gradient_as_bucket_view": False},
-        }
-    )
+    return [*found, EomtFigure()]
 
 
 TILE, KERNEL = 4, 3
@@ -166,9 +204,9 @@ def as_published(*, buckets: bool, logits: bool, workspaces: bool):
         yield
 
 
-def peak(figure: Figure) -> PhasePeak:
+def peak(figure: Figure | EomtFigure) -> PhasePeak:
     """The highest of the phases' peaks in one of four ranks."""
-    (phases,) = build_simulator(config_of(figure)).run(SimulationJob("ddp", (figure.batch,), num_ranks=4)).devices
+    (phases,) = build_simulator(figure.config()).run(SimulationJob("ddp", (figure.batch,), num_ranks=4)).devices
     return max(phases.values(), key=lambda each: each.mib)
 
 
@@ -192,8 +230,25 @@ def row(figure: Figure) -> dict:
     return {"figure": figure.name, "published": figure.published_gb, **mib, "kinds": kinds}
 
 
+def eomt_row(figure: EomtFigure) -> dict:
+    """Peaks of the plan, with DDP's buckets, with EoMT's masks of every head, and with what a GPU adds to tensors."""
+    planned = peak(figure).mib
+    with as_published(buckets=True, logits=False, workspaces=False):
+        buckets = peak(figure).mib
+        with mock.patch.object(QueryMasking, "forward", of_every_head(QueryMasking.forward)):
+            masks = peak(figure).mib
+    needed = OverheadEstimate(context_mib("ddp", 4)).required_mib(0, masks)
+    mib = {"planned": planned, "buckets": buckets, "masks": masks, "with overhead": needed}
+    return {"figure": figure.name, "published": figure.published_gb, **mib}
+
+
+def of_every_head(forward):
+    """EoMT expands its mask of attention to all heads, of which torch then makes numbers for each."""
+    return lambda *args: forward(*args).expand(-1, EomtFigure.num_heads, -1, -1)
+
+
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     for each in figures():
         if not sys.argv[1:] or any(word in each.name for word in sys.argv[1:]):
-            print(json.dumps(row(each)), flush=True)
+            print(json.dumps(row(each) if isinstance(each, Figure) else eomt_row(each)), flush=True)
