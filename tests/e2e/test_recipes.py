@@ -133,11 +133,12 @@ FITS = [
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize(("path", "peak_mib", "gib", "command"), FITS, ids=lambda value: Path(str(value)).stem)
 def test_recipe_fits_the_card_that_its_header_names(
     path: Path, peak_mib: str, gib: str, command: str, tmp_path: Path
 ) -> None:
-    done = segapp(*command.split(), "--json", cwd=tmp_path)
+    done = segapp(*command.split(), "--json", cwd=tmp_path, timeout_s=1100)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)["best"]
     assert found["peak_mib"][0] == pytest.approx(float(peak_mib), rel=0.01)
