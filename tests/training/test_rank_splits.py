@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from segapp.config import dump_config
+from segapp.run.commands import parse_command, send_command
+from segapp.run.folder import RunFolder
 from tests.support.rank_runs import (
     check_killed_rank,
     check_other_numbers_of_ranks,
@@ -16,8 +18,9 @@ from tests.support.rank_runs import (
     check_split_change,
     check_stop_by_signal,
     ranks_of,
+    trained_by_ranks,
 )
-from tests.support.runs import differing, segapp
+from tests.support.runs import differing, events, segapp
 
 CPUS: list[str | int] = ["cpu", "cpu"]
 
@@ -28,7 +31,27 @@ def test_split_of_ranks_is_changed_by_command_and_exact(tiny: dict[str, Any], tm
 
 
 @pytest.mark.slow
-def test_ranks_start_again_in_pieces_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_ranks_recompute_by_command_and_take_the_same_course(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """All blocks in epoch 1, those of the config from epoch 2 on, after a resume."""
+    (tmp_path / "ddp.yaml").write_text(dump_config(ranks_of(tiny, 1, CPUS, shares=[1, 4])))
+    run = RunFolder.create(path=tmp_path / "run").path
+    send_command(run, parse_command("set recompute=all"))
+    trained_by_ranks("--plain", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
+    send_command(run, parse_command("set recompute=config"))
+    trained_by_ranks("--plain", "--config", "ddp.yaml", "--resume", "run", "train.epochs=2", cwd=tmp_path)
+    trained_by_ranks("--plain", "--config", "ddp.yaml", "--run", "whole", cwd=tmp_path)
+    trained_by_ranks("--plain", "--config", "ddp.yaml", "--resume", "whole", "train.epochs=2", cwd=tmp_path)
+    changes = [(e["step"], e["choice"], [len(each) for each in e["blocks"]]) for e in events(run, "recompute")]
+    assert changes == [(0, "all", [5, 5]), (2, "all", [5, 5]), (2, "config", [0, 0])]
+    courses = [
+        [(e["step"], e["loss"], e["grad_norm"]) for e in events(folder, "step")] for folder in (run, tmp_path / "whole")
+    ]
+    assert len(courses[0]) == 4
+    assert courses[0] == courses[1]
+
+
+@pytest.mark.slow
+def test_ranks_start_again_after_out_of_memory(tiny: dict[str, Any], tmp_path: Path) -> None:
     check_restart_after_out_of_memory(tiny, tmp_path, CPUS)
 
 
