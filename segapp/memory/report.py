@@ -178,6 +178,8 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
         lines.append(f"largest batch that fits: {plan.max_batch}{value}, split {_joined(plan.max_row.split)}")
     if plan.shares is not None:
         lines.append(f"  with parallel.shares={list(plan.shares)}: {sum(plan.shares)}")
+    if not plan.fits:
+        lines.append("  with other batches and with blocks computed again: add --fit")
     a = plan.overhead
     contexts = "/".join(f"{mib:.0f}" for mib in dict.fromkeys(a.context_mib))
     lines.append(

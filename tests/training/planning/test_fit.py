@@ -5,6 +5,7 @@ import json
 import pytest
 
 from segapp.build import step
+from segapp.config import dump_config
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder
 from segapp.training.request import TrainRequest
@@ -19,7 +20,7 @@ EOMT = [
 
 
 def planned(config, gpus, *overrides):
-    done = segapp("plan", "--config", config, "--gpus", gpus, "--fit", "--json", *overrides, cwd=ROOT, timeout=900)
+    done = segapp("plan", "--config", config, "--gpus", gpus, "--fit", "--json", *overrides, cwd=ROOT, timeout_s=900)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -147,3 +148,15 @@ def test_uneven_devices_get_sets_of_their_own(tiny, tmp_path, seen_sets):
     assert not events(tmp_path / "run", "oom")
     losses = [[event["loss"] for event in events(tmp_path / each, "step")] for each in ("run", "whole")]
     assert losses[0] == losses[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_each_rank_takes_its_own_blocks(tiny, tmp_path):
+    sets = (("encoder.model.layer1.0",), ("encoder.model.layer2.0",))
+    folder = RunFolder.create(path=tmp_path / "run")
+    SavedMemoryPlan(4, 1, None, (2, 2), ((2, 2),), ((10.0, 10.0),), 1.0, recompute=sets).write(folder.saved_plan)
+    (tmp_path / "ddp.yaml").write_text(dump_config(two_devices(tiny, parallel={"mode": "ddp"})))
+    done = segapp("train", "--config", "ddp.yaml", "--run", str(folder.path), cwd=tmp_path, timeout_s=500)
+    assert done.returncode == 0, done.stderr
+    assert [event["blocks"] for event in events(folder.path, "recompute")] == [[list(names) for names in sets]]
