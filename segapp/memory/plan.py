@@ -161,10 +161,12 @@ class Fit:
     """What each GPU needs less than with nothing computed again."""
     slower: float = 1.0
     """`step_s` over that with nothing computed again."""
+    names: tuple[str, ...] = ()
+    """Shortest names for `train.recompute` of a set that all devices have in common."""
 
     def words(self, *, keeps_images: bool) -> str:
         """Return the keys of a config that make the step so; `keeps_images`: it has `train.effective_batch_size`."""
-        names = f"[{','.join(self.sets[0])}]" if len(set(self.sets)) == 1 else "auto"
+        names = f"[{','.join(self.names)}]" if self.names else "auto"
         found = [f"train.batch_size={self.batch_size}"]
         found += [] if keeps_images else [f"train.accumulate={self.accumulate}"]
         found += [] if self.gpu0_bsz is None else [f"parallel.gpu0_bsz={self.gpu0_bsz}"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -152,7 +153,8 @@ class RecomputeSearch:
         step_s, plain_s = (_step_s(courses, each, accumulate) for each in (sets, ((),) * len(sets)))
         saved = tuple(round(plain - mib, 1) + 0.0 for plain, mib in zip(row.tensors_mib, peaks, strict=True))
         found = sum(row.split), accumulate, row.gpu0_bsz, row.split, name, sets, needed, fits, step_s, peaks
-        return Fit(*found, saved, step_s / plain_s)
+        names = _short_names(sets[0], self._blocks) if len(set(sets)) == 1 else ()
+        return Fit(*found, saved, step_s / plain_s, names)
 
     def _budgets(self, accumulate: int) -> list[float]:
         return [self.planner(accumulate).budget_mib(i) for i in range(len(self._gpus))]
@@ -173,6 +175,24 @@ class RecomputeSearch:
             return tuple(found)
         every = {name for chosen in found for name in chosen}  # in mode model each block is on one device
         return (tuple(name for name in self._blocks if name in every),)
+
+
+def _short_names(chosen: Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
+    """Return the names of the largest modules that hold chosen blocks alone.
+
+    >>> _short_names(["a.0.x", "a.0.y", "a.1.x"], ["a.0.x", "a.0.y", "a.1.x", "a.1.y"])
+    ('a.0', 'a.1.x')
+    """
+    others = [f"{name}." for name in blocks if name not in chosen]
+    short = (
+        next(
+            outer
+            for outer in itertools.accumulate(name.split("."), "{}.{}".format)
+            if not any(o.startswith(f"{outer}.") for o in others)
+        )
+        for name in chosen
+    )
+    return tuple(dict.fromkeys(short))
 
 
 def _step_s(courses: Sequence[DeviceCourse], sets: Sets, accumulate: int) -> float:
