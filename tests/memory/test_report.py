@@ -163,7 +163,7 @@ def test_saved_plan_that_cannot_be_read_is_none(tmp_path):
 
 WAYS = (
     Fit(8, 1, None, (8,), "off", ((),), (900.0,), False, 2.0),
-    Fit(8, 1, None, (8,), "chosen", (("a", "b"),), (480.0,), True, 2.5),
+    Fit(8, 1, None, (8,), "chosen", (("a", "b"),), (480.0,), True, 2.5, names=("a", "b")),
     Fit(8, 1, None, (8,), "all", (("a", "b", "c"),), (400.0,), True, 2.6),
     Fit(4, 2, None, (4,), "off", ((),), (490.0,), True, 2.03),
     Fit(2, 4, None, (2,), "off", ((),), (290.0,), True, 2.0),

@@ -8,6 +8,7 @@ from segapp.build import step
 from segapp.config import dump_config
 from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
 from segapp.run.folder import RunFolder
+from segapp.training.planning.recompute import _short_names
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support import ROOT
@@ -160,3 +161,9 @@ def test_each_rank_takes_its_own_blocks(tiny, tmp_path):
     done = segapp("train", "--config", "ddp.yaml", "--run", str(folder.path), cwd=tmp_path, timeout_s=500)
     assert done.returncode == 0, done.stderr
     assert [event["blocks"] for event in events(folder.path, "recompute")] == [[list(names) for names in sets]]
+
+
+def test_modules_whose_blocks_are_all_chosen_are_named_as_a_whole() -> None:
+    blocks = [f"a.{stage}.{block}" for stage in (1, 2) for block in (0, 1, 10)]
+    assert _short_names(blocks, blocks) == ("a",)
+    assert _short_names([*blocks[:3], "a.2.1"], blocks) == ("a.1", "a.2.1")
