@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from segapp.run.files import machine_id
 from tests.support.fault_runs import FaultRun, Invariants, case, course, some
 
 NewRun = Callable[..., FaultRun]
@@ -137,9 +138,8 @@ def test_false_manifest_exits_4_or_falls_back(new_run: NewRun, invariants: Invar
 def test_temporaries_of_dead_writers_are_removed(new_run: NewRun, invariants: Invariants) -> None:
     run = killed_at(new_run(), 8)
     objects = run.folder / "checkpoints" / "objects"
-    host = subprocess.run(["hostname"], capture_output=True, text=True, check=True).stdout.strip()
-    dead = [objects / f".tmp-7-{pid}-0badcafe@{host}" for pid in (2**22 - 7, 2**22 - 9)]
-    alive = objects / f".tmp-7-{os.getpid()}-0badcafe@{host}"
+    dead = [objects / f".tmp-7-{pid}-0badcafe@{machine_id()}" for pid in (2**22 - 7, 2**22 - 9)]
+    alive = objects / f".tmp-7-{os.getpid()}-0badcafe@{machine_id()}"
     for path in (*dead, alive, objects / "99999999-0123456789abcdef.pt"):
         path.write_bytes(b"")
     invariants.assert_exact(run)

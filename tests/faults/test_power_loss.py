@@ -15,6 +15,7 @@ import pytest
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import drain_commands, parse_command, send_command
 from segapp.run.events import EventReader, EventWriter, read_answers
+from segapp.run.files import machine_id
 from tests.support.fault_runs import SYNCHRONOUS, FaultRun, Invariants, case, is_stopped, needs, some, traced
 from tests.support.power_loss import Call, Disk, read_trace
 
@@ -109,7 +110,7 @@ class Written:
     def note(self, call: Call) -> None:
         """Takes up a call."""
         place = call.arguments.partition(">")[0]
-        if call.name == "write" and place.endswith(("/run/events.jsonl", "@" + os.uname().nodename)):
+        if call.name == "write" and place.endswith(("/run/events.jsonl", "@" + machine_id())):
             lines = [line for line in call.strings[0].split(b"\n") if line.startswith(b'{"v":1,"seq":')]
             self.lines |= set(lines)
             durable = ("run_start", "checkpoint", "command", "run_end")

@@ -85,6 +85,9 @@ class SmallNet(nn.Module):
         features = self.body(images)
         return (self.head(features + self.pooled(features)),)
 
+    def without_base(self, state: dict[str, Any]) -> dict[str, Any]:
+        return state
+
 
 def eomt() -> nn.Module:
     """Return a small EoMT with masked attention, which fades during the steps of the test."""

@@ -6,7 +6,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from segapp.errors import DistributedError, OutOfMemoryError
 from segapp.parallel import DistributedSetupError
 from segapp.parallel.distributed import Ranks
 from segapp.run.events import EventLog
+from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.training import session
 from segapp.training.context import RunContext
@@ -36,7 +36,7 @@ def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.Monkey
         return lambda: None
 
     monkeypatch.setattr(session, "end_with_peers", end_with_peers)
-    here, own = socket.gethostname(), os.getpid()
+    here, own = machine_id(), os.getpid()
 
     def watch(ranks: list[tuple[str, int]]) -> None:
         with session._watched_peers(ranks, lambda status, reason, code: code, EventLog(None)):

@@ -59,14 +59,15 @@ def test_rank_takes_its_own_random_state_up_again(
 ) -> None:
     """A rank that the saved run did not have keeps the one of its seed."""
     found: list[str] = []
+    config = {"parallel": {}, "train": {"recompute": "off"}}
     monkeypatch.setattr(module, "restore_rng", found.append)
     trainer = Mock(Trainer)
     trainer.engine = trainer.progress = trainer.controller = trainer.oom_policy = Mock()
-    trainer.plateau, trainer.facts, trainer.ranks = None, Mock(config={"parallel": {}}), Mock(rank=rank)
+    trainer.plateau, trainer.facts, trainer.ranks = None, Mock(config=config), Mock(rank=rank)
     state: dict[str, Any] = {
         "position": dataclasses.asdict(Position()),
         "best": dataclasses.asdict(Best()),
-        "config": {"parallel": {}},
+        "config": config,
         "settings": LiveSettings().model_dump(),
         "rng": ["first", "second"],
     }

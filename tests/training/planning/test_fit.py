@@ -163,7 +163,7 @@ def test_each_rank_takes_its_own_blocks(tiny, tmp_path):
     assert [event["blocks"] for event in events(folder.path, "recompute")] == [[list(names) for names in sets]]
 
 
-def test_modules_whose_blocks_are_all_chosen_are_named_as_a_whole() -> None:
+def test_modules_with_chosen_blocks_alone_are_named_whole() -> None:
     blocks = [f"a.{stage}.{block}" for stage in (1, 2) for block in (0, 1, 10)]
     assert _short_names(blocks, blocks) == ("a",)
     assert _short_names([*blocks[:3], "a.2.1"], blocks) == ("a.1", "a.2.1")

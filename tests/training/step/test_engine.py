@@ -67,6 +67,9 @@ class TinyNet(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return (self.body(images),)
 
+    def without_base(self, state: dict[str, object]) -> dict[str, object]:
+        return state
+
 
 def batch(num: int, ignored: float = 0.0, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
