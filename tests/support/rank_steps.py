@@ -85,6 +85,8 @@ class SmallNet(nn.Module):
         features = self.body(images)
         return (self.head(features + self.pooled(features)),)
 
+    base = None
+
     def without_base(self, state: dict[str, Any]) -> dict[str, Any]:
         return state
 

@@ -67,6 +67,8 @@ class TinyNet(nn.Module):
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
         return (self.body(images),)
 
+    base = None
+
     def without_base(self, state: dict[str, object]) -> dict[str, object]:
         return state
 
