@@ -105,7 +105,7 @@ class ParkedTensor:
 
 
 class ParkedGpuTensor(ParkedTensor):
-    """The values of a GPU's tensor in pinned host memory, copied in a stream beside that of the kernels."""
+    """The values of a GPU's tensor in pinned host memory. A second stream copies them while kernels run."""
 
     def __init__(self, tensor: Tensor, module: Any, stream: Any) -> None:
         self._device, self._module, self._stream = tensor.device, module, stream

@@ -6,6 +6,7 @@ The module itself loads no torch: the functions import what they need.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -272,6 +273,7 @@ def train(
     """
     from segapp.build.devices import plan_devices
     from segapp.run.folder import RunFolder
+    from segapp.training.launchers import adopt_launcher
     from segapp.training.request import TrainRequest, plan_request
     from segapp.training.session import run_session
     from segapp.training.signals import StopSignals
@@ -286,6 +288,13 @@ def train(
         request = plan_request(None if config is None else str(config), overrides, folder, resume)
     else:
         raise ConfigError(f"resume = {resume!r} continues with the run's config: leave config out, or name its file")
+    # On a copy: this process belongs to the caller, and no ranks are started here.
+    if request.config.parallel.mode != "single" and (launcher := adopt_launcher(dict(os.environ))):
+        raise ConfigError(
+            f"{launcher} started several tasks, each of which would train the whole run: use the command segapp train, "
+            "or parallel.mode=single for separate runs",
+            key="parallel.mode",
+        ).see("several-machines")
     devices = plan_devices(request.config, is_one_process=True)
     if devices.mode == "ddp":
         raise ConfigError(

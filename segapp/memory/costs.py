@@ -22,7 +22,7 @@ from segapp.memory.peaks import Numbers
 PASS = ("forward", "loss", "backward")
 """Phases of a micro-batch."""
 EFFICIENCY = 0.5
-"""Speed of a network over that of one large convolution."""
+"""Ratio of the speed of a network, in operations per second, to the speed of one large convolution."""
 
 
 @dataclass(frozen=True)

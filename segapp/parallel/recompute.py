@@ -91,21 +91,8 @@ def current_tape() -> Tape | None:
     return getattr(_thread_local, "tape", None)
 
 
-class _Entered:
-    """A context that may be entered again: each backward pass computes the activations anew."""
-
-    def __init__(self, make: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
-        self._make, self._stack = make, contextlib.ExitStack()
-
-    def __enter__(self) -> None:
-        self._stack.enter_context(self._make())
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
-
-
 class _Pass:
-    """One forward pass of a block, which may be computed again."""
+    """One forward pass of a block, and the context of every further one: each backward pass computes it anew."""
 
     def __init__(self, block: RecomputedBlock, inputs: Any) -> None:
         replica = current_replica()
@@ -114,16 +101,19 @@ class _Pass:
         devices = () if is_simulated else tuple(dict.fromkeys(tensor.device for tensor in tensors))
         # Replicas on GPUs have threads of their own, which share the CPU's generator: it is not theirs to set.
         has_cpu = not is_simulated and (replica is None or not any(gpu_of(device) for device in devices))
-        self._block = block
+        self._block, self._stack = block, contextlib.ExitStack()
         self._states = functools.partial(_random_states, devices, has_cpu=has_cpu)
         self._tape = Tape(self._states if replica is not None and replica.group.takes_turns else None)
 
-    def contexts(self) -> tuple[contextlib.AbstractContextManager[None], contextlib.AbstractContextManager[None]]:
-        """Return the contexts of the first pass and of every further one."""
-        return self._first(), _Entered(self._second)
+    def __enter__(self) -> None:
+        self._stack.enter_context(self._again())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
     @contextlib.contextmanager
-    def _first(self) -> Iterator[None]:
+    def first(self) -> Iterator[None]:
+        """Return the context of the first pass."""
         self._rng = self._states()
         before = None if self._block.recompute_plan.is_checked else _versions_of_buffers(self._block)
         with self._tape.running(again=False):
@@ -133,7 +123,7 @@ class _Pass:
             self._block.recompute_plan.is_checked = True
 
     @contextlib.contextmanager
-    def _second(self) -> Iterator[None]:
+    def _again(self) -> Iterator[None]:
         present = self._states()
         _set_random_states(self._rng)
         try:
@@ -231,8 +221,9 @@ class RecomputedBlock(nn.Module):
         if number not in self.recompute_plan.devices:
             return run(*args, **kwargs)
         args, kwargs = map_tensors(lambda tensor: tensor, (args, kwargs))  # a list may grow later, as in DenseNet
-        contexts = _Pass(self, (args, kwargs)).contexts
-        return checkpoint(run, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **kwargs)
+        own = _Pass(self, (args, kwargs))
+        options: Any = {"use_reentrant": False, "preserve_rng_state": False, "context_fn": lambda: (own.first(), own)}
+        return checkpoint(run, *args, **options, **kwargs)
 
 
 @contextlib.contextmanager

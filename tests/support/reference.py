@@ -275,7 +275,7 @@ ENVIRONMENT = {
     "`RANK` is set.",
     "SLURM_PROCID": "Set by srun: the rank.",
     "SLURM_STEP_NUM_TASKS": "Set by srun: the number of ranks.",
-    "SLURM_NTASKS": "Set by SLURM: the number of ranks, if srun does not tell that of the step.",
+    "SLURM_NTASKS": "Set by SLURM: the number of ranks, if `SLURM_STEP_NUM_TASKS` is not set.",
     "SLURM_LOCALID": "Set by srun: the rank within its machine.",
     "SLURM_STEP_TASKS_PER_NODE": "Set by srun: the ranks of each machine.",
     "SLURM_STEP_NODELIST": "Set by srun: the machines; rank 0 is on the first, unless `MASTER_ADDR` is set.",

@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
+import segapp
 from segapp.config import dump_config
-from segapp.errors import DistributedError
+from segapp.errors import ConfigError, DistributedError
 from segapp.parallel.distributed import _read_rank, is_launched
 from segapp.training.launchers import adopt_launcher
 from tests.support.rank_runs import ranks_of
-from tests.support.runs import events
+from tests.support.runs import events, merged
 
 STEP = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4711", "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4"}
 STEP |= {"SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_STEP_NODELIST": "gpu[07-08,11]-ib"}
@@ -113,3 +114,13 @@ def test_two_tasks_of_srun_make_one_training(tiny: dict[str, Any], tmp_path: Pat
     assert len(events(tmp_path / "run", "run_start")) == 1
     assert events(tmp_path / "run", "run_end")[-1]["status"] == "finished"
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["run"]
+
+
+def test_tasks_that_call_train_from_python_are_refused(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process belongs to the caller: its environment stays as it was."""
+    for name, value in STEP.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    with pytest.raises(ConfigError, match="srun started several tasks, each of which would train the whole run"):
+        segapp.train(merged(tiny))
+    assert dict(os.environ) == before

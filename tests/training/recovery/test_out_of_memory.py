@@ -36,16 +36,6 @@ def _disarmed(logical_budgets: None) -> Iterator[None]:
     failpoints.arm("")
 
 
-@pytest.fixture(scope="module")
-def plain(tiny_root: Path) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "seed": 3,
-        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
-        "log": {"every_steps": 1, "tensorboard": False},
-    }
-
-
 @pytest.fixture
 def _without_batchnorm(monkeypatch: pytest.MonkeyPatch) -> None:
     """Group instead of batch statistics: then smaller pieces are the same step to the last digits."""

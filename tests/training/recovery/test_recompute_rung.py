@@ -35,16 +35,6 @@ def _disarmed(logical_budgets: None, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
 
 @pytest.fixture(scope="module")
-def plain(tiny_root: Path) -> dict[str, Any]:
-    return {
-        "name": "tiny",
-        "seed": 3,
-        "data": {"format": "folder", "root": str(tiny_root), "classes": ["ground", "box", "disc"], "workers": 0},
-        "log": {"every_steps": 1, "tensorboard": False},
-    }
-
-
-@pytest.fixture(scope="module")
 def undisturbed(plain: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     """Two epochs of five steps on one device, with memory enough."""
     config, folder = small(plain, 2), tmp_path_factory.mktemp("undisturbed") / "run"
