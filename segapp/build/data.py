@@ -23,7 +23,7 @@ from segapp.datasets.files import ImagePair, check_pairs
 from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.pool import LoadOptions
-from segapp.datasets.resources import cores_of_rank, shared_bytes_of_rank
+from segapp.datasets.resources import cores_of_rank, remote_file_system, shared_bytes_of_rank
 from segapp.datasets.sampling import Order, aimed_order
 from segapp.datasets.targets import ClassFrequencies, Targets, read_targets
 from segapp.datasets.workers import most_workers, plan_workers, sample_seconds
@@ -92,18 +92,37 @@ def build_dataset(
     targets = read(every_pair, sizes)
     transform = _transform(data, scheme, sizes, pixels, is_training=is_training)
     cache: PixelCache | None = None
+    part: Sequence[int] = ()
     notes: list[str] = []
     if data.cache != "none" and ranks is not None:
+        machines = ranks.gather(machine_id())
         try:
-            files = _cache_files(data, split, scheme, pixels, ranks)
+            files = _cache_files(data, split, scheme, pixels, ranks, machines)
             cache = PixelCache(files, pairs, sizes, scheme.dtype, pixels)
+            if is_training and len(set(machines)) > 1:
+                here = [rank for rank, machine in enumerate(machines) if machine == machines[ranks.rank]]
+                part = range(here.index(ranks.rank), len(pairs), len(here))
+            remote = remote_file_system(Path(files.path)) if files.kind == "disk" else None
+            if remote is not None:
+                notes.append(
+                    f"data.cache = disk: {files.place} is reached over the network ({remote}): name a folder on a "
+                    "local disk of each machine in data.cache_dir"
+                )
         except OSError as error:
             notes.append(
                 f"data.cache = {data.cache} cannot be used for {split} ({error}): every image is decoded each time it "
                 "is read; name another folder in data.cache_dir, or set data.cache to none"
             )
     dataset = SegmentationDataset(
-        pairs, scheme, transform, pixels=pixels, seed=seed, cache=cache, notes=notes, has_distances=has_distances
+        pairs,
+        scheme,
+        transform,
+        pixels=pixels,
+        seed=seed,
+        cache=cache,
+        cache_part=part,
+        notes=notes,
+        has_distances=has_distances,
     )
     dataset.mix, dataset.targets, dataset.largest_px = mix, targets, _largest(sizes)
     return dataset
@@ -139,7 +158,9 @@ def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, i
     return image_sizes(build_pairs(data, split)[:most])
 
 
-def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, pixels: PixelFormat, ranks: Ranks) -> CacheFiles:
+def _cache_files(
+    data: DataConfig, split: str, scheme: ClassScheme, pixels: PixelFormat, ranks: Ranks, machines: Sequence[str]
+) -> CacheFiles:
     """Return the files of a split's cache; those in memory are made by one rank of each machine for all of them.
 
     Raises:
@@ -156,7 +177,6 @@ def _cache_files(data: DataConfig, split: str, scheme: ClassScheme, pixels: Pixe
                 value=folder,
             )
         return disk_files(folder, data.root, split, scheme, pixels)
-    machines = ranks.gather(machine_id())
     first_here = machines.index(machines[ranks.rank])
     own: CacheFiles | OSError | None = None
     if ranks.rank == first_here:

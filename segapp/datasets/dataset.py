@@ -91,6 +91,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     pixels: PixelFormat = RGB8
     seed: int = 0  # of the augmentation
     cache: PixelCache | None = None  # filled at the first read; None: every read decodes
+    cache_part: Sequence[int] = ()  # the images that this rank stores in the background (`CacheFiller`)
     notes: Sequence[str] = ()  # sentences for the user about how the images are read
     has_distances: bool = False  # targets hold the distance maps of the classes too, for the boundary loss
     mix: PairMix | None = None  # mixes each sample with that of another image

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from segapp.datasets.dataset import LargeBatch, SegmentationDataset
+from segapp.datasets.filler import CacheFiller
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import (
     Order,
@@ -69,6 +70,7 @@ class TrainLoader:
         self.world_size = world_size
         self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))
         self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
+        self._filler = CacheFiller(dataset, dataset.cache_part)
         self._pool = BatchPool(dataset, options)
 
     def __len__(self) -> int:
@@ -84,12 +86,14 @@ class TrainLoader:
 
         A new call ends an epoch that is still being read.
         """
+        self._filler.start()
         order = self._order(epoch)
         batches = [global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self))]
         return self._pool.run([part_of(samples, self.rank, self._divide(len(samples))) for samples in batches])
 
     def close(self) -> None:
-        """Stop the workers."""
+        """Stop the workers and the process that fills the cache."""
+        self._filler.close()
         self._pool.close()
 
 

@@ -148,7 +148,7 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _start_worker(worker: int) -> None:
+def start_worker(worker: int) -> None:
     """Set up a worker: one thread, Ctrl-C ignored (the trainer stops workers), the default action for SIGTERM."""
     cv2.setNumThreads(0)
     torch.set_num_threads(1)
@@ -255,7 +255,7 @@ class BatchPool:
             num_workers=self._workers,
             pin_memory=self.options.pin_memory,
             timeout=_POLL_S if many else 0,
-            worker_init_fn=_start_worker if many else None,
+            worker_init_fn=start_worker if many else None,
             multiprocessing_context="fork" if many and "fork" in get_all_start_methods() else None,
             generator=torch.Generator(),  # without it the workers' seed would be drawn from the global generator
             persistent_workers=many,

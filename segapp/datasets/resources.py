@@ -1,6 +1,7 @@
 """Memory and processors that this process may use, within the limits of its control group; threads that read."""
 
 import os
+import re
 import shutil
 import threading
 import time
@@ -29,6 +30,23 @@ def _counters(path: Path) -> dict[str, int]:
     """Return the numbers of a file of "name number" lines."""
     words = (line.split() for line in path.read_text().splitlines())
     return {word[0]: int(word[1]) for word in words if len(word) > 1}
+
+
+_REMOTE = re.compile(r"(fuse\.)?(9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs|panfs|smb|sshfs|wekafs)")
+
+
+def remote_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+    """Return the type of a file system that a path reaches over a network, such as "nfs4"; None if local or unknown."""
+    try:
+        lines = [line.split(" ") for line in mounts.read_text().splitlines()]
+    except OSError:
+        return None
+    real, found, longest = os.path.realpath(path), "", 0
+    for words in lines:
+        place = words[4].replace("\\040", " ")
+        if (real == place or real.startswith(place.rstrip("/") + "/")) and len(place) >= longest:
+            found, longest = words[words.index("-") + 1], len(place)
+    return found if _REMOTE.match(found) else None
 
 
 def usable_cores() -> float:
