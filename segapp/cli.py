@@ -219,6 +219,23 @@ def ctl(
     sys.exit(control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout))
 
 
+@app.command("requeue-code")
+def requeue_code(
+    run: RunArgument,
+    code: Annotated[
+        int | None, typer.Argument(metavar="[CODE]", help="Exit code of the training; else that of the run's end.")
+    ] = None,
+) -> None:
+    """Exit with the code by which a scheduler starts a job again, or does not; for the last line of a job's script.
+
+    75: a signal stopped the run, which has saved: start the job again. 0: the run has finished, or segapp ctl, the
+    screen or a program stopped it. Otherwise CODE, or 1 where the run was stopped twice without a new step.
+    """
+    from segapp.commands.requeue import print_requeue_code
+
+    sys.exit(print_requeue_code(run, code))
+
+
 @app.command("eval")
 def evaluate(
     targets: Annotated[

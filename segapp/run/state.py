@@ -62,7 +62,7 @@ def read_facts(path: Path | str, now_s: float | None = None) -> StateFacts:
     """Return the facts of a run; reads only the end of its events."""
     now_s = time.time() if now_s is None else now_s
     folder = RunFolder(path)
-    events = _read_tail(folder.events)
+    events = read_tail(folder.events)
     last_start = max((index for index, raw in enumerate(events) if raw["type"] == "run_start"), default=-1)
     ends = [raw for raw in events[last_start + 1 :] if raw["type"] == "run_end"]
     steps_s = [float(raw["t"]) for raw in events[last_start + 1 :] if raw["type"] == "step"]
@@ -104,7 +104,7 @@ def _interval_s(times_s: list[float]) -> float:
     return max(0.0, median(intervals)) if intervals else 0.0
 
 
-def _read_tail(path: Path) -> list[dict[str, Any]]:
+def read_tail(path: Path) -> list[dict[str, Any]]:
     """Return the last events of a file; reads further back if the end holds none."""
     num_bytes = _TAIL_BYTES
     while True:

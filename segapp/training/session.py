@@ -50,7 +50,7 @@ from segapp.training.failures import as_segapp_error
 from segapp.training.planning.auto import check_host_memory, is_planned, on_main, planned_advice, resolve_auto
 from segapp.training.recovery import fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
-from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopRequest, StopSignals
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
 from segapp.training.start_checks import changed_length_note
 from segapp.training.telemetry.console import PlainReporter
 from segapp.training.telemetry.trackers import make_trackers
@@ -312,8 +312,10 @@ def _run_in(
     context = RunContext(folder, event_log, ranks, signals, DeviceMemoryTracker(device_infos))
     rank_pids = ranks.gather((machine_id(), os.getpid()))
 
-    def end(status: Literal["finished", "stopped", "failed"], reason: str, code: int) -> int:
-        event_log.emit(RunEnd(status=status, reason=reason, exit_code=code, step=stage.step()))
+    def end(
+        status: Literal["finished", "stopped", "failed"], reason: str, code: int, by: StoppedBy | None = None
+    ) -> int:
+        event_log.emit(RunEnd(status=status, reason=reason, exit_code=code, step=stage.step(), stopped_by=by))
         return code
 
     with _watched_peers(rank_pids, end, event_log):
@@ -335,7 +337,7 @@ def _run_in(
         except StopRequest as stop:
             outcome = "a checkpoint was saved" if stage.is_saved else "nothing was there to save yet"
             code = EXIT_STOPPED_AND_SAVED if stage.is_saved else 128 + signals.number
-            return end("stopped", f"{stop}: {outcome}", code)
+            return end("stopped", f"{stop}: {outcome}", code, stop.by)
         except Exception as error:
             known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
             logger.exception("training failed")

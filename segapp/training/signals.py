@@ -7,12 +7,19 @@ import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Literal
 
 EXIT_STOPPED_AND_SAVED = 75
+
+StoppedBy = Literal["signal", "command"]
 
 
 class StopRequest(Exception):  # noqa: N818 - it is a request, not an error
     """Raised by the training loop at a point where the training state is consistent, after a stop was requested."""
+
+    def __init__(self, reason: str | None, by: StoppedBy = "command") -> None:
+        super().__init__(reason)
+        self.by = by
 
 
 class PauseRequest(Exception):  # noqa: N818 - it is a request, not an error
@@ -35,6 +42,7 @@ class StopSignals:
         self.count = 0
         self.number = 0
         self.signal_name: str | None = None
+        self.by: StoppedBy = "signal"
         self._on_checkpoint_request: Callable[[], None] | None = None
         self._wants_checkpoint = False
         self._write_line = write_line or _write_stderr
@@ -63,12 +71,12 @@ class StopSignals:
     def request_stop(self, reason: str) -> None:
         """Request a stop without a signal; `reason` is the first part of the reason of the run's end."""
         self.count += 1
-        self.number, self.signal_name = signal.SIGTERM, reason
+        self.number, self.signal_name, self.by = signal.SIGTERM, reason, "command"
 
     def check(self) -> None:
         """Raise StopRequest if a stop was requested."""
         if self.is_set:
-            raise StopRequest(self.signal_name)
+            raise StopRequest(self.signal_name, self.by)
 
     def take_checkpoint_request(self) -> bool:
         """Return True if SIGUSR1 arrived since the last call."""

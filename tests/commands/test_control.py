@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from segapp.commands.control import control_run, run_to_attach
+from segapp.commands.requeue import print_requeue_code
 from segapp.commands.spawn import is_interactive
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CommandError, RunError
@@ -69,8 +70,9 @@ def test_detached_training_obeys_ctl_commands(
             ctl(run, "pauze")
         assert ctl(run, "stop", after_epoch=True) == 0
         wait_for(lambda: seen(run, "run_end"))  # written after the answer
-    assert events(run, "run_end")[-1]["exit_code"] == 75
-    assert events(run, "run_end")[-1]["step"] % 2 == 0
+    end = events(run, "run_end")[-1]
+    assert (end["exit_code"], end["stopped_by"], end["step"] % 2) == (75, "command", 0)
+    assert print_requeue_code(str(run), 75) == 0
     assert_answered_once(run)
     with pytest.raises(RunError, match="tiny is stopped"):
         ctl(run, "pause")
@@ -131,7 +133,8 @@ def test_two_ranks_pause_save_and_stop_at_the_same_step(tiny: dict[str, Any], tm
         assert ctl(run, "set", "lr_factor=0.5") == 0
         assert ctl(run, "stop") == 0
         assert launcher.wait(100) == 75
-    assert events(run, "run_end")[-1]["exit_code"] == 75
+    end = events(run, "run_end")[-1]
+    assert (end["exit_code"], end["stopped_by"]) == (75, "command")
     assert_answered_once(run)
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
+from segapp.commands.requeue import print_requeue_code
 from tests.support.fault_runs import FaultRun, Invariants, case, some
 
 NewRun = Callable[..., FaultRun]
@@ -44,7 +45,9 @@ def test_signal_in_an_epoch_saves_and_exits_75(
     assert ended_s - sent_s < 0.05 + slowest_step_s(run) + run.events("checkpoint")[-1]["save_s"] + 5
     assert "Traceback" not in done.stderr
     assert len([line for line in done.stderr.splitlines() if line.strip()]) <= 3
-    assert run.events("run_end")[-1]["status"] == "stopped"
+    end = run.events("run_end")[-1]
+    assert (end["status"], end["stopped_by"]) == ("stopped", "signal")
+    assert print_requeue_code(str(run.folder), 75) == 75
     assert run.committed()[0]["step"] == run.events("step")[-1]["step"]
     invariants.check(run, resume=False)
 

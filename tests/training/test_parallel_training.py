@@ -203,7 +203,7 @@ def test_stopped_ranks_save_and_launcher_exits_75(tiny: dict[str, Any], tmp_path
     assert process.returncode == 75, stderr
     assert b"Traceback" not in stderr
     end = events(tmp_path / "run", "run_end")[-1]
-    assert (end["status"], end["exit_code"]) == ("stopped", 75)
+    assert (end["status"], end["exit_code"], end["stopped_by"]) == ("stopped", 75, "signal")
     state = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)
     assert state["position"]["step"] >= 1
     assert len(state["rng"]) == 2

@@ -410,6 +410,8 @@ class RunEnd(_Event):
     exit_code: int | None = None
     step: int | None = None
     epoch: int | None = None
+    stopped_by: Literal["signal", "command"] | None = None
+    """Of a stop: a signal, such as a scheduler sends, or a command, for which a person or a program asked."""
 
 
 Event = (

@@ -103,7 +103,8 @@ class SafePoint:
             controller.handle_commands(self._progress.command_position())
             controller.requests = context.ranks.from_main(controller.requests)
         if is_stop:
-            raise StopRequest(context.signals.signal_name or "a signal to another rank")
+            by = context.signals.by if controller.requests.stop is None else "command"
+            raise StopRequest(context.signals.signal_name or "a signal to another rank", by)
         if controller.requests.stop == "now":
             raise StopRequest("asked to stop")
 

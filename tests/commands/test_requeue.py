@@ -1,0 +1,71 @@
+"""`segapp requeue-code`: which ends of a run start a job again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.__main__ import main
+from segapp.commands.requeue import requeue_code
+from segapp.run.events import EventWriter, RunEnd, RunStart
+from segapp.run.folder import RunFolder
+
+SIGNAL = {"exit_code": 75, "stopped_by": "signal", "reason": "SIGTERM: a checkpoint was saved"}
+COMMAND = {**SIGNAL, "stopped_by": "command", "reason": "asked to stop: a checkpoint was saved"}
+FAILED = {"exit_code": 5, "reason": "the loss was not finite"}
+OLD = {"exit_code": 75, "reason": "SIGTERM: a checkpoint was saved"}
+
+
+@pytest.mark.parametrize(
+    ("ends", "code", "scheduler_code"),
+    [
+        ([{**SIGNAL, "step": 5}], 75, 75),
+        ([{**SIGNAL, "step": 5}], None, 75),
+        ([{**SIGNAL, "step": 5}], 137, 137),  # a machine was killed
+        ([{**SIGNAL, "step": 5}], 1, 1),  # the launcher failed in this round: the end is that of an earlier one
+        ([{**COMMAND, "step": 5}], 75, 0),
+        ([{**COMMAND, "step": 5}], None, 0),
+        ([{**SIGNAL, "step": 5}, {"exit_code": 0, "step": 9}], 0, 0),
+        ([FAILED], 5, 5),
+        ([FAILED], None, 5),
+        ([FAILED], 75, 1),
+        ([OLD], 75, 1),
+        ([], 75, 1),
+        ([], 2, 2),
+        ([], None, 1),
+        ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}], 75, 75),
+        ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}, {**SIGNAL, "step": 5}], 75, 1),
+        ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}, {**SIGNAL, "step": 6}], 75, 75),
+    ],
+)
+def test_only_a_saved_stop_by_a_signal_is_requeued(
+    ends: list[dict[str, Any]], code: int | None, scheduler_code: int
+) -> None:
+    assert requeue_code(ends, code)[0] == scheduler_code
+
+
+def requeue(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(["requeue-code", *words])
+    return int(ended.value.code or 0)
+
+
+def test_command_reads_the_end_of_the_last_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    start = RunStart(classes=["a"], num_params=7, batch_size=4, epochs=2, steps_per_epoch=3, devices=["cpu"])
+    folder = RunFolder.create(path=tmp_path / "run")
+    assert requeue(str(folder.path), "3") == 3, "it failed before the run began"
+    assert requeue(str(folder.path)) == 2, "no run"
+    folder.write_info()
+    capsys.readouterr()
+    with EventWriter(folder.events) as writer:
+        writer.write(start)
+        writer.write(RunEnd(status="stopped", step=5, **SIGNAL))
+        assert requeue(str(folder.path), "75") == 75
+        assert capsys.readouterr().err == "requeue, exit code 75: SIGTERM: a checkpoint was saved\n"
+        writer.write(start)
+        assert requeue(str(folder.path), "75") == 1, "the end is that of an earlier start"
+        writer.write(RunEnd(status="stopped", step=9, **COMMAND))
+        assert requeue(str(folder.path), "75") == 0
+    assert capsys.readouterr().err.endswith("no requeue, exit code 0: asked to stop: a checkpoint was saved\n")
