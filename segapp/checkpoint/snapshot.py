@@ -67,6 +67,15 @@ def as_storable(state: Any) -> Any:
     return _mapped(state, lambda tensor: tensor, "state")
 
 
+def hold_own_state(optimizer: torch.optim.Optimizer) -> None:
+    """Copy an optimizer's tensors on the CPU, one after another, into memory that is theirs alone.
+
+    `Optimizer.load_state_dict` keeps the tensors it is given where they need no conversion; they may be mapped.
+    """
+    for parameter, state in optimizer.state.items():
+        optimizer.state[parameter] = _mapped(state, lambda t: t.clone() if t.device.type == "cpu" else t, "optimizer")
+
+
 def find_non_finite(state: Any, name: str = "state") -> str | None:
     """Return the place of the first NaN or infinity in a state of this name; None if all numbers are finite."""
     for place, leaf in _leaves(state, name):

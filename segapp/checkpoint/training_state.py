@@ -11,7 +11,7 @@ import math
 import re
 import time
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -21,7 +21,7 @@ import torch
 from segapp.checkpoint.snapshot import as_storable, find_non_finite, num_tensor_bytes
 from segapp.config import RunConfig, resume_differences
 from segapp.errors import CheckpointError, NonFiniteError, accepted_words
-from segapp.models.weights import load_tensors, peek_tensors
+from segapp.models.weights import load_tensors, map_tensors, peek_tensors
 from segapp.older import CHECKPOINT_KEYS, renamed
 from segapp.run.checkpoints import (
     BEST,
@@ -39,6 +39,8 @@ from segapp.run.words import first_line
 
 FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
 """Parts of a state that must be finite for a commit."""
+
+Reader = Callable[[BinaryIO], Any]
 
 _POSITION = ("step", "epoch", "position")
 """Facts of a checkpoint that file and manifest must agree on."""
@@ -67,6 +69,8 @@ class LoadedCheckpoint:
     sha256: str
     messages: tuple[str, ...]
     """Newer checkpoints that were skipped, with reasons, and other warnings; shown and reported as alerts."""
+    file: Path
+    """The file that was read: `path`, or an intact file of the same checkpoint."""
     is_verified: bool = True
     """True if the file matches a sha256 in a manifest."""
 
@@ -135,7 +139,9 @@ def save_checkpoint(
     )
 
 
-def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool = False) -> LoadedCheckpoint:
+def load_checkpoint(
+    source: Path | str, which: str = "auto", *, is_holder: bool = False, is_mapped: bool = False
+) -> LoadedCheckpoint:
     """Read a checkpoint and compare its sha256 with the manifest.
 
     Args:
@@ -144,25 +150,28 @@ def load_checkpoint(source: Path | str, which: str = "auto", *, is_holder: bool 
         which: For a folder: `auto` reads the newest intact checkpoint and reports the skipped ones; `last`, `best` or
             a file name (`epoch_0007.pt`) reads that one or fails.
         is_holder: The caller holds the run's lock: damaged files are renamed to `*.corrupt` and aliases repaired.
+        is_mapped: The tensors are pages of the file, and not in memory of their own. The caller must not keep them: a
+            network file system may take the pages of a removed file away, which ends the process.
 
     Raises:
         CheckpointError: none can be used; the message has the reason for each.
     """
+    read = map_tensors if is_mapped else load_tensors
     path = Path(source)
     if path.is_dir():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
         store = CheckpointFolder(folder)
         if which == "auto":
-            return _load_newest_intact(store, is_holder)
+            return _load_newest_intact(store, is_holder, read)
         name = {"last": LAST, "best": BEST}.get(which, which)
-        return _load_named(store, name if name.endswith(".pt") else f"{name}.pt")
-    return _load_file(path)
+        return _load_named(store, name if name.endswith(".pt") else f"{name}.pt", read)
+    return _load_file(path, read)
 
 
 def checkpoint_to_resume(
     folder: RunFolder, *, is_resumed: bool, checkpoint: Path | None = None
 ) -> LoadedCheckpoint | None:
-    """Load the state to continue from: a file, else the newest intact one of a folder that was there before.
+    """Load the state to continue from, mapped: a file, else the newest intact one of a folder that was there before.
 
     None for a new training, or for a run that was stopped before its first save.
 
@@ -170,13 +179,13 @@ def checkpoint_to_resume(
         CheckpointError: no checkpoint can be read.
     """
     if checkpoint is not None:
-        return load_checkpoint(checkpoint)
+        return load_checkpoint(checkpoint, is_mapped=True)
     if not is_resumed:
         return None
     if CheckpointFolder(folder.checkpoints).is_untouched():
         print("the run has no checkpoint yet: it begins anew")
         return None
-    return load_checkpoint(folder.path, is_holder=True)
+    return load_checkpoint(folder.path, is_holder=True, is_mapped=True)
 
 
 def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path, dict[str, Any]] | None:
@@ -242,7 +251,7 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
     return content
 
 
-def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheckpoint:
+def _load_newest_intact(store: CheckpointFolder, is_holder: bool, read: Reader) -> LoadedCheckpoint:
     manifest = store.read_manifest()
     if not manifest.entries:
         raise CheckpointError(_no_checkpoint(store, manifest), path=store.path)
@@ -251,7 +260,7 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
     for entry in manifest.entries:
         label = manifest.describe(entry)
         try:
-            state = _read_entry(store, entry)
+            state, file = _read_entry(store, entry, read)
         except DamagedError as error:
             damaged.append(entry)
             messages.append(f"{label} {error}")
@@ -265,31 +274,31 @@ def _load_newest_intact(store: CheckpointFolder, is_holder: bool) -> LoadedCheck
                 messages += store.quarantine(damaged) if damaged else store.repair_aliases()
             name = next(iter(manifest.names_of(entry)), None)
             path = store.path / name if name else store.objects / entry.object
-            return LoadedCheckpoint(state, path, entry.sha256, tuple(messages))
+            return LoadedCheckpoint(state, path, entry.sha256, tuple(messages), file)
     reasons = "".join(f"\n  {message}" for message in messages)
     raise CheckpointError(
         f"{store.path}: none of the {len(manifest.entries)} checkpoints can be used:{reasons}", path=store.path
     )
 
 
-def _load_named(store: CheckpointFolder, name: str) -> LoadedCheckpoint:
+def _load_named(store: CheckpointFolder, name: str, read: Reader) -> LoadedCheckpoint:
     manifest = store.read_manifest()
     entry = manifest.entry_named(name)
     if entry is None:
         known = accepted_words(name, sorted(manifest.names))
         raise CheckpointError(f"{store.path / name}: no such checkpoint is committed: {known}", path=store.path / name)
     try:
-        state = _read_entry(store, entry)
+        state, file = _read_entry(store, entry, read)
     except (DamagedError, OSError) as error:
         raise CheckpointError(
             f"{store.path / name} {reason_of(error)}: use another, or `auto` for the newest intact one",
             path=store.path / name,
         ) from error
     messages = _alias_messages(store, manifest, entry, False)
-    return LoadedCheckpoint(state, store.path / name, entry.sha256, tuple(messages))
+    return LoadedCheckpoint(state, store.path / name, entry.sha256, tuple(messages), file)
 
 
-def _load_file(path: Path) -> LoadedCheckpoint:
+def _load_file(path: Path, read: Reader) -> LoadedCheckpoint:
     if not path.is_file():
         raise CheckpointError(f"{path}: no such file: name a checkpoint file or a run", path=path)
     try:
@@ -306,30 +315,34 @@ def _load_file(path: Path) -> LoadedCheckpoint:
         with open(path, "rb") as file:
             if not is_verified:
                 _check_zip(file, path)
-            state = _read_state(file, path, str(path))
+            state = read_state(file, path, str(path), read)
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read: {reason_of(error)}: name a checkpoint file or a run", path=path
         ) from error
     warning = f"{path}: no manifest vouches for it: only its own checksums were compared"
-    return LoadedCheckpoint(state, path, sha256, () if is_verified else (warning,), is_verified)
+    return LoadedCheckpoint(state, path, sha256, () if is_verified else (warning,), path, is_verified)
 
 
-def _read_entry(store: CheckpointFolder, entry: CheckpointEntry) -> dict[str, Any]:
+def _read_entry(store: CheckpointFolder, entry: CheckpointEntry, read: Reader) -> tuple[dict[str, Any], Path]:
+    """Return the state of a checkpoint, and the intact file that it was read from."""
     with store.open_verified(entry) as file:
-        state = _read_state(file, store.path, f"step {entry.step}")
+        state = read_state(file, store.path, f"step {entry.step}", read)
     about = state["checkpoint"]
     stored, listed = ({key: facts[key] for key in _POSITION} for facts in (about, entry.model_dump()))
     if stored != listed:
         said, found = (", ".join(f"{key} {value}" for key, value in facts.items()) for facts in (listed, stored))
         raise CheckpointError(f"manifest.json says {said}, the file says {found}", path=store.path)
-    return state
+    return state, Path(file.name)
 
 
-def _read_state(file: BinaryIO, path: Path, label: str) -> dict[str, Any]:
-    """Return the dict in an open checkpoint file; raise CheckpointError for any other content."""
+def read_state(file: BinaryIO, path: Path, label: str, read: Reader = load_tensors) -> dict[str, Any]:
+    """Return the dict in an open checkpoint file; raise CheckpointError for any other content.
+
+    `path` and `label` are for the error; `read` is `load_tensors` or `map_tensors`.
+    """
     try:
-        state: Any = load_tensors(file)
+        state: Any = read(file)
     except CheckpointError as error:
         raise CheckpointError(f"{label}: {error}", path=path) from error
     except Exception as error:

@@ -263,6 +263,20 @@ def load_tensors(file: BinaryIO) -> Any:
     return _loaded(file)
 
 
+def map_tensors(file: BinaryIO) -> Any:
+    """Return and raise what `load_tensors` does, the tensors mapped from the file: pages are read as they are used.
+
+    The tensors need no memory of their own, and processes of one machine share their pages. A file system or an
+    operating system that cannot map the file has the tensors read.
+    """
+    _refuse_compressed(file)
+    try:
+        return _loaded(Path(f"/dev/fd/{file.fileno()}"), mmap=True)
+    except (OSError, RuntimeError):
+        file.seek(0)
+        return _loaded(file)
+
+
 def peek_tensors(path: Path) -> Any:
     """Return and raise what `load_tensors` does, the tensors mapped from the file and not read."""
     with path.open("rb") as file:

@@ -21,6 +21,7 @@ from segapp.build.numerics import keep_freed_memory, numerics
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.build.pairs import build_scheme, count_images, split_names
 from segapp.build.trainer import build_trainer
+from segapp.checkpoint.sharing import load_on_every_rank, on_main
 from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, checkpoint_to_resume, saved_state
 from segapp.config import RunConfig, dump_config, part_names
 from segapp.custom.names import keep_parts
@@ -47,7 +48,7 @@ from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import RunContext
 from segapp.training.failures import as_segapp_error
-from segapp.training.planning.auto import check_host_memory, is_planned, on_main, planned_advice, resolve_auto
+from segapp.training.planning.auto import check_host_memory, is_planned, planned_advice, resolve_auto
 from segapp.training.recovery import fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
@@ -367,7 +368,7 @@ def _restored_trainer(
     """Resolve the config, build the trainer and restore its state; yields it under watch."""
     folder, ranks = context.folder, context.ranks
     config, saved_plan = _with_resolved_auto(folder, request.config, devices, context.device_memory.devices, ranks)
-    checkpoint = on_main(
+    checkpoint = load_on_every_rank(
         ranks,
         lambda: checkpoint_to_resume(folder, is_resumed=request.folder is not None, checkpoint=request.checkpoint),
     )
@@ -394,6 +395,8 @@ def _restored_trainer(
         ) as trainer,
     ):
         _restore(trainer, context, config, checkpoint)
+        if checkpoint is not None:
+            checkpoint.state.clear()  # it is as large as weights and optimizer, and would stay as long as the training
         yield trainer
 
 

@@ -28,6 +28,7 @@ from segapp.checkpoint.training_state import (
 )
 from segapp.errors import CheckpointError, NonFiniteError, StorageError
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
+from tests.support.shared_checkpoints import mapped_by_an_optimizer
 
 SAVE_POINTS = [
     "ckpt.start",
@@ -919,3 +920,19 @@ def test_names_are_copies_without_hard_links(tmp_path, monkeypatch):
         if entry.name.startswith("00000040"):
             damage(entry, "flip")
     assert load_checkpoint(tmp_path).step == 40, "its copy under last.pt is intact"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/maps")
+def test_optimizer_does_not_keep_the_mapped_file(tmp_path):
+    assert mapped_by_an_optimizer(tmp_path) == ("checkpoint", "")
+
+
+def test_file_that_cannot_be_mapped_is_read(tmp_path, monkeypatch):
+    save_checkpoint(tmp_path, {"model": {"a": torch.arange(9.0)}}, CheckpointFacts(step=1, epoch=1))
+    monkeypatch.setattr(torch.UntypedStorage, "from_file", raise_no_device)
+    loaded = load_checkpoint(tmp_path, is_mapped=True)
+    assert torch.equal(loaded.state["model"]["a"], torch.arange(9.0))
+
+
+def raise_no_device(*_args, **_options):
+    raise RuntimeError("unable to mmap 4096 bytes from file: No such device (19)")

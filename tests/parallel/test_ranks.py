@@ -3,6 +3,7 @@
 import atexit
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -70,6 +71,29 @@ def test_penalty_through_ddp_reducer_is_wrong(figures):
     penalty, grads = figures["penalty through DDP"]
     assert penalty <= 1e-12
     assert grads > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("case", "maps"),
+    [
+        ("one machine", ["checkpoint", "checkpoint"]),
+        ("two machines", ["checkpoint", "checkpoint"]),
+        ("other bytes there", ["checkpoint", "copy"]),
+        ("no file there", ["checkpoint", "copy"]),
+        ("no file on one machine", ["checkpoint", "copy"]),
+    ],
+)
+def test_ranks_map_a_checkpoint_or_a_copy_of_its_bytes(figures, case, maps):
+    found = figures["checkpoints"][case]
+    assert [own for own, _, _ in found[:2]] == maps
+    assert max(difference for _, difference, _ in found) == 0.0
+    assert [num_files for _, _, num_files in found] == [0] * len(found), "copies have no name once they are open"
+
+
+def test_rank_without_room_for_a_copy_ends_all(figures):
+    for kind, message in figures["checkpoints"]["no room there"]:
+        assert kind == "StorageError"
+        assert re.fullmatch(r"cannot copy a checkpoint to /missing/tmp\d/\S+: No such file or directory: .*", message)
 
 
 def test_ranks_agree_on_the_remaining_values(figures):

@@ -43,6 +43,7 @@ from tests.support.parallel_cases import (
     relative_error,
     state_error,
 )
+from tests.support.shared_checkpoints import shared_checkpoints
 
 SPLITS = {2: [[3, 4], [1, 6], [6, 1], [7, 0]], 3: [[2, 2, 3], [1, 5, 1], [1, 1, 5], [3, 4, 0]]}
 
@@ -260,6 +261,7 @@ def main(path: str) -> None:
         "differentiated twice": differentiated_twice(),
         "any rank": Ranks(info).any_of(info.rank == 1, False),
         "set up twice": set_up_twice(info),
+        "checkpoints": shared_checkpoints(Ranks(info), Path(path).parent / "checkpoints"),
         "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.is_main],
     }
     if info.is_main:

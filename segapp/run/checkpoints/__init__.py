@@ -35,5 +35,6 @@ from segapp.run.checkpoints.manifest import (
     CheckpointFacts as CheckpointFacts,
     DamagedError as DamagedError,
     Manifest as Manifest,
+    open_if_intact as open_if_intact,
 )
 from segapp.run.checkpoints.store import CheckpointFolder as CheckpointFolder, CheckpointStatus as CheckpointStatus

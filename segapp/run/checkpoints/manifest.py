@@ -181,7 +181,8 @@ def open_if_intact(path: Path, size_bytes: int, sha256: str | None) -> BinaryIO:
         DamagedError: Size or hash differ, or it is not a regular file.
         OSError: It cannot be read.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW), "rb")  # noqa: SIM115
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW
+    file = open(path, "rb", opener=lambda name, _: os.open(name, flags))  # noqa: SIM115
     try:
         facts = os.fstat(file.fileno())
         if not stat.S_ISREG(facts.st_mode):

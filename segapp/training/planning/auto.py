@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from segapp.accelerator import accelerator_of
 from segapp.build.devices import DevicePlan
 from segapp.build.numerics import auto_precision
 from segapp.build.pairs import build_pairs, count_images, split_names
+from segapp.checkpoint.sharing import on_main
 from segapp.config import RunConfig, load_config, validate_config
 from segapp.custom import is_part
 from segapp.datasets.files import check_pairs
@@ -32,8 +33,6 @@ from segapp.training.planning.trial import trial_step
 
 MOST_BYTES_PER_PX = 16 * 1024
 """More than the networks of this package need for a pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
-
-T = TypeVar("T")
 
 logger = logging.getLogger("segapp")
 
@@ -62,20 +61,6 @@ def resolve_auto(
 def is_planned(config: RunConfig) -> bool:
     """Return True if a memory plan decides about the batch, the split, or the blocks to compute again."""
     return not config.train.batch_size or config.parallel.gpu0_bsz == "auto" or config.train.recompute == "auto"
-
-
-def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Return on every rank what the main one makes, or raise its SegappError on every rank."""
-    found: tuple[T | None, SegappError | None] = None, None
-    if ranks.is_main:
-        try:
-            found = make(), None
-        except SegappError as error:
-            found = None, error
-    made, problem = ranks.from_main(found)
-    if problem is not None:
-        raise problem
-    return made  # type: ignore[no-any-return]
 
 
 def _precision(folder: RunFolder, devices: DevicePlan, ranks: Ranks) -> str:

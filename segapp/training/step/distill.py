@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from segapp.accelerator import wide_dtype
+from segapp.checkpoint.snapshot import hold_own_state
 from segapp.datasets.sampling import mix_seed
 from segapp.errors import CheckpointError
 from segapp.inference.normalize import NormalizedInput
@@ -205,6 +206,7 @@ class CriticTrainer(StepParticipant):
         own = state["critic"]
         self.critic.load_state_dict(own["critic"])
         self.optimizer.load_state_dict(own["optimizer"])
+        hold_own_state(self.optimizer)
         self.precision.load_state_dict(own["precision"])
         self.num_steps = int(own["num_steps"])
         self.bad_in_row.copy_(own["bad_in_row"])

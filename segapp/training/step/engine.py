@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.accelerator import gpu_of
+from segapp.checkpoint.snapshot import hold_own_state
 from segapp.compat.torch import takes_found_inf
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
@@ -377,6 +378,7 @@ class StepEngine:
             self.optimizer.load_state_dict(state["optimizer"])
         else:
             self.shards.load_own_state(self.optimizer, state["optimizer"])
+        hold_own_state(self.optimizer)
         self.precision.load_state_dict(state["precision"])
         self.criterion.load_state_dict(state["criterion"])
         self.bad_steps.copy_(state["bad_steps"])

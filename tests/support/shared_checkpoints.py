@@ -1,0 +1,94 @@
+"""A checkpoint on every rank, for rank_checks.py: machines that see its file, see other bytes, or see none."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+
+from segapp.checkpoint import sharing
+from segapp.checkpoint.snapshot import hold_own_state
+from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, save_checkpoint
+from segapp.errors import SegappError
+from segapp.parallel import Ranks, distributed
+from segapp.run.checkpoints import CheckpointFacts
+
+
+def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
+    """Return what each rank gets in each case: the kind of the outcome, and the tensors' largest difference."""
+    torch.manual_seed(0)
+    state = {"model": {"a": torch.randn(300, 400), "b": torch.randn(7).double()}, "rng": [torch.arange(5)], "is": True}
+    if ranks.is_main:
+        save_checkpoint(folder, state, CheckpointFacts(step=3, epoch=1))
+    found: dict[str, list[Any]] = {}
+
+    def load() -> LoadedCheckpoint:
+        return load_checkpoint(folder, "last", is_mapped=True)
+
+    def note(case: str, *, is_elsewhere: bool, sees: bytes | None = b"", temporary: Path = folder) -> None:
+        """Load with this rank on a machine of its own or not, where its file has more bytes or is missing."""
+        patches = mock.patch.multiple(
+            sharing,
+            machine_id=lambda: f"machine-{ranks.rank if is_elsewhere else 0}",
+            open_if_intact=lambda path, *facts: real(seen(path), *facts),
+        )
+
+        def seen(path: Path) -> Path:
+            if sees == b"" or ranks.is_main:
+                return path
+            own = folder / f"seen by {ranks.rank}"
+            if sees is not None:
+                own.write_bytes(path.read_bytes()[: -len(sees)] + sees)
+            return own
+
+        with patches, mock.patch.object(tempfile, "tempdir", str(temporary / f"tmp{ranks.rank}")):
+            (folder / f"tmp{ranks.rank}").mkdir(parents=True, exist_ok=True)
+            try:
+                loaded = sharing.load_on_every_rank(ranks, load)
+            except SegappError as error:
+                own: list[Any] = [type(error).__name__, str(error).replace(str(folder), "")]
+            else:
+                assert loaded is not None
+                assert (loaded.step, loaded.state["is"]) == (3, True)
+                differences = [
+                    float((loaded.state["model"][k] - each).abs().max()) for k, each in state["model"].items()
+                ]
+                own = [maps(folder), max(differences), len(os.listdir(folder / f"tmp{ranks.rank}"))]
+            found[case] = ranks.gather(own)
+
+    real = sharing.open_if_intact
+    with mock.patch.object(distributed, "_FILE_BLOCK_BYTES", 100_000):
+        note("one machine", is_elsewhere=False)
+        note("two machines", is_elsewhere=True)
+        note("other bytes there", is_elsewhere=True, sees=b"?")
+        note("no file there", is_elsewhere=True, sees=None)
+        note("no file on one machine", is_elsewhere=False, sees=None)
+        note("no room there", is_elsewhere=True, sees=None, temporary=folder / "missing")
+    return found
+
+
+def maps(folder: Path) -> str:
+    """Return what of a folder this process has mapped: a checkpoint, a removed copy of one, or nothing."""
+    names = [
+        line.split(maxsplit=5)[5] for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line
+    ]
+    kinds = {"copy" if name.endswith(" (deleted)") else "checkpoint" for name in names}
+    return ", ".join(sorted(kinds))
+
+
+def mapped_by_an_optimizer(folder: Path) -> tuple[str, str]:
+    """Return what is mapped after an optimizer loaded a mapped state, and after it got memory of its own."""
+    optimizers = [torch.optim.AdamW([torch.nn.Parameter(torch.ones(1000))]) for _ in range(2)]
+    optimizers[0].param_groups[0]["params"][0].grad = torch.ones(1000)
+    optimizers[0].step()
+    state = optimizers[0].state_dict()
+    save_checkpoint(folder, {"model": {}, "optimizer": state}, CheckpointFacts(step=1, epoch=1))
+    optimizers[1].load_state_dict(load_checkpoint(folder, is_mapped=True).state["optimizer"])
+    before = maps(folder)
+    hold_own_state(optimizers[1])
+    assert torch.equal(optimizers[1].state_dict()["state"][0]["exp_avg"], state["state"][0]["exp_avg"])
+    return before, maps(folder)
