@@ -157,6 +157,57 @@ def _ignore_early_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@app.command(context_settings={"ignore_unknown_options": True})
+def launch(
+    words: Annotated[
+        list[str], typer.Argument(metavar="[--] train [TRAIN OPTION]...", help="The training; --run is required.")
+    ],
+    nnodes: Annotated[str, option("--nnodes", "Machines, or their least and largest number.", "N|MIN:MAX")] = "1",
+    nproc_per_node: Annotated[
+        str, option("--nproc-per-node", "Ranks on this machine; gpu: one for each GPU.", "K|gpu")
+    ] = "1",
+    rdzv_endpoint: Annotated[
+        str | None, option("--rdzv-endpoint", "Where the machines meet: one of them, and a free port.", "HOST:PORT")
+    ] = None,
+    rdzv_id: Annotated[str | None, option("--rdzv-id", "Name of the job; by default the run folder's.", "NAME")] = None,
+    local_addr: Annotated[
+        str | None, option("--local-addr", "Address of this machine; by default by the route to HOST.", "ADDRESS")
+    ] = None,
+    max_restarts: Annotated[
+        int, typer.Option("--max-restarts", min=0, help="Restarts without a new checkpoint between them.")
+    ] = 3,
+) -> None:
+    """Train on several machines: run this command on each of them.
+
+    The ranks of all machines start together. If one is lost, the others save or start again from the last
+    checkpoint; machines that come join. Every machine ends with the exit code of the run. Further options are those of
+    torchrun, as --NAME=VALUE.
+    """
+    _ignore_early_signals()
+    from segapp.commands.launch import LaunchOptions, TrainCommand
+    from segapp.commands.launch import launch as run_launch
+
+    at = words.index("train") if "train" in words else len(words)
+    if not words[at:]:
+        raise ConfigError("segapp launch starts a training: end its command line with -- train --config FILE --run DIR")
+    arguments = words[at + 1 :]
+    command: Any = typer.main.get_command(app)
+    parsed = command.commands["train"].make_context("train", list(arguments)).params
+    if parsed["run"] is None:
+        raise ConfigError("segapp launch needs --run DIR behind train: a restart continues the run in that folder")
+    if parsed["detach"] or parsed["smoke"] or parsed["print_config"]:
+        raise ConfigError("--detach, --smoke and --print-config are for one machine: leave them out")
+    if parsed["resume"] is not None:
+        resumed = arguments.index("--resume") if "--resume" in arguments else None
+        arguments = [word for i, word in enumerate(arguments) if i not in (resumed, (resumed or -2) + 1)]
+    arguments += ["--debug"] if "--debug" in sys.argv else []
+    train_command = TrainCommand(
+        arguments, parsed["run"], parsed["config"], parsed["resume"], parsed["overrides"] or []
+    )
+    options = LaunchOptions(nnodes, nproc_per_node, rdzv_endpoint, rdzv_id, local_addr, max_restarts, words[:at])
+    sys.exit(run_launch(train_command, options))
+
+
 @app.command()
 def sweep(
     overrides: Annotated[

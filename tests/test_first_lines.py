@@ -23,6 +23,7 @@ COMMANDS = {
     "eval": "eval demo",
     "export": "export demo --format onnx --out demo.onnx",
     "init": "init photos",
+    "launch": "launch --nproc-per-node 2 -- train --config demo --run demo",
     "ls": "ls",
     "models": "models unet",
     "plan": "plan --config demo --gpus 1x8000MiB",

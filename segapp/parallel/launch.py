@@ -178,36 +178,19 @@ def _is_alive(pid: int) -> bool:
 
 
 def run_agent(arguments: Sequence[str]) -> int:
-    """Run torchrun's agent with its arguments; it ends with its parent and returns the status of the rank that failed.
+    """Run the agent with torchrun's arguments; it ends with its parent and returns the status of the rank that failed.
 
     SIGINT and SIGTERM are passed on to the ranks, which save and end.
     """
-    # Before the imports, which take seconds.
-    die_with_parent(grace_s=float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30")) + 5)
+    shutdown_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
+    die_with_parent(grace_s=shutdown_s + 5)  # before the imports, which take seconds
     os.environ[_PARENT_PID] = str(os.getpid())
     from torch.distributed import run
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    from segapp.parallel.agent import run_job
 
     logging.disable(logging.ERROR)  # the ranks print their errors themselves
-    options = run.parse_args(list(arguments))  # type: ignore[no-untyped-call]
-    if sys.platform == "linux" and hasattr(options, "signals_to_handle"):
-        # torchrun's handling loses the exit status of ranks that were stopped and have saved.
-        options.signals_to_handle = "SIGQUIT"
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, lambda number, _frame: signal_children(number))
-    try:
-        run.run(options)  # type: ignore[no-untyped-call]
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        if failure.exitcode >= 0:
-            return failure.exitcode
-        name = signal.Signals(-failure.exitcode).name
-        print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
-        return 128 - failure.exitcode
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    return 0
+    return run_job(run.parse_args(list(arguments)), shutdown_s=shutdown_s)  # type: ignore[no-untyped-call]
 
 
 def signal_children(number: int) -> None:

@@ -88,38 +88,22 @@ def test_launcher_exits_with_status_of_the_failed_rank(script, tmp_path, what, s
     assert launch_local([str(script), str(tmp_path), what], 2, shutdown_s=5) == status
 
 
-@pytest.mark.parametrize(
-    ("end", "status", "said"),
-    [
-        (None, 0, ""),
-        (6, 6, ""),
-        (-signal.SIGKILL, 137, "error: rank 1 was ended by SIGKILL; the others were stopped\n"),
-        ("signal", 143, ""),
-    ],
-)
-def test_agent_returns_what_its_ranks_came_to(end, status, said, monkeypatch, capsys):
-    run = pytest.importorskip("torch.distributed.run", reason="this torch has no torchrun")
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+def test_agent_gives_its_ranks_time_and_ends_with_its_parent(monkeypatch):
+    agent = pytest.importorskip("segapp.parallel.agent", reason="this torch has no torchrun")
 
-    def ranks(options):
-        seen.append((options.nproc_per_node, options.training_script, os.environ["SEGAPP_PARENT_PID"]))
-        if end == "signal":
-            raise SignalException("stopped", signal.SIGTERM)
-        if end is not None:
-            raise ChildFailedError("x.py", {1: ProcessFailure(1, 99, end, "")})
+    def ranks(options, *, shutdown_s):
+        seen.append((options.nproc_per_node, options.training_script, os.environ["SEGAPP_PARENT_PID"], shutdown_s))
+        return 6
 
     seen: list[object] = []
     monkeypatch.setenv("SEGAPP_PARENT_PID", "1")
     monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
     monkeypatch.setattr(launch, "die_with_parent", lambda grace_s: seen.append(grace_s))
-    for name in ("signal.signal", "logging.disable"):
-        monkeypatch.setattr(f"segapp.parallel.launch.{name}", lambda *_: None)
-    monkeypatch.setattr(run, "run", ranks)
-    assert launch.run_agent(["--standalone", "--nproc-per-node=2", "--", "x.py", "--run", "a"]) == status
+    monkeypatch.setattr("segapp.parallel.launch.logging.disable", lambda *_: None)
+    monkeypatch.setattr(agent, "run_job", ranks)
+    assert launch.run_agent(["--standalone", "--nproc-per-node=2", "--", "x.py", "--run", "a"]) == 6
     own = str(os.getpid())  # a rank ends with this process, not with the one above it
-    assert seen == [65.0, ("2", "x.py", own)], "its ranks have a minute to save before it is killed"
-    assert capsys.readouterr().err == said
+    assert seen == [65.0, ("2", "x.py", own, 60.0)], "its ranks have a minute to save before it is killed"
 
 
 def test_launch_without_ranks_is_refused():
