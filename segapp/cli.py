@@ -336,25 +336,41 @@ def predict(
         typer.Option(
             "--save",
             metavar="KIND",
-            help="labels, color, overlay, probabilities; several with commas, or again. [default: all but the last]",
+            help="labels, color, overlay, confidence, probabilities; several with commas, or again. [default: the first"
+            " three]",
         ),
     ] = None,
     label_ids: Annotated[
         bool, typer.Option("--label-ids", help="Write the data set's own ids (Cityscapes labelIds).")
     ] = False,
+    min_confidence: Annotated[
+        str,
+        typer.Option(
+            "--min-confidence",
+            metavar="P",
+            help="Write pixels whose likeliest class has a lower probability as ignored (data.ignore_index).",
+        ),
+    ] = "0",
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images at once; auto: by memory.")] = "auto",
     config: WeightsConfig = None,
 ) -> None:
-    """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/probabilities.
+    """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/confidence, DIR/probabilities.
 
     With several networks, the class probabilities are averaged; their classes must be the same.
     """
-    from segapp.commands.predict import PredictOptions, parse_batch, predict_target, split_networks
+    from segapp.commands.predict import (
+        PredictOptions,
+        parse_batch,
+        parse_confidence,
+        predict_target,
+        split_networks,
+    )
     from segapp.inference.predict import parse_saved
 
-    options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch), config)
+    at_least = parse_confidence(min_confidence)
+    options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch), config, at_least)
     networks, files = split_networks([target, *paths])
     predict_target(networks, files, out, options)
 

@@ -36,6 +36,7 @@ class PredictOptions:
     Attributes:
         save: kinds of output; empty: labels, color and overlay (for a video: color and overlay).
         label_ids: write the ids of the data set instead of class ids.
+        min_confidence: pixels whose likeliest class has a lower probability are written without a class.
         batch: pictures per batch; None: by the free memory.
         config: config of the network for bare weights; None: from the file.
     """
@@ -46,6 +47,7 @@ class PredictOptions:
     tta: bool = False
     batch: int | None = None
     config: str | None = None
+    min_confidence: float = 0.0
 
 
 def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
@@ -101,8 +103,21 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
 
 def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> OutputPlan:
     """Return which files of a prediction are written."""
-    plan = OutputPlan(out, predictor.scheme, pixels=predictor.pixels, label_ids=options.label_ids)
-    return replace(plan, kinds=options.save, video_kinds=options.save) if options.save else plan
+    plan = OutputPlan(
+        out,
+        predictor.scheme,
+        pixels=predictor.pixels,
+        label_ids=options.label_ids,
+        min_confidence=options.min_confidence,
+    )
+    plan = replace(plan, kinds=options.save, video_kinds=options.save) if options.save else plan
+    if predictor.scheme.multilabel is not None and (options.min_confidence or "confidence" in plan.kinds):
+        option = "--min-confidence" if options.min_confidence else "--save confidence"
+        raise ConfigError(
+            f"{option} is for one class per pixel, and this network predicts sets of classes (data.multilabel): use "
+            "--save probabilities"
+        )
+    return plan
 
 
 def _speed(num_images: int, seconds: float) -> str:
@@ -114,6 +129,17 @@ def _speed(num_images: int, seconds: float) -> str:
     per_s = num_images / max(seconds, 1e-9)
     each = f" ({seconds / num_images:.1f} s each)" if num_images and seconds > num_images else ""
     return f"{per_s:.2f} images/s" if per_s >= 1 else f"{per_s:.3g} images/s{each}"
+
+
+def parse_confidence(text: str) -> float:
+    """Return the probability given by `--min-confidence`."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value <= 1:
+        raise ConfigError(f"--min-confidence {text} is not a probability: give a number from 0 to 1")
+    return value
 
 
 def parse_batch(text: str) -> int | None:

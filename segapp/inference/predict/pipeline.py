@@ -192,13 +192,13 @@ class _Job:
 
     def _strips(self, picture: Picture) -> Iterator[Strip]:
         return predict_strips(
-            self.predictor, picture.pixels, self.workspace, with_probabilities="probabilities" in self.plan.kinds
+            self.predictor, picture.pixels, self.workspace, with_probabilities=self.plan.needs_probabilities
         )
 
     def _together(self, pictures: list[Picture]) -> list[list[Strip]]:
         images = np.stack([picture.pixels for picture in pictures])
         rows = slice(0, images.shape[1])
-        if "probabilities" not in self.plan.kinds:
+        if not self.plan.needs_probabilities:
             return [[Strip(rows, labels)] for labels in self.predictor.labels(images)]
         found = self.predictor.probabilities(images)
         labels = likeliest(found, self.predictor.threshold)
