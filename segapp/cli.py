@@ -222,18 +222,35 @@ def sweep(
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Train failed runs again.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Train nothing; write the page.")] = False,
-    json_out: Annotated[bool, typer.Option("--json", help="Print the results as JSON at the end.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Train and write nothing; list the runs.")] = False,
+    only: Annotated[
+        int | None, typer.Option("--only", metavar="I", help="Train run I of the list alone, in this process.")
+    ] = None,
+    json_out: Annotated[
+        bool, typer.Option("--json", help="Print the results as JSON at the end; with --dry-run, the runs.")
+    ] = False,
 ) -> None:
     """Train every combination of settings, each a run runs/SWEEP/RUN, and compare them on one page, sweep.html.
 
     The same command again, or segapp sweep SWEEP, continues what was stopped; further values or keys add runs. Ctrl-C
     stops at the next safe point with a checkpoint and exits with code 75. A failed run does not stop the others: exit
-    code 1.
+    code 1. For schedulers: --dry-run lists the runs, --only trains one of them and exits with its code.
     """
     _ignore_early_signals()
+    words, configs = overrides or [], config or []
+    if dry_run or only is not None:
+        if devices is not None or retry or report or (json_out and not dry_run):
+            raise ConfigError("--dry-run and --only take no --devices, --retry or --report, and --only no --json")
+        from segapp.commands.sweep.one import print_runs, train_one
+        from segapp.run.starting import outlast_readers
+
+        if dry_run:
+            print_runs(words, configs, only, as_json=json_out)
+            return
+        outlast_readers()
+        sys.exit(train_one(words, configs, only or 0))
     from segapp.commands.sweep import run_sweep
 
-    words, configs = overrides or [], config or []
     sys.exit(run_sweep(words, configs, devices, retry=retry, only_report=report, as_json=json_out))
 
 

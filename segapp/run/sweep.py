@@ -121,6 +121,13 @@ class SweepFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             write_atomic(path, info.model_dump_json(indent=1) + "\n")
 
+    def note_end(self, run: str, exit_code: int | None, reason: str | None) -> None:
+        """Write into `sweep.json`, as the holder of the lock, how a run failed, or with None that it no longer has."""
+        info, changes = self.read(), {"exit_code": exit_code, "reason": reason}
+        runs = [each.model_copy(update=changes) if each.name == run else each for each in info.runs]
+        if runs != info.runs:
+            self.write(info.model_copy(update={"runs": runs}))
+
     def acquire(self) -> None:
         """Lock the sweep for this process until its end, or `release`; RunBusyError if another one carries it out."""
         with storage_errors(self._lock.path, "choose another folder"):

@@ -56,7 +56,7 @@ def run_sweep(
     plan.folder.acquire()
     try:
         plan.save()
-        runs = [run for run in plan.info.runs if run.name in plan.names]
+        runs = plan.runs
         states = {run.name: plan.folder.state_of(run) for run in runs}
         failed = [] if retry else [run for run in runs if states[run.name] == "failed"]
         todo = [run for run in runs if states[run.name] != "finished" and run not in failed]
@@ -65,7 +65,7 @@ def run_sweep(
         overview.line(f"sweep {plan.folder.name}: {len(runs)} runs, {len(todo)} to train; folder {plan.folder.path}")
         for run in failed:
             overview.line(f"{run.name}: failed before ({_failure(plan.folder, run)}); --retry trains it again")
-        is_whole = not todo or SweepRunner(plan.folder, plan.info, slots, overview).carry_out(todo)
+        is_whole = not todo or SweepRunner(plan.folder, slots, overview).carry_out(todo)
     finally:
         plan.folder.release()
     _finish(plan.folder, as_json=as_json)

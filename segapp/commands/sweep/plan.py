@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +18,16 @@ from segapp.commands.sweep.grid import combinations, parse_axes
 from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config
 from segapp.config.parts import part_names
 from segapp.custom.trust import check_trusted, remember_parts
-from segapp.errors import ConfigError, did_you_mean, storage_errors
+from segapp.errors import ConfigError, RunBusyError, did_you_mean, storage_errors
 from segapp.run.files import write_atomic
+from segapp.run.folder import is_sweep
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info, sweep_folders
 from segapp.run.words import printable
 
 _MAX_NAME_CHARS = 80
 _MAX_SHOWN = 20
+_BEGUN = re.compile(r"lock|configs|sweep\.json|\.tmp-.*")
+"""Names in the folder of a sweep that another command has just begun."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,8 @@ class SweepPlan:
         names: the runs that this command names.
         configs: complete configs of the runs that are new, by name.
         own_parts: own code (`module:factory`) that the user's configs and words name; not that of stored configs.
+        is_known: the sweep was there when it was planned.
+        given: for each new run, the config as it was named, then the `KEY=VALUE` words.
     """
 
     folder: SweepFolder
@@ -43,6 +48,13 @@ class SweepPlan:
     names: frozenset[str]
     configs: Mapping[str, RunConfig]
     own_parts: frozenset[str] = frozenset()
+    given: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    is_known: bool = True
+
+    def train_words(self, name: str) -> list[str]:
+        """Return the words for `segapp train` that give a run its config."""
+        config, *words = self.given.get(name, [str(self.folder.config_of(name))])
+        return ["--config", config, *words]
 
     def check_parts(self) -> None:
         """Remember the code that the user has named, and check that of the runs' stored configs against it.
@@ -58,8 +70,17 @@ class SweepPlan:
         """Return the complete config of a run."""
         return self.configs.get(name) or load_config(self.folder.config_of(name))
 
+    @property
+    def runs(self) -> list[SweepRun]:
+        """The runs that this command names, in the order of its settings."""
+        return [run for run in self.info.runs if run.name in self.names]
+
     def save(self) -> None:
         """Write the configs of the new runs, then `sweep.json`, and remove the configs of dropped runs."""
+        if not self.is_known and is_sweep(self.folder.path):
+            raise RunBusyError(
+                f"{self.folder.path} was made by another command at this moment: try again", path=self.folder.path
+            )
         with storage_errors(self.folder.path, "free space or choose another folder"):
             for name, config in self.configs.items():
                 path = self.folder.config_of(name)
@@ -75,6 +96,8 @@ class SweepPlan:
 @dataclass(frozen=True)
 class _Candidate:
     label: str
+    given: list[str]
+    """The config as it was named, and the `KEY=VALUE` words."""
     settings: dict[str, str]
     config: RunConfig
 
@@ -111,7 +134,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     info = existing.read() if existing is not None else new_info()
     named = frozenset(part for each in candidates for part in part_names(each.config).values())
     own_parts = named if files else named & {value for values in given.values() for value in values}
-    return replace(_joined(folder, info, axes, candidates), own_parts=own_parts)
+    return replace(_joined(folder, info, axes, candidates), own_parts=own_parts, is_known=existing is not None)
 
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:
@@ -155,7 +178,7 @@ def _new_path(name: str) -> Path:
     if re.fullmatch(r"[^/\\\x00-\x1f.-][^/\\\x00-\x1f]*", name) is None and os.sep not in name:
         raise ConfigError(f"{name!r} is no name for a sweep: use letters, digits, dots and hyphens, or a folder")
     path = Path(name) if os.sep in name else Path("runs") / name
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    if path.exists() and (not path.is_dir() or any(not _BEGUN.fullmatch(each.name) for each in path.iterdir())):
         raise ConfigError(
             f"{path} exists and is no sweep: name the sweep, e.g. segapp sweep NAME --config FILE", path=path
         )
@@ -170,7 +193,7 @@ def _validated(bases: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> l
         for settings in combinations(axes, len(bases)):
             words = [f"{key}={text}" for key, text in settings.items()]
             try:
-                found.append(_Candidate(label, settings, load_config(base, words)))
+                found.append(_Candidate(label, [base, *words], settings, load_config(base, words)))
             except ConfigError as error:
                 where = " ".join([label, *words] if len(bases) > 1 else words)
                 first, *rest = str(error).splitlines()
@@ -212,6 +235,7 @@ def _joined(
     labels = {*(run.config for run in info.runs), *(candidate.label for candidate in candidates)}
     taken = {run.name for run in info.runs}
     configs: dict[str, RunConfig] = {}
+    given: dict[str, Sequence[str]] = {}
     runs: list[SweepRun] = []
     for identity, (candidate, settings) in wanted.items():
         if identity in known:
@@ -221,12 +245,12 @@ def _joined(
         name = run_name(label, {key: candidate.settings.get(key, settings[key]) for key in varying}, taken)
         taken.add(name)
         runs.append(SweepRun(name=name, config=candidate.label, settings=settings))
-        configs[name] = candidate.config
+        configs[name], given[name] = candidate.config, candidate.given
     # A run of an earlier command that never began is dropped: its values may have been a mistake.
     kept = [run for at, run in known.items() if at not in wanted and folder.folder_of(run.name).path.exists()]
     merged = {key: list(dict.fromkeys([*info.axes.get(key, []), *axes.get(key, [])])) for key in keys}
     info = info.model_copy(update={"axes": merged, "runs": [*runs, *kept]})
-    return SweepPlan(folder, info, frozenset(run.name for run in runs), configs)
+    return SweepPlan(folder, info, frozenset(run.name for run in runs), configs, given=given)
 
 
 def _check_base(

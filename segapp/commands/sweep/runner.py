@@ -22,7 +22,7 @@ from segapp.commands.sweep.overview import Overview
 from segapp.errors import ConfigError, RunBusyError, SegappError
 from segapp.run.events import EventReader
 from segapp.run.folder import is_run
-from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
+from segapp.run.sweep import SweepFolder, SweepRun
 from segapp.run.words import first_line
 from segapp.training.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
@@ -60,8 +60,8 @@ class _Running:
 class SweepRunner:
     """Trains the runs of a sweep, whose folder is locked, in slots until all have ended, or a signal asks to stop."""
 
-    def __init__(self, sweep: SweepFolder, info: SweepInfo, slots: Sequence[Slot], overview: Overview) -> None:
-        self.sweep, self.info, self.overview = sweep, info, overview
+    def __init__(self, sweep: SweepFolder, slots: Sequence[Slot], overview: Overview) -> None:
+        self.sweep, self.overview = sweep, overview
         self._free = list(slots)
         self._running: list[_Running] = []
         self._next_look_s = 0.0
@@ -100,13 +100,9 @@ class SweepRunner:
 
     def _start(self, run: SweepRun, slot: Slot) -> None:
         folder = self.sweep.folder_of(run.name)
-        is_new = not is_run(folder.path) or folder.is_failed_start()
-        # One that was killed before it wrote its config begins from the sweep's too.
-        has_config = not is_new and folder.config_yaml.is_file()
-        config = None if has_config else str(self.sweep.config_of(run.name))
-        resume = None if is_new else str(folder.path)
+        config, resume = start_of(self.sweep, run)
         try:
-            request = plan_request(config, [], folder.path if is_new else None, resume)
+            request = plan_request(config, [], folder.path if resume is None else None, resume)
             trainer = spawn_trainer(request, config=config, resume=resume, environ=slot.environ, ends_with_parent=True)
         except RunBusyError:  # by a trainer that has just begun
             self._free.append(slot)
@@ -114,11 +110,11 @@ class SweepRunner:
         except SegappError as error:
             self._free.append(slot)
             reason = first_line(error)
-            self._note(run, error.exit_code, reason)
+            self.sweep.note_end(run.name, error.exit_code, reason)
             self.overview.failed(run, error.exit_code, reason)
             return
-        self.overview.started(run, slot.name, is_resumed=not is_new)
-        events = EventReader(folder.events, last_bytes=None if is_new else 0)
+        self.overview.started(run, slot.name, is_resumed=resume is not None)
+        events = EventReader(folder.events, last_bytes=None if resume is None else 0)
         self._running.append(_Running(run, slot, trainer, events, time.monotonic()))
 
     def _follow(self, each: _Running, *, is_time: bool) -> None:
@@ -135,14 +131,13 @@ class SweepRunner:
         each.events.close()
         seconds = time.monotonic() - each.began_s
         if code in (0, EXIT_STOPPED_AND_SAVED) or (each.is_told and code in _SIGNALLED):
-            if each.run.exit_code is not None:
-                self._note(each.run, None, None)
+            self.sweep.note_end(each.run.name, None, None)
             self.overview.ended(each.run, seconds, code)
         else:
             lines = each.trainer.error_lines()
             reason = lines[0].removeprefix("error: ") if lines else f"see {each.trainer.folder.log}"
             if code < 128:  # else it was killed, which the next command tries again
-                self._note(each.run, code, reason)
+                self.sweep.note_end(each.run.name, code, reason)
             self.overview.failed(each.run, code, reason)
 
     def _stop_all(self) -> None:
@@ -161,12 +156,14 @@ class SweepRunner:
         with contextlib.suppress(ProcessLookupError):
             os.kill(each.trainer.process.pid, number)
 
-    def _note(self, run: SweepRun, exit_code: int | None, reason: str | None) -> None:
-        """Write into `sweep.json` how a run failed, or that it no longer has."""
-        changed = run.model_copy(update={"exit_code": exit_code, "reason": reason})
-        runs = [changed if each.name == run.name else each for each in self.info.runs]
-        self.info = self.info.model_copy(update={"runs": runs})
-        self.sweep.write(self.info)
+
+def start_of(sweep: SweepFolder, run: SweepRun) -> tuple[str | None, str | None]:
+    """Return the config and the folder to resume with which a run starts: None for the folder of a new run."""
+    folder = sweep.folder_of(run.name)
+    is_new = not is_run(folder.path) or folder.is_failed_start()
+    # One that was killed before it wrote its config begins from the sweep's too.
+    has_config = not is_new and folder.config_yaml.is_file()
+    return None if has_config else str(sweep.config_of(run.name)), None if is_new else str(folder.path)
 
 
 def parse_slots(text: str | None, environ: Mapping[str, str]) -> list[Slot]:

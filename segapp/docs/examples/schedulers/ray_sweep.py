@@ -1,0 +1,45 @@
+"""A sweep over the machines of a Ray cluster: `python ray_sweep.py --config demo.yaml optim.lr=0.005,0.014 seed=0..4`.
+
+Each run is a task with a GPU of its own, which calls segapp as a process. Ray starts the tasks of a lost machine again,
+and this script those that were stopped and have saved. The run folders lie on a disk that all machines see.
+"""
+
+import json
+import signal
+import subprocess
+import sys
+
+import ray
+
+REQUEUE = 75
+"""Exit code of a run that a signal has stopped and that is to be started again."""
+
+
+@ray.remote(num_gpus=1, max_retries=3, retry_exceptions=[InterruptedError])
+def train(words: list[str], index: int, folder: str) -> int:
+    """Train a run of the sweep, and return the exit code; started again, it continues from its checkpoint."""
+    process = subprocess.Popen(["segapp", "sweep", *words, "--only", str(index)])
+    try:
+        code = process.wait()
+    except BaseException:  # ray.cancel
+        process.send_signal(signal.SIGTERM)
+        process.wait()
+        raise
+    code = subprocess.run(["segapp", "requeue-code", folder, str(code % 256)]).returncode
+    if code == REQUEUE:
+        raise InterruptedError(f"{folder} was stopped and has saved")
+    return code
+
+
+def main(words: list[str]) -> int:
+    """Train all runs of the sweep, write its page, and return 1 if a run has failed."""
+    listed = subprocess.run(["segapp", "sweep", *words, "--dry-run", "--json"], check=True, stdout=subprocess.PIPE)
+    found = json.loads(listed.stdout)
+    ray.init()
+    codes = ray.get([train.remote(words, run["index"], run["folder"]) for run in found["runs"]])
+    subprocess.run(["segapp", "sweep", found["name"], "--report"], check=True)
+    return int(any(codes))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

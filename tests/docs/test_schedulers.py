@@ -1,0 +1,290 @@
+"""The examples for schedulers, with stand-ins for these: what they start, what starts again, and what does not."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import psutil
+import pytest
+import yaml
+
+from segapp.config import dump_config
+from segapp.docs.pages import FOLDER
+from segapp.run.sweep import SweepFolder
+from tests.support.live_runs import seen, small, wait_for
+from tests.support.schedulers import Round, Scheduler, sbatch_options
+
+EXAMPLES = FOLDER / "examples" / "schedulers"
+PAGES = {"job.slurm": "slurm", "sweep.slurm": "slurm", "submitit_sweep.py": "slurm", "pytorchjob.yaml": "kubernetes",
+         "skypilot.yaml": "skypilot", "ray_sweep.py": "ray"}  # fmt: skip
+GRID = ["--config", "tiny.yaml", "seed=0,1", "train.epochs=1"]
+
+
+@pytest.mark.parametrize("name", sorted(PAGES))
+def test_pages_show_the_examples_as_they_are(name: str) -> None:
+    assert {path.name for path in EXAMPLES.iterdir() if path.is_file()} == set(PAGES)
+    text = (EXAMPLES / name).read_text()
+    assert f"segapp/docs/examples/schedulers/{name}" in (FOLDER / "tasks" / f"{PAGES[name]}.md").read_text()
+    assert name.endswith(".py") or f"\n{text}```" in (FOLDER / "tasks" / f"{PAGES[name]}.md").read_text()
+    assert len(text.splitlines()) <= 60
+
+
+@pytest.mark.parametrize(
+    ("rounds", "expected"),
+    [
+        (["signal", "finish"], [Round(75, True), Round(0, False)]),
+        (["signal", "command"], [Round(75, True), Round(0, False)]),  # segapp ctl stop
+        (["killed"], [Round(137, False)]),
+        (["config"], [Round(2, False)]),
+    ],
+)
+def test_slurm_job_is_requeued_after_signals_alone(tmp_path: Path, rounds: list[str], expected: list[Round]) -> None:
+    slurm = Scheduler(tmp_path / "fake", tmp_path, rounds)
+    assert slurm.submit(EXAMPLES / "job.slurm") == expected
+    calls = [call["words"] for call in slurm.calls() if call["rank"] == 0]
+    assert len(slurm.calls()) == 2 * len(rounds), "one launcher on each of two machines"
+    for number, words in enumerate(calls):
+        assert " ".join(words) == (
+            f"launch --nnodes 2 --nproc-per-node 4 --rdzv-id 7.{number} --rdzv-endpoint node1:29500 "
+            "-- train --config cityscapes.yaml --run runs/cityscapes"
+        )
+
+
+@pytest.fixture
+def place(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with tiny.yaml, as the current one."""
+    (tmp_path / "tiny.yaml").write_text(dump_config(small(tiny)))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_slurm_array_requeues_each_task_alone(place: Path) -> None:
+    text = (EXAMPLES / "sweep.slurm").read_text()
+    assert sbatch_options(EXAMPLES / "sweep.slurm")["--array"] == "0-9%4"
+    script = place / "sweep.slurm"
+    script.write_text(re.sub(r"--config .* seed=\S+", " ".join(GRID), text))
+    slurm = Scheduler(place / "fake", place, ["signal", "finish"])
+    assert slurm.submit(script, task=1) == [Round(75, True), Round(0, False)]
+    assert [call["words"][-2:] for call in slurm.calls()] == [["--only", "1"]] * 2
+    folder = SweepFolder(place / "runs" / "tiny-sweep")
+    assert [folder.state_of(run) for run in folder.read().runs] == ["waiting", "finished"]
+
+
+JOB_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["apiVersion", "kind", "metadata", "spec"],
+    "properties": {
+        "apiVersion": {"const": "kubeflow.org/v1"},
+        "kind": {"const": "PyTorchJob"},
+        "metadata": {"type": "object", "required": ["name"]},
+        "spec": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["pytorchReplicaSpecs"],
+            "properties": {
+                "elasticPolicy": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "rdzvBackend": {"enum": ["c10d", "etcd", "etcd-v2"]},
+                        "minReplicas": {"type": "integer"},
+                        "maxReplicas": {"type": "integer"},
+                        "maxRestarts": {"type": "integer"},
+                    },
+                },
+                "pytorchReplicaSpecs": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["Worker"],
+                    "properties": {
+                        "Worker": {
+                            "type": "object",
+                            "additionalProperties": False,
+                            "required": ["template"],
+                            "properties": {
+                                "replicas": {"type": "integer"},
+                                "restartPolicy": {"enum": ["Always", "OnFailure", "Never", "ExitCode"]},
+                                "template": {"type": "object", "required": ["spec"]},
+                            },
+                        }
+                    },
+                },
+            },
+        },
+    },
+}
+"""The part of the PyTorchJob of Kubeflow's training operator that the example uses."""
+
+
+@pytest.mark.parametrize(
+    ("how", "code"), [("signal", 143), ("command", 0), ("finish", 0), ("lost", 143), ("config", 2)]
+)
+def test_pod_starts_again_by_its_exit_code(tmp_path: Path, how: str, code: int) -> None:
+    job = yaml.safe_load((EXAMPLES / "pytorchjob.yaml").read_text())
+    jsonschema.validate(job, JOB_SCHEMA)
+    worker = job["spec"]["pytorchReplicaSpecs"]["Worker"]
+    elastic, spec = job["spec"]["elasticPolicy"], worker["template"]["spec"]
+    assert elastic["minReplicas"] <= worker["replicas"] <= elastic["maxReplicas"]
+    (container,) = spec["containers"]
+    assert [mount["name"] for mount in container["volumeMounts"]] == [each["name"] for each in spec["volumes"]]
+    (script,) = container["args"]
+    cluster = Scheduler(tmp_path / "fake", tmp_path, [how])
+    # The names that the operator gives to a pod for its elasticPolicy.
+    names = {"PET_NNODES": f"{elastic['minReplicas']}:{elastic['maxReplicas']}",
+             "PET_RDZV_ENDPOINT": "cityscapes-worker-0:23456"}  # fmt: skip
+    command = [*container["command"], script.replace("/runs", str(tmp_path))]
+    pod = cluster.start(command, **names)
+    if how == "signal":
+        cluster.wait_until_training(1, pod)
+        pod.send_signal(signal.SIGTERM)  # the kubelet signals the first process of the container alone
+    assert pod.wait(60) == code
+    assert " ".join(cluster.calls()[0]["words"][:9]) == (
+        "launch --nnodes 1:4 --nproc-per-node 4 --rdzv-id cityscapes --rdzv-endpoint cityscapes-worker-0:23456"
+    )
+
+
+TASK_SCHEMA = {
+    "type": "object",
+    "additionalProperties": False,
+    "properties": {
+        "name": {"type": "string"},
+        "num_nodes": {"type": "integer"},
+        "workdir": {"type": "string"},
+        "volumes": {"type": "object", "additionalProperties": {"type": "string"}},
+        "setup": {"type": "string"},
+        "run": {"type": "string"},
+        "resources": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {
+                "accelerators": {"type": "string"},
+                "use_spot": {"type": "boolean"},
+                "job_recovery": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {
+                        "recover_on_exit_codes": {
+                            "type": "array",
+                            "items": {"type": "integer", "minimum": 0, "maximum": 255},
+                        },
+                    },
+                },
+            },
+        },
+    },
+}
+"""The part of a SkyPilot task that the example uses."""
+
+
+@pytest.mark.parametrize(("how", "is_recovered"), [("signal", True), ("command", False), ("lost", True)])
+def test_skypilot_recovers_by_exit_code(tmp_path: Path, how: str, is_recovered: bool) -> None:
+    task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
+    jsonschema.validate(task, TASK_SCHEMA)
+    cloud = Scheduler(tmp_path / "fake", tmp_path, [how])
+    names = {"SKYPILOT_NODE_IPS": "10.0.0.5\n10.0.0.6", "SKYPILOT_NUM_NODES": str(task["num_nodes"]),
+             "SKYPILOT_NUM_GPUS_PER_NODE": "8", "SKYPILOT_TASK_ID": "sky-1", "HOME": str(tmp_path)}  # fmt: skip
+    node = cloud.start(["bash", "-c", task["run"].replace("/runs", str(tmp_path))], **names)
+    if how == "signal":
+        cloud.wait_until_training(1, node)
+        for child in psutil.Process(node.pid).children():
+            child.terminate()
+    code = node.wait(60)
+    assert (code in task["resources"]["job_recovery"]["recover_on_exit_codes"]) == is_recovered
+    assert is_recovered or code == 0
+    assert " ".join(cloud.calls()[0]["words"][:9]) == (
+        "launch --nnodes 2 --nproc-per-node 8 --rdzv-id sky-1 --rdzv-endpoint 10.0.0.5:29500"
+    )
+
+
+RAY = '''
+"""Stand-in for ray: tasks in this process, one after another, tried again as ray does."""
+
+def init(): pass
+
+def remote(**options):
+    assert set(options) <= {"num_gpus", "max_retries", "retry_exceptions"}, options
+    def decorate(function):
+        def call(*arguments):
+            for _ in range(options["max_retries"] + 1):
+                try:
+                    return function(*arguments)
+                except tuple(options["retry_exceptions"]) as error:
+                    failed = error
+            raise failed
+        function.remote = call
+        return function
+    return decorate
+
+def get(values): return list(values)
+'''
+
+
+def test_ray_sweep_starts_stopped_runs_again(place: Path) -> None:
+    (place / "ray.py").write_text(RAY)
+    cluster = Scheduler(place / "fake", place, ["signal", "finish"])
+    command = [sys.executable, str(EXAMPLES / "ray_sweep.py"), *GRID[:2], "seed=4"]
+    process = cluster.start(command, PYTHONPATH=str(place))
+    cluster.wait_until_training(1, process)
+    (child,) = psutil.Process(process.pid).children()
+    child.terminate()
+    assert process.wait(60) == 0
+    folder = SweepFolder(place / "runs" / "tiny-sweep")
+    assert folder.progress().num_finished == 1
+    assert folder.page.exists()
+    assert [call["words"][-2:] for call in cluster.calls()] == [["--only", "0"]] * 2
+
+
+def submitit_job(cluster: Scheduler, index: int, folder: str, logs: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Submit a run of the sweep to submitit's executor for this machine."""
+    submitit = pytest.importorskip("submitit", reason="the extra submitit is not installed")
+    for name in ("PATH", "FAKE"):
+        monkeypatch.setenv(name, cluster.environ[name])
+    monkeypatch.setenv("PYTHONPATH", str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import submitit_sweep  # type: ignore[import-not-found]
+
+    executor = submitit.LocalExecutor(folder=logs)
+    executor.update_parameters(timeout_min=5)
+    return executor.submit(submitit_sweep.TrainOne(GRID), index, folder)
+
+
+def preempt(job: Any) -> None:
+    """Send the signal to the task's process, as SLURM does before it preempts a job."""
+    (task,) = psutil.Process(job._process.pid).children()
+    task.send_signal(signal.SIGUSR2)
+
+
+def test_submitit_job_continues_after_a_preemption(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Scheduler(place / "fake", place, ["signal", "finish"])
+    job = submitit_job(cluster, 1, "runs/tiny-sweep/seed1", place / "logs", monkeypatch)
+    cluster.wait_until_training(1, job._process)
+    preempt(job)
+    assert job.result() == 0
+    assert [call["how"] for call in cluster.calls()] == ["signal", "finish"]
+
+
+@pytest.mark.slow
+def test_submitit_trains_a_run_through_a_preemption(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Scheduler(place / "fake", place, [])
+    program = place / "fake" / "bin" / "segapp"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m segapp "$@"\n')
+    monkeypatch.setenv("SEGAPP_FAILPOINTS", "train.step=sleep:0.3")
+    job = submitit_job(cluster, 1, "runs/tiny-sweep/seed1", place / "logs", monkeypatch)
+    run = place / "runs" / "tiny-sweep" / "seed1"
+    wait_for(lambda: seen(run, "step"), process=job._process)
+    preempt(job)
+    assert job.result() == 0
+    assert [end["exit_code"] for end in seen(run, "run_end")] == [75, 0]
+    alone = [*("train", "--plain", "--config", "tiny.yaml", *GRID[3:]), "seed=1", "--run", "alone"]
+    subprocess.run([sys.executable, "-m", "segapp", *alone], check=True, env={**os.environ, "SEGAPP_FAILPOINTS": ""})
+    assert [step["loss"] for step in seen(run, "step")] == [step["loss"] for step in seen(place / "alone", "step")]
+    assert json.loads((place / "runs" / "tiny-sweep" / "sweep.json").read_text())["runs"]
