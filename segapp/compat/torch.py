@@ -83,6 +83,11 @@ def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None
     set_timeout(timeout, group or dist.group.WORLD)
 
 
+def group_store() -> Any:
+    """Return the store of the default process group, with a connection of its own: another may wait for an answer."""
+    return dist.distributed_c10d._get_default_store().clone()
+
+
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer's step reads `found_inf` on the device, as torch's fused optimizers do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)

@@ -150,15 +150,19 @@ def _make_layers_group(backend: str, world_size: int, timeout_s: float) -> None:
         use_layers_group(cast(dist.ProcessGroup, group))
 
 
-def tighten_timeout(step_timeout_s: float = 120.0) -> None:
+def tighten_timeout(step_timeout_s: float = 120.0, *groups: Any) -> None:
     """Set the timeout of exchanges from now on, after which a rank counts as lost.
 
     To be called after the first step, by every rank: it is a barrier.
+
+    Args:
+        step_timeout_s: seconds.
+        *groups: process groups other than the default one and that of the layers.
     """
     if not dist.is_initialized():
         return
     dist.barrier()
-    for group in {None, layers_group()}:
+    for group in {None, layers_group(), *groups}:
         set_group_timeout(timedelta(seconds=step_timeout_s), group)
 
 
@@ -306,9 +310,11 @@ class Ranks:
 
     Args:
         info: result of `init_from_env`; None for a process on its own.
+        step_timeout_s: timeout of the exchanges from `tighten_timeout` on.
     """
 
-    def __init__(self, info: RankInfo | None = None) -> None:
+    def __init__(self, info: RankInfo | None = None, *, step_timeout_s: float = 120.0) -> None:
+        self._step_timeout_s = step_timeout_s
         self.rank = 0 if info is None else info.rank
         self.world_size = 1 if info is None else info.world_size
         self._host_group: Any = None  # the default group
@@ -319,6 +325,11 @@ class Ranks:
     def is_main(self) -> bool:
         """True on rank 0, which writes what is written once."""
         return self.rank == 0
+
+    def tighten_timeout(self) -> None:
+        """Set the timeout of all exchanges, once the first step has been made."""
+        if self.world_size > 1:
+            tighten_timeout(self._step_timeout_s, self._host_group)
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
         """Return, for each flag, True if any rank sets it; one exchange."""

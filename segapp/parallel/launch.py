@@ -156,15 +156,20 @@ def end_with_peers(
         while all(_is_alive(pid) for pid in watched):
             if is_over.wait(min(1.0, grace_s / 4)):
                 return
-        if is_over.wait(grace_s):
-            return
-        with contextlib.suppress(Exception):
-            before()
-        signal_children(signal.SIGKILL)
-        os._exit(exit_code)
+        if not is_over.wait(grace_s):
+            end_process(exit_code, before)
 
     threading.Thread(target=watch, name="peer-watch", daemon=True).start()
     return is_over.set
+
+
+def end_process(exit_code: int, before: Callable[[], object], *, before_s: float = 5.0) -> None:
+    """End this process and its children, from any thread; `before` gets so long, as its disk may be gone as well."""
+    report = threading.Thread(target=before, name="last-report", daemon=True)
+    report.start()
+    report.join(before_s)
+    signal_children(signal.SIGKILL)
+    os._exit(exit_code)
 
 
 def _is_alive(pid: int) -> bool:

@@ -32,7 +32,6 @@ from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import (
     DistributedSetupError,
     abandon,
-    end_with_peers,
     init_from_env,
     is_launched,
     launch_local,
@@ -48,6 +47,7 @@ from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import RunContext
 from segapp.training.failures import as_segapp_error
+from segapp.training.peers import Peers, find_peers
 from segapp.training.planning.auto import check_host_memory, is_planned, planned_advice, resolve_auto
 from segapp.training.recovery import fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
@@ -55,7 +55,7 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopReque
 from segapp.training.start_checks import changed_length_note
 from segapp.training.telemetry.console import PlainReporter
 from segapp.training.telemetry.trackers import make_trackers
-from segapp.training.telemetry.watchdog import Watchdog
+from segapp.training.telemetry.watchdog import Watchdog, exchange_timeout_s
 from segapp.training.trainer import Trainer
 
 _DEVICES = "SEGAPP_RANK_DEVICES"
@@ -89,11 +89,11 @@ def run_session(
         if devices.mode == "ddp" and not is_launched():
             _check_before_start(request)
             return _launch_ranks(request, devices, arguments, signals)
-        with _joined_ranks(request.config, devices) as (ranks, own_devices):
+        with _joined_ranks(request.config, devices) as (ranks, own_devices, peers):
             try:
                 _check_before_start(request)
                 with _opened_folder(request, own_devices, ranks) as folder:
-                    return _run_in(folder, request, own_devices, ranks, signals, listener)
+                    return _run_in(folder, request, own_devices, ranks, peers, signals, listener)
             except (ConfigError, DataError, CheckpointError) as error:
                 if ranks.is_main:
                     raise
@@ -159,10 +159,13 @@ def _devices_of_launcher() -> DevicePlan | None:
 
 
 @contextlib.contextmanager
-def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan]]:
-    """Join the ranks that torchrun started; yields them with the device of this process. Alone outside ddp."""
+def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan, Peers]]:
+    """Join the ranks that torchrun started; yields them, the device of this process, and the watch over the others.
+
+    Outside ddp this process is alone.
+    """
     if devices.mode != "ddp":
-        yield Ranks(), devices
+        yield Ranks(), devices, find_peers(Ranks())
         return
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     is_chosen = config.parallel.devices != "auto" or _DEVICES in os.environ
@@ -174,8 +177,10 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
     except DistributedSetupError as error:
         raise DistributedError(str(error)) from None
     try:
+        ranks = Ranks(info, step_timeout_s=exchange_timeout_s(config.train.hang_timeout_s))
         reason = f"rank {info.rank} of {info.world_size}"
-        yield Ranks(info), DevicePlan("ddp", (info.device,), reason, devices.mode_reason)
+        with contextlib.closing(find_peers(ranks)) as peers:
+            yield ranks, DevicePlan("ddp", (info.device,), reason, devices.mode_reason), peers
     except BaseException as error:
         if info.backend == "nccl" and isinstance(error, Exception):
             abandon(as_segapp_error(error).exit_code)
@@ -304,6 +309,7 @@ def _run_in(
     request: TrainRequest,
     devices: DevicePlan,
     ranks: Ranks,
+    peers: Peers,
     signals: StopSignals,
     listener: EventListener | None,
 ) -> int:
@@ -311,7 +317,6 @@ def _run_in(
     event_log = EventLog(EventWriter(folder.events), [listener or console]) if ranks.is_main else EventLog(None)
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
     context = RunContext(folder, event_log, ranks, signals, DeviceMemoryTracker(device_infos))
-    rank_pids = ranks.gather((machine_id(), os.getpid()))
 
     def end(
         status: Literal["finished", "stopped", "failed"], reason: str, code: int, by: StoppedBy | None = None
@@ -319,9 +324,14 @@ def _run_in(
         event_log.emit(RunEnd(status=status, reason=reason, exit_code=code, step=stage.step(), stopped_by=by))
         return code
 
-    with _watched_peers(rank_pids, end, event_log):
+    def report(reason: str) -> None:
+        console.is_error_shown = True
+        end("failed", reason, DistributedError.exit_code)
+        event_log.close()
+
+    with peers.watched(report):
         try:
-            with _restored_trainer(context, request, devices, stage, rank_pids) as trainer:
+            with _restored_trainer(context, request, devices, stage, peers.pids) as trainer:
                 if trainer.progress.is_complete:
                     if ranks.is_main:
                         trainer.answer_commands("the run is complete", is_finished=True)
@@ -436,25 +446,6 @@ def _watched(
     )
     with watchdog, sampler if context.ranks.is_main else contextlib.nullcontext():
         yield
-
-
-@contextlib.contextmanager
-def _watched_peers(
-    rank_pids: Sequence[tuple[str, int]], end: Callable[[Literal["failed"], str, int], int], event_log: EventLog
-) -> Iterator[None]:
-    """Run the body; end this process soon after another rank of this machine is gone."""
-    code, here = DistributedError.exit_code, machine_id()
-    others = [pid for machine, pid in rank_pids if machine == here and pid != os.getpid()]
-
-    def report() -> None:
-        end("failed", "another rank is gone, and this one waited for it: look at its lines", code)
-        event_log.close()
-
-    end_watch = end_with_peers(others, code, report) if others else lambda: None
-    try:
-        yield
-    finally:
-        end_watch()
 
 
 def _with_resolved_auto(

@@ -93,6 +93,7 @@ class Trainer:
             on_written=lambda seconds: self.activities.clock.add("write", seconds),
         )
         self._first_outputs = first_outputs
+        self._has_stepped = False
         self.loss_watch = LossWatch(len(facts.classes))
         self.has_diverged = False
         self.safe_point = SafePoint(context, controller, self.saver, self.progress, self.activities)
@@ -226,6 +227,9 @@ class Trainer:
             else:
                 self.position.step += 1
                 self.position.is_evaluated = False
+                if not self._has_stepped:  # kernels are compiled: from now on no rank keeps the others waiting as long
+                    self.ranks.tighten_timeout()
+                    self._has_stepped = True
                 return result
             oom.handle_step_failure(failure, self.position)
 

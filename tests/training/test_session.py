@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,12 @@ from segapp.build.devices import DevicePlan, plan_devices
 from segapp.errors import DistributedError, OutOfMemoryError
 from segapp.parallel import DistributedSetupError
 from segapp.parallel.distributed import Ranks
-from segapp.run.events import EventLog
-from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.training import session
 from segapp.training.context import RunContext
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.runs import events, merged
-
-
-def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
-    watched: list[tuple[list[int], int]] = []
-
-    def end_with_peers(pids: list[int], exit_code: int, _before: Callable[[], None]) -> Callable[[], None]:
-        watched.append((pids, exit_code))
-        return lambda: None
-
-    monkeypatch.setattr(session, "end_with_peers", end_with_peers)
-    here, own = machine_id(), os.getpid()
-
-    def watch(ranks: list[tuple[str, int]]) -> None:
-        with session._watched_peers(ranks, lambda status, reason, code: code, EventLog(None)):
-            pass
-
-    for elsewhere in ([], [("elsewhere", own + 1), ("elsewhere", own)]):
-        watch([(here, own), *elsewhere])
-    assert watched == []
-    watch([(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)])
-    assert watched == [([own + 1, own + 3], session.DistributedError.exit_code)]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")

@@ -45,6 +45,15 @@ _WAIT_FOR_MAIN_S = 15.0
 logger = logging.getLogger("segapp")
 
 
+def exchange_timeout_s(hang_timeout_s: float) -> float:
+    """Return the timeout of an exchange between ranks: a hang is reported before it, with all stacks.
+
+    Args:
+        hang_timeout_s: of the watchdog; 0: never, here a week.
+    """
+    return hang_timeout_s + _RESCUE_S if hang_timeout_s > 0 else 7 * 86400.0
+
+
 @dataclass(frozen=True)
 class Hang:
     """A training thread without progress, as its rank reports it: one JSON line of `reports/hangs.jsonl`."""

@@ -1,0 +1,67 @@
+"""Which ranks and machines a rank watches."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from torch.distributed import HashStore
+
+from segapp.errors import DistributedError
+from segapp.parallel.distributed import Ranks
+from segapp.run.files import machine_id
+from segapp.training import peers
+from segapp.training.peers import Peers, find_peers
+
+
+def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched: list[tuple[list[int], int]] = []
+
+    def end_with_peers(pids: list[int], exit_code: int, _before: Callable[[], None]) -> Callable[[], None]:
+        watched.append((pids, exit_code))
+        return lambda: None
+
+    monkeypatch.setattr(peers, "end_with_peers", end_with_peers)
+    here, own = machine_id(), os.getpid()
+
+    def watch(rank: int, places: list[tuple[str, int]]) -> None:
+        with Peers(rank, [(*place, "node1") for place in places], HashStore, 0).watched(print):
+            pass
+
+    for elsewhere in ([], [("elsewhere", own + 1), ("elsewhere", own)]):
+        watch(0, [(here, own), *elsewhere])
+    assert watched == []
+    watch(2, [(here, own + 1), ("elsewhere", own + 2), (here, own), (here, own + 3)])
+    assert watched == [([own + 1, own + 3], DistributedError.exit_code)]
+
+
+@pytest.mark.parametrize(
+    ("rank", "names"),
+    [
+        (0, ["machine b (rank 2)", "machine c (ranks 3 to 4)"]),
+        (1, None),
+        (2, ["machine a (ranks 0 to 1)", "machine c (ranks 3 to 4)"]),
+    ],
+)
+def test_first_rank_of_a_machine_watches_the_other_machines(
+    rank: int, names: list[str] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    class Watch:
+        def __init__(self, _store: Any, own: str, others: dict[str, str], _end: Any, *, limit_s: float) -> None:
+            assert own not in others
+            assert limit_s == 30.0
+            seen.append(sorted(others.values()))
+
+    monkeypatch.setattr(peers, "PeerWatch", Watch)
+    Peers(rank, [(f"id-{host}", 7, host) for host in "aabcc"], HashStore, 30.0)
+    assert seen == ([] if names is None else [names])
+
+
+def test_wrong_time_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", "soon")
+    with pytest.raises(DistributedError, match="SEGAPP_PEER_TIMEOUT_S='soon' is not a number of seconds"):
+        find_peers(Ranks())
