@@ -12,14 +12,15 @@ from segapp.commands.requeue import requeue_code
 from segapp.run.events import EventWriter, RunEnd, RunStart
 from segapp.run.folder import RunFolder
 
-SIGNAL = {"exit_code": 75, "stopped_by": "signal", "reason": "SIGTERM: a checkpoint was saved"}
+SIGNAL = {"type": "run_end", "exit_code": 75, "stopped_by": "signal", "reason": "SIGTERM: a checkpoint was saved"}
 COMMAND = {**SIGNAL, "stopped_by": "command", "reason": "asked to stop: a checkpoint was saved"}
-FAILED = {"exit_code": 5, "reason": "the loss was not finite"}
-OLD = {"exit_code": 75, "reason": "SIGTERM: a checkpoint was saved"}
+FAILED = {"type": "run_end", "exit_code": 5, "reason": "the loss was not finite"}
+OLD = {"type": "run_end", "exit_code": 75, "reason": "SIGTERM: a checkpoint was saved"}
+BEGUN = {"type": "run_start"}
 
 
 @pytest.mark.parametrize(
-    ("ends", "code", "scheduler_code"),
+    ("events", "code", "scheduler_code"),
     [
         ([{**SIGNAL, "step": 5}], 75, 75),
         ([{**SIGNAL, "step": 5}], None, 75),
@@ -27,12 +28,16 @@ OLD = {"exit_code": 75, "reason": "SIGTERM: a checkpoint was saved"}
         ([{**SIGNAL, "step": 5}], 1, 1),  # the launcher failed in this round: the end is that of an earlier one
         ([{**COMMAND, "step": 5}], 75, 0),
         ([{**COMMAND, "step": 5}], None, 0),
-        ([{**SIGNAL, "step": 5}, {"exit_code": 0, "step": 9}], 0, 0),
+        ([{**SIGNAL, "step": 5}, {**FAILED, "exit_code": 0}], 0, 0),
         ([FAILED], 5, 5),
         ([FAILED], None, 5),
         ([FAILED], 75, 1),
         ([OLD], 75, 1),
         ([], 75, 1),
+        ([{**SIGNAL, "step": 5}, {**BEGUN, "resumed_from_step": 5}], 75, 75),  # killed at step 9, at which it had saved
+        ([{**SIGNAL, "step": 5}, {**BEGUN, "resumed_from_step": 9}], 75, 1),
+        ([BEGUN], 75, 75),
+        ([BEGUN], None, 1),
         ([], 2, 2),
         ([], None, 1),
         ([{**SIGNAL, "step": 5}, {**SIGNAL, "step": None}], 75, 75),
@@ -41,9 +46,13 @@ OLD = {"exit_code": 75, "reason": "SIGTERM: a checkpoint was saved"}
     ],
 )
 def test_only_a_saved_stop_by_a_signal_is_requeued(
-    ends: list[dict[str, Any]], code: int | None, scheduler_code: int
+    events: list[dict[str, Any]], code: int | None, scheduler_code: int
 ) -> None:
-    assert requeue_code(ends, code)[0] == scheduler_code
+    assert requeue_code(events, code, saved_step=9)[0] == scheduler_code
+
+
+def fields(end: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in end.items() if name != "type"}
 
 
 def requeue(*words: str) -> int:
@@ -61,11 +70,11 @@ def test_command_reads_the_end_of_the_last_start(tmp_path: Path, capsys: pytest.
     capsys.readouterr()
     with EventWriter(folder.events) as writer:
         writer.write(start)
-        writer.write(RunEnd(status="stopped", step=5, **SIGNAL))
+        writer.write(RunEnd(status="stopped", step=5, **fields(SIGNAL)))
         assert requeue(str(folder.path), "75") == 75
         assert capsys.readouterr().err == "requeue, exit code 75: SIGTERM: a checkpoint was saved\n"
         writer.write(start)
-        assert requeue(str(folder.path), "75") == 1, "the end is that of an earlier start"
-        writer.write(RunEnd(status="stopped", step=9, **COMMAND))
+        assert requeue(str(folder.path), "75") == 1, "killed, without a checkpoint"
+        writer.write(RunEnd(status="stopped", step=9, **fields(COMMAND)))
         assert requeue(str(folder.path), "75") == 0
     assert capsys.readouterr().err.endswith("no requeue, exit code 0: asked to stop: a checkpoint was saved\n")

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ from typing import Any
 import jsonschema
 import psutil
 import pytest
+import typer.main
 import yaml
 
+from segapp.cli import app
 from segapp.config import dump_config
 from segapp.docs.pages import FOLDER
 from segapp.run.sweep import SweepFolder
@@ -37,6 +40,16 @@ def test_pages_show_the_examples_as_they_are(name: str) -> None:
     assert len(text.splitlines()) <= 60
 
 
+def check_launch(words: list[str]) -> None:
+    """Check that the real program takes the words of `segapp launch`, and what it trains."""
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    launch = commands["launch"].make_context("launch", words[1:]).params
+    inner = launch["words"]
+    assert inner[0] == "train", f"options that are not segapp's: {inner}"
+    train = commands["train"].make_context("train", inner[1:]).params
+    assert (train["config"], train["run"].name) == ("cityscapes.yaml", "cityscapes")
+
+
 @pytest.mark.parametrize(
     ("rounds", "expected"),
     [
@@ -52,10 +65,38 @@ def test_slurm_job_is_requeued_after_signals_alone(tmp_path: Path, rounds: list[
     calls = [call["words"] for call in slurm.calls() if call["rank"] == 0]
     assert len(slurm.calls()) == 2 * len(rounds), "one launcher on each of two machines"
     for number, words in enumerate(calls):
+        check_launch(words)
         assert " ".join(words) == (
             f"launch --nnodes 2 --nproc-per-node 4 --rdzv-id 7.{number} --rdzv-endpoint node1:29500 "
             "-- train --config cityscapes.yaml --run runs/cityscapes"
         )
+
+
+@pytest.mark.slow
+def test_slurm_job_of_real_trainings_has_the_undisturbed_course(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two launchers of one rank each, on one machine; the second half of the epochs is made after a requeue."""
+    config = small(tiny, epochs=4, parallel={"mode": "ddp"})
+    (tmp_path / "cityscapes.yaml").write_text(dump_config(config))
+    monkeypatch.setenv("SEGAPP_FAILPOINTS", "train.step=sleep:0.3")
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    text = (EXAMPLES / "job.slurm").read_text().replace("per-node 4 ", "per-node 1 ")
+    job = tmp_path / "job.slurm"
+    job.write_text(text.replace("$head:29500", f"127.0.0.1:{port}"))
+    run = tmp_path / "runs" / "cityscapes"
+    slurm = Scheduler(tmp_path / "fake", tmp_path, ["signal", "finish"], is_real=True)
+    done = slurm.submit(job, wait_s=300, can_be_stopped=lambda: len(seen(run, "step")) >= 4)
+    assert done == [Round(75, True), Round(0, False)]
+    ends = [(end["exit_code"], end.get("stopped_by")) for end in seen(run, "run_end")]
+    assert ends == [(75, "signal"), (0, None)]
+    monkeypatch.setenv("SEGAPP_FAILPOINTS", "")
+    words = ["launch", "--nproc-per-node", "2", "--", "train", "--config", "cityscapes.yaml", "--run", "whole"]
+    subprocess.run([sys.executable, "-m", "segapp", *words], check=True, cwd=tmp_path)
+    resumed, whole = ([step["loss"] for step in seen(each, "step")] for each in (run, tmp_path / "whole"))
+    assert len(whole) == 20
+    assert resumed == whole
 
 
 @pytest.fixture
@@ -147,6 +188,7 @@ def test_pod_starts_again_by_its_exit_code(tmp_path: Path, how: str, code: int) 
         cluster.wait_until_training(1, pod)
         pod.send_signal(signal.SIGTERM)  # the kubelet signals the first process of the container alone
     assert pod.wait(60) == code
+    check_launch(cluster.calls()[0]["words"])
     assert " ".join(cluster.calls()[0]["words"][:9]) == (
         "launch --nnodes 1:4 --nproc-per-node 4 --rdzv-id cityscapes --rdzv-endpoint cityscapes-worker-0:23456"
     )
@@ -200,6 +242,7 @@ def test_skypilot_recovers_by_exit_code(tmp_path: Path, how: str, is_recovered: 
     code = node.wait(60)
     assert (code in task["resources"]["job_recovery"]["recover_on_exit_codes"]) == is_recovered
     assert is_recovered or code == 0
+    check_launch(cloud.calls()[0]["words"])
     assert " ".join(cloud.calls()[0]["words"][:9]) == (
         "launch --nnodes 2 --nproc-per-node 8 --rdzv-id sky-1 --rdzv-endpoint 10.0.0.5:29500"
     )
@@ -239,7 +282,7 @@ def test_ray_sweep_starts_stopped_runs_again(place: Path) -> None:
     assert process.wait(60) == 0
     folder = SweepFolder(place / "runs" / "tiny-sweep")
     assert folder.progress().num_finished == 1
-    assert folder.page.exists()
+    assert (place / "fake" / "reported").read_text() == "tiny-sweep"
     assert [call["words"][-2:] for call in cluster.calls()] == [["--only", "0"]] * 2
 
 

@@ -1,7 +1,8 @@
 """Stand-ins for schedulers: SLURM's sbatch, srun and scontrol, and a `segapp` whose trainings end as a test says.
 
-The stand-in of `segapp` carries every command out with the real program, except for the two that train: those write the
-events of a training into the real run folder, wait for SIGTERM if they are to be stopped, and exit. What is left out of
+The stand-in of `segapp` carries every command out with the real program, except for the two that train, and the page of
+a sweep. The former write the events of a training into the real run folder, wait for SIGTERM if they are to be stopped,
+and exit. What is left out of
 SLURM: queues, clusters, cgroups, and that it kills the batch script after `scontrol requeue`.
 """
 
@@ -17,6 +18,7 @@ import stat
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,6 +59,11 @@ act(sys.argv[1:])
 """
 
 
+_REAL_SEGAPP = """#!/bin/sh
+exec {python} -m segapp "$@"
+"""
+
+
 class Round(NamedTuple):
     """One start of a job."""
 
@@ -72,13 +79,20 @@ class Scheduler:
         cwd: working directory of the jobs.
         rounds: how the trainings end, one after another: `signal` (waits for SIGTERM, has saved), `command` (a person
             stopped it), `finish`, `killed` (SIGKILL), `lost` (exit code 8), `config` (exit code 2, before the folder).
+        is_real: trainings are those of the real program.
     """
 
-    def __init__(self, folder: Path, cwd: Path, rounds: list[str]) -> None:
+    def __init__(self, folder: Path, cwd: Path, rounds: list[str], *, is_real: bool = False) -> None:
         self.folder, self.cwd = folder, cwd
         bin_ = folder / "bin"
         bin_.mkdir(parents=True)
-        texts = {"srun": _SRUN, "scontrol": _SCONTROL, "segapp": _SEGAPP.format(python=sys.executable, root=str(ROOT))}
+        program = _REAL_SEGAPP if is_real else _SEGAPP
+        texts = {
+            "srun": _SRUN,
+            "scontrol": _SCONTROL,
+            "getent": "#!/bin/sh\necho 10.0.0.7\n",
+            "segapp": program.format(python=sys.executable, root=str(ROOT)),
+        }
         for name, text in texts.items():
             (bin_ / name).write_text(text)
             (bin_ / name).chmod(stat.S_IRWXU)
@@ -96,14 +110,34 @@ class Scheduler:
 
     def wait_until_training(self, num: int, process: subprocess.Popen[bytes]) -> None:
         """Wait until this many trainings in all have started and can be stopped."""
-        deadline_s = time.monotonic() + 60
-        while sum(call["how"] == "signal" for call in self.calls()) < num:
+        self._wait(lambda: self.num_stoppable() >= num, process, 60)
+
+    def num_stoppable(self) -> int:
+        """Return the number of trainings so far that wait for SIGTERM, or have."""
+        return sum(call["how"] == "signal" for call in self.calls())
+
+    @staticmethod
+    def _wait(condition: Callable[[], bool], process: subprocess.Popen[bytes], wait_s: float) -> None:
+        deadline_s = time.monotonic() + wait_s
+        while not condition():
             assert process.poll() is None, f"the job has ended with {process.returncode}"
             assert time.monotonic() < deadline_s, "the training does not start"
             time.sleep(0.05)
 
-    def submit(self, script: Path, *, job: int = 7, task: int | None = None, most: int = 6) -> list[Round]:
-        """Run a batch script until it is not requeued, and return its rounds; SIGTERM reaches the tasks of its step."""
+    def submit(
+        self,
+        script: Path,
+        *,
+        job: int = 7,
+        task: int | None = None,
+        most: int = 6,
+        wait_s: float = 60,
+        can_be_stopped: Callable[[], bool] | None = None,
+    ) -> list[Round]:
+        """Run a batch script until it is not requeued, and return its rounds; SIGTERM reaches the tasks of its step.
+
+        A training of the real program gets SIGTERM when `can_be_stopped` returns True.
+        """
         options = sbatch_options(script)
         assert set(options) <= SBATCH_OPTIONS, options
         assert options["--signal"].startswith("TERM@")
@@ -118,10 +152,11 @@ class Scheduler:
                 env["SLURM_RESTART_COUNT"] = str(len(done))
             process = self.start(["bash", str(script)], **env)
             if rounds[len(done)] == "signal":
-                self.wait_until_training(nodes * sum(how == "signal" for how in rounds[: len(done) + 1]), process)
+                num = nodes * sum(how == "signal" for how in rounds[: len(done) + 1])
+                self._wait(can_be_stopped or (lambda num=num: self.num_stoppable() >= num), process, wait_s)
                 for pid in (self.folder / "step").read_text().split():
                     os.kill(int(pid), signal.SIGTERM)
-            code = process.wait(60)
+            code = process.wait(wait_s)
             asked = self.folder / "requeue"
             is_requeued = asked.exists()
             if is_requeued:
@@ -144,9 +179,12 @@ def sbatch_options(script: Path) -> dict[str, str]:
 def act(words: list[str]) -> None:
     """Be `segapp` with these words: see the module."""
     is_task = words[0] == "sweep" and "--only" in words and "--dry-run" not in words
+    fake, rank = Path(os.environ["FAKE"]), int(os.environ.get("SLURM_PROCID", "0"))
+    if words[0] == "sweep" and words[-1] == "--report":  # it imports torch
+        (fake / "reported").write_text(words[1])
+        return
     if words[0] != "launch" and not is_task:
         os.execv(sys.executable, [sys.executable, "-m", "segapp", *words])
-    fake, rank = Path(os.environ["FAKE"]), int(os.environ.get("SLURM_PROCID", "0"))
     run = _made_sweep_run(words) if is_task else Path(words[words.index("--run") + 1])
     starts = fake / f"starts-{run.name}-{rank}"
     with open(starts, "a") as file:
