@@ -121,7 +121,7 @@ def train(
     if json_out and not smoke:
         raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
     from segapp.config import explain_config
-    from segapp.training.launchers import adopt_launcher
+    from segapp.training.launchers import adopt_launcher, exit_code_for_launcher, loss_without_launch
     from segapp.training.request import plan_request
 
     request = plan_request(config, overrides or [], run, resume)
@@ -146,9 +146,12 @@ def train(
     outlast_readers()
     if not sys.stderr.isatty():
         announce("importing torch")  # on a terminal, every command says it
+    if lost := loss_without_launch(os.environ):
+        print(lost, flush=True)
     from segapp.training.session import run_session
 
-    sys.exit(run_session(request, with_resume_value(sys.argv[1:])))
+    code = run_session(request, with_resume_value(sys.argv[1:]))
+    sys.exit(exit_code_for_launcher(code, os.environ))
 
 
 def _ignore_early_signals() -> None:
@@ -184,28 +187,33 @@ def launch(
     torchrun, as --NAME=VALUE.
     """
     _ignore_early_signals()
-    from segapp.commands.launch import LaunchOptions, TrainCommand
-    from segapp.commands.launch import launch as run_launch
-
     at = words.index("train") if "train" in words else len(words)
-    if not words[at:]:
-        raise ConfigError("segapp launch starts a training: end its command line with -- train --config FILE --run DIR")
     arguments = words[at + 1 :]
     command: Any = typer.main.get_command(app)
-    parsed = command.commands["train"].make_context("train", list(arguments)).params
-    if parsed["run"] is None:
-        raise ConfigError("segapp launch needs --run DIR behind train: a restart continues the run in that folder")
-    if parsed["detach"] or parsed["smoke"] or parsed["print_config"]:
-        raise ConfigError("--detach, --smoke and --print-config are for one machine: leave them out")
-    if parsed["resume"] is not None:
-        resumed = arguments.index("--resume") if "--resume" in arguments else None
-        arguments = [word for i, word in enumerate(arguments) if i not in (resumed, (resumed or -2) + 1)]
+    train = command.commands["train"].make_context("train", list(arguments)).params
+    if at == len(words) or train["run"] is None:
+        raise ConfigError("segapp launch starts a training in a named folder: -- train --config FILE --run DIR")
+    if train["detach"] or train["smoke"] or train["print_config"]:
+        raise ConfigError("--detach, --smoke and --print-config are for one process: leave them out")
+    before = ["", *arguments]
+    arguments = [word for word, last in zip(arguments, before, strict=False) if "--resume" not in (last, word[:8])]
     arguments += ["--debug"] if "--debug" in sys.argv else []
-    train_command = TrainCommand(
-        arguments, parsed["run"], parsed["config"], parsed["resume"], parsed["overrides"] or []
+    from segapp.commands.launch import LaunchRequest
+    from segapp.commands.launch import launch as run_launch
+
+    request = LaunchRequest(
+        arguments,
+        **{name: train[name] for name in ("run", "config", "resume")},
+        overrides=train["overrides"] or [],
+        nnodes=nnodes,
+        nproc_per_node=nproc_per_node,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
+        local_addr=local_addr,
+        max_restarts=max_restarts,
+        others=words[:at],
     )
-    options = LaunchOptions(nnodes, nproc_per_node, rdzv_endpoint, rdzv_id, local_addr, max_restarts, words[:at])
-    sys.exit(run_launch(train_command, options))
+    sys.exit(run_launch(request))
 
 
 @app.command()

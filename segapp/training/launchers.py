@@ -7,6 +7,7 @@ from collections.abc import Mapping, MutableMapping
 from typing import NamedTuple
 
 from segapp.errors import DistributedError
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 
 class _Launcher(NamedTuple):
@@ -69,6 +70,41 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
                 environ.setdefault("LOCAL_WORLD_SIZE", here[0])
             return launcher.name
     return None
+
+
+def other_launcher(environ: Mapping[str, str]) -> str | None:
+    """Return what started this process as a rank, other than segapp; None if segapp did, or nothing.
+
+    >>> other_launcher({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}), other_launcher({})
+    ('torchrun', None)
+    """
+    if "RANK" not in environ or "SEGAPP_PARENT_PID" in environ:
+        return None
+    if "TORCHELASTIC_RUN_ID" in environ:
+        return "accelerate launch" if "ACCELERATE_MIXED_PRECISION" in environ else "torchrun"
+    return next((each.name for each in _LAUNCHERS if _num_ranks(each, environ) > 1), "RANK and WORLD_SIZE")
+
+
+def loss_without_launch(environ: Mapping[str, str]) -> str | None:
+    """Return what a training lacks that another launcher than `segapp launch` has started; None on most ranks."""
+    launcher = other_launcher(environ)
+    if launcher is None or environ["RANK"] != "0":
+        return None
+    lost = "nothing starts the ranks again when one is lost"
+    if "TORCHELASTIC_RUN_ID" in environ:
+        lost = "its exit code is 1 for every end but 0, also for a stop that was saved (75)"
+        if _restarts_everything(environ):
+            lost = "it would start a stopped training again, so that a stop that was saved ends with exit code 0"
+    return f"started by {launcher}: {lost}; segapp launch knows the exit codes: segapp docs several-machines"
+
+
+def exit_code_for_launcher(code: int, environ: Mapping[str, str]) -> int:
+    """Return the exit code of a rank: 0 for a stop under a launcher that would start the training again."""
+    return 0 if code == EXIT_STOPPED_AND_SAVED and _restarts_everything(environ) else code
+
+
+def _restarts_everything(environ: Mapping[str, str]) -> bool:
+    return other_launcher(environ) is not None and environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
 
 def _num_ranks(launcher: _Launcher, environ: Mapping[str, str]) -> int:
