@@ -375,9 +375,8 @@ def _build_loaders(
 def _device_facts(context: RunContext, devices: DevicePlan) -> list[Any]:
     known = context.device_memory.devices
     if known:
-        return [
-            {"device": each.device, "name": each.name, "uuid": each.uuid, "total_mib": each.total_mib} for each in known
-        ]
+        names = ("device", "name", "uuid", "total_mib", "machine")
+        return [{name: getattr(each, name) for name in names} for each in known]
     return [str(device) for theirs in context.ranks.gather(devices.devices) for device in theirs]
 
 

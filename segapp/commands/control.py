@@ -17,6 +17,8 @@ from segapp.view.view import View, fold_events
 APPLIED, NOT_APPLIED = 0, 1
 
 _POLL_S = 0.1
+_NUM_LOOKED_AT = 20
+"""Newest runs whose events say if they train on another machine, whose locks may not be seen here."""
 _OVER = ("finished", "stopped", "failed", "crashed")
 
 
@@ -110,9 +112,11 @@ def show_runs() -> bool:
 
 
 def run_to_attach(run: str | None) -> RunFolder:
-    """Return the named run; without a name the newest run that is training, else the newest run."""
+    """Return the named run; without a name the newest run that is training, here or elsewhere, else the newest run."""
     if run is None:
-        live = next((folder for folder in run_folders(with_sweeps=True) if folder.is_locked()), None)
+        folders = run_folders(with_sweeps=True)
+        live = next((folder for folder in folders if folder.is_locked()), None)
+        live = live or next((folder for folder in folders[:_NUM_LOOKED_AT] if run_state(folder.path) == "live"), None)
         if live is not None:
             return live
     return find_run(run)

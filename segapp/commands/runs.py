@@ -97,7 +97,7 @@ def _made_of(key: str, facts: Mapping[str, Any]) -> str:
 
 
 def _device(facts: Mapping[str, Any]) -> str:
-    """Return one line: `cuda:0  14.1 of 22.0 GiB used, peak 15.2, in forward, 96 % busy, 71 degrees`."""
+    """Return one line: `node1 cuda:0  14.1 of 22.0 GiB used, peak 15.2, in forward, 96 % busy, 71 degrees`."""
     used, total = (None if facts[key] is None else facts[key] / 1024 for key in ("used_mib", "total_mib"))
     words = ["n/a used" if used is None else f"{used:.1f}{'' if total is None else f' of {total:.1f}'} GiB used"]
     if facts["peak_mib"] is not None:
@@ -106,7 +106,8 @@ def _device(facts: Mapping[str, Any]) -> str:
         words.append(f"{facts['utilization']:.0%} busy")
     if facts["temperature"] is not None:
         words.append(f"{facts['temperature']:.0f} degrees")
-    return f"{facts['device'] or facts['uuid'] or '?'}  {', '.join(words)}"
+    where = f"{printable(facts['machine'])} " if facts["machine"] else ""
+    return f"{where}{facts['device'] or facts['uuid'] or '?'}  {', '.join(words)}"
 
 
 def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:

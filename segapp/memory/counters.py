@@ -56,6 +56,8 @@ class DeviceInfo:
     name: str | None = None
     usable_mib: float | None = None
     """Memory for this run when it began, as the device's own process measured it; None: not measured."""
+    machine: str | None = None
+    """Name of the machine; None if all devices are of one."""
 
 
 class AllocatorCounters:

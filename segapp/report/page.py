@@ -225,7 +225,7 @@ def _memory_rows(report: RunReport) -> list[dict[str, Any]]:
                 {
                     "split": split,
                     "is_first": i == 0,
-                    "device": device.device if device else f"device {i}",
+                    "device": " ".join(filter(None, (device.machine, device.device))) if device else f"device {i}",
                     "name": (device.name or "") if device else "",
                     "samples": split[i] if i < len(split) else None,
                     "peak_mib": peak,

@@ -15,7 +15,8 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,22 @@ def machine_id() -> str:
         if boot := boot_id():
             return f"{boot}.{os.stat('/proc/self/ns/pid').st_ino}"
     return re.sub(r"[^\w.-]", "_", socket.gethostname())[:60]
+
+
+def machine_names(ranks: Sequence[tuple[str, str]]) -> dict[str, str | None]:
+    """Return a name for each machine from the `machine_id` and host name of every rank; None for the only one.
+
+    >>> machine_names([("a", "node"), ("a", "node"), ("b", "node"), ("c", "other")])
+    {'a': 'node', 'b': 'node (2)', 'c': 'other'}
+    """
+    hosts = dict(ranks)
+    if len(hosts) == 1:
+        return dict.fromkeys(hosts)
+    names, seen = dict[str, str | None](), Counter[str]()
+    for machine, host in hosts.items():
+        seen[host] += 1
+        names[machine] = host if seen[host] == 1 else f"{host} ({seen[host]})"
+    return names
 
 
 def open_new(path: Path, mode: int = 0o600) -> int:

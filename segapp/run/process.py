@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict
 
-from segapp.run.files import boot_id, is_pid_alive
+from segapp.run.files import boot_id, is_pid_alive, machine_id
 
 if TYPE_CHECKING:
     import psutil
@@ -27,6 +27,8 @@ class ProcessId(BaseModel):
     boot_id: str | None = None
     start_s: float | None = None
     """Start time, Unix seconds."""
+    machine: str | None = None
+    """See `machine_id`; None in files of earlier versions."""
 
 
 def this_process() -> ProcessId:
@@ -40,11 +42,12 @@ def this_process() -> ProcessId:
         start_ticks=_start_ticks(process),
         boot_id=boot_id(),
         start_s=round(process.create_time(), 2),
+        machine=machine_id(),
     )
 
 
 def is_alive(process: ProcessId) -> bool | None:
-    """True if a process runs; None if it belongs to another host.
+    """True if a process runs; None if it belongs to another host, or to a container with process ids of its own.
 
     False for a zombie, and for a process id that now belongs to another process.
     """
@@ -52,6 +55,8 @@ def is_alive(process: ProcessId) -> bool | None:
         return None
     if process.boot_id is not None and process.boot_id != boot_id():
         return False
+    if process.machine not in (None, machine_id()):
+        return None
     if not is_pid_alive(process.pid):
         return False
     import psutil

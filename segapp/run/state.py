@@ -8,6 +8,7 @@ from statistics import median
 from typing import Any, Literal
 
 from segapp.run.events import EventReader
+from segapp.run.files import boot_id
 from segapp.run.folder import RunFolder
 from segapp.run.process import is_alive
 
@@ -88,7 +89,19 @@ def is_trainer_alive(folder: RunFolder) -> bool | None:
         return True
     info = folder.read_info()
     process = folder.read_holder() or (info.process if info else None)
-    return is_alive(process) if process is not None else False
+    if process is None:
+        return False
+    if process.boot_id not in (None, boot_id()) and _was_written_since_boot(folder):
+        return None  # not by a process of an earlier boot: by one of another machine, perhaps of the same name
+    return is_alive(process)
+
+
+def _was_written_since_boot(folder: RunFolder) -> bool:
+    """Return True if events were written since this machine started."""
+    try:
+        return folder.events.stat().st_mtime > time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+    except (OSError, AttributeError):  # no events, or a system without this clock
+        return False
 
 
 def was_acquired_after(folder: RunFolder, end_s: float) -> bool:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import platform
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -41,7 +42,7 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
-from segapp.run.files import machine_id
+from segapp.run.files import machine_id, machine_names
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
@@ -226,10 +227,12 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
         limit_gpus(budgets_mib, devices.devices, first=ranks.rank)
     own = [device_info_of(device) for device in devices.devices]
     own = [replace(info, usable_mib=mib) for info, mib in zip(own, DeviceMemoryTracker(own).usable_mib(), strict=True)]
-    machine = machine_id()
+    here = machine_id()
+    gathered = ranks.gather((own, here, socket.gethostname()))
+    names = machine_names([(there, name) for _, there, name in gathered])
     device_infos = [
-        replace(info, is_own=rank == ranks.rank, pid=info.pid if there == machine else None)
-        for rank, (theirs, there) in enumerate(ranks.gather((own, machine)))
+        replace(info, is_own=rank == ranks.rank, pid=info.pid if there == here else None, machine=names[there])
+        for rank, (theirs, there, _) in enumerate(gathered)
         for info in theirs
     ]
     if budgets_mib is None:

@@ -1,6 +1,7 @@
 """The summary of a run or a sweep, as `segapp status` and `segapp ls` print it: the folded view, in one line."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class RunSummary:
     checkpoint: dict[str, Any] | None = None
     """The last committed checkpoint: path, epoch, step."""
     devices: list[dict[str, Any]] = field(default_factory=list)
-    """The last sample of each device: used_mib, total_mib, utilization and so on."""
+    """The last sample of each device: used_mib, total_mib, utilization and so on; its machine if there are several."""
     pending: dict[str, str] = field(default_factory=dict)
     """Commands accepted and not yet applied: id -> text."""
     last_oom: dict[str, Any] | None = None
@@ -129,7 +130,10 @@ def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
         best_num_scored=count_scored(best.iou) if best else None,
         best_epoch=best.epoch if best else None,
         checkpoint=view.checkpoint.model_dump(include={"path", "epoch", "step"}) if view.checkpoint else None,
-        devices=[device.model_dump() for device in view.devices],
+        devices=[
+            {**device.model_dump(), "machine": machine}
+            for device, machine in zip_longest(view.devices, view.machines[: len(view.devices)])
+        ],
         pending={command_id: answer.command for command_id, answer in view.pending.items()},
         last_oom=oom,
         num_alerts=view.num_alerts,

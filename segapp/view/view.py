@@ -153,6 +153,11 @@ class View:
         return max(1, len(self.start.devices) if self.start else 0)
 
     @property
+    def machines(self) -> list[str | None]:
+        """The machine of each device; None for all where there is one."""
+        return [device.machine for device in self.start.devices] if self.start else []
+
+    @property
     def is_auto(self) -> bool:
         """True if `gpu0_bsz` follows the measured memory."""
         known = [event for event in (self.start, self.gpu0.last) if event is not None]

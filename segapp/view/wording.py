@@ -89,7 +89,7 @@ def clip(text: str, width: int) -> str:
 
 
 def _start(event: events.RunStart) -> str:
-    devices = [printable(device.device) for device in event.devices]
+    devices = [printable(" ".join(filter(None, (device.machine, device.device)))) for device in event.devices]
     what = (
         f"{plural(len(event.classes), 'class')}, {event.num_params / 1e6:.1f} M parameters, batch {event.batch_size},"
         f" {plural(event.epochs, 'epoch')} of {plural(event.steps_per_epoch, 'step')} on {', '.join(devices)}"

@@ -12,12 +12,15 @@ import pytest
 
 from segapp.commands.control import control_run, run_to_attach
 from segapp.commands.requeue import print_requeue_code
+from segapp.commands.runs import print_status
 from segapp.commands.spawn import is_interactive
 from segapp.config import RunConfig, dump_config
 from segapp.errors import CommandError, RunError
 from segapp.run.commands import parse_command, send_command
+from segapp.run.events import Device, DeviceMemory, EventWriter, Memory, RunStart, Step
 from segapp.run.folder import RunFolder
 from segapp.run.state import run_state
+from segapp.view.wording import log_line
 from tests.support.live_runs import assert_answered_once, background, ended_after, seen, small, three_devices, wait_for
 from tests.support.runs import events, segapp, train
 
@@ -164,6 +167,30 @@ def test_attach_without_run_takes_newest_live_run(tmp_path: Path, monkeypatch: p
         os.utime(folders[0].lock, (1e9, 1e9))
         assert run_to_attach(None).name == "old"
         assert run_state(folders[0].path) in ("live", "busy")
+    # On another machine, whose lock is not seen here.
+    folders[0].lock.write_text(json.dumps({"host": "elsewhere", "pid": 1}))
+    os.utime(folders[0].lock, (1e9, 1e9))
+    with EventWriter(folders[0].events) as writer:
+        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+    assert run_to_attach(None).name == "old"
+
+
+def test_status_names_the_machine_of_each_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = RunFolder.create(path=tmp_path / "run")
+    folder.write_info()
+    devices = [Device(device="cuda:0", machine=name) for name in ("node1", "node2")]
+    begun = RunStart(classes=["a"], num_params=7, batch_size=2, epochs=1, steps_per_epoch=5, devices=devices)
+    with EventWriter(folder.events) as writer:
+        writer.write(begun)
+        writer.write(Memory(devices=[DeviceMemory(device="cuda:0", used_mib=2048.0)] * 2))
+    print_status(str(folder.path), as_json=False)
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[-5:] for line in lines[-2:]] == [[f"node{i}", "cuda:0", "2.0", "GiB", "used"] for i in (1, 2)]
+    print_status(str(folder.path), as_json=True)
+    assert [device["machine"] for device in json.loads(capsys.readouterr().out)["devices"]] == ["node1", "node2"]
+    line = log_line(begun, ["a"], None)
+    assert line is not None
+    assert line.text.endswith("on node1 cuda:0, node2 cuda:0")
 
 
 class Stream:

@@ -23,7 +23,7 @@ from segapp.run.events import (
     Step,
     Val,
 )
-from segapp.run.files import machine_id
+from segapp.run.files import machine_id, machine_names
 from segapp.run.folder import RunFolder, find_run, remove_failed_start, run_of_file
 from segapp.run.process import ProcessId, is_alive, this_process
 from segapp.run.state import StateFacts, derive_state, read_facts, run_state
@@ -226,6 +226,7 @@ def test_is_alive_distinguishes_processes_of_equal_pid():
     assert is_alive(here.model_copy(update={"start_ticks": here.start_ticks - 1})) is False
     assert is_alive(here.model_copy(update={"boot_id": "another"})) is False
     assert is_alive(here.model_copy(update={"host": "elsewhere"})) is None
+    assert is_alive(here.model_copy(update={"machine": "a container of this kernel"})) is None
     assert is_alive(ProcessId(host=here.host, pid=2**30)) is False
     zombie = subprocess.Popen(["true"])
     time.sleep(0.3)
@@ -320,6 +321,23 @@ def test_silent_run_of_another_host_is_lost(tmp_path):
         writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
     assert run_state(folder.path) == "live"
     assert run_state(folder.path, time.time() + 60) == "lost"
+
+
+def test_trainer_of_an_equal_host_name_is_not_crashed(tmp_path):
+    """Another boot id is a reboot of this machine, unless events were written since this machine started."""
+    folder = RunFolder.create("a", root=tmp_path)
+    process = this_process().model_copy(update={"boot_id": "another", "machine": "another.1"})
+    folder.run_json.write_text(
+        json.dumps({"id": "a", "name": "a", "created_s": 1.0, "process": process.model_dump(mode="json")})
+    )
+    assert run_state(folder.path) == "crashed"
+    with EventWriter(folder.events) as writer:
+        writer.write(start())
+        writer.write(Step(epoch=1, step=1, loss=1.0, lr=0.1))
+    assert run_state(folder.path) == "live"
+    assert run_state(folder.path, time.time() + 60) == "lost"
+    os.utime(folder.events, (1.0, 1.0))
+    assert run_state(folder.path) == "crashed"
 
 
 def test_summary_has_every_field(tmp_path):
@@ -528,3 +546,6 @@ def test_machines_with_one_host_name_are_told_apart():
     )
     assert here[0] == there[0]
     assert here[1] == machine_id() != there[1]
+    names = machine_names([(here[1], here[0])] * 2 + [(there[1], there[0]), ("a third", "other")])
+    assert list(names.values()) == [here[0], f"{here[0]} (2)", "other"]
+    assert machine_names([(here[1], here[0])] * 2) == {here[1]: None}

@@ -48,6 +48,8 @@ class Device(_Model):
     """Product name."""
     uuid: Text | None = None
     total_mib: float | None = None
+    machine: Text | None = None
+    """Host name of its machine; None if all devices of the run are of one machine."""
 
 
 class ParamGroup(_Model):

@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from rich.cells import cell_len
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.geometry import Size
@@ -16,7 +17,7 @@ from segapp.tui.panes.header import LinePart, device_label, fit_parts
 from segapp.tui.widgets import LiteralText
 from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 from segapp.view.view import View
-from segapp.view.wording import recomputed
+from segapp.view.wording import clip, recomputed
 
 WORD_STYLES = {
     "ok": "$text-success",
@@ -27,6 +28,10 @@ WORD_STYLES = {
     "refused": "$text-error bold",
     "no change": "$text-muted",
 }
+
+
+_MACHINE_CELLS = 12
+"""Most cells of the name of a machine."""
 
 
 class DevicesPane(VerticalScroll, can_focus=True):
@@ -124,7 +129,10 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
         LinePart(1, f"{share} img".ljust(6)) if share is not None else None,
         LinePart(3, Content.assemble((word.ljust(5), style))),
     ]
-    label = f"{device_label(device.device, index)} " if width >= 60 else f"{index} "
+    machines = [clip(printable(machine or ""), _MACHINE_CELLS) for machine in view.machines]
+    widest = max(map(cell_len, machines), default=0)
+    where = f"{machines[index].ljust(widest)} " if widest and index < len(machines) else ""
+    label = f"{where}{device_label(device.device, index)} " if width >= 60 else f"{where}{index} "
     texts = fit_parts(parts, width - len(label) - 8, gap=1)
     bar_width = min(40, max(4, width - len(label) - texts.cell_length - 1))
     done, left = progress(used / total if used is not None and total else None, bar_width, glyphs)

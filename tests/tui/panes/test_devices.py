@@ -50,6 +50,16 @@ def test_each_device_has_a_line_with_a_bar(view: View) -> None:
     assert words == ["CPU0", "." * 21, "812M/n/a", "-", "n/a", "2", "img"]
 
 
+def test_devices_of_several_machines_have_their_names(view: View) -> None:
+    assert view.start is not None
+    names = ("node1", "node1 (2)")
+    devices = [Device(device="cuda:0", total_mib=10_240, machine=name) for name in names]
+    view.start = view.start.model_copy(update={"devices": devices})
+    lines = gpu_content(view, (), Size(70, 3), ASCII).plain.splitlines()
+    assert [line.partition(" =")[0] for line in lines] == ["node1     GPU0", "node1 (2) GPU1"]
+    assert gpu_content(view, (), Size(59, 3), ASCII).plain.startswith("node1     0 =")
+
+
 def test_taller_pane_has_the_allocator_and_a_graph(view: View) -> None:
     lines = gpu_content(view, (7168.0, None), Size(80, 4), ASCII).plain.splitlines()
     assert lines[1::2] == [
