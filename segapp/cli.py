@@ -325,7 +325,12 @@ def evaluate(
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     data_root: Annotated[str | None, typer.Option(metavar="DIR", help="Data set folder, if it has moved.")] = None,
-    boundary: Annotated[bool, typer.Option("--boundary", help="Compute the boundary IoU too.")] = False,
+    boundary: Annotated[
+        bool, typer.Option("--boundary", help="Compute boundary IoU, surface Dice, and Hausdorff distances too.")
+    ] = False,
+    tolerance_px: Annotated[
+        float, typer.Option("--tolerance", min=0, metavar="PX", help="Tolerance of surface Dice in pixels.")
+    ] = 2.0,
     per_image: Annotated[Path | None, option("--per-image", "Write the scores of every image.", "FILE.csv")] = None,
     confusion: Annotated[Path | None, option("--confusion", "Draw the confusion matrix.", "FILE.png|.svg")] = None,
     devices: Annotated[
@@ -339,8 +344,20 @@ def evaluate(
     """
     from segapp.commands.evaluate import EvalOptions, evaluate_target
 
-    files = {"json_file": json_file, "per_image": per_image, "confusion": confusion}
-    evaluate_target(targets, EvalOptions(split, slide, tta, data_root, boundary, devices, **files, config=config))
+    options = EvalOptions(
+        split,
+        slide,
+        tta,
+        data_root,
+        boundary,
+        tolerance_px,
+        devices,
+        json_file=json_file,
+        per_image=per_image,
+        confusion=confusion,
+        config=config,
+    )
+    evaluate_target(targets, options)
 
 
 @app.command()

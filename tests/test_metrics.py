@@ -10,13 +10,14 @@ from pathlib import Path
 import cv2
 import numpy as np
 import pytest
+import surface_distance
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 from scipy.ndimage import binary_erosion
 
-from segapp.metrics import BoundaryIoU, ConfusionMatrix, LabelCounts, boundary
+from segapp.metrics import BoundaryIoU, ConfusionMatrix, LabelCounts, SurfaceDistances, boundary
 
 
 def confusion_of(prediction, target, num_classes, **kwargs) -> ConfusionMatrix:
@@ -386,3 +387,80 @@ def test_boundary_iou_has_the_published_definition(rows: int, columns: int, igno
             wanted, found = (published_boundary((ids == c) & (target != 255)) for ids in (target, prediction))
             counts[c] += (wanted & found).sum(), (wanted | found).sum()
     assert counter.iou() == tuple(inter / union if union else None for inter, union in counts)
+
+
+def drawn(seed: int, shape: tuple[int, int]) -> np.ndarray:
+    """Return blobs of three classes, of which some touch the border."""
+    rng = np.random.default_rng(seed)
+    coarse = rng.random((3, max(2, shape[0] // 8), max(2, shape[1] // 8))).astype(np.float32)
+    return np.stack([cv2.resize(each, shape[::-1], interpolation=cv2.INTER_CUBIC) for each in coarse]).argmax(0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:surface_distance")
+@settings(max_examples=30)
+@given(st.integers(2, 60), st.integers(2, 70), st.integers(0, 5), st.integers(0, 2**32))
+def test_surface_scores_equal_the_published_package(height: int, width: int, tolerance: int, seed: int) -> None:
+    """Per class over all images: lengths add up, and Hausdorff distances have a mean over those that exist."""
+    counter = SurfaceDistances(4, 255, tolerance)
+    near, whole, farthest = np.zeros(4), np.zeros(4), [[] for _ in range(4)]  # type: ignore[var-annotated]
+    for number in range(2):
+        target, prediction = (drawn(seed + 2 * number + each, (height, width)) for each in range(2))
+        counter.update(prediction, target)
+        for c in range(4):
+            found = surface_distance.compute_surface_distances(target == c, prediction == c, (1, 1))
+            for way in (("gt_to_pred", "gt"), ("pred_to_gt", "pred")):
+                lengths = found[f"surfel_areas_{way[1]}"]
+                whole[c] += lengths.sum()
+                near[c] += lengths[found[f"distances_{way[0]}"] <= tolerance].sum()
+            if (target == c).any() and (prediction == c).any():
+                farthest[c].append(surface_distance.compute_robust_hausdorff(found, 95))
+    for c in range(4):
+        expected = near[c] / whole[c] if whole[c] else None
+        assert counter.surface_dice()[c] == (None if expected is None else pytest.approx(expected, rel=1e-12))
+        mean = np.mean(farthest[c]) if farthest[c] else None
+        assert counter.hausdorff_px()[c] == (None if mean is None else pytest.approx(mean, abs=1e-5))
+
+
+def test_surface_scores_of_shifted_squares_by_hand() -> None:
+    """The published case of two pixels side by side, and of two squares of which one has a row more, at spacing 1."""
+    target, prediction = np.zeros((2, 128, 128), np.uint8)
+    target[50, 70] = prediction[50, 72] = 1
+    counter = SurfaceDistances(2, 255, tolerance_px=1)
+    counter.update(prediction, target)
+    assert counter.surface_dice()[1] == 0.5
+    assert counter.hausdorff_px()[1] == 2.0
+    target, prediction = np.zeros((2, 6, 6), np.uint8)
+    target[1:3, 1:3] = prediction[1:4, 1:3] = 1
+    counter = SurfaceDistances(2, 255, tolerance_px=0)
+    counter.update(prediction, target)
+    # Of 4 half diagonals and 4 straight elements all but the lower straight one lie on the other surface; of the other
+    # surface, with 6 straight elements, all but the three of its lower edge. Its half diagonals there stand where the
+    # straight sides of the first one end.
+    diagonal = math.sqrt(0.5)
+    lengths = (4 * diagonal + 3) + (2 * diagonal + 5)
+    assert counter.surface_dice()[1] == pytest.approx(lengths / (8 * diagonal + 10))
+    assert counter.hausdorff_px()[1] == 1.0
+
+
+def test_edges_of_ignored_areas_are_no_surface() -> None:
+    """A class cut by an ignored area is not scored along the cut, wherever the prediction ends under it."""
+    target = np.zeros((40, 40), np.uint8)
+    target[10:30, 5:35] = 1
+    prediction = target.copy()
+    prediction[10:30, 26:35] = 2
+    target[:, 25:] = 255
+    counter = SurfaceDistances(3, 255, tolerance_px=0)
+    counter.update(prediction, target)
+    assert counter.surface_dice() == (1.0, 1.0, None)
+    assert counter.hausdorff_px() == (0.0, 0.0, None)
+    assert counter.num_undefined() == (0, 0, 0)
+
+
+def test_class_in_the_prediction_alone_has_no_distance() -> None:
+    target, prediction = np.zeros((2, 20, 20), np.uint8)
+    prediction[5:9, 5:9] = 1
+    counter = SurfaceDistances(2, 255)
+    counter.update(prediction, target)
+    assert counter.surface_dice()[1] == 0.0
+    assert counter.hausdorff_px()[1] is None
+    assert counter.num_undefined() == (0, 1)

@@ -31,7 +31,7 @@ from segapp.inference.evaluator import EnsembleEvaluator, EvaluationResult, Eval
 from segapp.inference.predict import EnsemblePredictor, TrainedPredictor
 from segapp.inference.workspace import HostLimit
 from segapp.losses import AdditiveCriterion
-from segapp.metrics import SegmentationScores, counts_for, group_iou, mean_of_known
+from segapp.metrics import BoundaryScores, SegmentationScores, counts_for, group_iou, mean_of_known
 from segapp.report.confusion import PICTURE_SUFFIXES, confusion_file
 from segapp.run.files import write_atomic
 from segapp.run.words import printable
@@ -48,6 +48,7 @@ class EvalOptions:
     tta: bool = False
     data_root: str | None = None
     boundary: bool = False
+    tolerance_px: float = 2.0
     devices: str | None = None
     json_file: Path | None = None
     per_image: Path | None = None
@@ -232,10 +233,11 @@ def _build_evaluators(
         criterion if has_loss else None,
         host=HostLimit(len(devices)) if ensemble is None else None,
     )
-    kept = {"with_images": options.per_image is not None, "with_boundary": options.boundary}
+    with_images = options.per_image is not None
+    tolerance_px = options.tolerance_px if options.boundary else None
     if ensemble is not None:
-        return [EnsembleEvaluator(ensemble, settings, **kept)]
-    first = Evaluator(trained.model, settings, **kept)
+        return [EnsembleEvaluator(ensemble, settings, with_images=with_images, tolerance_px=tolerance_px)]
+    first = Evaluator(trained.model, settings, with_images=with_images, tolerance_px=tolerance_px)
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
@@ -249,10 +251,23 @@ def _print_scores(scored: ScoredSplit) -> None:
         print(f"groups: mIoU {_mean_of(iou, 'groups')}")
         for line in iou_table(tuple(groups), iou):
             print(f"  {line}")
-    if found.boundary_iou is not None:
-        print(f"boundary IoU {_mean_of(found.boundary_iou)}")
+    if found.boundary is not None:
+        for line in _boundary_lines(found.boundary):
+            print(line)
     scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=scored.has_loss)
     print(f"{printable(split)}: {scores}  {evaluation.num_images} images  ({_made_by(scored)})")
+
+
+def _boundary_lines(found: BoundaryScores) -> list[str]:
+    """Return the means of the boundary scores, and in how many images a class has no Hausdorff distance."""
+    means = (
+        f"boundary IoU {_mean_of(found.iou)}  surface Dice within {found.tolerance_px:g} px "
+        f"{_mean_of(found.surface_dice)}"
+    )
+    farthest = f"Hausdorff distance (95 %) {_mean_of(found.hausdorff_px)}, in pixels"
+    if num_undefined := sum(found.num_undefined):
+        farthest += f"; {num_undefined} times an image has a class in its mask or its prediction alone, and no distance"
+    return [means, farthest]
 
 
 def _made_by(scored: ScoredSplit) -> str:
@@ -312,8 +327,17 @@ def as_json(scored: ScoredSplit) -> dict[str, Any]:
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
         result |= {"groups": dict(zip(groups, iou, strict=True)), "groups_miou": mean_of_known(iou)}
-    if found.boundary_iou is not None:
-        result |= {"boundary_iou": list(found.boundary_iou), "boundary_miou": mean_of_known(found.boundary_iou)}
+    if (edges := found.boundary) is not None:
+        result |= {
+            "boundary_iou": list(edges.iou),
+            "boundary_miou": mean_of_known(edges.iou),
+            "surface_tolerance_px": edges.tolerance_px,
+            "surface_dice": list(edges.surface_dice),
+            "mean_surface_dice": mean_of_known(edges.surface_dice),
+            "hausdorff95_px": list(edges.hausdorff_px),
+            "mean_hausdorff95_px": mean_of_known(edges.hausdorff_px),
+            "num_hausdorff95_undefined": list(edges.num_undefined),
+        }
     return result
 
 

@@ -29,7 +29,7 @@ from segapp.inference.sliding import Inference, without_cudnn_benchmark
 from segapp.inference.workspace import HostLimit, ImageTile, tiles_of, window_tiles
 from segapp.losses import CriterionCE, View, labels_of, upsample_confusion, upsample_label_counts, upsample_logits
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
-from segapp.metrics import BoundaryIoU, SegmentationScores, counts_for
+from segapp.metrics import BoundaryCounts, SegmentationScores, counts_for
 from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.scores import SCORES
@@ -112,12 +112,14 @@ class EvaluationCounts:
     A new additive number is one more tensor here: devices and ranks add whatever `tensors` returns.
     """
 
-    def __init__(self, settings: EvaluationSettings, *, with_boundary: bool = False) -> None:
+    def __init__(self, settings: EvaluationSettings, *, tolerance_px: float | None = None) -> None:
         multilabel = settings.inference.multilabel
         self.confusion = counts_for(
             settings.num_classes, settings.ignore_index, multilabel=multilabel, device=settings.device
         )
-        self.boundary = BoundaryIoU(settings.num_classes, settings.ignore_index) if with_boundary else None
+        self.boundary: BoundaryCounts | None = None
+        if tolerance_px is not None:
+            self.boundary = BoundaryCounts(settings.num_classes, settings.ignore_index, tolerance_px)
         self.num_images = 0
         with torch.inference_mode(False):  # a tensor created in inference mode cannot be changed outside it
             self._statistics = _no_statistics(settings)
@@ -135,8 +137,8 @@ class EvaluationCounts:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return all sums as views: to add to them changes these counts."""
-        boundary = () if self.boundary is None else (torch.from_numpy(self.boundary.counts),)
-        return (self.confusion.counts, *self._statistics, *boundary)
+        of_boundary = () if self.boundary is None else (self.boundary.bands.counts, self.boundary.surfaces.counts)
+        return (self.confusion.counts, *self._statistics, *map(torch.from_numpy, of_boundary))
 
     def merge(self, other: EvaluationCounts) -> None:
         """Add the counts of another device."""
@@ -240,9 +242,11 @@ def evaluate(
 class DeviceCounter:
     """Counts the batches that one device evaluates; the model is in eval mode, on the device of the settings."""
 
-    def __init__(self, model: SegmentationModel, settings: EvaluationSettings, *, with_boundary: bool = False) -> None:
+    def __init__(
+        self, model: SegmentationModel, settings: EvaluationSettings, *, tolerance_px: float | None = None
+    ) -> None:
         self.model, self.settings = model, settings
-        self.counts = EvaluationCounts(settings, with_boundary=with_boundary)
+        self.counts = EvaluationCounts(settings, tolerance_px=tolerance_px)
 
     def add(self, batch: Batch | LargeBatch) -> None:
         """Evaluate a batch and add its counts."""

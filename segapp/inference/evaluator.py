@@ -34,7 +34,7 @@ from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.sliding import Inference
 from segapp.losses import labels_of
 from segapp.memory.oom import is_out_of_memory
-from segapp.metrics import Counts, counts_for
+from segapp.metrics import BoundaryScores, Counts, counts_for
 from segapp.models import SegmentationModel
 
 MIN_WINDOW_PX = 64
@@ -48,14 +48,14 @@ class EvaluationResult:
     # int64 (C, C) on the CPU, row: target's class, column: predicted class; (C, 2, 2) with several classes per pixel.
     matrix: Tensor
     per_image: dict[int, Tensor] = field(default_factory=dict)  # index in the data set -> such counts, if requested
-    boundary_iou: tuple[float | None, ...] | None = None  # per class, if requested
+    boundary: BoundaryScores | None = None  # if requested
     notes: list[str] = field(default_factory=list)  # for the user, such as the use of windows
 
 
 class Evaluator(DeviceCounter):
     """Evaluation on one device; windows replace its inference where the device runs out of memory.
 
-    It keeps the counts of every image and the boundary IoU too, if they are asked for.
+    It keeps the counts of every image and the scores of boundaries (`tolerance_px`) too, if they are asked for.
     """
 
     def __init__(
@@ -64,20 +64,21 @@ class Evaluator(DeviceCounter):
         settings: EvaluationSettings,
         *,
         with_images: bool = False,
-        with_boundary: bool = False,
+        tolerance_px: float | None = None,
     ) -> None:
-        super().__init__(model, settings, with_boundary=with_boundary)
+        super().__init__(model, settings, tolerance_px=tolerance_px)
         self.with_images = with_images
         self.per_image: dict[int, Tensor] = {}
         self.notes: list[str] = []
 
     def on(self, device: torch.device) -> Evaluator:
         """Return an evaluator for another device, with copies of the model and the criterion and empty counts."""
+        boundary = self.counts.boundary
         return Evaluator(
             copy_to(self.model, device),
             self.settings.on(device),
             with_images=self.with_images,
-            with_boundary=self.counts.boundary is not None,
+            tolerance_px=None if boundary is None else boundary.surfaces.tolerance_px,
         )
 
     @torch.no_grad()
@@ -157,11 +158,11 @@ class EnsembleEvaluator(Evaluator):
         settings: EvaluationSettings,
         *,
         with_images: bool = False,
-        with_boundary: bool = False,
+        tolerance_px: float | None = None,
     ) -> None:
         first = predictor.members[0]
         assert isinstance(first, TrainedPredictor)
-        super().__init__(first.model, settings, with_images=with_images, with_boundary=with_boundary)
+        super().__init__(first.model, settings, with_images=with_images, tolerance_px=tolerance_px)
         self._predictor, self._workspace = predictor, plan_workspace(predictor)
 
     @torch.no_grad()
@@ -232,6 +233,6 @@ def evaluate_on_devices(
         counts.result(),
         counts.confusion.matrix.cpu().clone(),
         dict(sorted(first.per_image.items())),
-        None if counts.boundary is None else counts.boundary.iou(),
+        None if counts.boundary is None else counts.boundary.scores(),
         sorted(set(first.notes)),
     )

@@ -298,7 +298,10 @@ def test_eval_equals_official_evaluator_on_written_predictions(
     result = segapp("eval", "run", *files, "--boundary", "--devices", "cpu,cpu", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     ours = json.loads((tmp_path / "result.json").read_text())
-    assert len(ours["boundary_iou"]) == 19
+    for name in ("boundary_iou", "surface_dice", "hausdorff95_px", "num_hausdorff95_undefined"):
+        assert len(ours[name]) == 19
+    assert "surface Dice within 2 px" in result.stdout
+    assert f"{sum(ours['num_hausdorff95_undefined'])} times an image has a class" in result.stdout
     assert [dice and dice / (2 - dice) for dice in ours["dice"]] == pytest.approx(ours["iou"])
     matrix = np.array(ours["confusion"])
     with np.errstate(invalid="ignore"):

@@ -79,7 +79,7 @@ def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) 
     settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
     expected = evaluate(ColorNet(), BATCHES, settings)
     done: list[int] = []
-    first = evaluator(with_images=True, with_boundary=True)
+    first = evaluator(with_images=True, tolerance_px=2.0)
     evaluators = [first, *(first.on(CPU) for _ in range(num_devices - 1))]
     found = evaluate_on_devices(evaluators, BATCHES, done.append)
     assert found.evaluation.scores == expected.scores
@@ -87,7 +87,7 @@ def test_eval_on_any_number_of_devices_equals_training_scores(num_devices: int) 
     assert found.evaluation.num_images == done[-1] == len(BATCHES)
     assert list(found.per_image) == list(range(len(BATCHES)))
     assert torch.equal(sum(found.per_image.values()), found.matrix)
-    assert found.boundary_iou == evaluate_on_devices([evaluator(with_boundary=True)], BATCHES).boundary_iou
+    assert found.boundary == evaluate_on_devices([evaluator(tolerance_px=2.0)], BATCHES).boundary
 
 
 def test_failing_device_ends_the_evaluation() -> None:
@@ -157,11 +157,13 @@ def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None
         model, host = BlurNet(), HostLimit(max_px=150 * 150)
         settings = replace(whole, host=host)
         if with_boundary:
-            notes = evaluate_on_devices([Evaluator(model, settings, with_boundary=True)], batches)
+            notes = evaluate_on_devices([Evaluator(model, settings, tolerance_px=2.0)], batches)
             found, told = notes.evaluation, notes.notes
-            assert notes.boundary_iou == pytest.approx(
-                evaluate_on_devices([Evaluator(BlurNet(), whole, with_boundary=True)], batches).boundary_iou, abs=0.01
-            )
+            at_once = evaluate_on_devices([Evaluator(BlurNet(), whole, tolerance_px=2.0)], batches).boundary
+            assert notes.boundary is not None
+            assert at_once is not None
+            assert notes.boundary.iou == pytest.approx(at_once.iou, abs=0.01)
+            assert notes.boundary.surface_dice == pytest.approx(at_once.surface_dice, abs=0.02)
         else:
             found = evaluate(model, batches, settings)
             told = [found.note]
@@ -197,13 +199,13 @@ def test_large_tiff_in_parts_equals_the_decoded_whole(
     results = []
     for reads_windows in (False, True):
         batches = partial(EvalLoader(dataset).batches, reads_windows=reads_windows)
-        evaluator = Evaluator(BlurNet(), settings, with_images=True, with_boundary=True)
+        evaluator = Evaluator(BlurNet(), settings, with_images=True, tolerance_px=2.0)
         results.append((evaluate_on_devices([evaluator], batches()), evaluate(BlurNet(), batches(), settings).scores))
         assert [type(each).__name__ == "LargeBatch" for each in batches()] == [reads_windows, False, reads_windows]
     (whole, scores), (parts, scores_of_parts) = results
     assert torch.equal(parts.matrix, whole.matrix)
     assert all(torch.equal(parts.per_image[i], whole.per_image[i]) for i in range(3))
-    assert (parts.boundary_iou, scores_of_parts) == (whole.boundary_iou, scores)
+    assert (parts.boundary, scores_of_parts) == (whole.boundary, scores)
     assert parts.evaluation.loss == pytest.approx(whole.evaluation.loss, rel=1e-6)
 
 
@@ -266,13 +268,13 @@ def test_counts_of_parts_add_up_to_those_of_the_whole() -> None:
     settings = EvaluationSettings(Inference(NORMALIZER), 3, 255, CPU, CriterionCE())
 
     def counted(batches: list[Batch]) -> EvaluationCounts:
-        evaluator = Evaluator(ColorNet(), settings, with_boundary=True)
+        evaluator = Evaluator(ColorNet(), settings, tolerance_px=2.0)
         for each in batches:
             evaluator.add(each)
         return evaluator.counts
 
     whole, first, second = counted(BATCHES), counted(BATCHES[:1]), counted(BATCHES[1:])
-    assert len(whole.tensors()) == 4, "confusion, loss sum, weight sum, boundary"
+    assert len(whole.tensors()) == 5, "confusion, loss sum, weight sum, bands and surfaces of boundaries"
     first.merge(second)
     for own, expected in zip(first.tensors(), whole.tensors(), strict=True):
         torch.testing.assert_close(own, expected)
@@ -280,4 +282,4 @@ def test_counts_of_parts_add_up_to_those_of_the_whole() -> None:
     assert first.num_images == whole.num_images == len(BATCHES)
     assert first.boundary is not None
     assert whole.boundary is not None
-    assert first.boundary.iou() == whole.boundary.iou()
+    assert first.boundary.scores() == whole.boundary.scores()
