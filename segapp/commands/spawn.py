@@ -133,7 +133,7 @@ def spawn_trainer(
         StorageError: the folder cannot be created.
     """
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
-    folder.acquire()  # raises if another process holds it; the trainer locks it itself
+    folder.acquire(print)  # raises if another process holds it; the trainer locks it itself
     folder.release()
     if note := taken_note(request, folder):
         print(note, flush=True)

@@ -256,9 +256,6 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
         with contextlib.suppress(OSError):
             reason += f" ({size(free_bytes(path if path.is_dir() else path.parent))} free)"
         advice = "free some space there"
-    elif action == "lock" and error.errno in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL):
-        reason += ", because its file system has no locks, and two trainers could write to one run"
-        advice = "mount it with locks (Lustre: -o flock; NFS: without nolock), or choose another disk with --run"
     elif error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         advice = "make the folder writable"
     elif error.errno == errno.EFBIG:

@@ -8,6 +8,7 @@ import secrets
 import shutil
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,17 @@ from segapp.run.files import (
     write_atomic,
     write_json,
 )
+from segapp.run.lease import STILL_S
 from segapp.run.lock import FileLock
 from segapp.run.process import ProcessId, this_process
 
 SCHEMA = 1
 """Version of `run.json` and of the folder's layout."""
 
+BUSY_S = 120.0
+"""A restart waits so long for the process that it follows to end."""
+
+_BUSY_LOOK_S = 0.5
 _MAX_NAME_CHARS = 100
 
 
@@ -80,7 +86,9 @@ class RunFolder:
         self.tensorboard = self.path / "tensorboard"
         """TensorBoard event files."""
         self.log = self.path / "trainer.log"
-        """Output of a detached trainer, and tracebacks."""
+        """Output of a detached trainer, and tracebacks; of several ranks, those of rank 0."""
+        self.logs = self.path / "logs"
+        """`rank-0001.log`: tracebacks of the rank 1; `rank-0001-stacks.log`: its stacks, after a hang; and so on."""
         self.lock = self.path / "lock"
         """File that the trainer keeps locked while it runs; names that process."""
         self._file_lock = FileLock(self.lock)
@@ -90,6 +98,14 @@ class RunFolder:
         """Name of the folder; SWEEP/RUN for a run of a sweep."""
         path = self.path.resolve()
         return f"{path.parent.name}/{path.name}" if is_sweep(path.parent) else path.name
+
+    def log_of(self, rank: int) -> Path:
+        """Return the file for the log lines of a rank."""
+        return self.logs / f"rank-{rank:04d}.log" if rank else self.log
+
+    def stacks_of(self, rank: int) -> Path:
+        """Return the file for the stacks of a rank."""
+        return self.logs / f"rank-{rank:04d}-stacks.log" if rank else self.path / "stacks.log"
 
     @property
     def argument(self) -> str:
@@ -130,8 +146,13 @@ class RunFolder:
             raise ConfigError(f"{path}: not a run (it has no run.json): see `segapp ls`", path=path)
         return folder
 
-    def acquire(self) -> None:
+    def acquire(self, say: Callable[[str], None] | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         """Lock the folder for this process, until `release` or the end of the process.
+
+        Args:
+            say: Is told why it waits: for a lease whose holder may be dead, and up to `BUSY_S` for a holder that is
+                about to end, because this is a restart or the holder belongs to the same job. None: it does not wait.
+            environ: By default the variables of this process.
 
         Raises:
             RunBusyError: Another process holds the lock; the message names its host and process id.
@@ -139,18 +160,58 @@ class RunFolder:
         """
         if self._file_lock.fd >= 0:
             return
-        with storage_errors_of("lock", self.lock):
-            is_acquired = self._file_lock.acquire()
-        if not is_acquired:
-            raise RunBusyError(self._busy_message(), path=self.path)
+        environ = os.environ if environ is None else environ
+        deadline_s = None
+        tell = say
+        while not self._try_to_lock(tell):
+            if deadline_s is None and say is not None and self._is_about_to_end(environ):
+                deadline_s, tell = time.monotonic() + BUSY_S, lambda _: None
+                say(f"{self.path} is still held by {self._holder_words()}: waiting up to {BUSY_S:g} s for its end")
+            if deadline_s is None or time.monotonic() >= deadline_s:
+                raise RunBusyError(self._busy_message(), path=self.path)
+            time.sleep(_BUSY_LOOK_S)
+        if say is not None and self._file_lock.has_lease:
+            say(f"{self.path}: the disk has no locks (Lustre has with -o flock, NFS without nolock): held by a lease")
         with contextlib.suppress(OSError):
-            body = this_process().model_dump() | {"acquired_s": round(time.time(), 3)}
+            body = this_process().model_dump() | {"acquired_s": round(time.time(), 3), "job": job_of(environ)}
             os.ftruncate(self._file_lock.fd, 0)
             os.pwrite(self._file_lock.fd, json.dumps(body).encode(), 0)
             self._make_subfolders()
             below = (self.commands, self.checkpoints, self.checkpoints / "objects", self.samples)
             for directory in (self.path, *below):
                 remove_dead_temporaries(directory)
+
+    def _try_to_lock(self, say: Callable[[str], None] | None) -> bool:
+        with storage_errors_of("lock", self.lock):
+            return self._file_lock.acquire(say)
+
+    def _is_about_to_end(self, environ: Mapping[str, str]) -> bool:
+        """Return True if this is a restart, or the holder is of this job: the earlier process is ending."""
+        restarts = (environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
+        job = job_of(environ)
+        return any(count.isdecimal() and int(count) > 0 for count in restarts) or (
+            job is not None and (_read_json(self.lock) or {}).get("job") == job
+        )
+
+    def has_lease(self) -> bool:
+        """Return True while this process holds the folder by a lease, because the file system has no locks."""
+        return self._file_lock.fd >= 0 and self._file_lock.has_lease
+
+    def on_lease_lost(self, act: Callable[[str], None]) -> None:
+        """Call `act` with the reason, possibly in another thread, once another process has taken the lease."""
+        self._file_lock.lease.on_lost = lambda: act(self._lost_message())
+
+    def check_lease(self) -> None:
+        """Raise RunBusyError if this process held the folder by a lease that another process has taken."""
+        if self.has_lease() and not self._file_lock.lease.is_own():
+            self._file_lock.lease.on_lost()
+            raise RunBusyError(self._lost_message(), path=self.path)
+
+    def _lost_message(self) -> str:
+        return (
+            f"{self.path} was taken over by {self._holder_words()}, because this process did not renew its lease for "
+            f"{STILL_S:g} s: it writes nothing more there: `segapp attach {self.argument}` shows the other"
+        )
 
     def release(self) -> None:
         """Release the lock; the file stays and names the last holder."""
@@ -210,11 +271,13 @@ class RunFolder:
         """Return True if a trainer holds the lock, without taking it; None if the system cannot tell."""
         return self._file_lock.is_held()
 
-    def _busy_message(self) -> str:
+    def _holder_words(self) -> str:
         holder = self.read_holder()
-        who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+        return f"process {holder.pid} on {holder.host}" if holder else "another process"
+
+    def _busy_message(self) -> str:
         return (
-            f"{self.path} is held by {who}: `segapp attach {self.argument}` shows it, "
+            f"{self.path} is held by {self._holder_words()}: `segapp attach {self.argument}` shows it, "
             f"`segapp ctl {self.argument} stop` ends it"
         )
 
@@ -249,6 +312,14 @@ class RunFolder:
             return b'"type":"step"' in self.events.read_bytes()
         except FileNotFoundError:
             return False
+
+
+def job_of(environ: Mapping[str, str]) -> str | None:
+    """Return a name for the job of a scheduler or an elastic launcher that a process belongs to; None for neither."""
+    if job := environ.get("SLURM_JOB_ID"):
+        return f"slurm {job}"
+    job = environ.get("TORCHELASTIC_RUN_ID")
+    return None if job in (None, "", "none") else f"torchelastic {job}"
 
 
 def is_run(path: Path) -> bool:

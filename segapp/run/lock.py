@@ -1,4 +1,7 @@
-"""A lock on a file that ends with the process that holds it and can be queried without being taken."""
+"""A lock on a file that ends with the process that holds it and can be queried without being taken.
+
+Where the file system has no locks, a lease beside the file takes the place of the lock.
+"""
 
 import contextlib
 import errno
@@ -7,7 +10,13 @@ import os
 import struct
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+
+from segapp.failpoints import failpoint
+from segapp.run.lease import Lease
+
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FileLock:
@@ -21,21 +30,27 @@ class FileLock:
         self.path = path
         self.fd = -1
         """The open file while the lock is held; -1 otherwise."""
+        self.lease = Lease(path.with_name(f"{path.name}.lease"))
+        self.has_lease = False
+        """True while the lock is held, or was lost, by a lease: the file system has no locks."""
 
-    def acquire(self) -> bool:
+    def acquire(self, say: Callable[[str], None] | None = None) -> bool:
         """Lock the file until `release` or the end of the process; False if another process holds the lock.
 
+        `say` is told before a wait for a lease whose holder may be dead; None: its holder counts as alive.
+
         Raises:
-            OSError: the file cannot be opened, or its file system has no locks.
+            OSError: the file cannot be opened or written.
         """
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        is_acquired = False
         try:
-            _lock(fd)
-        except OSError as error:
-            os.close(fd)
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
+            is_acquired = self._lock_or_lease(fd, say)
+        finally:
+            if not is_acquired:
+                os.close(fd)
+        if not is_acquired:
+            return False
         self.fd = fd
         reference = weakref.ref(self)
 
@@ -46,9 +61,24 @@ class FileLock:
         os.register_at_fork(after_in_child=close_in_child)
         return True
 
+    def _lock_or_lease(self, fd: int, say: Callable[[str], None] | None) -> bool:
+        self.has_lease = False
+        try:
+            _lock(fd)
+        except OSError as error:
+            if error.errno in (errno.EAGAIN, errno.EACCES):
+                return False
+            if error.errno not in _NO_LOCKS:
+                raise
+            self.has_lease = True
+        # A machine that mounts the file system without locks may have a lease where this one has a lock.
+        self.has_lease = self.has_lease or self.lease.path.exists()
+        return not self.has_lease or self.lease.acquire(say)
+
     def release(self) -> None:
         """Unlock for all processes that share the open file: a new child may not have closed its copy yet."""
         if self.fd >= 0:
+            self.lease.release()
             with contextlib.suppress(OSError):
                 _unlock(self.fd)
             self.close()
@@ -80,6 +110,7 @@ _HAS_OFD_LOCKS = sys.platform.startswith("linux") and hasattr(fcntl, "F_OFD_SETL
 
 
 def _lock(fd: int) -> None:
+    failpoint("run.lock")
     if _HAS_OFD_LOCKS:
         _ofd(fd, fcntl.F_OFD_SETLK, fcntl.F_WRLCK)
     else:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import logging
 import os
 import platform
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
@@ -27,7 +29,16 @@ from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, 
 from segapp.config import RunConfig, dump_config, part_names
 from segapp.custom.names import keep_parts
 from segapp.custom.trust import TRUST_VARIABLE, remember_parts
-from segapp.errors import CheckpointError, CommandError, ConfigError, DataError, DistributedError, OutOfMemoryError
+from segapp.errors import (
+    CheckpointError,
+    CommandError,
+    ConfigError,
+    DataError,
+    DistributedError,
+    OutOfMemoryError,
+    RunBusyError,
+    StorageError,
+)
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
 from segapp.memory.plan import SavedMemoryPlan
 from segapp.parallel import (
@@ -38,11 +49,11 @@ from segapp.parallel import (
     launch_local,
     shutdown,
 )
-from segapp.parallel.distributed import Ranks
+from segapp.parallel.distributed import Ranks, end_now
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
-from segapp.run.files import machine_id, machine_names
+from segapp.run.files import machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
@@ -56,11 +67,13 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopReque
 from segapp.training.start_checks import changed_length_note
 from segapp.training.telemetry.console import PlainReporter
 from segapp.training.telemetry.trackers import make_trackers
-from segapp.training.telemetry.watchdog import Watchdog, exchange_timeout_s
+from segapp.training.telemetry.watchdog import Watchdog, exchange_timeout_s, rank_words
 from segapp.training.trainer import Trainer
 
 _DEVICES = "SEGAPP_RANK_DEVICES"
 """The devices of the ranks and the reasons for them, as JSON, from the process that starts the ranks."""
+
+_FOLDER_S = 60.0
 
 logger = logging.getLogger("segapp")
 
@@ -198,7 +211,8 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
         keep_freed_memory()
     if not ranks.is_main:
         folder = RunFolder(ranks.from_main(None))
-        with _logging_to(folder, ranks.rank):
+        _wait_for_folder(folder, ranks.rank)
+        with _logging_to(folder, ranks.rank, rank_words(ranks.rank)):
             yield folder
         return
     if request.note:
@@ -206,19 +220,41 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     if note := taken_note(request, folder):
         print(note)
+    folder.on_lease_lost(_end_without_lease)
     try:
+        folder.acquire(functools.partial(print, flush=True))
         with folder:
             print(f"run folder: {printable(str(folder.path))}", flush=True)
             if (len(devices.devices) > 1 or gpu_of(devices.devices[0]) is not None) and _DEVICES not in os.environ:
                 print(devices.description, flush=True)
             ranks.from_main(str(folder.path))
             folder.write_info(versions=_versions(), gpus=_gpus())
-            with _logging_to(folder):
+            with _logging_to(folder, 0, rank_words(0) if ranks.world_size > 1 else ""):
                 yield folder
     except Exception as error:
         if folder.is_made and str(folder.log) not in str(error) and remove_failed_start(folder):
             print(f"removed {printable(str(folder.path))}: the training had not begun", flush=True)
         raise
+
+
+def _wait_for_folder(folder: RunFolder, rank: int) -> None:
+    """Wait until this machine sees the folder that the main rank made: network file systems are late by seconds."""
+    deadline_s = time.monotonic() + _FOLDER_S
+    while not folder.path.is_dir():
+        if time.monotonic() >= deadline_s:
+            raise StorageError(
+                f"{folder.path}: rank {rank}, on {socket.gethostname()}, does not see this run folder of rank 0: "
+                "name one with --run that all machines share",
+                path=folder.path,
+            )
+        time.sleep(0.5)
+
+
+def _end_without_lease(reason: str) -> None:
+    """End this process at once: whatever it wrote now would be written into the run of another trainer."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"error: {printable(reason)}\n".encode())
+    end_now(RunBusyError.exit_code)
 
 
 def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
@@ -256,10 +292,16 @@ class _LogFile(logging.FileHandler):
 
 
 @contextlib.contextmanager
-def _logging_to(folder: RunFolder, rank: int = 0) -> Iterator[None]:
-    handler = _LogFile(folder.log)
-    who = f" rank {rank}" if rank else ""
-    handler.setFormatter(logging.Formatter(f"%(asctime)s{who} %(levelname)s %(name)s: %(message)s"))
+def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Iterator[None]:
+    """Write the log of this process to the file of its rank; `first_line` says whose it is."""
+    path = folder.log_of(rank)
+    with storage_errors_of("write", path):
+        path.parent.mkdir(exist_ok=True)
+        handler = _LogFile(path)
+    if first_line:
+        with contextlib.suppress(OSError), path.open("a") as file:
+            file.write(f"{time.strftime('%F %T')} {first_line}\n")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
         yield
@@ -361,7 +403,7 @@ def _run_in(
             end("failed", first_line(known), known.exit_code)
             if known is error:
                 raise
-            shown = type(known)(f"{known}\n(traceback in {folder.log})")
+            shown = type(known)(f"{known}\n(traceback in {folder.log_of(ranks.rank)})")
             shown.topic = known.topic
             raise shown from error
         finally:

@@ -143,6 +143,23 @@ def test_second_trainer_on_a_run_exits_9(new_run: NewRun, invariants: Invariants
     invariants.check(run)
 
 
+@case("F21", how="a disk without locks: another trainer takes the lease", passes="exit 9, it writes nothing more")
+@pytest.mark.faults
+def test_trainer_that_lost_its_lease_exits_9(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run()
+    program = run.start(failpoints="run.lock=raise:ENOLCK;train.step=sleep:0.1;ckpt.before_rename=3:sleep:1")
+    run.wait_for_act(program, "ckpt.before_rename")
+    (run.folder / "lock.lease").write_text("the token of another\n")
+    manifest = run.folder / "checkpoints" / "manifest.json"
+    before = manifest.read_bytes()
+    done = run.ended(program)
+    invariants.assert_clear(done, 9, "was taken over by process", "it writes nothing more there")
+    assert "the disk has no locks" in done.stdout
+    assert manifest.read_bytes() == before
+    assert run.events("run_end") == []
+    assert (run.folder / "lock.lease").read_text() == "the token of another\n"
+
+
 @case(
     "F39",
     how="stdout and stderr closed; a reader that leaves after a line",

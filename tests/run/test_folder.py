@@ -518,14 +518,11 @@ def test_file_belongs_to_the_run_that_it_lies_in(tmp_path):
     [
         (errno.EAGAIN, RunBusyError, "is held by another process"),
         (errno.EACCES, RunBusyError, "is held by another process"),
-        (errno.ENOLCK, StorageError, r"its file system has no locks.*mount it with locks \(Lustre: -o flock"),
-        (errno.ENOSYS, StorageError, "its file system has no locks"),
-        (errno.EOPNOTSUPP, StorageError, "its file system has no locks"),
         (errno.EIO, StorageError, r"cannot lock .*Input/output error: look at the disk"),
     ],
 )
 def test_lock_that_fails_says_if_it_is_held(tmp_path, monkeypatch, number, error, words):
-    """Only a lock of another process is "held": a file system without locks has no holder who could end."""
+    """Only a lock of another process is "held"; test_lease.py has file systems without locks."""
 
     def refuse(_fd):
         raise OSError(number, os.strerror(number))

@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import signal
+import socket
+import threading
 import types
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import pytest
 import torch
 
 from segapp.build.devices import DevicePlan, plan_devices
-from segapp.errors import DistributedError, OutOfMemoryError
+from segapp.errors import DistributedError, OutOfMemoryError, StorageError
 from segapp.parallel import DistributedSetupError
 from segapp.parallel.distributed import Ranks
 from segapp.run.folder import RunFolder
@@ -27,7 +29,7 @@ from tests.support.runs import events, merged
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_full_disk_of_the_log_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
-    with session._logging_to(types.SimpleNamespace(log=Path("/dev/full"))):  # type: ignore[arg-type]
+    with session._logging_to(types.SimpleNamespace(log_of=lambda _: Path("/dev/full"))):  # type: ignore[arg-type]
         logging.getLogger("segapp").error("a line")
     assert "Traceback" not in capsys.readouterr().err
 
@@ -53,14 +55,36 @@ def test_run_stopped_before_its_first_save_begins_anew(
     assert len(events(folder, "step")) == 2
 
 
-def test_log_names_the_rank_of_all_but_the_first(tmp_path: Path) -> None:
+def test_each_rank_has_a_log_that_begins_with_its_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
     folder = RunFolder.create("tiny", path=tmp_path / "run")
-    for options in ({}, {"rank": 2}):
-        with session._logging_to(folder, **options):
+    for rank in (0, 12):
+        with session._logging_to(folder, rank, session.rank_words(rank)):
             logging.getLogger("segapp").error("a line")
-    first, second = folder.log.read_text().splitlines()
-    assert "rank" not in first
-    assert " rank 2 ERROR segapp: a line" in second
+    for rank, path in ((0, folder.log), (12, folder.path / "logs" / "rank-0012.log")):
+        first, second = path.read_text().splitlines()
+        assert f" rank {rank}, round 3, process {os.getpid()} on {socket.gethostname()} ({machine_id()})" in first
+        assert second.endswith(" ERROR segapp: a line")
+
+
+def test_log_of_a_training_without_ranks_has_its_lines_alone(tmp_path: Path) -> None:
+    folder = RunFolder.create("tiny", path=tmp_path / "run")
+    with session._logging_to(folder):
+        logging.getLogger("segapp").error("a line")
+    (line,) = folder.log.read_text().splitlines()
+    assert line.endswith(" ERROR segapp: a line")
+
+
+def test_rank_waits_for_a_folder_that_its_disk_shows_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = RunFolder(tmp_path / "run")
+    monkeypatch.setattr(session, "_FOLDER_S", 0.0)
+    with pytest.raises(
+        StorageError, match=r"run: rank 1, on \S+, does not see this run folder of rank 0: name one with"
+    ):
+        session._wait_for_folder(folder, 1)
+    monkeypatch.setattr(session, "_FOLDER_S", 60.0)
+    threading.Timer(0.2, folder.path.mkdir).start()
+    session._wait_for_folder(folder, 1)
 
 
 @pytest.mark.parametrize(

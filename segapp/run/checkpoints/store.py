@@ -63,11 +63,12 @@ class CheckpointFolder:
     """The `checkpoints` folder of a run, which the first commit makes.
 
     Only the holder of the run's lock may call `commit`, `quarantine`, `set_aside` and `repair_aliases`; any process may
-    read.
+    read. `check_holder` is called before each change of the manifest, and raises if this process is the holder no more.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, check_holder: Callable[[], None] = lambda: None) -> None:
         self.path = Path(path)
+        self._check_holder = check_holder
         self.objects = self.path / "objects"
         self.manifest_path = self.path / "manifest.json"
 
@@ -191,7 +192,7 @@ class CheckpointFolder:
             )
             self._publish(temporary, entry)
             manifest = manifest.with_entry(entry, alias_names(finished_epoch, is_best), keep)
-            write_manifest(self.manifest_path, manifest)
+            self._write_manifest(manifest)
         except OSError as error:
             self._remove_uncommitted()
             raise storage_error("write a checkpoint in", self.path, error) from error
@@ -220,7 +221,7 @@ class CheckpointFolder:
             names = {name: sha for name, sha in manifest.names.items() if sha not in bad}
             names.setdefault(LAST, left[0].sha256)
             manifest = Manifest(left, names, manifest.orphans)
-            write_manifest(self.manifest_path, manifest)
+            self._write_manifest(manifest)
         except OSError as error:
             return [f"damaged checkpoints could not be renamed: {reason_of(error)}"]
         return self.repair_aliases(manifest)
@@ -258,7 +259,7 @@ class CheckpointFolder:
             return manifest
         smaller = manifest.retire(keep, NUM_ALWAYS_KEPT - 1)
         if len(smaller.entries) < len(manifest.entries):
-            write_manifest(self.manifest_path, smaller)
+            self._write_manifest(smaller)
             remove_unlisted(self.path, self.objects, smaller)
             manifest = smaller
         free = free_bytes(self.path)
@@ -271,6 +272,10 @@ class CheckpointFolder:
                 path=self.path,
             )
         return manifest
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        self._check_holder()
+        write_manifest(self.manifest_path, manifest)
 
     def _read_to_replace(self) -> Manifest:
         """Return the manifest; objects that a damaged one may have listed become orphans, which are never removed."""

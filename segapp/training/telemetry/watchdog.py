@@ -112,7 +112,9 @@ class Watchdog:
         rank_pids: Sequence[tuple[str, int]] = (),
         end: Callable[[int], None] = os._exit,
     ) -> None:
-        self._stacks, self._hangs = StackLog(folder.path / "stacks.log"), folder.reports / "hangs.jsonl"
+        self._stacks = StackLog(folder.stacks_of(rank), f"{rank_words(rank)}\n" if len(rank_pids) > 1 else "")
+        self._hangs = folder.reports / "hangs.jsonl"
+        self._where = f"{self._stacks.path}{f' and {folder.logs}' if len(rank_pids) > 1 else ''}"
         self._event_log, self._device_memory, self._end = event_log, device_memory, end
         self._timeout_s, self._data_timeout_s, self._num_workers = timeout_s, data_timeout_s, num_workers
         self._step, self._has_stepped = step, has_stepped
@@ -202,7 +204,7 @@ class Watchdog:
         if len(self._rank_pids) > 1:
             hangs = sorted(read_hangs(self._hangs, self._rank_pids), key=lambda hang: hang.rank)
             where += f" ({', '.join(hang.sentence() for hang in hangs)})" if hangs else ""
-        advice = f"all stacks are in {self._stacks.path}; train.hang_timeout_s = {self._timeout_s:g}"
+        advice = f"all stacks are in {self._where}; train.hang_timeout_s = {self._timeout_s:g}"
         kind: type[RunError] = DistributedError
         what = "a device or another rank"
         if place == "read":
@@ -237,6 +239,12 @@ class Watchdog:
         self._end(code)
 
 
+def rank_words(rank: int) -> str:
+    """Return the rank, its process and machine, and the round of the job, for the first line of its logs."""
+    around = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"rank {rank}, round {around}, process {os.getpid()} on {socket.gethostname()} ({machine_id()})"
+
+
 def _within(timeout_s: float, act: Callable[[], object]) -> None:
     """Run `act` in a thread, which is abandoned after the timeout: the hanging thread may hold a lock that it needs."""
 
@@ -254,6 +262,8 @@ def _within(timeout_s: float, act: Callable[[], object]) -> None:
 class StackLog:
     """Context manager: while it is entered, SIGUSR2 writes the stacks of this process, and the training continues.
 
+    `header` is written before the stacks of all threads.
+
     A signal handler can only write the stack of the thread that it interrupts: the other threads run on meanwhile, and
     the process crashes if one of them starts or ends while its stack is read. The handler does that, which shows
     the training thread even if it holds the interpreter lock for ever. A thread that the signal wakes then writes the
@@ -264,13 +274,14 @@ class StackLog:
     appended to the file, and a file that stays empty is removed at the end.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, header: str = "") -> None:
+        self.path, self._header = path, header
         self._file: BinaryIO
         self._exits = contextlib.ExitStack()
 
     def __enter__(self) -> StackLog:
         with contextlib.ExitStack() as exits:
+            self.path.parent.mkdir(exist_ok=True)
             exits.callback(self._remove_if_empty)
             self._file = exits.enter_context(self.path.open("ab"))
             in_main = threading.current_thread() is threading.main_thread()
@@ -301,7 +312,7 @@ class StackLog:
     def write(self, header: str = "") -> None:
         """Append a header and the stacks of all threads; a full disk is ignored."""
         with contextlib.suppress(OSError, ValueError):
-            self._file.write(header.encode())
+            self._file.write((header + self._header).encode())
             self._file.flush()
             faulthandler.dump_traceback(self._file, all_threads=True)
 

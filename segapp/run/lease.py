@@ -1,0 +1,146 @@
+"""A lease in place of a lock, for file systems without locks: a file with a random token and a counter.
+
+The holder renews the counter every `RENEW_S`. Another process may take the lease once the counter has stood still for
+`STILL_S` by its own clock, so that no clocks are compared; the holder then finds another token, and must not write any
+more. A holder that was asleep may have checked its token just before: a lease makes two writers unlikely, a lock makes
+them impossible.
+"""
+
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from segapp.run.files import fsync_directory, open_new, remove_quietly, temporary_name, write_all
+
+RENEW_S = 10.0
+"""The holder renews the counter so often."""
+
+STILL_S = 60.0
+"""A lease whose counter stands still for so long may be taken."""
+
+_LOOK_S = 1.0
+_PAUSE_S = 2.0  # longer than another taker needs from its last look at the old lease to its rename
+
+
+class Lease:
+    """A lease on a path; the process that created the file, or replaced it, holds it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.on_lost: Callable[[], None] = lambda: None
+        """Called, possibly in another thread, once another process has taken the lease."""
+        self._token, self._count, self._fd, self._pid = b"", 0, -1, 0
+        self._stop = threading.Event()
+
+    def acquire(self, say: Callable[[str], None] | None = None) -> bool:
+        """Take the lease, and renew it until `release` or the end of the process; False if another one holds it.
+
+        Args:
+            say: Is told that it takes a while to see whether the holder still lives. None: any lease counts as held.
+
+        Raises:
+            OSError: The file cannot be written.
+        """
+        self._token, self._count = secrets.token_hex(16).encode(), 0
+        while not self._create():
+            if say is None:
+                return False
+            say(f"{self.path}: waiting up to {STILL_S:g} s to see whether its holder renews it")
+            seen = self._stands_still()
+            if seen is not None:
+                if not self._replace(seen):
+                    return False
+                break
+            if self._read() is not None:
+                return False
+        self._pid = os.getpid()
+        self._stop = threading.Event()
+        threading.Thread(target=self._renew, args=(self._stop,), name="lease", daemon=True).start()
+        return True
+
+    def release(self) -> None:
+        """Stop renewing, and remove the file if it is still this process's."""
+        if self._fd < 0 or self._pid != os.getpid():
+            return
+        self._stop.set()
+        with contextlib.suppress(OSError):
+            if self.is_own():
+                self.path.unlink()
+        self._close()
+
+    def _close(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+
+    def is_own(self) -> bool:
+        """Return True while the file has this process's token; OSError if that cannot be read."""
+        content = self._read()
+        return content is not None and content.startswith(self._token)
+
+    def _create(self) -> bool:
+        try:
+            self._fd = open_new(self.path, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            self._write()
+        except OSError:
+            self._close()
+            remove_quietly(self.path)
+            raise
+        return True
+
+    def _replace(self, seen: bytes) -> bool:
+        """Replace a lease that stood still; False if another process replaced it, too."""
+        temporary = self.path.parent / temporary_name()
+        self._fd = open_new(temporary, 0o644)
+        self._write()
+        if self._read() == seen:
+            os.rename(temporary, self.path)
+            fsync_directory(self.path.parent)
+            time.sleep(_PAUSE_S)
+        if not self.is_own():
+            self._close()
+            remove_quietly(temporary)
+            return False
+        return True
+
+    def _stands_still(self) -> bytes | None:
+        """Return the content of a file that did not change for `STILL_S`; None as soon as it changes."""
+        seen, looked_s, still_s = self._read(), time.monotonic(), 0.0
+        while still_s < STILL_S:
+            time.sleep(_LOOK_S)
+            if seen is None or self._read() != seen:
+                return None
+            now_s = time.monotonic()
+            still_s += min(now_s - looked_s, 2 * _LOOK_S)  # the time in which this process was stopped does not count
+            looked_s = now_s
+        return seen
+
+    def _read(self) -> bytes | None:
+        """Return the content by name, as another machine sees it; None if there is none."""
+        try:
+            with open(self.path, "rb") as file:
+                return file.read(200)
+        except FileNotFoundError:
+            return None
+
+    def _write(self) -> None:
+        """Write the next count into the open file: never into that of a process that has taken the lease."""
+        self._count += 1
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        write_all(self._fd, self._token + b" %020d\n" % self._count)
+        os.fsync(self._fd)
+
+    def _renew(self, stop: threading.Event) -> None:
+        while not stop.wait(RENEW_S):
+            with contextlib.suppress(OSError):  # tried again
+                if not self.is_own():
+                    if not stop.is_set():
+                        self.on_lost()
+                    return
+                self._write()
