@@ -103,7 +103,9 @@ class FileLock:
             return None
         finally:
             os.close(fd)
-        return None if answer is None else int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
+        if answer is not None and int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK:
+            return True
+        return None if answer is None or self.lease.path.exists() else False
 
 
 _HAS_OFD_LOCKS = sys.platform.startswith("linux") and hasattr(fcntl, "F_OFD_SETLK")

@@ -139,10 +139,12 @@ def test_folder_without_locks_is_held_by_a_lease(no_locks: None, fast: None, tmp
     with pytest.raises(RunBusyError, match=f"held by process {os.getpid()} on"):
         RunFolder(folder.path).acquire(environ={})
     failpoints.arm("")
+    assert folder.is_locked() is None
     with pytest.raises(RunBusyError):  # a machine with locks respects the lease of one without
         RunFolder(folder.path).acquire(environ={})
     folder.release()
     assert not (folder.path / "lock.lease").exists()
+    assert folder.is_locked() is False
     with folder:
         assert not folder.has_lease()
 

@@ -283,6 +283,9 @@ ENVIRONMENT = {
     "SLURM_STEP_NODELIST": "Set by srun: the machines; rank 0 is on the first, unless `MASTER_ADDR` is set.",
     "SLURM_JOB_NODELIST": "Set by SLURM: the machines of the job, if those of the step are not known.",
     "SLURM_JOB_ID": "Set by SLURM: the port of rank 0 follows from it, unless `MASTER_PORT` is set.",
+    "SLURM_RESTART_COUNT": "Set by SLURM: above 0, `train` waits for the process that still holds the run.",
+    "TORCHELASTIC_RESTART_COUNT": "Set by torchrun: the round of the job; above 0 as `SLURM_RESTART_COUNT`.",
+    "TORCHELASTIC_RUN_ID": "Set by torchrun: the job; `train` waits for a holder of the run that is of the same one.",
     "OMPI_COMM_WORLD_RANK": "Set by Open MPI: the rank, unless `RANK` is set; `MASTER_ADDR` and `MASTER_PORT` are "
     "needed beside it.",
     "OMPI_COMM_WORLD_SIZE": "Set by Open MPI: the number of ranks.",
