@@ -183,21 +183,9 @@ def camvid() -> Path:
 def tiny_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A `folder` data set of 10 training and 4 validation images, 48 x 64 px, 3 classes."""
     # Here, not above: the tests of segapp.parallel and segapp.losses run where there is nothing but torch.
-    import cv2
-    import numpy as np
+    from tests.support.runs import draw_tiny_data
 
-    from tests.support.runs import draw_scene
-
-    root = tmp_path_factory.mktemp("tiny-data")
-    rng = np.random.default_rng(0)
-    for split, count in (("train", 10), ("val", 4)):
-        for kind in ("images", "masks"):
-            (root / kind / split).mkdir(parents=True)
-        for i in range(count):
-            image, mask = draw_scene(rng, 48, 64)
-            cv2.imwrite(str(root / "images" / split / f"{i:02}.png"), image)
-            cv2.imwrite(str(root / "masks" / split / f"{i:02}.png"), mask)
-    return root
+    return draw_tiny_data(tmp_path_factory.mktemp("tiny-data"))
 
 
 @pytest.fixture

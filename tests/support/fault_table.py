@@ -40,6 +40,7 @@ MATRIX = {
     "R": range(1, 12),
     "N": range(1, 7),
     "X": range(1, 5),
+    "M": range(1, 6),
     "G": range(1, 2),
     "D": range(1, 17),
     "C": range(1, 6),

@@ -6,7 +6,7 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,9 +19,16 @@ PORT = 29500
 SECTIONS: dict[str, Any] = {
     "model": {"library": "python", "name": "tests.support.double_net:DoubleNet", "encoder": None, "options": {}},
     "train": {"precision": "fp32", "batch_size": 4, "epochs": 40},
+    "optim": {"name": "sgd", "lr": 0.05},  # AdamW amplifies the rounding of gradients that are 0
     "parallel": {"mode": "ddp", "devices": ["cpu"]},
 }
 """Keys of the config of such a job, beside those of `tiny_config`."""
+
+
+def sections_of(sections: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of the config of a job, with some replaced."""
+    names = {**SECTIONS, **sections}
+    return {name: {**SECTIONS.get(name, {}), **dict(sections.get(name, {}))} for name in names}
 
 
 @dataclass
@@ -33,12 +40,16 @@ class Job:
         machines: which may train it.
         nnodes: how many take part, `2` or `1:4`.
         env: environment variables of agents and ranks.
+        options: further options of `segapp launch`.
+        agents: the newest of each machine, by its number.
+        ended_s: when an agent was seen to have ended, by the clock of this process.
     """
 
     run: FaultRun
     machines: Machines
     nnodes: str
     env: dict[str, str] = field(default_factory=dict)
+    options: tuple[str, ...] = ()
     agents: dict[int, Process] = field(default_factory=dict)
     ended_s: dict[int, float] = field(default_factory=dict)
 
@@ -56,7 +67,7 @@ class Job:
     def launcher(self) -> list[str]:
         """Return the command of each machine."""
         endpoint = f"{NETWORK}.1:{PORT}"
-        options = ["--nnodes", self.nnodes, "--nproc-per-node", "1", "--rdzv-endpoint", endpoint]
+        options = ["--nnodes", self.nnodes, "--nproc-per-node", "1", "--rdzv-endpoint", endpoint, *self.options]
         return [
             sys.executable, "-m", "segapp", "launch", *options, "--",
             "train", "--plain", "--config", "config.yaml", "--run", "run",
