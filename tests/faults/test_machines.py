@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.fault_runs import FaultRun, case, course, tiny_config
+from tests.support.fault_runs import FaultRun, Invariants, case, course, tiny_config
 from tests.support.machine_faults import KINDS, TOLERANCE, BrokenError, carry_out, difference, plan_job
 from tests.support.machine_jobs import Job, sections_of
 from tests.support.machines import Machines, needs_machines
@@ -48,13 +48,13 @@ def new_job(tiny_root: Path, tmp_path: Path) -> Iterator[NewJob]:
         job.machines.__exit__()
 
 
-def difference_from_one_process(job: Job) -> float:
+def difference_from_one_process(run: FaultRun) -> float:
     """Returns by how much the course of a run differs from that of one process."""
-    config = job.run.config.model_copy(update={"parallel": tiny_config(Path("data")).parallel})
-    alone = FaultRun(job.run.work.parent / "alone", config)
+    config = run.config.model_copy(update={"parallel": tiny_config(Path("data")).parallel})
+    alone = FaultRun(run.work.parent / "alone", config)
     done = alone.train(timeout_s=240, SEGAPP_TRUST_PARTS="1")
     assert done.returncode == 0, done.stderr
-    return difference(course(job.run), course(alone))
+    return difference(course(run), course(alone))
 
 
 def rounds(job: Job) -> list[tuple[str, int | None]]:
@@ -62,8 +62,56 @@ def rounds(job: Job) -> list[tuple[str, int | None]]:
     return [(event["status"], event["exit_code"]) for event in job.run.events("run_end")]
 
 
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    needs_machines()
+    with Machines(2, tmp_path / "machines") as made:
+        yield made
+
+
 @pytest.mark.faults
-@case("M01", how="the cable of a machine is pulled", passes="its rank ends; the others go on alone; the course holds")
+@case(
+    "M01", how="one of two machines loses its network, or its power", passes="the ranks end with 8, exact when resumed"
+)
+@pytest.mark.parametrize("is_cut", [True, False], ids=["network", "power"])
+def test_ranks_end_when_the_other_machine_is_lost(
+    machines: Machines, new_run: Callable[..., FaultRun], is_cut: bool
+) -> None:
+    run = new_run(**sections_of({"train": {"steps": 24}}))
+    meeting = {"WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": machines[1].address, "MASTER_PORT": "29500"}
+    ranks = [
+        run.start(
+            failpoints="train.step=sleep:0.1",
+            machine=machine.first_pid,
+            RANK=str(machine.number - 1),
+            SEGAPP_PEER_TIMEOUT_S="3",
+            SEGAPP_TRUST_PARTS="1",
+            **meeting,
+        )
+        for machine in machines
+    ]
+    run.wait_for_step(4, ranks[0])
+    machines[2].cut() if is_cut else machines[2].power_cut()
+    silence = "has not answered for 3 s: it has lost its power or its network, or hangs; --resume continues"
+    first, second = (run.ended(rank, 30, must_act=False) for rank in ranks)
+    assert first.returncode == 8, first.stderr
+    assert f"error: machine node2 (rank 1) {silence}" in first.stderr
+    [end] = run.events("run_end")
+    assert (end["status"], end["exit_code"]) == ("failed", 8)
+    if is_cut:
+        assert second.returncode == 8, second.stderr
+        assert f"error: the machine of rank 0, whose store all ranks use, {silence}" in second.stderr
+    else:
+        assert second.returncode == -signal.SIGKILL
+    Invariants.assert_clean_processes(run)
+    Invariants.assert_nothing_lost(run)
+    done = run.train("parallel.mode=single", SEGAPP_TRUST_PARTS="1")
+    assert done.returncode == 0, done.stderr
+    assert difference_from_one_process(run) < TOLERANCE
+
+
+@pytest.mark.faults_long
+@case("M02", how="the cable of a machine is pulled", passes="its rank ends; the others go on alone; the course holds")
 def test_machine_without_network_is_left_behind(new_job: NewJob) -> None:
     job = new_job("1:2", steps=20)
     job.wait_for_step(4)
@@ -73,7 +121,7 @@ def test_machine_without_network_is_left_behind(new_job: NewJob) -> None:
     assert rounds(job) == [("failed", 8), ("finished", 0)]
     assert "machine node2 (rank 1) has not answered for 6 s" in job.run.events("run_end")[0]["reason"]
     assert "the machine of rank 0, whose store all ranks use, has not answered for 6 s" in job.log(2).read_text()
-    assert difference_from_one_process(job) < TOLERANCE
+    assert difference_from_one_process(job.run) < TOLERANCE
 
 
 @pytest.mark.faults_long
@@ -95,7 +143,7 @@ def test_killed_rank_and_lost_machine_come_back(new_job: NewJob) -> None:
     job.start(2)
     assert job.codes() == {1: 0, 2: 0}, job.text()
     assert rounds(job) == [("failed", 8), ("failed", 8), ("stopped", 75), ("finished", 0)]
-    assert difference_from_one_process(job) < TOLERANCE
+    assert difference_from_one_process(job.run) < TOLERANCE
 
 
 @pytest.mark.faults_long
@@ -119,7 +167,7 @@ def test_machines_of_one_host_name_train_to_the_end(new_job: NewJob) -> None:
     job = new_job("2", same_name=True, data={"cache": "ram"})
     assert job.codes() == {1: 0, 2: 0}, job.text()
     assert rounds(job) == [("finished", 0)]
-    assert difference_from_one_process(job) < TOLERANCE
+    assert difference_from_one_process(job.run) < TOLERANCE
 
 
 def test_seed_determines_machines_and_faults() -> None:

@@ -116,21 +116,30 @@ class FaultRun:
         """The run folder."""
         return self.work / "run"
 
-    def start(self, *overrides: str, failpoints: str = "", is_stopped: bool = False, **env: str) -> Program:
+    def start(
+        self,
+        *overrides: str,
+        failpoints: str = "",
+        is_stopped: bool = False,
+        machine: int | None = None,
+        **env: str,
+    ) -> Program:
         """Starts (or resumes) the training."""
         arguments = ["train", "--plain", "--config", "config.yaml", "--run", "run", "--resume", *overrides]
-        return self.program(*arguments, failpoints=failpoints, is_stopped=is_stopped, **env)
+        return self.program(*arguments, failpoints=failpoints, is_stopped=is_stopped, machine=machine, **env)
 
     def train(self, *overrides: str, failpoints: str = "", timeout_s: float = 60, **env: str) -> Any:
         """Trains (or resumes) to the end; fails the test if that takes too long."""
         return self.ended(self.start(*overrides, failpoints=failpoints, **env), timeout_s)
 
-    def program(self, *arguments: str, failpoints: str = "", is_stopped: bool = False, **env: str) -> Program:
+    def program(
+        self, *arguments: str, failpoints: str = "", is_stopped: bool = False, machine: int | None = None, **env: str
+    ) -> Program:
         """Starts any command of segapp in the work folder."""
         marks = self.work / f"marks-{len(self.programs)}"
         marks.mkdir()
         env = {**env, points.VARIABLE: failpoints, points.MARKS_VARIABLE: str(marks), TAG: self.tag}
-        program = start(*arguments, cwd=self.work, logs=self.work, is_stopped=is_stopped, **env)
+        program = start(*arguments, cwd=self.work, logs=self.work, is_stopped=is_stopped, machine=machine, **env)
         self.programs.append(program)
         self.marks[program.pid] = marks
         return program

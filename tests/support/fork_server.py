@@ -5,8 +5,10 @@ and ends when nobody is connected any more. It is nobody's child, so what ends t
 
 Commands come as JSON lines on a connection, `{"argv", "cwd", "env", "out", "err"}`; the answer to each is `{"pid"}`,
 and once that process has ended `{"pid", "status"}`. With `"is_stopped"` the process waits for SIGCONT before it begins,
-so that a tracer can be attached. With SEGAPP_TEST_FORK in its environment, a command forks its trainers too; with
-SEGAPP_TEST_GPUS, the monitor of a training asks nvidia-smi, as on a machine with a GPU.
+so that a tracer can be attached; with `"machine"`, the pid of the first process of a machine of `machines`, it runs
+there.
+With SEGAPP_TEST_FORK in its environment, a command forks its trainers too; with SEGAPP_TEST_GPUS, the monitor of a
+training asks nvidia-smi, as on a machine with a GPU.
 
 Nothing is computed before a fork, so torch has no threads that a child would miss.
 """
@@ -14,6 +16,7 @@ Nothing is computed before a fork, so torch has no threads that a child would mi
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import errno
 import faulthandler
@@ -36,6 +39,8 @@ def run(command: dict[str, Any]) -> int:
     """Runs `segapp ARGV` in the forked child and returns its exit code."""
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if command.get("machine"):
+        enter_machine(command["machine"])
     os.chdir(command["cwd"])
     os.environ.clear()
     os.environ.update(command["env"])
@@ -66,6 +71,23 @@ def run(command: dict[str, Any]) -> int:
     failpoints.arm(os.environ.get(failpoints.VARIABLE, ""))
     sys.argv = ["segapp", *command["argv"]]
     return run_main()
+
+
+def enter_machine(pid: int) -> None:
+    """Continues as a child in the namespaces of a process; this process waits for it, and ends as it does."""
+    libc, fd = ctypes.CDLL(None, use_errno=True), os.pidfd_open(pid)
+    namespaces = 0x40000000 | 0x04000000 | 0x08000000 | 0x00020000 | 0x20000000  # net, uts, ipc, mount, pid
+    if os.geteuid() != 0:
+        namespaces |= 0x10000000  # user
+    if libc.setns(fd, namespaces) != 0:
+        raise OSError(ctypes.get_errno(), "setns")
+    os.close(fd)
+    if (child := os.fork()) == 0:
+        return
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if code < 0:
+        os.kill(os.getpid(), -code)
+    os._exit(code)
 
 
 def make_clock_jump() -> None:

@@ -141,6 +141,11 @@ class Machine:
             _command(*_enter(self._first_pid, "--net"), "ip", *words.split())
 
     @property
+    def first_pid(self) -> int:
+        """The first process of the machine, whose namespaces are the machine's."""
+        return self._first_pid
+
+    @property
     def is_up(self) -> bool:
         """True from `boot` to `power_cut`."""
         return self._first is not None

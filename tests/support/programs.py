@@ -88,7 +88,9 @@ class Program:
         return subprocess.CompletedProcess(self.words, self._status, self.stdout, self.stderr)
 
 
-def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = False, **env: str) -> Program:
+def start(
+    *arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = False, machine: int | None = None, **env: str
+) -> Program:
     """Starts the real program.
 
     Args:
@@ -96,6 +98,8 @@ def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = Fals
         cwd: its working directory.
         logs: an existing folder for the files of its output.
         is_stopped: wait for SIGCONT before the command begins.
+        machine: the first process of the machine (`machines`) on which it runs; the pid of the program is then that of
+            a process outside, which ends as the program does.
         **env: variables to set.
     """
     words = [str(argument) for argument in arguments]
@@ -107,6 +111,7 @@ def start(*arguments: str | Path, cwd: Path, logs: Path, is_stopped: bool = Fals
         "out": str(streams[0]),
         "err": str(streams[1]),
         "is_stopped": is_stopped,
+        "machine": machine,
     }
     program = _fork_server().start(command, words, *streams)
     if program is None:
