@@ -5,11 +5,16 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Literal
 
 EXIT_STOPPED_AND_SAVED = 75
+
+ONE_TERM_S = 2.0
+"""SIGTERMs less than this apart are one request: a scheduler that signals every process of a job reaches a rank also
+through its launcher, which passes the signal on."""
 
 StoppedBy = Literal["signal", "command"]
 
@@ -30,7 +35,8 @@ class StopSignals:
     """Flags set by SIGINT and SIGTERM (stop) and by SIGUSR1 (checkpoint), as a context manager.
 
     The first SIGINT or SIGTERM requests a stop, the second prints that the stop is in progress, the third exits at once
-    with 128 + signal number. SIGHUP is ignored. The handlers do nothing else, because they may interrupt any code.
+    with 128 + signal number; SIGTERMs of the same moment count once. SIGHUP is ignored. The handlers do nothing else,
+    because they may interrupt any code.
 
     Args:
         write_line: prints one line for the user; must be safe inside a signal handler. Default: to stderr.
@@ -47,6 +53,7 @@ class StopSignals:
         self._wants_checkpoint = False
         self._write_line = write_line or _write_stderr
         self._previous: dict[int, object] = {}
+        self._signalled_s = 0.0
 
     @property
     def is_set(self) -> bool:
@@ -93,6 +100,9 @@ class StopSignals:
         self._wants_checkpoint = True
 
     def _handle(self, number: int, _frame: FrameType | None) -> None:
+        before_s, self._signalled_s = self._signalled_s, time.monotonic()
+        if number == self.number == signal.SIGTERM and self._signalled_s - before_s < ONE_TERM_S:
+            return
         self.count += 1
         self.number = number
         self.signal_name = signal.Signals(number).name

@@ -8,6 +8,7 @@ SLURM: queues, clusters, cgroups, and that it kills the batch script after `scon
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -21,6 +22,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import psutil
 
 from tests.support import ROOT
 
@@ -154,8 +157,10 @@ class Scheduler:
             if rounds[len(done)] == "signal":
                 num = nodes * sum(how == "signal" for how in rounds[: len(done) + 1])
                 self._wait(can_be_stopped or (lambda num=num: self.num_stoppable() >= num), process, wait_s)
-                for pid in (self.folder / "step").read_text().split():
-                    os.kill(int(pid), signal.SIGTERM)
+                for pid in (self.folder / "step").read_text().split():  # every process of the step, as slurmstepd does
+                    for each in (psutil.Process(int(pid)), *psutil.Process(int(pid)).children(recursive=True)):
+                        with contextlib.suppress(psutil.NoSuchProcess):
+                            each.terminate()
             code = process.wait(wait_s)
             asked = self.folder / "requeue"
             is_requeued = asked.exists()

@@ -31,6 +31,21 @@ def test_stop_is_raised_where_the_loop_asks_for_it() -> None:
     assert [signal.getsignal(number) for number in HANDLED] == before
 
 
+def test_terminations_of_one_moment_are_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler signals ranks and launchers, and launchers their ranks: the third would end a rank unsaved."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    lines: list[str] = []
+    with StopSignals(lines.append) as signals:
+        for _ in range(4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (signals.count, len(lines), ended) == (1, 1, [])
+        monkeypatch.setattr("segapp.training.signals.ONE_TERM_S", 0.0)
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+    assert ended == [128 + signal.SIGTERM]
+
+
 def test_checkpoint_request_is_taken_once() -> None:
     forwarded: list[int] = []
     with StopSignals() as signals:

@@ -81,7 +81,9 @@ def test_tasks_train_one_run_each_and_can_be_requeued(place: Path, capsys: pytes
     for index in range(3):
         (place / f"task{index}").mkdir()
     slow = task(place, 2, SEGAPP_FAILPOINTS="train.step=sleep:0.3")
-    first, second = task(place, 0), task(place, 1)
+    assert sweep(*GRID, "--dry-run", "--json") == 0
+    words = json.loads(capsys.readouterr().out)["runs"][1]["words"]
+    first, second = task(place, 0), start(*words, cwd=place, logs=place, SEGAPP_TEST_FORK="1")
     folder = SweepFolder(place / "runs" / "tiny-sweep")
     wait_for(lambda: seen(folder.folder_of("seed2").path, "step"))
     assert sweep("tiny-sweep", "--report") == 0, "the page bears runs that are still on their way"
