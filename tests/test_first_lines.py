@@ -30,6 +30,7 @@ COMMANDS = {
     "predict": "predict demo photos --out out",
     "profile": "profile --config demo",
     "report": "report demo",
+    "requeue-code": "requeue-code demo 75",
     "schema": "schema",
     "status": "status demo",
     "sweep": "sweep --config demo seed=0,1 --devices 0",
