@@ -33,13 +33,15 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-STORE_S = 30.0
-"""Seconds that an agent waits for a rendezvous that does not answer, after its ranks have ended."""
+from segapp.parallel.peer_watch import LIMIT_S, peer_limit_s
+
 LOST = 8
 """Exit code of an agent that cannot meet the others."""
 
 _PATIENCE_S = 10.0
 """Seconds for the ranks to end by themselves, and for the other agents to follow, once the job has ended."""
+_LOOK_S = 1.0
+"""Seconds between looks at the store."""
 _STORE_ERRORS = (RuntimeError, ValueError, TimeoutError, RendezvousError)
 
 
@@ -153,6 +155,8 @@ class Agent(LocalElasticAgent):
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         """Stop the ranks for another round, with the time that they need to save."""
+        if self._code is None:
+            print("other machines join or start again: the ranks of this one follow", file=sys.stderr, flush=True)
         self._asked(lambda: self._job.set(f"regroups/{self._round}", "1"))
         self._shutdown(timeout=self._shutdown_timeout)
 
@@ -189,12 +193,13 @@ class Agent(LocalElasticAgent):
     def _look_for_end(self) -> None:
         """Raise JobEndedError some seconds after another agent has ended the job: the ranks may end by themselves."""
         now_s = time.monotonic()
-        if now_s - self._looked_s < 1:
+        if now_s - self._looked_s < _LOOK_S:
             return
         self._looked_s = now_s
         if (code := self._known()) is not None:
             self._over_s = self._over_s or now_s
             if now_s - self._over_s > _PATIENCE_S:
+                self._shutdown_timeout = min(self._shutdown_timeout, int(_PATIENCE_S))  # nothing is left to be saved
                 raise JobEndedError(code)
 
     def _known(self) -> int | None:
@@ -235,9 +240,9 @@ class Agent(LocalElasticAgent):
 
     def _end_without_store(self, host: str, port: int) -> None:
         """End this process if its ranks have ended and the rendezvous does not answer: the agent may wait for it."""
-        answered_s = time.monotonic()
-        while time.monotonic() - answered_s < STORE_S:
-            time.sleep(1)
+        answered_s, limit_s = time.monotonic(), peer_limit_s() or LIMIT_S
+        while time.monotonic() - answered_s < limit_s:
+            time.sleep(_LOOK_S)
             if not self._pids or any(map(_is_running, self._pids)) or _answers(host, port):
                 answered_s = time.monotonic()
         os._exit(self._lost("the rendezvous does not answer any more"))

@@ -175,9 +175,14 @@ class _ForkServer:
                 self._news.notify()
 
 
+def fork_server_name() -> str:
+    """Returns the name of the socket of the server of this run of the tests."""
+    return f"segapp-fork-server-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+
+
 def _connection() -> socket.socket:
     """Returns a connection to the server of this run of the tests, which is started if it does not run."""
-    name = f"segapp-fork-server-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}"
+    name = fork_server_name()
     command = [sys.executable, "-m", "tests.support.fork_server", name]
     deadline_s = time.monotonic() + 60
     while True:

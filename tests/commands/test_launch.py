@@ -1,0 +1,263 @@
+"""`segapp launch`: agents restart or end a training by the exit code of the run, and all return that code."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_better, own_address
+from segapp.config import RunConfig, dump_config
+from segapp.errors import ConfigError
+from segapp.parallel import agent as agents
+from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
+from segapp.run.events import EventWriter, RunEnd
+from segapp.run.folder import RunFolder
+from tests.support import ROOT
+from tests.support.live_runs import wait_for
+from tests.support.programs import Program, fork_server_name, segapp, start
+from tests.support.rank_runs import losses, ranks_of, trained_by_ranks
+from tests.support.runs import events
+
+FIRST, SECOND = Course(step=10), Course(step=20)
+
+
+@pytest.mark.parametrize(
+    ("code", "after", "num_round", "restarts"),
+    [
+        *[(code, SECOND, 0, False) for code in (0, 75, 2, 3, 4, 5, 10, 130, 143)],
+        *[(code, FIRST, 5, True) for code in (7, 8, 137, 139, 134)],
+        (6, FIRST, 0, False),
+        (6, Course(step=10, num_fallbacks=1), 0, True),
+        (9, FIRST, 0, True),
+        (9, FIRST, 1, False),
+        (1, FIRST, 0, False),
+        (1, SECOND, 0, True),
+    ],
+)
+def test_exit_code_decides_about_a_restart(code: int, after: Course, num_round: int, restarts: bool) -> None:
+    assert can_do_better(code, FIRST, after, num_round) is restarts
+
+
+def request_for(run: Path, **changed: Any) -> LaunchRequest:
+    values = {"words": ["--run", str(run)], "run": run, "config": None, "overrides": [], "resume": None, "nnodes": "2"}
+    values |= {"nproc_per_node": "1", "rdzv_endpoint": None, "rdzv_id": None, "local_addr": None, "max_restarts": 2}
+    return LaunchRequest(**{**values, "others": [], **changed})
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[RunFolder]:
+    with RunFolder.create(path=tmp_path / "run") as folder:
+        yield folder
+
+
+def save(folder: RunFolder, step: int) -> None:
+    CheckpointFolder(folder.checkpoints).commit(
+        lambda file: file.write(f"state {step}".encode()), CheckpointFacts(step=step, epoch=1), need_bytes=9, keep=1
+    )
+
+
+def test_restarts_that_bring_no_checkpoint_are_counted(run: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
+    policy, codes = RunPolicy(request_for(run.path)), []
+    for step in (1, None, 4, None):  # a checkpoint of that round
+        policy.begin_round()
+        if step is not None:
+            save(run, step)
+        codes.append(policy.code_of_job(137, regroups=False))
+    assert codes == [None, None, None, None]
+    policy.begin_round()
+    assert policy.code_of_job(8, regroups=False) == 8
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "exit code 137: the ranks start again from step 1"
+    assert said[-1] == "exit code 8: no restart is left, the last 2 have brought no new checkpoint"
+
+
+def test_code_of_the_run_counts_and_not_that_of_a_rank(run: RunFolder) -> None:
+    writer = EventWriter(run.events)
+    writer.write(RunEnd(status="failed", reason="an earlier start", exit_code=10))
+    policy = RunPolicy(request_for(run.path))
+    policy.begin_round()
+    assert policy.code_of_job(8, regroups=False) is None, "the end of an earlier start is not that of this round"
+    policy.begin_round()
+    writer.write(RunEnd(status="failed", reason="the disk is full", exit_code=10))
+    assert policy.code_of_job(8, regroups=False) == 10
+    writer.close()
+
+
+@pytest.mark.parametrize(
+    ("by", "regroups", "code"), [("signal", True, None), ("command", True, 75), ("signal", False, 75)]
+)
+def test_stop_for_a_machine_that_joins_is_not_the_end(
+    run: RunFolder, by: Any, regroups: bool, code: int | None
+) -> None:
+    policy = RunPolicy(request_for(run.path))
+    policy.begin_round()
+    writer = EventWriter(run.events)
+    writer.write(RunEnd(status="stopped", reason="asked", exit_code=75, stopped_by=by))
+    writer.close()
+    assert policy.code_of_job(75, regroups=regroups) == code
+
+
+def test_other_start_of_a_run_holds_until_it_has_a_checkpoint(run: RunFolder) -> None:
+    policy = RunPolicy(request_for(run.path, resume="other/last.pt"))
+    command = ["-u", "-m", "segapp", "train", "--run", str(run.path), "--resume"]
+    assert policy.begin_round() == [*command, "other/last.pt"]
+    assert policy.code_after_signal(signal.SIGTERM) == 143
+    save(run, 1)
+    assert policy.begin_round() == [*command, "auto"]
+    assert policy.code_after_signal(signal.SIGTERM) == 75
+
+
+def test_address_of_a_machine_is_that_of_its_route() -> None:
+    assert own_address("127.0.0.1:29500") == "127.0.0.1"
+    assert own_address("[::1]:29500") == "::1"
+    for endpoint in ("node1", "127.0.0.1:port", "no-such-host.invalid:1"):
+        with pytest.raises(ConfigError, match=f"--rdzv-endpoint {endpoint}: .* use HOST:PORT"):
+            own_address(endpoint)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--nnodes", "2", "--", "train", "--config", "x.yaml"], "starts a training in a named folder"),
+        (["--nnodes", "2"], "Missing argument"),
+        (["--nnodes", "2", "--", "train", "--run", "a", "--detach"], "--detach, --smoke and --print-config"),
+        (["--nnodes", "1:4", "--", "train", "--run", "a"], "--nnodes 1:4 needs --rdzv-endpoint HOST:PORT"),
+        (["--", "train", "--run", "a", "--confg", "b"], "No such option"),
+    ],
+)
+def test_launch_that_cannot_start_is_refused(words: list[str], message: str, tmp_path: Path) -> None:
+    done = segapp("launch", *words, cwd=tmp_path)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_agent_without_its_store_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent = object.__new__(agents.Agent)
+    agent._pids, agent._code, asked = [11, 12], 137, []
+
+    def end(code: int) -> None:
+        raise SystemExit(code)
+
+    def answers(host: str, port: int) -> bool:
+        asked.append((host, port))
+        return len(asked) < 3
+
+    monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", "0.05")
+    monkeypatch.setattr(agents, "_LOOK_S", 0.01)
+    monkeypatch.setattr(agents, "_is_running", lambda pid: False)
+    monkeypatch.setattr(agents, "_answers", answers)
+    monkeypatch.setattr(os, "_exit", end)
+    with pytest.raises(SystemExit) as ended:
+        agent._end_without_store("10.0.0.1", 29500)
+    assert ended.value.code == 137
+    assert len(asked) > 3
+    assert set(asked) == {("10.0.0.1", 29500)}
+
+
+class Job:
+    """The agents of one job on this host, whose ranks are forked.
+
+    Args:
+        folder: of the run `run`, and of the output of the ranks.
+        config: of the training.
+    """
+
+    def __init__(self, folder: Path, config: RunConfig) -> None:
+        self.folder = folder
+        (folder / "ranks.yaml").write_text(dump_config(config))
+        self._python = folder / "python"
+        self._python.write_text(f'#!/bin/sh\nexec {sys.executable} -S -E {ROOT}/tests/support/forked_python.py "$@"\n')
+        self._python.chmod(0o755)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+
+    def launch(self, *words: str, options: str = "--nnodes=2", **env: str) -> Program:
+        """Start one agent, with words for `train` and environment variables."""
+        train = [f"--rdzv-endpoint=127.0.0.1:{self.port}", "--", "train", "--config", "ranks.yaml", "--run", "run"]
+        names = {"PYTHON_EXEC": str(self._python), "SEGAPP_TEST_RANK_LOGS": str(self.folder)}
+        names["SEGAPP_TEST_FORK_SERVER"] = fork_server_name()
+        words = ("launch", *options.split(), *train, *words)
+        return start(*words, cwd=self.folder, logs=self.folder, **names, **env)
+
+    def events(self, kind: str) -> list[dict[str, Any]]:
+        """Return the events of the run so far."""
+        run = self.folder / "run"
+        return events(run, kind) if (run / "events.jsonl").exists() else []
+
+
+@pytest.fixture
+def job(tiny: dict[str, Any], tmp_path: Path) -> Job:
+    return Job(tmp_path, ranks_of(tiny, 4, ["cpu", "cpu"]))
+
+
+def ends(*programs: Program) -> list[int | None]:
+    return [program.wait(120) for program in programs]
+
+
+@pytest.mark.faults
+def test_killed_rank_restarts_in_place_with_the_same_losses(job: Job) -> None:
+    both = job.launch(), job.launch(SEGAPP_FAILPOINTS="train.step=7:kill")
+    assert ends(*both) == [0, 0], [each.stderr for each in both]
+    assert [end["exit_code"] for end in job.events("run_end")] == [8, 0]
+    said = both[0].stderr + both[1].stderr
+    assert "error: rank 1 was ended by SIGKILL" in said
+    assert "the ranks start again from step 6" in said
+    trained_by_ranks("--config", "ranks.yaml", "--run", "whole", cwd=job.folder)
+    assert losses(job.folder / "run") == losses(job.folder / "whole")
+
+
+@pytest.mark.faults
+def test_signal_to_one_agent_stops_all_with_75(job: Job) -> None:
+    both = job.launch(), job.launch(SEGAPP_FAILPOINTS="train.step=sleep:0.1")
+    wait_for(lambda: job.events("step"))
+    both[1].send(signal.SIGTERM)
+    assert ends(*both) == [75, 75]
+    (end,) = job.events("run_end")
+    assert (end["status"], end["exit_code"], end["stopped_by"]) == ("stopped", 75, "signal")
+
+
+@pytest.mark.faults
+def test_config_error_ends_all_agents_at_once_with_its_code(job: Job) -> None:
+    both = job.launch("train.epohcs=3"), job.launch("train.epohcs=3")
+    assert ends(*both) == [2, 2]
+    assert not (job.folder / "run").exists()
+    assert "unknown key train.epohcs" in (job.folder / "rank0.txt").read_text()
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_config_error_of_one_machine_is_the_code_of_all(job: Job) -> None:
+    both = job.launch(), job.launch("train.epohcs=3")
+    assert ends(*both) == [2, 2]
+    assert "this machine ends with exit code 2, as the others do" in both[0].stderr
+    assert not (job.folder / "run").exists()
+
+
+@pytest.mark.faults
+@pytest.mark.slow
+def test_machine_that_joins_takes_part_in_a_new_round(job: Job) -> None:
+    options = "--nnodes=1:2 --rdzv-conf=last_call_timeout=1"
+    slow = {"SEGAPP_FAILPOINTS": "train.step=sleep:0.3", "options": options}
+    first = job.launch("train.epochs=8", **slow)
+    wait_for(lambda: job.events("step"))
+    second = job.launch("train.epochs=8", **slow)
+    assert ends(first, second) == [0, 0], [first.stderr, second.stderr]
+    assert [len(each["devices"]) for each in job.events("run_start")] == [1, 2]
+    steps = [each["step"] for each in job.events("step")]
+    assert steps == list(range(1, 17))
+
+
+def test_signal_ends_an_agent_that_waits_for_others(job: Job) -> None:
+    agent = job.launch()
+    wait_for(lambda: agents._answers("127.0.0.1", job.port))
+    agent.send(signal.SIGTERM)
+    assert ends(agent) == [143]
