@@ -285,6 +285,9 @@ ENVIRONMENT = {
     "SLURM_JOB_ID": "Set by SLURM: the port of rank 0 follows from it, unless `MASTER_PORT` is set.",
     "SLURM_RESTART_COUNT": "Set by SLURM: above 0, `train` waits for the process that still holds the run.",
     "TORCHELASTIC_RESTART_COUNT": "Set by torchrun: the round of the job; above 0 as `SLURM_RESTART_COUNT`.",
+    "TORCHELASTIC_MAX_RESTARTS": "Set by torchrun: if it is above 0, a stopped rank ends with 0 instead of 75, which "
+    "torchrun would take for a failure and start again.",
+    "ACCELERATE_MIXED_PRECISION": "Set by `accelerate launch`, which `train` then names as its launcher.",
     "TORCHELASTIC_RUN_ID": "Set by torchrun: the job; `train` waits for a holder of the run that is of the same one.",
     "OMPI_COMM_WORLD_RANK": "Set by Open MPI: the rank, unless `RANK` is set; `MASTER_ADDR` and `MASTER_PORT` are "
     "needed beside it.",
