@@ -52,10 +52,12 @@ from segapp.optim.optimizers import WeightAverage
 from segapp.parallel import (
     DataParallelModel,
     RankSplit,
+    SampleMasks,
     Shards,
     balance_stages,
     check_batchnorm,
     convert_sync_batchnorm,
+    mask_by_sample,
     no_samples_problem,
     place_stages,
     set_recompute,
@@ -241,7 +243,9 @@ class StepAssembler:
         return model
 
     def prepare(self, model: SegmentationModel, layout: StepLayout) -> SegmentationModel:
-        """Convert the model as the step needs it, in place: SyncBatchNorm, precision, memory format, recomputed blocks.
+        """Convert the model as the step needs it, in place.
+
+        That is SyncBatchNorm, masks of dropout by samples, precision, memory format and recomputed blocks.
 
         Raises:
             ConfigError: `train.deterministic`, and a part of the step has no deterministic form on CUDA; or
@@ -253,6 +257,7 @@ class StepAssembler:
                 self._check_deterministic(model)
         if self._is_synced(layout):
             convert_sync_batchnorm(model)
+        mask_by_sample(model)
         Precision(self.config.train.precision, torch.device("cpu")).prepare(model)
         if uses_channels_last(self.config.train, model, layout.devices[0]):
             model.to(memory_format=torch.channels_last)
@@ -385,6 +390,7 @@ class StepAssembler:
             ranks=ranks,
             shards=shards,
             graph=self._graph(model, criterion, device) if has_graph else None,
+            masks=SampleMasks(model, config.seed) if backend.has_values else None,
             mark=mark,
         )
         _tag_state(engine, backend)

@@ -45,7 +45,7 @@ from segapp.training.recovery import OomPolicy, fallbacks_after
 from segapp.training.request import ImageLimit
 from segapp.training.start_checks import run_length, start_alerts, start_notes
 from segapp.training.step.engine import StepEngine
-from segapp.training.step.participant import FirstOutputs
+from segapp.training.step.participant import FirstLook, FirstOutputs, RandomCalls
 from segapp.training.step.precise_bn import PreciseBatchNorm
 from segapp.training.telemetry.remaining_time import Timetable
 from segapp.training.trainer import Trainer
@@ -102,15 +102,17 @@ def build_trainer(
     if devices.devices[0].type == "cpu" and not is_second_trial:
         check_memory(len(train_set))
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
-    first_outputs = FirstOutputs()
-    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_outputs)
+    first_looks = FirstOutputs(), RandomCalls()
+    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_looks)
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
-    torch.manual_seed(config.seed + ranks.rank)  # every rank drops out other pixels
+    torch.manual_seed(config.seed + ranks.rank)  # of random numbers that a network draws itself, every rank has its own
     train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine, limit)
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
-    precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn) if config.train.precise_bn else None
+    precise_bn = None
+    if config.train.precise_bn:
+        precise_bn = PreciseBatchNorm(train_loader, config.train.precise_bn, engine.masks)
     oom_policy = OomPolicy(
         context,
         engine,
@@ -154,7 +156,7 @@ def build_trainer(
             config.schedule, config.optim.lr, larger_is_better=SCORES[config.checkpoint.monitor].larger_is_better
         ),
         config_hash=config_hash(config),
-        first_outputs=first_outputs,
+        first_looks=first_looks,
     )
 
 
@@ -317,7 +319,7 @@ def _build_engine(
     train_set: SegmentationDataset,
     saved_plan: SavedMemoryPlan | None,
     checkpoint: LoadedCheckpoint | None,
-    first_outputs: FirstOutputs,
+    first_looks: Sequence[FirstLook],
 ) -> StepEngine:
     scheme, ranks = train_set.scheme, context.ranks
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
@@ -336,7 +338,7 @@ def _build_engine(
     if config.checkpoint.full:
         parts.model.base = None
     mark = context.device_memory.mark
-    return assembler.assemble(parts, layout, participants=[first_outputs], ranks=ranks, mark=mark, has_graph=True)
+    return assembler.assemble(parts, layout, participants=first_looks, ranks=ranks, mark=mark, has_graph=True)
 
 
 def _build_loaders(

@@ -6,6 +6,7 @@ raises WorkerError.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 from segapp.datasets.dataset import LargeBatch, SegmentationDataset
@@ -89,7 +90,11 @@ class TrainLoader:
         self._filler.start()
         order = self._order(epoch)
         batches = [global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self))]
-        return self._pool.run([part_of(samples, self.rank, self._divide(len(samples))) for samples in batches])
+        sizes = [self._divide(len(samples)) for samples in batches]
+        parts = [part_of(samples, self.rank, each) for samples, each in zip(batches, sizes, strict=True)]
+        firsts = [(start_batch + i) * self.batch_size + sum(each[: self.rank]) for i, each in enumerate(sizes)]
+        loaded = self._pool.run(parts)
+        return (replace(batch, epoch=epoch, first=first) for batch, first in zip(loaded, firsts, strict=True))
 
     def close(self) -> None:
         """Stop the workers and the process that fills the cache."""

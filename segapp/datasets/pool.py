@@ -56,6 +56,9 @@ class Batch:
     # Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W)
     target: Tensor
     indices: tuple[int, ...]  # in the data set
+    epoch: int = 0
+    first: int = 0  # place of the first sample in the order of the epoch, over all ranks; the others follow it
+    keys: Tensor | None = None  # of the samples' masks (segapp.parallel.dropout), int64 of shape (N, layers); of a step
 
     def __len__(self) -> int:
         return len(self.indices)

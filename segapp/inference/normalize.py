@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from segapp.memory.oom import is_out_of_memory, oom_failpoint
 from segapp.models.normalizer import Normalizer
+from segapp.parallel import sample_masks
 
 
 class CompiledCall:
@@ -81,14 +82,18 @@ class NormalizedInput(nn.Module):
         """Run the model's forward pass in training through torch.compile."""
         self.compiled_call = CompiledCall(self.model)
 
-    def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return (logits, *auxiliary logits) of stored images (N, B, H, W)."""
+    def forward(self, images: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return (logits, *auxiliary logits) of stored images (N, B, H, W).
+
+        `keys` (N, layers) are those of the samples' masks; see `segapp.parallel.dropout`.
+        """
         if self.training:
             oom_failpoint("train.forward")
         # Evaluation meets many sizes and a rank may have no sample: each would be compiled anew.
         is_compiled = self.compiled_call is not None and self.training and len(images) > 0
         call: Any = self.compiled_call if is_compiled else self.model
-        outputs: tuple[Tensor, ...] = call(self.normalized(images))
+        with sample_masks(keys):
+            outputs: tuple[Tensor, ...] = call(self.normalized(images))
         return outputs
 
     def normalized(self, images: Tensor) -> Tensor:

@@ -25,6 +25,7 @@ from segapp.parallel.distributed import (
     tighten_timeout,
     wrap_ddp,
 )
+from segapp.parallel.dropout import SampleMasks, mask_by_sample, sample_masks
 from segapp.parallel.exchange import allreduce, sum_over_ranks
 from segapp.parallel.launch import die_with_parent, end_with_peers, launch_local
 from segapp.parallel.model_parallel import StagePlacement, balance_stages, measure_stages, place_stages, plan_stages
@@ -49,6 +50,7 @@ __all__ = [
     "ReplicaError",
     "ReplicaOutOfMemoryError",
     "ReplicaOutputs",
+    "SampleMasks",
     "Shards",
     "SplitCheck",
     "StagePlacement",
@@ -70,6 +72,7 @@ __all__ = [
     "is_launched",
     "is_recomputable",
     "launch_local",
+    "mask_by_sample",
     "measure_stages",
     "no_samples_problem",
     "place_stages",
@@ -81,6 +84,7 @@ __all__ = [
     "resolve_devices",
     "revert_sync_batchnorm",
     "run_replicas",
+    "sample_masks",
     "scatter",
     "set_recompute",
     "shutdown",

@@ -75,13 +75,13 @@ def test_precise_statistics_leave_frozen_layers_as_they_are(model: SegmentationM
     batches = [torch.rand(4, 3, 64, 64) for _ in range(3)]
     whole = copy.deepcopy(model)
     torch.optim.swa_utils.update_bn(batches, whole)
-    recompute_batchnorm(model, batches, torch.device("cpu"))
+    recompute_batchnorm(model, [(batch, None) for batch in batches], torch.device("cpu"))
     for (name, ours), theirs in zip(model.named_buffers(), whole.buffers(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=name)
     model.freeze(["backbone"])
     model.eval()
     before = {name: value.clone() for name, value in model.named_buffers()}
-    recompute_batchnorm(model, [batch + 1 for batch in batches], torch.device("cpu"))
+    recompute_batchnorm(model, [(batch + 1, None) for batch in batches], torch.device("cpu"))
     changed = {name for name, value in model.named_buffers() if not torch.equal(value, before[name])}
     assert changed
     assert all(name.startswith("classifier.") for name in changed)

@@ -21,6 +21,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from timm.layers import DropPath
 from torch import Tensor, nn
 
 from segapp.build.optimizer import build_optimizer
@@ -39,7 +40,16 @@ from segapp.losses import (
 )
 from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
-from segapp.parallel import RankSplit, convert_sync_batchnorm, init_from_env, set_recompute, shutdown, wrap_ddp
+from segapp.parallel import (
+    RankSplit,
+    SampleMasks,
+    convert_sync_batchnorm,
+    init_from_env,
+    mask_by_sample,
+    set_recompute,
+    shutdown,
+    wrap_ddp,
+)
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
@@ -91,6 +101,16 @@ class SmallNet(nn.Module):
         return state
 
 
+class DroppingNet(SmallNet):
+    """SmallNet with dropout of values, channels and samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body.append(nn.Dropout(0.3))
+        self.pooled.append(nn.Dropout2d(0.2))
+        self.head = nn.Sequential(DropPath(0.2), nn.Conv2d(6, 3, 1))  # type: ignore[assignment]
+
+
 def eomt() -> nn.Module:
     """Return a small EoMT with masked attention, which fades during the steps of the test."""
     options = {"depth": 3, "embed_dim": 24, "num_heads": 2, "patch_size": 8, "num_queries": 5, "num_blocks": 2}
@@ -108,7 +128,7 @@ def images_of(num: int, seed: int) -> Batch:
 
 def part(batch: Batch, sizes: Sequence[int], rank: int) -> Batch:
     at = slice(sum(sizes[:rank]), sum(sizes[: rank + 1]))
-    return Batch(batch.images[at], batch.target[at], batch.indices[at])
+    return Batch(batch.images[at], batch.target[at], batch.indices[at], batch.epoch, batch.first + at.start)
 
 
 def engine_of(
@@ -118,6 +138,7 @@ def engine_of(
     torch.manual_seed(0)
     device = own_device()
     model = build().double().to(device)
+    mask_by_sample(model)
     inner = NormalizedInput(model, Normalizer(MEAN, STD, torch.float64).to(device))  # type: ignore[arg-type]
     network: nn.Module = inner
     rank_split = None
@@ -140,6 +161,7 @@ def engine_of(
         rank_split=rank_split,
         participants=participants,
         ranks=ranks,
+        masks=SampleMasks(model, 5),
     )
 
 
@@ -174,6 +196,8 @@ def errors_of(
         assert ours.rank_split is not None
         ours.rank_split.shares, ours.rank_split.gpu0_bsz = split.get("shares"), split.get("gpu0_bsz")
         whole = [images_of(size, 10 * number + i) for i, size in enumerate(sizes)]
+        for i, each in enumerate(whole):
+            each.epoch, each.first = number, 8 * i
         own = [part(each, ours.rank_split.plan(len(each)), ranks.rank) for each in whole]
         result = ours.step(own, num_samples=sizes[0])
         with as_one_device():
@@ -226,7 +250,8 @@ def counted_collectives() -> Iterator[Counter[str]]:
 def recomputed_steps(ranks: Ranks) -> dict[str, Any]:
     """Compare ranks that compute different blocks again with ranks that compute none again, after two steps."""
     sets = [["body"], ["pooled"], ["body", "pooled"]]
-    split = {"shares": [*[6, 2, 0][: ranks.world_size - 1], 0]} if ranks.world_size > 1 else {}
+    last = {1: {}, 2: {"shares": [8, 0]}, 3: {"shares": [6, 2, 0]}}
+    split: dict[str, Any] = last[ranks.world_size]
     kept, again = (engine_of(CriterionCE(), ranks, **split) for _ in range(2))
     set_recompute(again.model, [sets[ranks.rank % 3]])
     assert kept.rank_split is not None
@@ -280,6 +305,13 @@ def figures(ranks: Ranks) -> dict[str, Any]:
     table["eomt, accumulated"] = errors_of(masks, ranks, busy, sizes=(8, 5), build=eomt)
     return {
         "errors": table,
+        "dropout": {
+            f"{title}, {len(sizes)} micro-batches": errors_of(
+                CRITERIA["ce"], ranks, [split] * 50, sizes, build=DroppingNet
+            )
+            for title, split in splits.items()
+            for sizes in ((8,), (8, 5))
+        },
         "collectives": {str(number): collectives_of_a_step(ranks, number) for number in (1, 4)},
         "recomputed": recomputed_steps(ranks),
         "resumed": resumed_step(ranks),

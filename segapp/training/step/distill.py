@@ -27,7 +27,7 @@ from segapp.losses import node_features, pair_wise_difference, pixel_wise_diverg
 from segapp.models import Critic, critic_input
 from segapp.models.normalizer import Normalizer
 from segapp.optim.optimizers import set_lr
-from segapp.parallel import DataParallelModel, all_reduce_gradients, gradient_penalty
+from segapp.parallel import DataParallelModel, all_reduce_gradients, gradient_penalty, sample_masks
 from segapp.parallel.distributed import Ranks
 from segapp.parallel.penalties import PenaltyKind
 from segapp.precision import Precision
@@ -269,11 +269,12 @@ class DistilledInput(NormalizedInput):
         self.critic = critic
         self.teacher, self._settings, self._autocast = teacher, settings, autocast
 
-    def forward(self, images: Tensor) -> tuple[Any, ...]:
+    def forward(self, images: Tensor, keys: Tensor | None = None) -> tuple[Any, ...]:
         """Return the student's outputs, the terms' values (N, terms), and the critic's real and fake maps."""
         settings = self._settings
         normalized = self.normalized(images)
-        heads, features = self.model.compute_with_features(normalized)
+        with sample_masks(keys):
+            heads, features = self.model.compute_with_features(normalized)
         grid = settings.grid if PAIR_WISE in settings.factors else None
         told, told_nodes = self.teacher(images, grid)
         values: list[Tensor] = []

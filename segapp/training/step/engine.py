@@ -9,8 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +24,7 @@ from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import oom_failpoint
 from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
-from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit, Shards
+from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit, SampleMasks, Shards
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
 from segapp.training.step.graph import StepGraph
@@ -65,6 +64,7 @@ class StepEngine:
         shards: the ranks among which the optimizer's state is divided, with its parameters; None: each rank has all of
             it.
         graph: makes the passes of the steps as a graph of the device; None: each kernel is launched by the host.
+        masks: makes the keys of the samples' masks; None: dropout draws from the generator of its device.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
     """
 
@@ -86,6 +86,7 @@ class StepEngine:
         ranks: Ranks | None = None,
         shards: Shards | None = None,
         graph: StepGraph | None = None,
+        masks: SampleMasks | None = None,
         mark: Callable[[str], None] = lambda phase: None,
     ) -> None:
         self.model, self.network, self.criterion = model, network, criterion
@@ -94,7 +95,7 @@ class StepEngine:
         self.optimizer, self.precision, self.clip_grad_norm = optimizer, precision, clip_grad_norm
         self.participants = tuple(participants)
         self.ranks, self.shards, self.graph = ranks or Ranks(), shards, graph
-        self._mark = mark
+        self.masks, self._mark = masks, mark
         self.device = device = precision.device
         devices = [device, *(parameter.device for parameter in model.parameters())]
         devices += network.devices if isinstance(network, DataParallelModel) else ()
@@ -133,6 +134,8 @@ class StepEngine:
         split = self.split_of(len(batches[0].indices) if num_samples is None else num_samples)
         if num_pieces > 1:
             batches = [piece for batch in batches for piece in self._cut(batch, num_pieces)]
+        if self.masks is not None:
+            batches = [replace(each, keys=self.masks.keys(each.epoch, each.first, len(each))) for each in batches]
         self._begin()
         with self._rolled_back_if_left():
             # A linear criterion's denominators follow from the targets: no rank waits between its passes for another.
@@ -169,8 +172,12 @@ class StepEngine:
             while num_pieces > 1 and not self.can_train_on(count // num_pieces):
                 num_pieces -= 1
         pieces = zip(batch.images.tensor_split(num_pieces), batch.target.tensor_split(num_pieces), strict=True)
-        indices = iter(batch.indices)
-        return [type(batch)(images, target, tuple(islice(indices, len(images)))) for images, target in pieces]
+        cut, done = [], 0
+        for images, target in pieces:
+            indices = batch.indices[done : done + len(images)]
+            cut.append(replace(batch, images=images, target=target, indices=indices, first=batch.first + done))
+            done += len(images)
+        return cut
 
     def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
         """Return True if every device gets enough samples of a piece, for BatchNorm and for the network."""
@@ -278,11 +285,12 @@ class StepEngine:
 
     def _statistics(self, batch: Batch) -> Statistics:
         self._mark("forward")
+        inputs = (batch.images,) if batch.keys is None else (batch.images, batch.keys)
         if isinstance(self.network, DataParallelModel):
-            outputs, target = self.network(batch.images), batch.target
+            outputs, target = self.network(*inputs), batch.target
         else:
             target = batch.target.to(self.device, non_blocking=True)
-            outputs = self.network(batch.images.to(self.device, non_blocking=True))
+            outputs = self.network(*(each.to(self.device, non_blocking=True) for each in inputs))
         for participant in self.participants:
             participant.take(outputs)
         self._mark("loss")

@@ -52,6 +52,8 @@ class _Captured:
         for own, batch in zip(self.batches, batches, strict=True):
             own.images.copy_(batch.images, non_blocking=True)
             own.target.copy_(batch.target, non_blocking=True)
+            if own.keys is not None and batch.keys is not None:
+                own.keys.copy_(batch.keys, non_blocking=True)
         self.launch()
         for parameter, gradient in self.gradients:
             parameter.grad = gradient
@@ -129,6 +131,7 @@ class StepGraph:
                 batch,
                 images=batch.images.to(self._device, copy=True),
                 target=batch.target.to(self._device, copy=True),
+                keys=None if batch.keys is None else batch.keys.to(self._device, copy=True),
             )
             for batch in batches
         ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,6 +13,7 @@ from segapp.accelerator import random_states_kept
 from segapp.compat.torch import BatchNorm
 from segapp.inference.sliding import Inference
 from segapp.memory.oom import is_out_of_memory
+from segapp.parallel import SampleMasks, sample_masks
 from segapp.training.step.rollback import BufferGuard
 
 if TYPE_CHECKING:
@@ -22,8 +24,10 @@ class BatchNormMemoryError(torch.OutOfMemoryError):
     """Memory does not suffice to recompute BatchNorm's statistics."""
 
 
-def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torch.device) -> None:
+def recompute_batchnorm(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor | None]], device: torch.device) -> None:
     """Replace BatchNorm's running statistics by those of the inputs; random states are restored afterwards.
+
+    The inputs are images, each with the keys of the samples' masks (see `segapp.parallel.dropout`) or None.
 
     Layers that stay in evaluation mode, as frozen ones do, keep their statistics and normalise with them, which torch's
     `update_bn` does not support. The model is left in the mode that it had.
@@ -40,8 +44,9 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[Tensor], device: torc
             module.reset_running_stats()
             module.momentum = None  # the mean over all calls
         with torch.no_grad(), random_states_kept([device]):
-            for images in inputs if momenta else ():
-                model(images)
+            for images, keys in inputs if momenta else ():
+                with sample_masks(keys):
+                    model(images)
     except BaseException as error:
         guard.restore()
         if is_out_of_memory(error):
@@ -59,8 +64,8 @@ class PreciseBatchNorm:
     Epoch 0 of the loader never trains, so its batches are the same at every call.
     """
 
-    def __init__(self, loader: TrainLoader, num_batches: int) -> None:
-        self._loader, self._num_batches = loader, min(num_batches, len(loader))
+    def __init__(self, loader: TrainLoader, num_batches: int, masks: SampleMasks | None = None) -> None:
+        self._loader, self._num_batches, self._masks = loader, min(num_batches, len(loader)), masks
 
     def recompute(self, model: nn.Module, inference: Inference, device: torch.device, num_pieces: int) -> None:
         """Replace the running statistics of a model on `device`.
@@ -68,11 +73,14 @@ class PreciseBatchNorm:
         Raises:
             BatchNormMemoryError: memory does not suffice; the statistics are as they were.
         """
-        batches = iter(self._loader.epoch(0))
-        pieces = (
-            piece.to(device)
-            for _ in range(self._num_batches)
-            for piece in next(batches).images.tensor_split(num_pieces)
-        )
         with inference.autocast():
-            recompute_batchnorm(model, map(inference.normalizer, pieces), device)
+            recompute_batchnorm(model, self._inputs(inference, device, num_pieces), device)
+
+    def _inputs(
+        self, inference: Inference, device: torch.device, num_pieces: int
+    ) -> Iterator[tuple[Tensor, Tensor | None]]:
+        for batch in islice(self._loader.epoch(0), self._num_batches):
+            keys = None if self._masks is None else self._masks.keys(batch.epoch, batch.first, len(batch))
+            of_pieces = [None] * num_pieces if keys is None else keys.tensor_split(num_pieces)
+            for images, own in zip(batch.images.tensor_split(num_pieces), of_pieces, strict=True):
+                yield inference.normalizer(images.to(device)), own

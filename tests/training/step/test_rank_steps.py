@@ -33,6 +33,14 @@ def test_losses_and_state_equal_one_device_at_every_split(figures: dict[str, Any
         assert max(loss, norm, state) <= 1e-10, f"{title}: loss {loss}, gradient norm {norm}, state {state}"
 
 
+def test_losses_of_50_steps_with_dropout_equal_one_device(figures: dict[str, Any]) -> None:
+    """At every split over three ranks, uneven ones and ranks without samples among them, to 1e-12."""
+    assert {f"{split}, 2 micro-batches" for split in splits_of(3)} <= figures["dropout"].keys()
+    for title, (loss, norm, state) in figures["dropout"].items():
+        assert loss <= 1e-12, title
+        assert max(norm, state) <= 1e-10, title
+
+
 def test_resumed_steps_equal_the_uninterrupted_ones_bit_for_bit(figures: dict[str, Any]) -> None:
     assert figures["resumed"] == 0.0
 

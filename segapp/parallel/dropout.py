@@ -1,0 +1,264 @@
+"""Dropout whose masks follow from (seed, epoch, place of the sample in it, layer, call): the same on any device.
+
+torch's layers draw from the generator of their device, so that a sample's mask depends on the samples that share the
+device. Here each sample of a batch comes with a key for each layer, and a layer makes the sample's mask from its key
+alone, by integer arithmetic that is exact on every device. So loss and gradient are those of one device at any split
+over devices, ranks and micro-batches, and when activations are computed again; and generators are left as they are.
+
+Keys and masks are numbers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
+2014). A mask takes 16 bits of them for each value: probabilities are rounded to multiples of 2^-16, and the kept values
+are divided by the rounded one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import threading
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from segapp.parallel.recompute import current_tape
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+_GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""The constants of SplitMix64: of its sequence, and of the two multiplications that mix a number of it."""
+
+_LANE = 2**16
+
+_thread_local = threading.local()
+
+
+def mask_by_sample(network: nn.Module) -> None:
+    """Let the layers of a network that drop values make their masks from the samples' keys, in place.
+
+    These layers are torch's `Dropout` and `Dropout1d` to `Dropout3d`, timm's `DropPath`, torchvision's
+    `StochasticDepth` by rows, and the blocks of smp's EfficientNets. Those that drop nothing, and subclasses with a
+    `forward` of their own, are left as they are. Parameters, state-dict keys and references stay valid.
+
+    To be called before `set_recompute`, and before the network is copied.
+    """
+    for layer in network.modules():
+        base: Any = _base_of(layer)
+        if base is not None:
+            kind: Any = type(layer)
+            layer.__class__ = _masked(base, kind)
+            if base is _OfBlocks:
+                layer.__dict__["_has_drop_connect"] = False  # for the block's own `forward`
+    for number, layer in enumerate(layer for layer in network.modules() if isinstance(layer, _Masked)):
+        layer.__dict__["mask_layer"] = number
+
+
+class SampleMasks:
+    """Makes the keys of samples for the layers of a network after `mask_by_sample`.
+
+    Args:
+        network: the network.
+        seed: of the run.
+
+    Example:
+        >>> network = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
+        >>> mask_by_sample(network)
+        >>> masks = SampleMasks(network, seed=3)
+        >>> with sample_masks(masks.keys(epoch=1, first=0, count=3)):
+        ...     outputs = network(torch.ones(3, 1))
+        >>> with sample_masks(masks.keys(epoch=1, first=2, count=1)):
+        ...     bool((network(torch.ones(1, 1)) == outputs[2:]).all())
+        True
+    """
+
+    def __init__(self, network: nn.Module, seed: int) -> None:
+        self._num_layers = sum(isinstance(layer, _Masked) for layer in network.modules())
+        self._seed = seed
+
+    def keys(self, epoch: int, first: int, count: int) -> Tensor | None:
+        """Return the keys (N, layers) of N = `count` samples in int64; None if no layer drops anything.
+
+        Args:
+            epoch: of the samples.
+            first: place of the first sample in the epoch's order, over all ranks; the others follow it.
+            count: number of samples.
+        """
+        if not self._num_layers:
+            return None
+        of_epoch = _mixed(np.array([self._seed % 2**64], np.uint64), np.array([epoch]))
+        of_layers = _mixed(of_epoch, np.arange(self._num_layers))
+        keys = _mixed(of_layers, np.arange(first, first + count)[:, None])
+        return torch.from_numpy(keys.view(np.int64))
+
+
+def _mixed(states: NDArray[np.uint64], places: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return the numbers at places, from 0, of the sequences of SplitMix64 that begin with these states."""
+    z = states + (places.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
+    mixed: NDArray[np.uint64] = z ^ (z >> np.uint64(31))
+    return mixed
+
+
+class _KeysOfPass:
+    """The keys (N, L) of a forward pass, on each device that asks for them, and how often each layer was called."""
+
+    def __init__(self, keys: Tensor) -> None:
+        self._keys = {keys.device: keys}
+        self._calls: dict[int, int] = {}
+
+    def keys_of_call(self, layer: int, device: torch.device) -> Tensor:
+        """Return the keys (N) of a layer's next call."""
+        if device not in self._keys:
+            self._keys[device] = next(iter(self._keys.values())).to(device, non_blocking=True)
+        keys, call = self._keys[device][:, layer], self._calls.get(layer, 0)
+        self._calls[layer] = call + 1
+        return keys if not call else _words(keys, 1, call)[:, 0]
+
+
+@contextlib.contextmanager
+def sample_masks(keys: Tensor | None) -> Iterator[None]:
+    """Let layers make their masks from keys (N, L) of `SampleMasks` in the `with` statement, in this thread.
+
+    None: they draw from the generator of their device, as torch's layers do.
+    """
+    outer = getattr(_thread_local, "current", None)
+    _thread_local.current = None if keys is None else _KeysOfPass(keys)
+    try:
+        yield
+    finally:
+        _thread_local.current = outer
+
+
+def _keys_of_call(layer: int, device: torch.device) -> Tensor | None:
+    """Return the keys (N) of a layer's call; those of the first pass where activations are computed again."""
+    tape, current = current_tape(), getattr(_thread_local, "current", None)
+    if tape is not None and tape.is_second_pass:
+        kept: Tensor | None = tape.take()
+        return kept
+    keys = None if current is None else current.keys_of_call(layer, device)
+    if tape is not None:
+        tape.keep(keys)
+    return keys
+
+
+class _Masked(nn.Module):
+    """Base of the classes that `SampleMasks` gives to layers."""
+
+    mask_layer: int
+    num_dims: int | None = None
+    """Leading dimensions along which values are dropped independently: 1, of samples; 2, of channels; None: all."""
+
+    def forward(self, features: Tensor) -> Tensor:
+        """Return the features, some of them dropped; see the layer's own class."""
+        layer: Any = self
+        p = layer.drop_prob if hasattr(layer, "drop_prob") else layer.p
+        dropped = self._dropped(features, p)
+        made: Tensor = super().forward(features) if dropped is None else dropped
+        return made
+
+    def _dropped(self, features: Tensor, p: float) -> Tensor | None:
+        """Return the features, masked by keys; None if there are none, or nothing is dropped or everything."""
+        keys = _keys_of_call(self.mask_layer, features.device) if self.training and 0 < p < 1 else None
+        # Layers in windows of an image have several rows for a sample, which follow one another.
+        if keys is None or not len(keys) or len(features) % len(keys):
+            return None
+        threshold = min(max(round(p * _LANE), 1), _LANE - 1)
+        scale = _LANE / (_LANE - threshold) if getattr(self, "scale_by_keep", True) else 1.0
+        shape = features.shape[: self.num_dims]
+        kept = _kept(keys, math.prod(shape) // len(keys), threshold)
+        kept = kept.reshape(*shape, *[1] * (features.ndim - len(shape)))
+        if getattr(self, "inplace", False):
+            return features.mul_(kept).mul_(scale)
+        if kept.shape != features.shape:
+            return features * (kept.to(features.dtype) * scale)
+        if features.ndim == 4 and not features.is_contiguous():
+            kept = kept.contiguous(memory_format=torch.channels_last)
+        # One kernel, which saves the mask alone: it is what the backward pass of torch's dropout does with a gradient.
+        made: Tensor = torch.ops.aten.native_dropout_backward(features, kept, scale)
+        return made
+
+
+class _OfChannels(_Masked):
+    num_dims = 2
+
+
+class _OfSamples(_Masked):
+    num_dims = 1
+
+
+class _OfBlocks(_Masked):
+    """An `MBConvBlock` of smp; what it adds to its input is dropped by samples."""
+
+    num_dims = 1
+
+    def forward(self, inputs: Tensor, drop_connect_rate: float | None = None) -> Tensor:
+        """Return the block's outputs."""
+        from torchvision.ops import stochastic_depth
+
+        added: Tensor = super(_Masked, self).forward(inputs)
+        p = drop_connect_rate or 0.0
+        dropped = self._dropped(added, p)
+        return inputs + (stochastic_depth(added, p, "row", self.training) if dropped is None else dropped)
+
+
+_BASES: dict[str, type[_Masked]] = {
+    "torch.nn.modules.dropout.Dropout": _Masked,
+    "torch.nn.modules.dropout.Dropout1d": _OfChannels,
+    "torch.nn.modules.dropout.Dropout2d": _OfChannels,
+    "torch.nn.modules.dropout.Dropout3d": _OfChannels,
+    "timm.layers.drop.DropPath": _OfSamples,
+    "torchvision.ops.stochastic_depth.StochasticDepth": _OfSamples,
+    "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock": _OfBlocks,
+}
+"""By the name of the class that defines `forward`: libraries are not imported for layers that they may not have."""
+
+
+def _base_of(layer: nn.Module) -> type[_Masked] | None:
+    """Return the base for a layer that drops values; None for others, and for layers with a `forward` of their own."""
+    owner = next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))
+    base = _BASES.get(f"{owner.__module__}.{owner.__qualname__}")
+    is_idle = 0 in (getattr(layer, "p", 1), getattr(layer, "drop_prob", 1), getattr(layer, "_has_drop_connect", 1))
+    is_left = is_idle or "forward" in vars(layer) or getattr(layer, "mode", "row") != "row"
+    return None if is_left else base
+
+
+@functools.cache
+def _masked(base: Any, kind: Any) -> Any:
+    """Return the subclass of a class of layers, under the same name."""
+    own = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (base, kind), own)
+
+
+def _signed(constant: int) -> int:
+    return constant - 2**64 if constant >= 2**63 else constant
+
+
+def _words(keys: Tensor, count: int, first: int = 1) -> Tensor:
+    """Return `count` words (N, count) of 64 random bits for each of the keys (N), in int64.
+
+    They are numbers of SplitMix64 before its last shift, with shifts that keep the sign, as int64 has them.
+    """
+    places = torch.arange(first, first + count, device=keys.device) * _signed(_GAMMA)
+    words = places + keys[:, None]
+    shifted = torch.empty_like(words)
+    for shift, factor in ((30, _FIRST), (27, _SECOND)):
+        torch.bitwise_right_shift(words, shift, out=shifted)
+        words.bitwise_xor_(shifted).mul_(_signed(factor))
+    return words
+
+
+def _kept(keys: Tensor, count: int, threshold: int) -> Tensor:
+    """Return a mask (N, count), False where the next 16 bits for a key are below the threshold."""
+    if count == 1:
+        return keys[:, None] >= (threshold - _LANE // 2) * 2**48  # the highest bits; as signed numbers, both
+    words = _words(keys, -(-count // 4))
+    if torch.compiler.is_compiling():  # Inductor has no views of other sizes
+        places = torch.arange(0, 64, 16, device=keys.device)
+        lanes = ((((words[..., None] >> places) + _LANE // 2) % _LANE) - _LANE // 2).flatten(1)
+    else:
+        lanes = words.view(torch.int16)
+    return lanes[:, :count] >= threshold - _LANE // 2
