@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
 
 from segapp.__main__ import main
+from segapp.cli import app
 from segapp.commands.sweep.plan import plan_sweep
 from segapp.config import dump_config
 from segapp.run.events import EventWriter, RunStart, Step
@@ -35,10 +37,10 @@ def sweep(*words: str) -> int:
     return int(ended.value.code or 0)
 
 
-def task(place: Path, index: int, **env: str) -> Program:
-    return start(
-        "sweep", *GRID, "--only", str(index), cwd=place, logs=place / f"task{index}", SEGAPP_TEST_FORK="1", **env
-    )
+def task(place: Path, index: int, *words: str, **env: str) -> Program:
+    logs = place / f"task{index}"
+    logs.mkdir(exist_ok=True)
+    return start("sweep", *words, "--only", str(index), cwd=place, logs=logs, SEGAPP_TEST_FORK="1", **env)
 
 
 def losses(folder: Path) -> list[float]:
@@ -58,6 +60,9 @@ def test_dry_run_lists_runs_and_writes_nothing(place: Path, capsys: pytest.Captu
         "words": ["train", "--config", "tiny.yaml", "seed=2", "train.epochs=1", "--run", "runs/tiny-sweep/seed2",
                   "--resume", "auto"],
     }  # fmt: skip
+    command: Any = typer.main.get_command(app)
+    train = command.commands["train"].make_context("train", found["runs"][2]["words"][1:]).params
+    assert (train["run"], train["resume"]) == (Path("runs/tiny-sweep/seed2"), "auto")
     assert sweep(*GRID, "--dry-run", "--only", "1") == 0
     assert capsys.readouterr().out == "runs/tiny-sweep/seed1\n"
     assert sweep(*GRID, "--dry-run") == 0
@@ -78,31 +83,25 @@ def test_wrong_words_are_refused_before_anything_is_written(
 
 
 def test_tasks_train_one_run_each_and_can_be_requeued(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for index in range(3):
-        (place / f"task{index}").mkdir()
-    slow = task(place, 2, SEGAPP_FAILPOINTS="train.step=sleep:0.3")
-    assert sweep(*GRID, "--dry-run", "--json") == 0
-    words = json.loads(capsys.readouterr().out)["runs"][1]["words"]
-    first, second = task(place, 0), start(*words, cwd=place, logs=place, SEGAPP_TEST_FORK="1")
+    """Both runs have the same course, and one of them is stopped and continued."""
+    grid = ("--config", "tiny.yaml", "train.epochs=1", "eval.every_epochs=1,2")
+    slow = task(place, 0, *grid, SEGAPP_FAILPOINTS="train.step=sleep:0.3")
+    other = task(place, 1, *grid)
     folder = SweepFolder(place / "runs" / "tiny-sweep")
-    wait_for(lambda: seen(folder.folder_of("seed2").path, "step"))
+    stopped, whole = (folder.folder_of(f"every_epochs{number}").path for number in (1, 2))
+    wait_for(lambda: len(seen(stopped, "step")) >= 2)
     assert sweep("tiny-sweep", "--report") == 0, "the page bears runs that are still on their way"
     slow.send(signal.SIGTERM)
-    assert [each.finish().returncode for each in (slow, first, second)] == [75, 0, 0]
-    assert [run.name for run in folder.read().runs] == ["seed0", "seed1", "seed2"]
-    assert [folder.state_of(run) for run in folder.read().runs] == ["finished", "finished", "stopped"]
+    assert [each.finish().returncode for each in (slow, other)] == [75, 0]
+    assert [folder.state_of(run) for run in folder.read().runs] == ["stopped", "finished"]
     with pytest.raises(SystemExit) as ended:
-        main(["requeue-code", "tiny-sweep/seed2", "75"])
+        main(["requeue-code", f"tiny-sweep/{stopped.name}", "75"])
     assert ended.value.code == 75
-    assert task(place, 2).finish().returncode == 0
-    assert sweep(*GRID, "--only", "0") == 0
-    assert "seed0 has finished" in capsys.readouterr().out
-    assert folder.progress().num_finished == 3
-
-    alone = start("train", "--plain", "--config", "tiny.yaml", "seed=2", "train.epochs=1", "--run", "alone",
-                  cwd=place, logs=place, SEGAPP_TEST_FORK="1")  # fmt: skip
-    assert alone.finish().returncode == 0
-    assert losses(folder.folder_of("seed2").path) == losses(place / "alone")
+    assert task(place, 0, *grid).finish().returncode == 0
+    assert losses(stopped) == losses(whole)
+    assert sweep(*grid, "--only", "1") == 0
+    assert "every_epochs2 has finished" in capsys.readouterr().out
+    assert folder.progress().num_finished == 2
 
 
 def test_failure_is_noted_and_forgotten_when_it_is_mended(place: Path, tiny_root: Path) -> None:
