@@ -418,6 +418,23 @@ def predict(
 
 
 @app.command()
+def calibrate(
+    target: Annotated[
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or one of its checkpoints.")
+    ],
+    split: Annotated[str | None, option("--split", "Split to fit to; by default the validation split.", "NAME")] = None,
+    picture: Annotated[Path | None, option("--picture", "Draw the reliability diagram.", "FILE.svg")] = None,
+) -> None:
+    """Fit a temperature, so that the probabilities of a run say how often they are right.
+
+    It is kept in the run folder; segapp predict and segapp export use it. The predicted classes stay the same.
+    """
+    from segapp.commands.calibrate import calibrate_target
+
+    calibrate_target(target, split=split, picture=picture)
+
+
+@app.command()
 def export(
     target: Target,
     out: Annotated[Path, option("--out", "The file to write.")],

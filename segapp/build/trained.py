@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,12 @@ from segapp.config import RunConfig, load_config, part_names, validate_config
 from segapp.custom.trust import check_trusted
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
+from segapp.inference.calibration import read_calibration
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
 from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.precision import Precision
+from segapp.run.folder import run_of_file
 from segapp.run.words import printable
 
 CONFIG_KEY = "config"
@@ -48,6 +50,8 @@ class TrainedState:
     """State of the criterion, with the class weights of the training; None if the file has none."""
     messages: tuple[str, ...] = ()
     """Notes for the user."""
+    temperature: float = 1.0
+    """Temperature of the probabilities; 1 unless the checkpoint has been calibrated."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def load_trained(target: str, config: str | None = None, *, slide: bool = False,
     precision = Precision(own.train.precision, device)
     precision.prepare(model.to(device))
     inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
+    inference = replace(inference, temperature=trained.temperature)
     model.eval()
     return TrainedModel(**vars(trained), inference=inference, device=device)
 
@@ -92,6 +97,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
     model, saved, scheme = restored_network(checkpoint)
+    temperature, notes = _temperature_of(checkpoint.path, checkpoint.sha256)
     return TrainedState(
         model,
         saved,
@@ -101,8 +107,23 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         checkpoint.epoch,
         checkpoint.step,
         state.get("criterion"),
-        (*checkpoint.messages, *changed_parts(state.get("parts"), saved)),
+        (*checkpoint.messages, *changed_parts(state.get("parts"), saved), *notes),
+        temperature,
     )
+
+
+def _temperature_of(path: Path, sha256: str) -> tuple[float, list[str]]:
+    """Return the temperature of a checkpoint of a run, and a note if the run has that of another checkpoint."""
+    folder = run_of_file(path)
+    found = None if folder is None else read_calibration(folder.calibration)
+    if found is None:
+        return 1.0, []
+    if found.sha256 == sha256:
+        return found.temperature, []
+    return 1.0, [
+        f"{path.name} is not calibrated: calibration.json was fitted to the checkpoint of step {found.step}; segapp "
+        "calibrate fits it to the best one"
+    ]
 
 
 def _from_weights(path: Path, config: RunConfig) -> TrainedState:
@@ -124,7 +145,8 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
             "give weights of the whole network for these classes, or train them first with model.weights",
             path=path,
         )
-    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"))
+    stored = read_metadata(path, "weights").get("temperature", "1") if path.suffix.lower() == ".safetensors" else "1"
+    return TrainedState(model, config, scheme, path, sha256_of(path, "weights"), temperature=float(stored))
 
 
 def _config_of(path: Path) -> RunConfig:

@@ -81,6 +81,8 @@ class RunFolder:
         """Reports of out-of-memory errors."""
         self.saved_plan = self.path / "memory_plan.json"
         """The memory plan at the start of the run."""
+        self.calibration = self.path / "calibration.json"
+        """The temperature of the probabilities of a checkpoint."""
         self.parts = self.path / "parts"
         """Copies of the source files of own parts."""
         self.tensorboard = self.path / "tensorboard"

@@ -1,0 +1,199 @@
+"""Calibration of class probabilities by a temperature: fitted on a validation split, kept with the run.
+
+A temperature T replaces the probabilities p of a pixel by p ** (1 / T), divided by their sum; for a prediction in one
+pass this is the softmax of the logits divided by T (Guo et al., On Calibration of Modern Neural Networks, ICML 2017).
+The likeliest class stays the same. T is the one with the lowest negative log-likelihood, a sum over pixels that is
+convex in 1 / T.
+
+The expected calibration error is the mean of |accuracy - confidence| over bins of equal width, weighted by their pixels
+(Naeini et al., Obtaining Well Calibrated Probabilities Using Bayesian Binning, AAAI 2015).
+
+Shapes: P pixels, C classes, H, W height and width in pixels.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, ValidationError
+from torch import Tensor
+
+from segapp.datasets.dataset import SegmentationDataset
+from segapp.datasets.sampling import mix_seed
+from segapp.errors import DataError
+from segapp.inference.predict.predictor import Predictor
+from segapp.inference.predict.tiles import plan_workspace, predict_strips
+
+MAX_VALUES = 2**27
+"""Probabilities that are kept, of pixels drawn evenly from all images: 512 MiB."""
+NUM_BINS = 15
+_CHUNK = 2**18  # pixels that are converted to float64 at once
+_LEAST, _MOST = 0.05, 20.0
+
+
+class Calibration(BaseModel):
+    """Content of `calibration.json` in a run folder."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
+
+    temperature: float
+    """Divides the logits."""
+    sha256: str
+    """Sum of the checkpoint that it was fitted to; another one is not calibrated."""
+    step: int
+    """Step of that checkpoint."""
+    split: str
+    num_images: int
+    num_px: int
+    """Pixels that were used."""
+    nll: tuple[float, float]
+    """Mean negative log-likelihood of a pixel, before and after."""
+    ece: tuple[float, float]
+    """Expected calibration error, before and after."""
+
+
+def read_calibration(path: Path) -> Calibration | None:
+    """Return the content of the file; None if there is none, or none that can be read."""
+    try:
+        return Calibration.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+@dataclass(frozen=True)
+class ScoredPixels:
+    """Predictions of pixels with a known class."""
+
+    log_probabilities: Tensor  # (P, C) float32 on the CPU
+    targets: Tensor  # (P,) int64 class ids
+
+
+def score_pixels(
+    predictor: Predictor,
+    dataset: SegmentationDataset,
+    *,
+    seed: int,
+    max_values: int = MAX_VALUES,
+    progress: Callable[[int], None] = lambda _: None,
+) -> ScoredPixels:
+    """Predict the images of a data set and return pixels, at most as many of each, that depend on the seed alone.
+
+    Args:
+        predictor: of one class per pixel, with a temperature of 1.
+        dataset: with the transform of an evaluation.
+        seed: of the pixels that are drawn where there are too many.
+        max_values: probabilities to return at most, unless there are more images than that.
+        progress: called with the number of images done.
+
+    Raises:
+        DataError: no pixel of the data set has a class.
+    """
+    scheme, workspace = dataset.scheme, plan_workspace(predictor)
+    most_px = max(1, max_values // (scheme.num_classes * len(dataset)))
+    found: list[NDArray[np.float32]] = []
+    targets: list[NDArray[np.int64]] = []
+    for index in range(len(dataset)):
+        sample = dataset[0, index]
+        target = sample.target.numpy()
+        target = target[0] if target.ndim == 3 else target  # distance maps follow
+        place = np.flatnonzero(target != scheme.ignore_index)
+        if len(place) > most_px:
+            drawn = np.random.default_rng(mix_seed("calibration", seed, index)).choice(len(place), most_px, False)
+            place = place[np.sort(drawn)]
+        rows, columns = np.divmod(place, target.shape[1])
+        image = np.ascontiguousarray(sample.image.numpy().transpose(1, 2, 0))
+        for strip in predict_strips(predictor, image, workspace, with_probabilities=True):
+            assert strip.probabilities is not None
+            own = slice(*np.searchsorted(rows, [strip.rows.start, strip.rows.stop]))
+            values = strip.probabilities[:, rows[own] - strip.rows.start, columns[own]].T
+            found.append(np.log(np.maximum(values, np.finfo(np.float32).tiny), dtype=np.float32))
+        targets.append(target.reshape(-1)[place].astype(np.int64))
+        progress(index + 1)
+    if not sum(map(len, targets)):
+        raise DataError("no pixel of the split has a class: a temperature is fitted to labeled images")
+    return ScoredPixels(torch.from_numpy(np.concatenate(found)), torch.from_numpy(np.concatenate(targets)))
+
+
+def negative_log_likelihood(pixels: ScoredPixels, temperature: float = 1.0) -> float:
+    """Return the mean over the pixels."""
+    scale = torch.tensor(1 / temperature, dtype=torch.float64)
+    return sum(float(_sum_of(part, scale)) for part in _parts(pixels)) / len(pixels.targets)
+
+
+def _sum_of(pixels: ScoredPixels, scale: Tensor) -> Tensor:
+    """Return the sum of the negative log-likelihoods for a scale 1 / T of the logits, float64."""
+    return F.cross_entropy(pixels.log_probabilities.double() * scale, pixels.targets, reduction="sum")
+
+
+def _parts(pixels: ScoredPixels) -> Iterator[ScoredPixels]:
+    for start in range(0, len(pixels.targets), _CHUNK):
+        own = slice(start, start + _CHUNK)
+        yield ScoredPixels(pixels.log_probabilities[own], pixels.targets[own])
+
+
+def fit_temperature(pixels: ScoredPixels) -> float:
+    """Return the temperature with the lowest negative log-likelihood, found by L-BFGS in float64.
+
+    Raises:
+        DataError: it would be below 0.05 or above 20: nearly all pixels are right, or the predictions tell nothing.
+    """
+    log_scale = torch.zeros((), dtype=torch.float64, requires_grad=True)  # its exponential, the scale, is positive
+    optimizer = torch.optim.LBFGS(
+        [log_scale], max_iter=50, tolerance_grad=1e-10, tolerance_change=1e-12, line_search_fn="strong_wolfe"
+    )
+
+    def mean() -> float:
+        optimizer.zero_grad()
+        total = 0.0
+        for part in _parts(pixels):  # each with a graph of its own, which is freed
+            scale = log_scale.clamp(-math.log(_MOST), -math.log(_LEAST)).exp()
+            loss = _sum_of(part, scale) / len(pixels.targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += loss.item()
+        return total
+
+    optimizer.step(mean)  # type: ignore[no-untyped-call]
+    temperature = math.exp(-log_scale.item())
+    if not _LEAST < temperature < _MOST:
+        bound = f"below {_LEAST:g}" if temperature <= _LEAST else f"above {_MOST:g}"
+        raise DataError(
+            f"the temperature would be {bound}: the network is right at nearly every pixel of the split, or its "
+            "probabilities say nothing about the classes: use a split that it was not trained on, or train longer"
+        )
+    return temperature
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Pixels by the confidence of their prediction, in bins of equal width from 0 to 1."""
+
+    num_px: NDArray[np.int64]  # of each bin
+    confidence: NDArray[np.float64]  # mean of each bin, NaN without pixels
+    accuracy: NDArray[np.float64]  # share of right predictions in each bin, NaN without pixels
+
+    @property
+    def error(self) -> float:
+        """The expected calibration error."""
+        has_px = self.num_px > 0
+        gaps = np.abs(self.accuracy - self.confidence)[has_px]
+        return float((gaps * self.num_px[has_px]).sum() / self.num_px.sum())
+
+
+def reliability(pixels: ScoredPixels, temperature: float = 1.0, num_bins: int = NUM_BINS) -> Reliability:
+    """Return how often predictions of each confidence are right; bins are closed above: (0, 1 / n], (1 / n, 2 / n]."""
+    counts = np.zeros((3, num_bins))
+    for part in _parts(pixels):
+        confidence, labels = (part.log_probabilities.double() / temperature).softmax(1).max(1)
+        own = np.clip(np.ceil(confidence.numpy() * num_bins).astype(np.int64) - 1, 0, num_bins - 1)
+        is_right = (labels == part.targets).numpy()
+        for row, weights in enumerate((None, confidence.numpy(), is_right)):
+            counts[row] += np.bincount(own, weights, num_bins)
+    with np.errstate(invalid="ignore"):
+        return Reliability(counts[0].astype(np.int64), counts[1] / counts[0], counts[2] / counts[0])
