@@ -56,9 +56,10 @@ def requeue_code(
     if code != EXIT_STOPPED_AND_SAVED:
         return code, str(last.get("reason") or "the training did not stop with a checkpoint")
     if last.get("type") == "run_start":  # a command leaves an end, and a kill after the grace time does not
-        if (saved_step or 0) > (last.get("resumed_from_step") or 0):
-            return code, f"the training was killed before it could save again; it has a checkpoint of step {saved_step}"
-        return RunError.exit_code, "the training was killed before it had a new checkpoint"
+        begun = [raw.get("resumed_from_step") or 0 for raw in events if raw["type"] == "run_start"][-2:]
+        if saved_step is None or (len(begun) == 2 and min(begun) >= saved_step):
+            return RunError.exit_code, "the training was killed before it had a new checkpoint"
+        return code, f"the training was killed before it could save again; it has a checkpoint of step {saved_step}"
     if last.get("exit_code") != code or last.get("stopped_by") is None:
         return RunError.exit_code, "the events of the run do not say what stopped it"
     if last["stopped_by"] == "command":

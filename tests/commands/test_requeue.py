@@ -34,8 +34,9 @@ BEGUN = {"type": "run_start"}
         ([FAILED], 75, 1),
         ([OLD], 75, 1),
         ([], 75, 1),
-        ([{**SIGNAL, "step": 5}, {**BEGUN, "resumed_from_step": 5}], 75, 75),  # killed at step 9, at which it had saved
-        ([{**SIGNAL, "step": 5}, {**BEGUN, "resumed_from_step": 9}], 75, 1),
+        ([{**SIGNAL, "step": 5}, {**BEGUN, "resumed_from_step": 5}], 75, 75),  # killed after its checkpoint of step 9
+        ([{**SIGNAL, "step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 75),  # killed before it had one
+        ([{**BEGUN, "resumed_from_step": 9}, {**BEGUN, "resumed_from_step": 9}], 75, 1),  # twice
         ([BEGUN], 75, 75),
         ([BEGUN], None, 1),
         ([], 2, 2),
