@@ -86,6 +86,9 @@ def words_of(text: str) -> list[str]:
 
 def parsed_problem(command: str) -> str | None:
     """Return why the parser refuses a command; None if it takes it. Nothing is executed."""
+    launch, _, training = command.partition(" -- train ")
+    if training:
+        return parsed_problem(launch) or parsed_problem(f"segapp train {training}")
     words = shlex.split(command.replace("...", " "), comments=True)[1:]
     here: Any = ROOT_COMMAND
     if words[:1] in (["--help"], ["--version"]):

@@ -257,7 +257,8 @@ ENVIRONMENT = {
     "SEGAPP_FAILPOINT_MARKS": "For tests: a folder; each armed fault writes a line whenever it acts.",
     "SEGAPP_TRUST_PARTS": "`1`: import own code that a run or a checkpoint names, as `--trust-parts`.",
     "SEGAPP_PEER_TIMEOUT_S": "Seconds without a sign of life after which another machine counts as lost, and "
-    "the ranks of this one end with 8; the same on all machines. Default: 30; 0: never.",
+    "the ranks of this one end with 8; the same on all machines. Default: 30; 0: never. `segapp launch` waits as long "
+    "for a rendezvous that does not answer.",
     "XDG_CACHE_HOME": "Caches lie in `$XDG_CACHE_HOME/segapp`: decoded images, class weights. Default: `~/.cache`.",
     "XDG_CONFIG_HOME": "Settings of the screen lie in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",
     "XDG_STATE_HOME": "`$XDG_STATE_HOME/segapp` remembers trusted own code and seen alerts. Default: `~/.local/state`.",
