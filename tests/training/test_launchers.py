@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -14,8 +15,8 @@ import pytest
 import segapp
 from segapp.config import dump_config
 from segapp.errors import ConfigError, DistributedError
-from segapp.parallel.distributed import _read_rank, is_launched
-from segapp.training.launchers import adopt_launcher
+from segapp.parallel.distributed import DistributedSetupError, _read_rank, is_launched
+from segapp.training.launchers import adopt_launcher, exit_code_for_launcher, loss_without_launch
 from tests.support.rank_runs import ranks_of
 from tests.support.runs import events, merged
 
@@ -69,7 +70,6 @@ def test_single_processes_and_ranks_are_left_alone(environ: dict[str, str]) -> N
 def test_tasks_that_cannot_meet_are_refused() -> None:
     with pytest.raises(DistributedError, match="mpirun started 2 tasks, and MASTER_ADDR, MASTER_PORT is not known"):
         adopted(OPEN_MPI)
-    assert adopted({**OPEN_MPI, **MEETING}) == ("mpirun", ["1", "2", "1", "10.0.0.1", "29500"])
     assert adopted({"PMI_RANK": "0", "PMI_SIZE": "2", "MPI_LOCALRANKID": "0", **MEETING})[0] == "mpiexec"
 
 
@@ -79,6 +79,53 @@ def test_a_rank_alone_on_its_gpu_needs_no_local_rank(monkeypatch: pytest.MonkeyP
         _read_rank(pod)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert _read_rank(pod) == (1, 2, 0)
+
+
+TORCHRUN = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", **MEETING, "TORCHELASTIC_RUN_ID": "none"}
+NO_RESTARTS, RESTARTS = {"TORCHELASTIC_MAX_RESTARTS": "0"}, {"TORCHELASTIC_MAX_RESTARTS": "3"}
+ALONE, REFUSED = "a training of its own", "refused"
+
+
+@pytest.mark.parametrize(
+    ("environ", "outcome", "said", "stopped"),
+    [
+        ({}, ALONE, None, 75),
+        (STEP, (3, 4), None, 75),
+        ({**STEP, "SLURM_PROCID": "0"}, (0, 4), "started by srun: nothing starts the ranks again", 75),
+        ({**STEP, "SLURM_STEP_NODELIST": ""}, REFUSED, None, None),
+        (OPEN_MPI, REFUSED, None, None),
+        ({**OPEN_MPI, **MEETING}, (1, 2), None, 75),
+        ({**OPEN_MPI, **MEETING, "OMPI_COMM_WORLD_RANK": "0"}, (0, 2), "started by mpirun: nothing starts", 75),
+        ({"RANK": "0", "WORLD_SIZE": "1", **MEETING}, (0, 1), "started by RANK and WORLD_SIZE: nothing starts", 75),
+        ({"RANK": "0", "WORLD_SIZE": "2", **MEETING}, REFUSED, "started by RANK and WORLD_SIZE", None),
+        ({**TORCHRUN, **NO_RESTARTS}, (0, 2), "started by torchrun: its exit code is 1", 75),
+        ({**TORCHRUN, **RESTARTS}, (0, 2), "started by torchrun: it would start a stopped training again", 0),
+        ({**TORCHRUN, **RESTARTS, "RANK": "1"}, (1, 2), None, 0),
+        ({**TORCHRUN, **RESTARTS, "SEGAPP_PARENT_PID": "7"}, (0, 2), None, 75),
+        (
+            {**TORCHRUN, **NO_RESTARTS, "ACCELERATE_MIXED_PRECISION": "no"},
+            (0, 2),
+            "started by accelerate launch: its",
+            75,
+        ),
+    ],
+    ids=lambda value: None,
+)
+def test_each_launcher_gives_one_training_or_a_refusal(
+    environ: dict[str, str], outcome: Any, said: str | None, stopped: int | None
+) -> None:
+    """Several processes are never several trainings; what each launcher lacks is said once, by rank 0."""
+    environ = dict(environ)
+    found: Any = REFUSED
+    with contextlib.suppress(DistributedError, DistributedSetupError):
+        adopt_launcher(environ)
+        found = _read_rank(environ)[:2] if is_launched(environ) else ALONE
+    assert found == outcome
+    shown = loss_without_launch(environ)
+    assert shown is None if said is None else (shown or "").startswith(said)
+    if stopped is not None:
+        codes = [exit_code_for_launcher(code, environ) for code in (0, 8, 75)]
+        assert codes == [0, 8, stopped]
 
 
 def start(config: Path, environ: dict[str, str]) -> subprocess.Popen[str]:
