@@ -142,7 +142,7 @@ class DistributedError(RunError):
 
 
 class RunBusyError(RunError):
-    """Another process holds the run folder."""
+    """Another process holds the run folder, or has taken it over."""
 
     exit_code = 9
     topic = "run-busy"

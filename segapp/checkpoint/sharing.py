@@ -18,7 +18,7 @@ from typing import BinaryIO, TypeVar, cast
 
 from segapp.checkpoint.training_state import LoadedCheckpoint, read_state
 from segapp.errors import CheckpointError, SegappError
-from segapp.models.weights import map_tensors
+from segapp.models.weights import load_mapped_tensors
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import DamagedError, open_if_intact
 from segapp.run.files import HashingFile, machine_id, open_new, remove_quietly, storage_error, temporary_name
@@ -63,7 +63,9 @@ def load_on_every_rank(ranks: Ranks, load: Callable[[], LoadedCheckpoint | None]
     try:
         with _open_here(ranks, checkpoint, num_bytes) as file:
             if not loaded:
-                loaded.append(replace(checkpoint, state=read_state(file, checkpoint.path, file.name, map_tensors)))
+                loaded.append(
+                    replace(checkpoint, state=read_state(file, checkpoint.path, file.name, load_mapped_tensors))
+                )
     except SegappError as error:
         problem = error
     if problem := ranks.first_of(problem):

@@ -21,7 +21,7 @@ import torch
 from segapp.checkpoint.snapshot import as_storable, find_non_finite, num_tensor_bytes
 from segapp.config import RunConfig, resume_differences
 from segapp.errors import CheckpointError, NonFiniteError, accepted_words
-from segapp.models.weights import load_tensors, map_tensors, peek_tensors
+from segapp.models.weights import load_mapped_tensors, load_tensors, peek_tensors
 from segapp.older import CHECKPOINT_KEYS, renamed
 from segapp.run.checkpoints import (
     BEST,
@@ -158,7 +158,7 @@ def load_checkpoint(
     Raises:
         CheckpointError: none can be used; the message has the reason for each.
     """
-    read = map_tensors if is_mapped else load_tensors
+    read = load_mapped_tensors if is_mapped else load_tensors
     path = Path(source)
     if path.is_dir():
         folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
@@ -341,7 +341,7 @@ def _read_entry(store: CheckpointFolder, entry: CheckpointEntry, read: Reader) -
 def read_state(file: BinaryIO, path: Path, label: str, read: Reader = load_tensors) -> dict[str, Any]:
     """Return the dict in an open checkpoint file; raise CheckpointError for any other content.
 
-    `path` and `label` are for the error; `read` is `load_tensors` or `map_tensors`.
+    `path` and `label` are for the error; `read` is `load_tensors` or `load_mapped_tensors`.
     """
     try:
         state: Any = read(file)

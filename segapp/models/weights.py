@@ -263,7 +263,7 @@ def load_tensors(file: BinaryIO) -> Any:
     return _loaded(file)
 
 
-def map_tensors(file: BinaryIO) -> Any:
+def load_mapped_tensors(file: BinaryIO) -> Any:
     """Return and raise what `load_tensors` does, the tensors mapped from the file: pages are read as they are used.
 
     The tensors need no memory of their own, and processes of one machine share their pages. A file system or an
@@ -280,8 +280,7 @@ def map_tensors(file: BinaryIO) -> Any:
 def peek_tensors(path: Path) -> Any:
     """Return and raise what `load_tensors` does, the tensors mapped from the file and not read."""
     with path.open("rb") as file:
-        _refuse_compressed(file)
-    return _loaded(path, mmap=True)
+        return load_mapped_tensors(file)
 
 
 def _loaded(file: BinaryIO | Path, **options: Any) -> Any:

@@ -23,6 +23,7 @@ STILL_S = 60.0
 """A lease whose counter stands still for so long may be taken."""
 
 _LOOK_S = 1.0
+_JOIN_S = 5.0
 _PAUSE_S = 2.0  # longer than another taker needs from its last look at the old lease to its rename
 
 
@@ -35,6 +36,7 @@ class Lease:
         """Called, possibly in another thread, once another process has taken the lease."""
         self._token, self._count, self._fd, self._pid = b"", 0, -1, 0
         self._stop = threading.Event()
+        self._renewal: threading.Thread
 
     def acquire(self, say: Callable[[str], None] | None = None) -> bool:
         """Take the lease, and renew it until `release` or the end of the process; False if another one holds it.
@@ -46,20 +48,18 @@ class Lease:
             OSError: The file cannot be written.
         """
         self._token, self._count = secrets.token_hex(16).encode(), 0
-        while not self._create():
+        while not self._create(self.path):
             if say is None:
                 return False
             say(f"{self.path}: waiting up to {STILL_S:g} s to see whether its holder renews it")
             seen = self._stands_still()
-            if seen is not None:
-                if not self._replace(seen):
-                    return False
+            if seen is not None and self._replace(seen):
                 break
-            if self._read() is not None:
+            if seen is not None or self.path.exists():
                 return False
-        self._pid = os.getpid()
-        self._stop = threading.Event()
-        threading.Thread(target=self._renew, args=(self._stop,), name="lease", daemon=True).start()
+        self._pid, self._stop = os.getpid(), threading.Event()
+        self._renewal = threading.Thread(target=self._renew, args=(self._stop,), name="lease", daemon=True)
+        self._renewal.start()
         return True
 
     def release(self) -> None:
@@ -70,10 +70,10 @@ class Lease:
         with contextlib.suppress(OSError):
             if self.is_own():
                 self.path.unlink()
-        self._close()
-
-    def _close(self) -> None:
-        os.close(self._fd)
+        if threading.current_thread() is not self._renewal:
+            self._renewal.join(_JOIN_S)
+        if not self._renewal.is_alive():  # it may write, or hang, on a disk that does not answer
+            os.close(self._fd)
         self._fd = -1
 
     def is_own(self) -> bool:
@@ -81,33 +81,32 @@ class Lease:
         content = self._read()
         return content is not None and content.startswith(self._token)
 
-    def _create(self) -> bool:
+    def _create(self, path: Path) -> bool:
+        """Write the token into a new file; False if it exists."""
         try:
-            self._fd = open_new(self.path, 0o644)
+            self._fd = open_new(path, 0o644)
+            self._write()
         except FileExistsError:
             return False
-        try:
-            self._write()
         except OSError:
-            self._close()
-            remove_quietly(self.path)
+            remove_quietly(path)
             raise
         return True
 
     def _replace(self, seen: bytes) -> bool:
         """Replace a lease that stood still; False if another process replaced it, too."""
         temporary = self.path.parent / temporary_name()
-        self._fd = open_new(temporary, 0o644)
-        self._write()
+        self._create(temporary)
         if self._read() == seen:
             os.rename(temporary, self.path)
             fsync_directory(self.path.parent)
             time.sleep(_PAUSE_S)
-        if not self.is_own():
-            self._close()
-            remove_quietly(temporary)
-            return False
-        return True
+        if self.is_own():
+            return True
+        os.close(self._fd)
+        self._fd = -1
+        remove_quietly(temporary)
+        return False
 
     def _stands_still(self) -> bytes | None:
         """Return the content of a file that did not change for `STILL_S`; None as soon as it changes."""

@@ -114,6 +114,8 @@ def test_ddp_of_two_ranks_equals_and_resumes_on_one_device(single: tuple[dict[st
     assert "Warning" not in result.stderr
     run = tmp_path / "run"
     assert_same_course(run, reference)
+    for rank, log in enumerate([run / "trainer.log", run / "logs" / "rank-0001.log"]):
+        assert f" rank {rank}, round 0, process " in log.read_text().splitlines()[0]
     assert [e["num_images"] for e in events(run, "val")] == [4, 4, 4]
     assert [e["seq"] for e in events(run)] == list(range(1, len(events(run)) + 1))
     state = torch.load(run / "checkpoints" / "last.pt", weights_only=True)
