@@ -88,6 +88,11 @@ def group_store() -> Any:
     return dist.distributed_c10d._get_default_store().clone()
 
 
+def rendezvous_store(handler: Any) -> Any:
+    """Return the store in which the agents of torchrun meet, of all rounds; None if the handler has none yet."""
+    return getattr(handler, "_store", None)
+
+
 def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if the optimizer's step reads `found_inf` on the device, as torch's fused optimizers do."""
     return getattr(optimizer, "_step_supports_amp_scaling", False)

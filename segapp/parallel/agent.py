@@ -33,7 +33,8 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from segapp.parallel.peer_watch import LIMIT_S, peer_limit_s
+from segapp.compat.torch import rendezvous_store
+from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, peer_limit_s
 
 LOST = 8
 """Exit code of an agent that cannot meet the others."""
@@ -95,12 +96,15 @@ class Agent(LocalElasticAgent):
         meeting: Any = spec.rdzv_handler
         self._meeting, self._ask_who_waits = meeting, meeting.num_nodes_waiting
         meeting.num_nodes_waiting = lambda: self._asked(self._ask_who_waits) or 0  # without a store the ranks continue
-        self._job: Any = None  # the store of all rounds; None before the first, and if it does not answer any more
+        self._job: Any = None  # the store of all rounds; None if it does not answer any more
+        if (store := rendezvous_store(meeting)) is not None:
+            self._job = PrefixStore(f"segapp/{meeting.get_run_id()}", store)
         self._round = -1
         self._pids: list[int] = []
         self._code: int | None = None  # of the first rank that ended here
         self._signal: int | None = None
         self._looked_s, self._over_s = 0.0, 0.0
+        self._watch: PeerWatch | None = None
 
     def carry_out(self) -> int:
         """Run the job to its end and return its exit code: the same on every machine that can still ask for it."""
@@ -135,6 +139,7 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents and agree on the number of the round, which a machine that joins does not know."""
         self._pids = []
+        self._end_watch()
         super()._rendezvous(worker_group)
         store: Any = worker_group.store
         store.set(f"round/{worker_group.group_rank}", str(self._round + 1))
@@ -148,10 +153,33 @@ class Agent(LocalElasticAgent):
         self._code = None
         ids: dict[int, Any] = super()._start_workers(worker_group)
         self._pids = list(ids.values())
+        self._watch_agents(worker_group)
         ranks: Any = self._pcontext
         close = ranks.close  # through it, torch ends the other ranks when one has failed, after 30 s
         ranks.close = lambda death_sig=None, timeout=self._shutdown_timeout: close(death_sig, timeout)
         return ids
+
+    def _watch_agents(self, worker_group: WorkerGroup) -> None:
+        """Begin to watch the other machines of the round: ranks that still start wait for a lost one for minutes."""
+        names = {f"alive/{self._round}/{each}": f"machine {each}" for each in range(worker_group.group_world_size or 1)}
+        own, limit_s = f"alive/{self._round}/{worker_group.group_rank}", peer_limit_s()
+        del names[own]
+        if names and limit_s:
+            limit_s += _PATIENCE_S  # ranks that watch by themselves end before, and report it
+            with contextlib.suppress(*_STORE_ERRORS):
+                store = self._job.clone()
+                self._watch = PeerWatch(store, own, names, self._end_ranks, limit_s=limit_s, needs_store=False)
+
+    def _end_ranks(self, reason: str) -> None:
+        print(f"error: {reason}: the ranks of this machine end", file=sys.stderr, flush=True)
+        for pid in self._pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.stop(has_left=True)
+            self._watch = None
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
         """Stop the ranks for another round, with the time that they need to save."""
@@ -223,6 +251,7 @@ class Agent(LocalElasticAgent):
 
     def _part(self) -> None:
         """Wait until the other agents know the exit code: the store ends with the agent that holds it."""
+        self._end_watch()
         deadline_s = time.monotonic() + _PATIENCE_S + self._shutdown_timeout
         self._asked(lambda: self._job.add("ended", 1))
         num_machines = self._worker_group.group_world_size or 1
@@ -240,10 +269,13 @@ class Agent(LocalElasticAgent):
 
     def _end_without_store(self, host: str, port: int) -> None:
         """End this process if its ranks have ended and the rendezvous does not answer: the agent may wait for it."""
-        answered_s, limit_s = time.monotonic(), peer_limit_s() or LIMIT_S
-        while time.monotonic() - answered_s < limit_s:
+        answered_s = ran_s = time.monotonic()
+        limit_s = peer_limit_s() or LIMIT_S
+        while time.monotonic() - answered_s < limit_s or time.monotonic() - ran_s < _PATIENCE_S:
             time.sleep(_LOOK_S)
-            if not self._pids or any(map(_is_running, self._pids)) or _answers(host, port):
+            if not self._pids or any(map(_is_running, self._pids)):
+                ran_s = time.monotonic()
+            if not self._pids or _answers(host, port):
                 answered_s = time.monotonic()
         os._exit(self._lost("the rendezvous does not answer any more"))
 

@@ -45,10 +45,18 @@ class PeerWatch:
         others: what an error message calls each other machine, by its key.
         end: ends this process; called in a thread, with the reason.
         limit_s: seconds of silence after which a machine, or the store, is lost.
+        needs_store: a store that does not answer is lost; False: only machines are.
     """
 
     def __init__(
-        self, store: Store, own: str, others: Mapping[str, str], end: Callable[[str], None], *, limit_s: float = LIMIT_S
+        self,
+        store: Store,
+        own: str,
+        others: Mapping[str, str],
+        end: Callable[[str], None],
+        *,
+        limit_s: float = LIMIT_S,
+        needs_store: bool = True,
     ) -> None:
         self._store, self._own, self._others, self._end, self._limit_s = store, own, dict(others), end, limit_s
         self._beat_s = limit_s / 6
@@ -56,7 +64,8 @@ class PeerWatch:
         self._num_answers = 0
         self._beating = threading.Thread(target=self._beat, name="peer-beat", daemon=True)
         self._beating.start()
-        threading.Thread(target=self._await_answers, name="peer-watch", daemon=True).start()
+        if needs_store:
+            threading.Thread(target=self._await_answers, name="peer-watch", daemon=True).start()
 
     def stop(self, *, has_left: bool) -> None:
         """End the watch.

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_better, own_address
 from segapp.config import RunConfig, dump_config
@@ -141,7 +145,7 @@ def test_launch_that_cannot_start_is_refused(words: list[str], message: str, tmp
 
 def test_agent_without_its_store_ends_with_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
     agent = object.__new__(agents.Agent)
-    agent._pids, agent._code, asked = [11, 12], 137, []
+    agent._pids, agent._code, asked, looks = [11, 12], 137, [], iter(range(100))
 
     def end(code: int) -> None:
         raise SystemExit(code)
@@ -152,14 +156,48 @@ def test_agent_without_its_store_ends_with_its_code(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setenv("SEGAPP_PEER_TIMEOUT_S", "0.05")
     monkeypatch.setattr(agents, "_LOOK_S", 0.01)
-    monkeypatch.setattr(agents, "_is_running", lambda pid: False)
+    monkeypatch.setattr(agents, "_PATIENCE_S", 0.05)
+    monkeypatch.setattr(agents, "_is_running", lambda pid: next(looks) < 20)
     monkeypatch.setattr(agents, "_answers", answers)
     monkeypatch.setattr(os, "_exit", end)
     with pytest.raises(SystemExit) as ended:
         agent._end_without_store("10.0.0.1", 29500)
     assert ended.value.code == 137
     assert len(asked) > 3
+    assert next(looks) > 20, "it waits for ranks that still run"
     assert set(asked) == {("10.0.0.1", 29500)}
+
+
+class Closed:
+    """A rendezvous that another agent has closed; `_store` is torch's name."""
+
+    def __init__(self) -> None:
+        self._store = HashStore()
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def get_backend(self) -> str:
+        return "c10d"
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def next_rendezvous(self) -> None:
+        raise RendezvousClosedError
+
+    def set_closed(self) -> None: ...
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
+    meeting: Any = Closed()
+    meeting._store.set("segapp/run/code", "75")
+    spec = WorkerSpec("segapp", 1, meeting, entrypoint="true")
+    agent = agents.Agent(spec, DefaultLogsSpecs(), agents.Policy(), None, 5.0)
+    assert agent.carry_out() == 75
 
 
 class Job:

@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -41,6 +41,9 @@ from tests.support.machine_jobs import Job, sections_of
 from tests.support.machines import Machines, why_not
 from tests.support.runs import draw_tiny_data
 
+_ROUND = re.compile(r"^[\d-]+ [\d:]+ rank 0, round \d+, ", re.MULTILINE)
+"""The first line of rank 0 in each round, in trainer.log."""
+
 KINDS = ("rank", "agent", "power", "cut")
 PEER_S = 8.0
 """Seconds of silence after which a machine is lost in these jobs."""
@@ -48,8 +51,11 @@ RECOVERY_S = 240.0
 """A job must make a new step within so many seconds after a fault, on a busy machine."""
 CANCEL_S = 60.0
 """Seconds after the end of the run in which the agents of machines without ranks may end by themselves."""
+TOGETHER_S = 400.0
+"""All machines must train together within so many seconds."""
 TOLERANCE = 1e-9
-STEP_S = 0.15
+STEP_S = 0.25
+"""Seconds that a step takes while faults happen."""
 ENDS = {0, 8, 75, 137, -signal.SIGKILL}
 """Exit codes of an agent: of the run, or -9 of itself."""
 
@@ -95,7 +101,7 @@ def plan_job(seed: int) -> Plan:
     rng = random.Random(seed)
     num_machines = rng.choices([2, 3, 4], [5, 3, 2])[0]
     faults = tuple(_plan_fault(rng, num_machines, is_first=index == 0) for index in range(rng.randint(4, 7)))
-    num_steps = 10 + sum(10 + (fault.after_steps or 0) + int(fault.delay_s / STEP_S) for fault in faults)
+    num_steps = 20 + sum(80 + (fault.after_steps or 0) + int(fault.delay_s / STEP_S) for fault in faults)
     sections: dict[str, Any] = {
         "data": {"crop_px": rng.choice([[32, 32], [48, 32]])},
         "train": {
@@ -164,9 +170,11 @@ class Campaign:
         self._absent: set[int] = set()
         self._struck: set[int] = set()
         self._finished_s: float | None = None
+        self._is_stopping = False
         self._looked_s = 0.0
-        self._step = 0
-        self._progress_s = time.monotonic()
+        self._step, self._num_ranks = 0, 0
+        self._progress_s = self._together_s = time.monotonic()
+        self._num_reported = 0
 
     def carry_out(self) -> None:
         """Start the job, let the faults happen and the run come to its end, and check what must hold after each.
@@ -184,10 +192,26 @@ class Campaign:
             if self._is_finished():
                 break
             self._strike(fault)
+        self._wait(self._is_recovered)
+        self._finish_fast()
         self._wait(self._is_over)
-        for outcome in self.outcomes:
-            if outcome.recovered_s is None:
-                self._report(outcome, "the run was at its end")
+        self._report()
+
+    def _finish_fast(self) -> None:
+        """Stop the job, which must end with 75 on every machine, and train the rest without waiting."""
+        if self._is_finished():
+            return
+        sent = self.job.run.command("ctl", "run", "stop")
+        assert sent.returncode == 0, sent.stderr
+        self._is_stopping = True
+        self._wait(lambda: len(self.job.ended_s) == len(self.job.agents) or self._is_finished())
+        if not self._is_finished():
+            codes = {number: agent.returncode for number, agent in self.job.agents.items()}
+            if set(codes.values()) != {75}:
+                raise BrokenError(f"I4: stopped by a command, the agents ended with {codes}")
+        self._is_stopping = False
+        del self.job.env["SEGAPP_FAILPOINTS"]
+        self._progress_s = time.monotonic()
 
     def _start_all(self) -> None:
         for machine in self.job.machines:
@@ -207,6 +231,7 @@ class Campaign:
         ranks = machine.ranks()
         if self._is_finished() or agent.returncode is not None:
             return
+        self._report()
         self.outcomes.append(Outcome(fault, self._step, time.monotonic(), time.time()))
         self._progress_s = time.monotonic()
         if fault.kind == "rank":
@@ -254,7 +279,13 @@ class Campaign:
         if now_s - self._looked_s > 0.3:
             self._looked_s = now_s
             self._read_events()
+            self._num_ranks = sum(len(machine.ranks()) for machine in self.job.machines if machine.is_up)
             self._restart(now_s)
+            if self._is_recovered() or self._is_stopping:
+                self._together_s = now_s
+                self._report()
+        if now_s - self._together_s > TOGETHER_S:
+            raise BrokenError(f"I6: not all machines trained together within {TOGETHER_S:g} s")
         if now_s - self._progress_s > RECOVERY_S:
             raise BrokenError(f"I6: no new step within {RECOVERY_S:g} s, at step {self._step}")
 
@@ -280,6 +311,8 @@ class Campaign:
                         self._struck.add(machine.number)
                         agent.send(signal.SIGKILL)
             return
+        if self._is_stopping:
+            return
         for number, ended_s in list(self.job.ended_s.items()):
             if number not in self._absent and now_s - ended_s > 1.0:
                 self._start(number)
@@ -294,7 +327,6 @@ class Campaign:
                 for outcome in self.outcomes:
                     if outcome.recovered_s is None and event["t"] > outcome.t + (0 if start_t > outcome.t else 5):
                         outcome.recovered_s = time.monotonic() - outcome.at_s
-                        self._report(outcome)
             elif event["type"] == "run_start":
                 start_t = event["t"]
                 if start_t in self._resumes:
@@ -305,7 +337,12 @@ class Campaign:
                     raise BrokenError(f"I2: resumed from step {resumed}, although step {promised} was acknowledged")
 
     def _is_recovered(self) -> bool:
-        return all(outcome.recovered_s is not None for outcome in self.outcomes) or self._is_finished()
+        """True if every machine is back and has made a step with the others."""
+        return self._is_finished() or (
+            not self._absent
+            and all(outcome.recovered_s is not None for outcome in self.outcomes)
+            and self._num_ranks == len(self.job.machines)
+        )
 
     def _is_finished(self) -> bool:
         """True once an agent has ended with 0."""
@@ -314,17 +351,26 @@ class Campaign:
     def _is_over(self) -> bool:
         return self._is_finished() and len(self.job.ended_s) == len(self.job.agents)
 
-    def _report(self, outcome: Outcome, note: str = "") -> None:
+    def _report(self) -> None:
+        """Write the lines of the faults that are over, or that the next one follows."""
+        for outcome in self.outcomes[self._num_reported :]:
+            self._say(self._line(outcome))
+        self._num_reported = len(self.outcomes)
+
+    def _line(self, outcome: Outcome) -> str:
         fault = outcome.fault
         ends = ", ".join(f"machine {number}: {code} after {s:.1f} s" for number, code, s in outcome.ends)
         own = {code for number, code, _ in outcome.ends if code != -signal.SIGKILL}
         when = "while it recovered" if fault.after_steps is None else f"at step {outcome.step}"
         back = "" if fault.kind == "rank" else f" for {fault.lasts_s:.1f} s"
-        recovered = note or f"a new step after {outcome.recovered_s:.1f} s"
+        recovered = "no new step" if outcome.recovered_s is None else f"a new step after {outcome.recovered_s:.1f} s"
+        together = (
+            f"all together after {time.monotonic() - outcome.at_s:.1f} s" if self._is_recovered() else "not together"
+        )
         verdict = "I2 ok, I4 ok, I6 ok" if len(own) < 2 else f"I2 ok, I4 codes {sorted(own)}, I6 ok"
         name = f"seed {self.plan.seed} fault {self.outcomes.index(outcome) + 1}"
         who = f"{fault.kind} of machine {fault.machine} of {self.plan.num_machines}"
-        self._say(f"{name}: {who}{back}, {when}: {ends or 'no agent ended'}; {recovered}; {verdict}")
+        return f"{name}: {who}{back}, {when}: {ends or 'no agent ended'}; {recovered}; {together}; {verdict}"
 
     # --- at the end ---
 
@@ -343,15 +389,18 @@ class Campaign:
         numbers = [event["seq"] for event in run.events()]
         if numbers != list(range(1, len(numbers) + 1)):
             raise BrokenError("I3: the numbers of the events have gaps")
-        ends = [event["type"] for event in run.events() if event["type"] in ("run_start", "run_end")]
-        if ("run_end", "run_end") in itertools.pairwise(ends):
-            raise BrokenError(f"I3: a round has two ends: {ends}")
+        num_ends, num_rounds = (
+            len(run.events("run_end")),
+            len(_ROUND.findall(run.folder.joinpath("trainer.log").read_text())),
+        )
+        if not 0 < num_ends <= num_rounds:
+            raise BrokenError(f"I3: {num_rounds} rounds have {num_ends} ends")
         largest = difference(course(run), course(reference))
         if largest > TOLERANCE:
             raise BrokenError(f"I3: the course differs from the undisturbed run by {largest:.1e}")
         self._say(
             f"seed {self.plan.seed} job: {self.plan.num_machines} machines, {len(self.outcomes)} faults, "
-            f"{self._step} steps, {len(self._resumes)} rounds; "
+            f"{self._step} steps, {num_rounds} rounds; "
             f"course differs by {largest:.1e}; I1 ok, I2 ok, I3 ok, I4 ok, I5 ok"
         )
 
