@@ -203,9 +203,12 @@ class RunFolder:
         """Call `act` with the reason, possibly in another thread, once another process has taken the lease."""
         self._file_lock.lease.on_lost = lambda: act(self._lost_message())
 
-    def check_lease(self) -> None:
-        """Raise RunBusyError if this process held the folder by a lease that another process has taken."""
-        if self.has_lease() and not self._file_lock.lease.is_own():
+    def check_lease(self, max_age_s: float = 0.0) -> None:
+        """Raise RunBusyError if this process held the folder by a lease that another process has taken.
+
+        One that this process renewed at most `max_age_s` ago counts as its own.
+        """
+        if self.has_lease() and not self._file_lock.lease.is_own(max_age_s):
             self._file_lock.lease.on_lost()
             raise RunBusyError(self._lost_message(), path=self.path)
 

@@ -34,7 +34,7 @@ class Lease:
         self.path = path
         self.on_lost: Callable[[], None] = lambda: None
         """Called, possibly in another thread, once another process has taken the lease."""
-        self._token, self._count, self._fd, self._pid = b"", 0, -1, 0
+        self._token, self._count, self._fd, self._pid, self._renewed_s = b"", 0, -1, 0, float("-inf")
         self._stop = threading.Event()
         self._renewal: threading.Thread
 
@@ -76,8 +76,13 @@ class Lease:
             os.close(self._fd)
         self._fd = -1
 
-    def is_own(self) -> bool:
-        """Return True while the file has this process's token; OSError if that cannot be read."""
+    def is_own(self, max_age_s: float = 0.0) -> bool:
+        """Return True while the file has this process's token; OSError if that cannot be read.
+
+        Nothing is read if this process renewed it at most `max_age_s` ago, below `STILL_S`: nobody can have taken it.
+        """
+        if time.monotonic() - self._renewed_s < max_age_s:
+            return True
         content = self._read()
         return content is not None and content.startswith(self._token)
 
@@ -130,10 +135,11 @@ class Lease:
 
     def _write(self) -> None:
         """Write the next count into the open file: never into that of a process that has taken the lease."""
-        self._count += 1
+        self._count, renewed_s = self._count + 1, time.monotonic()
         os.lseek(self._fd, 0, os.SEEK_SET)
         write_all(self._fd, self._token + b" %020d\n" % self._count)
         os.fsync(self._fd)
+        self._renewed_s = renewed_s
 
     def _renew(self, stop: threading.Event) -> None:
         while not stop.wait(RENEW_S):

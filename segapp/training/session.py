@@ -55,6 +55,7 @@ from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
 from segapp.run.files import machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
+from segapp.run.lease import STILL_S
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import RunContext
@@ -359,7 +360,10 @@ def _run_in(
     listener: EventListener | None,
 ) -> int:
     console, stage = PlainReporter(), Stage()
-    event_log = EventLog(EventWriter(folder.events), [listener or console]) if ranks.is_main else EventLog(None)
+    event_log = EventLog(None)
+    if ranks.is_main:
+        writer = EventWriter(folder.events, check_holder=functools.partial(folder.check_lease, STILL_S / 2))
+        event_log = EventLog(writer, [listener or console])
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
     context = RunContext(folder, event_log, ranks, signals, DeviceMemoryTracker(device_infos))
 

@@ -160,6 +160,24 @@ def test_trainer_that_lost_its_lease_exits_9(new_run: NewRun, invariants: Invari
     assert (run.folder / "lock.lease").read_text() == "the token of another\n"
 
 
+@case("F21", how="a disk without locks: a frozen trainer is replaced, and goes on", passes="exit 9, the other is exact")
+@pytest.mark.faults_long
+def test_frozen_trainer_whose_lease_is_taken_ends(new_run: NewRun, invariants: Invariants) -> None:
+    run = new_run()
+    frozen = run.start(failpoints="run.lock=raise:ENOLCK;train.step=sleep:0.1")
+    run.wait_for_step(3, frozen)
+    frozen.send(signal.SIGSTOP)
+    done = run.train(failpoints="run.lock=raise:ENOLCK", timeout_s=150)
+    assert done.returncode == 0, done.stderr
+    assert "waiting up to 60 s to see whether its holder renews it" in done.stdout
+    manifest, events = (run.folder / "checkpoints" / "manifest.json").read_bytes(), run.events()
+    frozen.send(signal.SIGCONT)
+    invariants.assert_clear(run.ended(frozen), 9, "it writes nothing more there")
+    assert (run.folder / "checkpoints" / "manifest.json").read_bytes() == manifest
+    assert run.events() == events
+    invariants.assert_same(run)
+
+
 @case(
     "F39",
     how="stdout and stderr closed; a reader that leaves after a line",

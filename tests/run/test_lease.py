@@ -21,6 +21,7 @@ from segapp.errors import RunBusyError, StorageError
 from segapp.run import folder as folders
 from segapp.run import lease as leases
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
+from segapp.run.events import EventWriter
 from segapp.run.folder import RunFolder
 from segapp.run.lease import Lease
 from tests.support import ROOT
@@ -153,6 +154,8 @@ def test_commit_of_a_holder_that_lost_its_lease_is_refused(no_locks: None, fast:
     folder, lost = RunFolder.create(path=tmp_path / "a"), list[str]()
     folder.on_lease_lost(lost.append)
     folder.acquire()
+    events = EventWriter(folder.events, check_holder=lambda: folder.check_lease(0.1))
+    events.alert("disk", "before")
     store = CheckpointFolder(folder.checkpoints, folder.check_lease)
 
     def commit(step: int) -> None:
@@ -164,6 +167,10 @@ def test_commit_of_a_holder_that_lost_its_lease_is_refused(no_locks: None, fast:
     with pytest.raises(RunBusyError, match=r"was taken over by process \d+ on \S+, because"):
         commit(2)
     assert store.manifest_path.read_bytes() == manifest
+    time.sleep(0.2)  # from here on, its last renewal no longer says that the lease is there
+    with pytest.raises(RunBusyError):
+        events.alert("disk", "after")
+    assert folder.events.read_text().count("\n") == 1
     assert len(lost) >= 1
     folder.release()
     assert (folder.path / "lock.lease").exists()
