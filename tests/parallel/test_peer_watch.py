@@ -88,6 +88,16 @@ def test_store_that_never_answers_again_is_lost() -> None:
     store.is_over.set()
 
 
+def test_store_is_no_loss_to_those_that_do_not_need_it() -> None:
+    store, lost = GoneStore(), []
+    watch = PeerWatch(store, "0", {"1": "machine 1"}, lost.append, limit_s=LIMIT, needs_store=False)
+    store.is_gone.set()
+    time.sleep(2 * LIMIT)
+    assert lost == []
+    store.is_over.set()
+    watch.stop(has_left=True)
+
+
 def test_time_of_a_stopped_process_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = iter([0.0, 5.0, 10.0, 500.0, 505.0, 515.0])
     monkeypatch.setattr(time, "monotonic", lambda: next(now_s))
