@@ -101,7 +101,7 @@ def plan_job(seed: int) -> Plan:
     rng = random.Random(seed)
     num_machines = rng.choices([2, 3, 4], [5, 3, 2])[0]
     faults = tuple(_plan_fault(rng, num_machines, is_first=index == 0) for index in range(rng.randint(4, 7)))
-    num_steps = 20 + sum(80 + (fault.after_steps or 0) + int(fault.delay_s / STEP_S) for fault in faults)
+    num_steps = 20 + sum(60 + (fault.after_steps or 0) + int(fault.delay_s / STEP_S) for fault in faults)
     sections: dict[str, Any] = {
         "data": {"crop_px": rng.choice([[32, 32], [48, 32]])},
         "train": {
@@ -110,7 +110,7 @@ def plan_job(seed: int) -> Plan:
             "accumulate": rng.choice([1, 1, 2]),
             "ema": rng.choice([None, 0.9]),
         },
-        "checkpoint": {"every_steps": rng.choice([1, 1, 2, 3]), "keep": rng.choice([1, 2])},
+        "checkpoint": {"every_steps": rng.choice([1, 2, 3, 5]), "keep": rng.choice([1, 2])},
     }
     return Plan(seed, num_machines, sections, faults)
 
