@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,9 @@ from segapp.parallel.distributed import Ranks
 from segapp.run.files import machine_id
 from segapp.training import peers
 from segapp.training.peers import Peers, find_peers
+from segapp.training.step.engine import StepEngine
+from segapp.training.telemetry.watchdog import exchange_timeout_s
+from tests.support.runs import merged, train
 
 
 def test_only_other_ranks_of_this_machine_are_watched(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,6 +63,27 @@ def test_first_rank_of_a_machine_watches_the_other_machines(
     monkeypatch.setattr(peers, "PeerWatch", Watch)
     Peers(rank, [(f"id-{host}", 7, host) for host in "aabcc"], HashStore, 30.0)
     assert seen == ([] if names is None else [names])
+
+
+@pytest.mark.parametrize(("hang_timeout_s", "expected_s"), [(600.0, 660.0), (5.0, 65.0), (0.0, 604800.0)])
+def test_exchange_times_out_after_the_watchdog(hang_timeout_s: float, expected_s: float) -> None:
+    assert exchange_timeout_s(hang_timeout_s) == expected_s  # a minute for the stacks and the save; 0: a week
+
+
+def test_timeout_of_exchanges_is_set_once_after_a_step(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    step = StepEngine.step
+
+    def noted(engine: StepEngine, *words: Any, **named: Any) -> Any:
+        order.append("step")
+        return step(engine, *words, **named)
+
+    monkeypatch.setattr(StepEngine, "step", noted)
+    monkeypatch.setattr(Ranks, "tighten_timeout", lambda _: order.append("timeout"))
+    assert train(merged(tiny, train={"epochs": 1}), tmp_path / "run") == 0
+    assert order == ["step", "timeout", "step", "step", "step", "step"]
 
 
 def test_wrong_time_limit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
