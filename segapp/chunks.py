@@ -117,6 +117,34 @@ def plan_chunks(
     return (own, *(each + (i < left_over) for i in range(num_devices - 1)))
 
 
+def replan_shares(shares: Sequence[int], old: Sequence[str], new: Sequence[str], num_samples: int) -> tuple[int, ...]:
+    """Return the samples of each of the new devices, in proportion to what the same devices had before.
+
+    A new device counts as the mean of the old ones. Rounding leaves no device without samples that had some before,
+    while there are enough.
+
+    Args:
+        shares: Samples of each old device.
+        old: Names of the old devices; equal names are taken in their order.
+        new: Names of the new devices, >= 1.
+        num_samples: Samples to distribute.
+
+    Example:
+        >>> replan_shares([4, 2, 2], ["a", "b", "c"], ["a", "c"], 8), replan_shares([6, 2], ["a", "b"], ["b", "d"], 9)
+        ((5, 3), (3, 6))
+    """
+    before: dict[str, list[int]] = {}
+    for name, share in zip(old, shares, strict=True):
+        before.setdefault(name, []).append(share * len(shares))
+    weights = [before[name].pop(0) if before.get(name) else sum(shares) for name in new]
+    sizes = list(_scale_shares(num_samples, weights if sum(weights) else [1] * len(new)))
+    for i, weight in enumerate(weights):
+        if weight and not sizes[i] and max(sizes) > 1:
+            sizes[sizes.index(max(sizes))] -= 1
+            sizes[i] = 1
+    return tuple(sizes)
+
+
 def check_split(
     batch_size: int,
     num_devices: int,

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from segapp.chunks import replan_shares
 from segapp.parallel import check_split, plan_chunks
 
 
@@ -116,3 +117,20 @@ def test_check_split_suggests_a_split_batchnorm_accepts():
     assert "[2, 3, 0]" in refused.reasons[0]
     assert check_split(5, 3, shares=[2, 3, 0], smallest_chunk=2).reasons == ()
     assert check_split(5, 3, 1, smallest_chunk=1).reasons == ()
+
+
+@pytest.mark.parametrize(
+    ("shares", "old", "new", "num_samples", "expected"),
+    [
+        ([4, 2, 2], "abc", "abc", 8, (4, 2, 2)),
+        ([4, 2, 2], "abc", "ca", 9, (3, 6)),
+        ([4, 2, 2], "abc", "c", 8, (8,)),
+        ([6, 2], "ab", "abd", 12, (6, 2, 4)),  # a new device counts as the mean of 4
+        ([0, 8], "ab", "a", 8, (8,)),
+        ([0, 6, 2], "abc", "abd", 8, (0, 6, 2)),
+        ([3, 1, 1], "xxx", "xx", 5, (4, 1)),  # equal names in their order
+        ([30, 1], "ab", "ab", 4, (3, 1)),  # rounding would leave b without a sample
+    ],
+)
+def test_shares_follow_their_devices_to_another_number(shares, old, new, num_samples, expected):
+    assert replan_shares(shares, old, new, num_samples) == expected

@@ -19,6 +19,7 @@ from segapp.build.optimizer import build_plateau, build_schedule, describe_group
 from segapp.build.own_parts import part_hashes
 from segapp.build.pairs import build_scheme, check_splits_apart, split_names
 from segapp.build.step import StepAssembler, build_layout
+from segapp.build.topology import first_split
 from segapp.build.trained import read_trained
 from segapp.checkpoint.saver import SaveRules
 from segapp.checkpoint.training_state import LoadedCheckpoint
@@ -103,9 +104,10 @@ def build_trainer(
         check_memory(len(train_set))
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
     first_looks = FirstOutputs(), RandomCalls()
-    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_looks)
+    split = first_split(config, saved_plan, None if checkpoint is None else checkpoint.state, context.places)
+    engine = _build_engine(config, context, devices, train_set, saved_plan, checkpoint, first_looks, split)
     step = 0 if checkpoint is None else checkpoint.step
-    controller = build_controller(config, context, devices, engine, saved_plan, step)
+    controller = build_controller(config, context, devices, engine, saved_plan, split, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
     torch.manual_seed(config.seed + ranks.rank)  # of random numbers that a network draws itself, every rank has its own
     train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine, limit)
@@ -247,30 +249,22 @@ def build_settings(config: RunConfig, num_batches: int, num_val: int) -> Trainer
     )
 
 
-def first_gpu0_bsz(config: RunConfig, saved_plan: SavedMemoryPlan | None) -> int | None:
-    """Return `gpu0_bsz` of the first epoch: as the config says, or of the plan where it says `auto`."""
-    wanted = config.parallel.gpu0_bsz
-    if wanted == "auto":
-        return None if saved_plan is None else saved_plan.gpu0_bsz
-    return wanted
-
-
 def build_controller(
     config: RunConfig,
     context: RunContext,
     devices: DevicePlan,
     engine: StepEngine,
     saved_plan: SavedMemoryPlan | None,
+    split: tuple[int | None, list[int] | None],
     step: int = 0,
 ) -> CommandController:
-    """Build what handles commands, with the settings that the config begins with.
+    """Build what handles commands, with the settings that the training begins with (`first_split`).
 
     Settings that were applied after the given number of steps before are applied again.
     """
     ranks = context.ranks
     inbox = Inbox(context.folder if ranks.is_main else None, context.event_log)
     replay = ranks.from_main(applied_after(context.folder.events, step) if ranks.is_main else None)
-    parallel = config.parallel
     batch_split = BatchSplitController(
         engine.rank_split or engine.network,
         config.train.batch_size,
@@ -280,8 +274,8 @@ def build_controller(
         engine.ranks,
         engine.needs_samples,
     )
-    gpu0_bsz = first_gpu0_bsz(config, saved_plan)
-    settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=parallel.gpu0_bsz == "auto", shares=parallel.shares)
+    gpu0_bsz, shares = split
+    settings = LiveSettings(gpu0_bsz=gpu0_bsz, gpu0_bsz_auto=config.parallel.gpu0_bsz == "auto", shares=shares)
     problem = None
     if config.train.compile or config.train.cuda_graph:
         problem = f"train.{'compile' if config.train.compile else 'cuda_graph'} is on"
@@ -320,6 +314,7 @@ def _build_engine(
     saved_plan: SavedMemoryPlan | None,
     checkpoint: LoadedCheckpoint | None,
     first_looks: Sequence[FirstLook],
+    split: tuple[int | None, list[int] | None],
 ) -> StepEngine:
     scheme, ranks = train_set.scheme, context.ranks
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
@@ -327,7 +322,9 @@ def _build_engine(
     sets = saved_plan.recompute if saved_plan is not None and config.train.recompute == "auto" else None
     if sets is not None and devices.mode == "ddp":
         sets = (sets[ranks.rank],)
-    layout = build_layout(config, devices, first_gpu0_bsz(config, saved_plan), sets)
+    gpu0_bsz, shares = split
+    layout = build_layout(config, devices, gpu0_bsz, sets)
+    layout = dataclasses.replace(layout, shares=None if shares is None else tuple(shares))
     parts = assembler.build_parts(
         layout,
         lambda rule: class_weights(rule, _frequencies(train_set, scheme)),

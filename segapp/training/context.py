@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +16,28 @@ from segapp.training.telemetry.remaining_time import Timetable
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where the devices of a training are.
+
+    Attributes:
+        names: host and device, for each device of all ranks.
+        num_machines: number of machines.
+    """
+
+    names: tuple[str, ...] = ()
+    num_machines: int = 1
+
+    def to_state(self, split: Sequence[int] | None) -> dict[str, Any]:
+        """Return the `topology` of a checkpoint, with the split of a full batch."""
+        divided = None if split is None else list(split)
+        return {"places": list(self.names), "num_machines": self.num_machines, "split": divided}
+
+    def have_other_number(self, saved: Mapping[str, Any] | None) -> bool:
+        """Return True if a checkpoint's `topology` has another number of devices; earlier versions wrote none."""
+        return saved is not None and len(saved["places"]) != len(self.names)
+
+
+@dataclass(frozen=True)
 class RunContext:
     """One training process and its run."""
 
@@ -26,6 +48,8 @@ class RunContext:
     ranks: Ranks
     signals: StopSignals
     device_memory: DeviceMemoryTracker
+    places: Places = field(default_factory=Places)
+    """Of the devices of all ranks."""
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from segapp.build.devices import DevicePlan, plan_devices
 from segapp.build.numerics import keep_freed_memory, numerics
 from segapp.build.own_parts import changed_parts, check_parts, plain_loss_note
 from segapp.build.pairs import build_scheme, count_images, split_names
+from segapp.build.topology import shares_note, topology_event
 from segapp.build.trainer import build_trainer
 from segapp.checkpoint.sharing import load_on_every_rank, on_main
 from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, checkpoint_to_resume, saved_state
@@ -58,7 +59,7 @@ from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.lease import STILL_S
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
-from segapp.training.context import RunContext
+from segapp.training.context import Places, RunContext
 from segapp.training.failures import as_segapp_error
 from segapp.training.peers import Peers, find_peers
 from segapp.training.planning.auto import check_host_memory, is_planned, planned_advice, resolve_auto
@@ -258,6 +259,13 @@ def _end_without_lease(reason: str) -> None:
     end_now(RunBusyError.exit_code)
 
 
+def _places(devices: DevicePlan, ranks: Ranks) -> Places:
+    """Return where the devices of all ranks are."""
+    found = ranks.gather((machine_id(), socket.gethostname(), devices.devices))
+    names = tuple(f"{host} {device}" for _, host, theirs in found for device in theirs)
+    return Places(names, len({machine for machine, _, _ in found}))
+
+
 def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float] | None) -> list[DeviceInfo]:
     """Return the devices of all ranks, as this process sees them; a budget limits a device's total."""
     if budgets_mib is not None:
@@ -365,7 +373,8 @@ def _run_in(
         writer = EventWriter(folder.events, check_holder=functools.partial(folder.check_lease, STILL_S / 2))
         event_log = EventLog(writer, [listener or console])
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
-    context = RunContext(folder, event_log, ranks, signals, DeviceMemoryTracker(device_infos))
+    memory, places = DeviceMemoryTracker(device_infos), _places(devices, ranks)
+    context = RunContext(folder, event_log, ranks, signals, memory, places)
 
     def end(
         status: Literal["finished", "stopped", "failed"], reason: str, code: int, by: StoppedBy | None = None
@@ -533,6 +542,12 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
             )
         for message in checkpoint.messages:
             event_log.emit(Alert(kind="checkpoint", message=message, step=checkpoint.step))
+        split = trainer.controller.batch_split.current
+        topology = topology_event(checkpoint.state.get("topology"), context.places, split, checkpoint.step)
+        if topology is not None:
+            event_log.emit(topology)
+        if (note := shares_note(config, context.places, split)) is not None:
+            event_log.emit(Alert(kind="settings", message=note, step=checkpoint.step))
         for message in changed_parts(checkpoint.state.get("parts"), config):
             event_log.emit(Alert(kind="parts", message=message, step=checkpoint.step))
         saved, num_batches = checkpoint.state["config"]["train"], len(trainer.train_loader)

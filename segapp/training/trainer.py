@@ -68,7 +68,7 @@ class Trainer:
         self.settings, self.facts = settings, facts
         self.engine, self.train_loader, self.validation = engine, train_loader, validation
         self.controller, self.oom_policy, self.plateau = controller, oom_policy, plateau
-        self.ranks, self.device_memory = context.ranks, context.device_memory
+        self.ranks, self.device_memory, self.places = context.ranks, context.device_memory, context.places
         self.progress = TrainingProgress(settings.timetable.epochs, settings.timetable.total_steps)
         self.activities = ActivityLog(context.event_log, context.device_memory, lambda: self.position.step)
         self.reporter = TrainingReporter(
@@ -388,6 +388,7 @@ class Trainer:
             "settings": self.live.model_dump(),
             "fallbacks": self.oom_policy.fallbacks.to_json(),
             "memory": self.controller.batch_split.state_dict(),
+            "topology": self.places.to_state(self.controller.batch_split.current),
             "rng": rng,
             "config": self.facts.config,
             "data": {"num_train": len(self.train_loader.dataset), "batches_per_epoch": len(self.train_loader)},
@@ -411,7 +412,8 @@ class Trainer:
         if saved["train"].get("recompute", "off") != present["train"]["recompute"]:
             settings = settings.model_copy(update={"recompute": "config"})
             self.oom_policy.forget_recompute(is_later_too=True)
-        self.controller.restore_settings(settings, saved["parallel"], present["parallel"])
+        is_replanned = self.places.have_other_number(state.get("topology"))
+        self.controller.restore_settings(settings, saved["parallel"], present["parallel"], is_replanned=is_replanned)
         self.controller.batch_split.load_state_dict(state.get("memory", {}))
         if self.ranks.rank < len(state["rng"]):
             restore_rng(state["rng"][self.ranks.rank])

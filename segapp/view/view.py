@@ -101,6 +101,8 @@ class View:
     """Samples per device of a full batch, as observed."""
     recompute: events.Recompute | None = None
     """The blocks that are computed again; None: none since the start."""
+    topologies: list[events.Topology] = field(default_factory=list)
+    """The resumes with other ranks or devices."""
     cost_before: tuple[float | None, float | None] = None, None
     """`cost` of the steps with the blocks before."""
     devices: list[events.DeviceMemory] = field(default_factory=list)
@@ -416,6 +418,8 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
             view._blocks, view.cost_before = event.blocks, view.cost
             view.recent["step_s"].clear()
             view.peaks_mib, view._is_memory_stale = {}, True
+    elif isinstance(event, events.Topology):
+        view.topologies.append(event)
     elif isinstance(event, events.Oom):
         view.oom = event
     elif isinstance(event, events.RunEnd):

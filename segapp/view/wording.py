@@ -47,6 +47,8 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
         kind, text = "gpu0", _gpu0_bsz(event)
     elif isinstance(event, events.Recompute):
         kind, text = "mem", f"{recomputed(event)}: {printable(event.reason)}"
+    elif isinstance(event, events.Topology):
+        kind, text = "ranks", printable(topology(event))
     elif isinstance(event, events.Oom):
         kind, text = "oom", printable(_oom(event))
     elif isinstance(event, events.Alert):
@@ -122,6 +124,14 @@ def _answer(event: events.CommandAnswer) -> str:
 def _oom(event: events.Oom) -> str:
     wanted = f", {event.requested_mib:.0f} MiB wanted" if event.requested_mib is not None else ""
     return f"{event.device} out of memory in {event.phase} after step {event.step}{wanted}: {event.action}"
+
+
+def topology(event: events.Topology) -> str:
+    """Return which ranks a resumed training has: 2 ranks on 1 machine, 3 on 2 before: without node2 cpu."""
+    split = f", split {dots(event.split)}" if event.split else ""
+    again = f", restart {event.round}" if event.round else ""
+    now = f"{plural(event.ranks, 'rank')} on {plural(event.machines, 'machine')}"
+    return f"{now}, {event.old_ranks} on {event.old_machines} before{split}{again}: {event.reason}"
 
 
 def recomputed(event: events.Recompute) -> str:

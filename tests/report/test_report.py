@@ -22,7 +22,7 @@ from segapp.report.charts import ChartCurve, Frame
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, top_confusions
 from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.run_report import read_run_report
-from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Val
+from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val
 from segapp.run.folder import RunFolder
 from segapp.view.history import LossHistory
 from tests.support.recorded_runs import RecordedRun
@@ -319,6 +319,15 @@ def test_report_says_what_is_recomputed_where_and_its_cost(tmp_path: Path) -> No
     assert [text.split()[0] for text in measured] == ["peak", "step"]
     for text in measured:
         assert text in words
+
+
+def test_report_lists_changes_of_the_ranks(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", num_devices=2, batch_size=8, gpu0_bsz=3)
+    run.train(10)
+    run.write(Topology(step=10, ranks=1, machines=1, old_ranks=2, old_machines=2, reason="without node2 cuda:0"))
+    run.train(10)
+    words = read(write_report(str(run.folder.path), has_pictures=False)).text
+    assert "after step 10: 1 rank on 1 machine, 2 on 2 before: without node2 cuda:0" in words
 
 
 def test_style_sheet_has_each_color_of_the_curves() -> None:

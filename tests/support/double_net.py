@@ -24,12 +24,12 @@ def _begin_float64() -> None:
 
 
 class DoubleNet(nn.Module):
-    """Two convolutions with BatchNorm between them, in float64."""
+    """Two convolutions with BatchNorm and dropout between them, in float64."""
 
     def __init__(self, num_classes: int, width: int = 6) -> None:
         _begin_float64()
         super().__init__()
-        self.backbone = nn.Sequential(nn.Conv2d(3, width, 3, 4, 1), nn.BatchNorm2d(width), nn.ReLU())
+        self.backbone = nn.Sequential(nn.Conv2d(3, width, 3, 4, 1), nn.BatchNorm2d(width), nn.ReLU(), nn.Dropout(0.2))
         self.head = nn.Conv2d(width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:

@@ -11,18 +11,43 @@ import torch
 from segapp.config import dump_config
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
+from tests.support.machine_jobs import sections_of
 from tests.support.rank_runs import (
     check_killed_rank,
     check_other_numbers_of_ranks,
     check_restart_after_out_of_memory,
     check_split_change,
     check_stop_by_signal,
+    losses,
     ranks_of,
     trained_by_ranks,
 )
-from tests.support.runs import differing, events, segapp
+from tests.support.runs import differing, events, merged, segapp
 
+TRUST = {"SEGAPP_TRUST_PARTS": "1"}
 CPUS: list[str | int] = ["cpu", "cpu"]
+
+
+def test_run_whose_ranks_come_and_go_equals_one_device(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Three ranks, two, then one, with dropout and uneven shares: the losses in float64 are those of one process."""
+    sections = sections_of({"train": {"batch_size": 5}, "schedule": {"name": "constant", "warmup_steps": 0}})
+    alone = merged(tiny, **sections_of({**sections, "parallel": {"mode": "single"}}))
+    (tmp_path / "alone.yaml").write_text(dump_config(alone))
+    done = segapp("train", "--config", "alone.yaml", "--run", "alone", "train.epochs=3", cwd=tmp_path, **TRUST)
+    assert done.returncode == 0, done.stderr
+    config = merged(tiny, **sections_of({**sections, "parallel": {"shares": [3, 1, 1]}}))
+    (tmp_path / "ddp.yaml").write_text(dump_config(config))
+    for epochs, num_ranks in enumerate((3, 2, 1), start=1):
+        how = ["--resume", "run"] if epochs > 1 else ["--run", "run"]
+        words = ["--plain", "--config", "ddp.yaml", *how, f"train.epochs={epochs}"]
+        trained_by_ranks(*words, cwd=tmp_path, num_ranks=num_ranks, **TRUST)
+    assert losses(tmp_path / "run") == pytest.approx(losses(tmp_path / "alone"), rel=0, abs=1e-12)
+    found = [(e["ranks"], e["old_ranks"], e["split"], e["step"]) for e in events(tmp_path / "run", "topology")]
+    assert found == [(2, 3, [4, 1], 2), (1, 2, None, 4)]
+    alerts = [e["message"] for e in events(tmp_path / "run", "alert") if e["kind"] == "settings"]
+    assert [text.partition(": ")[2] for text in alerts] == [
+        "split [4, 1] is planned from the last one", "nothing is divided",
+    ]  # fmt: skip
 
 
 @pytest.mark.slow

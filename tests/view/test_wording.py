@@ -17,6 +17,7 @@ from segapp.run.events import (
     RunEnd,
     RunStart,
     Step,
+    Topology,
     Val,
     Weights,
 )
@@ -40,6 +41,9 @@ BEFORE = Val(epoch=1, step=20, loss=0.5, miou=0.4, iou=[0.3, 0.5])
          "3 begins, lr 9.9e-3, split 4·10, 23.5 M frozen parameters thaw"),
         (Recompute(step=4, choice="config", blocks=[["a"], ["a", "b"]], num_blocks=3, reason="train.recompute"), "mem",
          "1·2 of 3 blocks recomputed: train.recompute"),
+        (Topology(step=4, ranks=2, machines=1, old_ranks=3, old_machines=2, round=1, split=[5, 3],
+                  reason="without b cpu"), "ranks",
+         "2 ranks on 1 machine, 3 on 2 before, split 5·3, restart 1: without b cpu"),
         (Val(epoch=2, step=40, loss=0.25, miou=0.5, iou=[0.6, 0.2, None, 0.1], val_s=81.0), "val",
          "e2 mIoU 0.500 (3/4) (+0.100), loss 0.250, worst sky 0.200, 1m21s"),  # the fourth has no name
         (Val(epoch=2, step=40, loss=None, miou=0.375, iou=[None]), "val",

@@ -43,6 +43,7 @@ from segapp.run.events.types import (
     OtherProcess as OtherProcess,
     ParamGroup as ParamGroup,
     Recompute as Recompute,
+    Topology as Topology,
     RunEnd as RunEnd,
     RunStart as RunStart,
     Step as Step,

@@ -326,6 +326,24 @@ class Recompute(_Event):
     """By the same plan: time of a step over that without recomputation."""
 
 
+class Topology(_Event):
+    """A training resumes with other ranks or devices than it had when its checkpoint was saved."""
+
+    type: Literal["topology"] = "topology"
+    step: int
+    ranks: int
+    """Ranks, or devices of one process, that share each batch."""
+    machines: int
+    old_ranks: int
+    old_machines: int
+    round: int = 0
+    """How often the launcher has started the ranks again."""
+    reason: Text
+    """The host and device of those that are gone, and of those that are new."""
+    split: Annotated[list[int] | None, AsNull] = None
+    """Samples of a full batch for each device."""
+
+
 class Alert(_Event):
     """A warning for the user."""
 
@@ -427,6 +445,7 @@ Event = (
     | CommandAnswer
     | Gpu0Bsz
     | Recompute
+    | Topology
     | Alert
     | Oom
     | Heartbeat

@@ -332,17 +332,29 @@ class CommandController:
             for pending in list(self._sets):
                 self._cancel(pending, reason, position.step)
 
-    def restore_settings(self, settings: LiveSettings, saved: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    def restore_settings(
+        self,
+        settings: LiveSettings,
+        saved: Mapping[str, Any],
+        present: Mapping[str, Any],
+        *,
+        is_replanned: bool = False,
+    ) -> None:
         """Restore the settings of a checkpoint; a split that was changed in the config since takes precedence.
 
-        `saved` is the `parallel` section of the checkpoint's config, `present` that of the present one; where its
-        `gpu0_bsz` is `auto`, the number that this controller began with holds.
+        `saved` is the `parallel` section of the checkpoint's config, `present` that of the present one. The split that
+        this controller began with holds where `gpu0_bsz` is auto, the list is for another number of devices, or the
+        split was planned anew because the checkpoint is of another number (`is_replanned`).
         """
-        is_auto = present["gpu0_bsz"] == "auto"
-        number = self.settings.gpu0_bsz if is_auto else present["gpu0_bsz"]
-        configured = {"gpu0_bsz": number, "gpu0_bsz_auto": is_auto, "shares": present["shares"]}
+        began, is_auto = self.settings, present["gpu0_bsz"] == "auto"
+        fits = present["shares"] is None or len(present["shares"]) == len(self.batch_split.current or ())
+        configured = {
+            "gpu0_bsz": began.gpu0_bsz if is_auto or is_replanned or not fits else present["gpu0_bsz"],
+            "gpu0_bsz_auto": settings.gpu0_bsz_auto if is_replanned else is_auto,
+            "shares": present["shares"] if fits and not is_replanned else began.shares,
+        }
         restored = settings
-        if any(saved.get(name) != present[name] for name in ("gpu0_bsz", "shares")):
+        if is_replanned or any(saved.get(name) != present[name] for name in ("gpu0_bsz", "shares")):
             restored = with_changes(settings, configured)
             later = [
                 (at, {n: v for n, v in changes.items() if n not in SPLIT_SETTINGS}) for at, changes in self._replay

@@ -86,12 +86,16 @@ def _load_or_make_plan(
     kept, batch_size = read_saved_plan(folder.saved_plan), config.train.batch_size
     if kept is not None and batch_size not in (0, kept.batch_size):
         kept = None
-    num_sets = len(device_infos) if devices.mode in ("dp", "ddp") else 1
+    is_divided = devices.mode in ("dp", "ddp")
+    num_sets = len(device_infos) if is_divided else 1
     has_sets = kept is not None and kept.recompute is not None and len(kept.recompute) == num_sets
-    if kept is not None and (has_sets or config.train.recompute != "auto"):
+    is_for_these = kept is not None and (not is_divided or len(kept.best_split) == len(device_infos))
+    if kept is not None and is_for_these and (has_sets or config.train.recompute != "auto"):
         return kept
     gpus = known_gpus(device_infos)
     if gpus is None and (batch_size or kept is not None):
+        if kept is not None and not is_for_these:  # a plan for other devices says their batch alone
+            kept = replace(kept, gpu0_bsz=None, splits=(), tensors_mib=())
         return None if kept is None else replace(kept, recompute=None)  # gpu0_bsz: auto begins with an even split
     if kept is not None:
         config = with_train(config, batch_size=kept.batch_size, accumulate=kept.accumulate)
