@@ -110,18 +110,18 @@ class Agent(LocalElasticAgent):
         """Run the job to its end and return its exit code: the same on every machine that can still ask for it."""
         if self._endpoint is not None:
             threading.Thread(target=self._end_without_store, args=self._endpoint, daemon=True).start()
+        code = 0
         try:
-            self.run()
-            code = self._agreed(0)  # this machine waited to join, and the job ended without it
+            self.run()  # returns if this machine was one too many, and the job has ended without it
         except JobEndedError as end:
-            code = end.code
+            code = self._agreed(end.code)
         except RendezvousClosedError:
-            code = self._agreed(LOST if self._code is None else self._code)
+            code = self._lost("the job had ended when this machine came") if self._job is None else self._agreed(LOST)
         except RendezvousTimeoutError:
             code = self._lost("too few machines came to the rendezvous")
         except RendezvousConnectionError:
             code = self._lost("the rendezvous does not answer any more")
-        if self._code not in (None, code) or (self._code is None and code not in (0, 75)):
+        if self._signal is None and code not in (self._code, 0, 75):
             print(f"this machine ends with exit code {code}, as the others do", file=sys.stderr, flush=True)
         self._part()
         return code
@@ -131,14 +131,14 @@ class Agent(LocalElasticAgent):
         if number != signal.SIGUSR1:
             self._signal = number
             if not any(map(_is_running, self._pids)):
-                raise JobEndedError(self._agreed(self._policy.code_after_signal(number)))
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
+                if self._round < 0:
+                    self._job = None  # the others can do without a machine that has not begun
+                raise JobEndedError(self._policy.code_after_signal(number))
+        for pid in filter(_is_running, self._pids):
+            os.kill(pid, number)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         """Meet the other agents and agree on the number of the round, which a machine that joins does not know."""
-        self._pids = []
         self._end_watch()
         super()._rendezvous(worker_group)
         store: Any = worker_group.store
@@ -172,9 +172,8 @@ class Agent(LocalElasticAgent):
 
     def _end_ranks(self, reason: str) -> None:
         print(f"error: {reason}: the ranks of this machine end", file=sys.stderr, flush=True)
-        for pid in self._pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        for pid in filter(_is_running, self._pids):
+            os.kill(pid, signal.SIGKILL)
 
     def _end_watch(self) -> None:
         if self._watch is not None:
@@ -193,8 +192,7 @@ class Agent(LocalElasticAgent):
         if result.state == WorkerState.HEALTHY:
             self._look_for_end()
         elif result.state == WorkerState.SUCCEEDED:
-            self._code = 0
-            raise JobEndedError(self._agreed(0))
+            raise JobEndedError(0)
         elif result.state == WorkerState.FAILED:
             rank, failure = min(result.failures.items(), key=lambda item: item[1].timestamp)
             self._end_or_restart(rank, failure.exitcode)
@@ -210,11 +208,10 @@ class Agent(LocalElasticAgent):
         of_job = self._known()
         if of_job is None and self._signal is not None:
             is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-            of_job = self._agreed(self._policy.code_after_signal(self._signal) if is_unsaved else code)
-        if of_job is None:
+            of_job = self._policy.code_after_signal(self._signal) if is_unsaved else code
+        elif of_job is None:
             regroups = self._asked(lambda: self._job.check([f"regroups/{self._round}"]))
-            end = self._policy.code_of_job(code, regroups=bool(regroups))
-            of_job = None if end is None else self._agreed(end)
+            of_job = self._policy.code_of_job(code, regroups=bool(regroups))
         if of_job is not None:
             raise JobEndedError(of_job)
 

@@ -296,6 +296,12 @@ def test_machine_that_joins_takes_part_in_a_new_round(job: Job) -> None:
 
 def test_signal_ends_an_agent_that_waits_for_others(job: Job) -> None:
     agent = job.launch()
-    wait_for(lambda: agents._answers("127.0.0.1", job.port))
+    wait_for(lambda: _handles(agent.pid, signal.SIGTERM))  # its imports are done
     agent.send(signal.SIGTERM)
     assert ends(agent) == [143]
+
+
+def _handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler of a signal."""
+    lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(lines["SigCgt"], 16) >> (number - 1) & 1)
