@@ -84,7 +84,7 @@ def test_ranks_end_when_the_other_machine_is_lost(
             failpoints="train.step=sleep:0.1",
             machine=machine.first_pid,
             RANK=str(machine.number - 1),
-            SEGAPP_PEER_TIMEOUT_S="3",
+            SEGAPP_PEER_TIMEOUT_S="5",
             SEGAPP_TRUST_PARTS="1",
             **meeting,
         )
@@ -92,8 +92,8 @@ def test_ranks_end_when_the_other_machine_is_lost(
     ]
     run.wait_for_step(4, ranks[0])
     machines[2].cut() if is_cut else machines[2].power_cut()
-    silence = "has not answered for 3 s: it has lost its power or its network, or hangs; --resume continues"
-    first, second = (run.ended(rank, 30, must_act=False) for rank in ranks)
+    silence = "has not answered for 5 s: it has lost its power or its network, or hangs; --resume continues"
+    first, second = (run.ended(rank, 60, must_act=False) for rank in ranks)
     assert first.returncode == 8, first.stderr
     assert f"error: machine node2 (rank 1) {silence}" in first.stderr
     [end] = run.events("run_end")
