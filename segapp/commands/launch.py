@@ -130,7 +130,8 @@ def read_course(path: Path) -> Course:
     """Return what the folder of a run shows; nothing if there is none."""
     folder = RunFolder(path)
     manifest = CheckpointFolder(folder.checkpoints).read_manifest()
-    ends = [raw for raw in read_tail(folder.events) if raw["type"] == "run_end"]
+    # Without its number, which changes when a resume removes events before it.
+    ends = [raw | {"seq": None} for raw in read_tail(folder.events) if raw["type"] == "run_end"]
     step = manifest.entries[0].step if manifest.entries else None
     return Course(step, ends[-1] if ends else None, len(fallbacks_after(folder, 0)))
 

@@ -21,7 +21,7 @@ from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
 from segapp.parallel import agent as agents
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
-from segapp.run.events import EventWriter, RunEnd
+from segapp.run.events import EventWriter, RunEnd, Step
 from segapp.run.folder import RunFolder
 from tests.support import ROOT
 from tests.support.live_runs import wait_for
@@ -92,6 +92,19 @@ def test_code_of_the_run_counts_and_not_that_of_a_rank(run: RunFolder) -> None:
     writer.write(RunEnd(status="failed", reason="the disk is full", exit_code=10))
     assert policy.code_of_job(8, regroups=False) == 10
     writer.close()
+
+
+def test_end_with_another_number_is_not_that_of_this_round(run: RunFolder) -> None:
+    writer = EventWriter(run.events)
+    writer.write(Step(epoch=1, step=7, loss=1.0, lr=0.1, images_per_s=1.0, data_wait_frac=0.0, split=[2]))
+    writer.write(RunEnd(status="stopped", reason="SIGTERM", exit_code=75, stopped_by="signal"))
+    policy = RunPolicy(request_for(run.path))
+    policy.begin_round()
+    assert writer.rewind(6, epoch=1, batch=6) == 1
+    writer.close()
+    (end,) = events(run.path, "run_end")
+    assert end["seq"] == 1, "the step before it is repeated"
+    assert policy.code_of_job(137, regroups=False) is None
 
 
 @pytest.mark.parametrize(

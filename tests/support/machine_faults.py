@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -40,9 +40,6 @@ from tests.support.fault_runs import FaultRun, Invariants, course, tiny_config
 from tests.support.machine_jobs import Job, sections_of
 from tests.support.machines import Machines, why_not
 from tests.support.runs import draw_tiny_data
-
-_ROUND = re.compile(r"^[\d-]+ [\d:]+ rank 0, round \d+, ", re.MULTILINE)
-"""The first line of rank 0 in each round, in trainer.log."""
 
 KINDS = ("rank", "agent", "power", "cut")
 PEER_S = 8.0
@@ -298,6 +295,9 @@ class Campaign:
                 self.outcomes[-1].ends.append((number, code or 0, now_s - self.outcomes[-1].at_s))
             if code not in ENDS:
                 raise BrokenError(f"I4: machine {number} ended with {code}")
+            recent = {each.fault.kind for each in self.outcomes if each.recovered_s is None or now_s - each.at_s < 60}
+            if code == 75 and recent == {"rank"} and not self._is_stopping:
+                raise BrokenError(f"I4: nobody asked machine {number} to stop, and it ended with 75")
             if code == 0 and self._finished_s is None:
                 self._finished_s = self._progress_s = now_s
 
@@ -389,20 +389,22 @@ class Campaign:
         numbers = [event["seq"] for event in run.events()]
         if numbers != list(range(1, len(numbers) + 1)):
             raise BrokenError("I3: the numbers of the events have gaps")
-        num_ends, num_rounds = (
-            len(run.events("run_end")),
-            len(_ROUND.findall(run.folder.joinpath("trainer.log").read_text())),
-        )
-        if not 0 < num_ends <= num_rounds:
-            raise BrokenError(f"I3: {num_rounds} rounds have {num_ends} ends")
+        # A round that ends before its first step has an end alone.
+        kinds = [event["type"] for event in run.events() if event["type"] == "run_start" or _is_end_of_training(event)]
+        if ("run_end", "run_end") in itertools.pairwise(kinds):
+            raise BrokenError("I3: a round has two ends")
         largest = difference(course(run), course(reference))
         if largest > TOLERANCE:
             raise BrokenError(f"I3: the course differs from the undisturbed run by {largest:.1e}")
         self._say(
             f"seed {self.plan.seed} job: {self.plan.num_machines} machines, {len(self.outcomes)} faults, "
-            f"{self._step} steps, {num_rounds} rounds; "
+            f"{self._step} steps, {len(self._resumes)} rounds; "
             f"course differs by {largest:.1e}; I1 ok, I2 ok, I3 ok, I4 ok, I5 ok"
         )
+
+
+def _is_end_of_training(event: dict[str, Any]) -> bool:
+    return event["type"] == "run_end" and event["step"] is not None
 
 
 def difference(found: tuple[tuple[Any, ...], ...], expected: tuple[tuple[Any, ...], ...]) -> float:
