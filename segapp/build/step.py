@@ -180,7 +180,7 @@ class RealDevices:
         return self._stages or balance_stages(model, layout.devices, example)
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
-        """Return "threads"; logical devices share one random generator: one replica at a time keeps dropout exact."""
+        """Return "threads"; logical devices share one generator, from which one replica at a time draws in order."""
         return "threads" if len(set(devices)) == len(devices) else "lockstep"
 
     def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:

@@ -9,13 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from segapp.build.devices import DevicePlan
 from segapp.build.pairs import build_pairs
 from segapp.config import RunConfig, load_config
 from segapp.errors import ConfigError
-from segapp.memory.plan import read_saved_plan
+from segapp.memory.counters import DeviceInfo
+from segapp.memory.plan import SavedMemoryPlan, read_saved_plan
+from segapp.parallel.distributed import Ranks
 from segapp.run.commands import parse_command, send_command
 from segapp.run.folder import RunFolder
-from segapp.training.planning.auto import _num_training_images, allowed_batches
+from segapp.training.planning.auto import _num_training_images, allowed_batches, resolve_auto
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.live_runs import assert_answered_once, three_devices
@@ -98,6 +101,38 @@ def test_auto_split_starts_from_plan_and_can_be_switched(tiny: dict[str, Any], t
     assert "auto is switched off" in assert_answered_once(folder)["set gpu0_bsz=5"]["reason"]
     assert events(folder, "epoch_start")[-1]["split"] == [5, 2, 1]
     assert state_of(folder)["settings"]["gpu0_bsz_auto"] is False
+
+
+@pytest.mark.slow
+def test_auto_split_is_planned_anew_for_fewer_devices(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """The automatic batch stays the first one."""
+    folder, batch = tmp_path / "run", {"batch_size": "auto"}
+    first = on_budgets(tiny, 1, 30.0, batch, gpu0_bsz="auto")
+    assert train(first, folder) == 0
+    plans = [read_saved_plan(folder / "memory_plan.json")]
+    two = {"devices": ["cpu", "cpu"], "memory_budget_mib": [90.0, 90.0]}
+    fewer = on_budgets(tiny, 2, 0, batch, gpu0_bsz="auto", **two)
+    assert run_session(TrainRequest(fewer, RunFolder(folder))) == 0
+    plans.append(read_saved_plan(folder / "memory_plan.json"))
+    assert [len(plan.best_split) for plan in plans if plan] == [3, 2]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[0].batch_size == plans[1].batch_size
+    (change,) = events(folder, "topology")
+    assert (change["ranks"], change["old_ranks"], change["split"]) == (2, 3, list(plans[1].best_split))
+
+
+def test_plan_for_other_devices_keeps_its_batch_alone(tiny: dict[str, Any], tmp_path: Path) -> None:
+    """Where the memory of the present devices is unknown: no `gpu0_bsz`, and no predicted peaks."""
+    folder = RunFolder.create(path=tmp_path / "run")
+    SavedMemoryPlan(6, 1, 1, (1, 3, 2), ((1, 3, 2),), ((10.0,) * 3,), 1.0).write(folder.saved_plan)
+    config = merged(tiny, train={"batch_size": "auto"}, parallel={"gpu0_bsz": "auto"})
+    devices = DevicePlan("ddp", (torch.device("cpu"),), "")
+    for num, gpu0_bsz, predicted in ((3, 1, (10.0,) * 3), (2, None, ())):
+        resolved, plan = resolve_auto(config, folder, devices, [DeviceInfo("cpu")] * num, Ranks())
+        assert plan is not None
+        assert (resolved.train.batch_size, plan.gpu0_bsz) == (6, gpu0_bsz)
+        assert plan.predicted_mib((1, 3, 2)) == predicted
 
 
 def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
