@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """The constants of SplitMix64: of its sequence, and of the two multiplications that mix a number of it."""
 
+_OF_CALLS = 6364136223846793005
+"""The multiplier of Knuth's MMIX generator, whose steps from a key are the keys of a layer's further calls."""
+
 _LANE = 2**16
 
 _thread_local = threading.local()
@@ -116,7 +119,7 @@ class _KeysOfPass:
             self._keys[device] = next(iter(self._keys.values())).to(device, non_blocking=True)
         keys, call = self._keys[device][:, layer], self._calls.get(layer, 0)
         self._calls[layer] = call + 1
-        return keys if not call else _words(keys, 1, call)[:, 0]
+        return keys if not call else keys * _signed(pow(_OF_CALLS, call, 2**64))
 
 
 @contextlib.contextmanager
@@ -237,12 +240,12 @@ def _signed(constant: int) -> int:
     return constant - 2**64 if constant >= 2**63 else constant
 
 
-def _words(keys: Tensor, count: int, first: int = 1) -> Tensor:
+def _words(keys: Tensor, count: int) -> Tensor:
     """Return `count` words (N, count) of 64 random bits for each of the keys (N), in int64.
 
     They are numbers of SplitMix64 before its last shift, with shifts that keep the sign, as int64 has them.
     """
-    places = torch.arange(first, first + count, device=keys.device) * _signed(_GAMMA)
+    places = torch.arange(1, count + 1, device=keys.device) * _signed(_GAMMA)
     words = places + keys[:, None]
     shifted = torch.empty_like(words)
     for shift, factor in ((30, _FIRST), (27, _SECOND)):
