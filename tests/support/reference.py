@@ -316,6 +316,7 @@ INTERNAL = {
     "SEGAPP_RANK_DEVICES": "set for ranks by their parent",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "set for torch's agent",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "set for torch's agent",
+    "TORCH_CPP_LOG_LEVEL": "set for torch's agent",
     "NO_ALBUMENTATIONS_UPDATE": "set, never read",
     "OPENCV_FFMPEG_LOGLEVEL": "set, never read",
     "KINETO_LOG_LEVEL": "set, never read",
