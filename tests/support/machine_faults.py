@@ -406,7 +406,7 @@ class Campaign:
 
 
 def _is_end_of_training(event: dict[str, Any]) -> bool:
-    return event["type"] == "run_end" and event["step"] is not None
+    return event["type"] == "run_end" and event.get("step") is not None
 
 
 def difference(found: tuple[tuple[Any, ...], ...], expected: tuple[tuple[Any, ...], ...]) -> float:

@@ -98,6 +98,7 @@ def test_situations_of_one_process_take_their_course(tiny: dict[str, Any], tmp_p
     check_kernels([found])
 
 
+@pytest.mark.slow
 def test_situations_of_ranks_take_their_course(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Uneven shares, a thaw, and a start again in pieces, where the rank of one image has an empty piece."""
     frozen = {"freeze": ["backbone"], "freeze_epochs": 1}
