@@ -27,6 +27,7 @@ def test_metrics_of_a_case_worked_by_hand():
     assert memory_unused(400.0, 500.0) == 0.0
 
 
+@pytest.mark.slow
 def test_plans_are_within_1_percent_of_real_steps_on_the_cpu():
     done = subprocess.run(
         [sys.executable, "-m", "tests.support.plan_on_cpu", "--ledger", *QUICK],

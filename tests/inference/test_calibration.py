@@ -15,7 +15,10 @@ from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from torchmetrics.functional.classification import multiclass_calibration_error
 
+from segapp.build.network import build_network
+from segapp.config import validate_config
 from segapp.errors import DataError
+from segapp.export.network import ExportNetwork
 from segapp.inference import calibration
 from segapp.inference.calibration import ScoredPixels, fit_temperature, negative_log_likelihood, reliability
 from tests.support.runs import merged, segapp, train
@@ -98,13 +101,20 @@ def test_calibrated_run_predicts_and_exports_its_temperature(tiny: dict[str, Any
     np.testing.assert_allclose(probabilities("run", "after"), expected, atol=2e-4)
     labels = [(tmp_path / name / "labels" / "one.png").read_bytes() for name in ("before", "after")]
     assert labels[0] == labels[1]
-    for file in ("run.onnx", "run.safetensors"):
-        result = segapp("export", "run", "--out", file, cwd=tmp_path)
-        assert result.returncode == 0, result.stderr
-        np.testing.assert_allclose(probabilities(file, f"of {file}"), expected, atol=3e-4)
+    result = segapp("export", "run", "--out", "run.safetensors", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    np.testing.assert_allclose(probabilities("run.safetensors", "of weights"), expected, atol=3e-4)
     other = tmp_path / "run" / "checkpoints" / f"epoch_000{1 if found['step'] == 10 else 2}.pt"
     result = segapp("predict", str(other), "one.png", "--out", "other", cwd=tmp_path)
     assert "is not calibrated: calibration.json was fitted to the checkpoint of step" in result.stderr
+
+
+def test_exported_network_divides_its_logits(tiny: dict[str, Any], tmp_path: Path) -> None:
+    model = build_network(validate_config(tiny).model, 3, with_weights=False).eval()
+    images = torch.randint(0, 256, (1, 32, 48, 3), dtype=torch.uint8)
+    plain, cooler = (ExportNetwork(model, [0.5] * 3, [0.2] * 3, temperature=t).eval() for t in (1.0, 2.0))
+    with torch.no_grad():
+        assert torch.equal(cooler(images), plain(images) / 2)
 
 
 def test_network_outside_a_run_is_not_calibrated(tmp_path: Path) -> None:

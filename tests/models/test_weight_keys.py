@@ -167,6 +167,7 @@ def test_smp_and_torchvision_encoders_load_into_each_other(tmp_path, resnet18):
     assert set(keys.left_out.values()) == {"of another part of the file"}
 
 
+@pytest.mark.slow
 def test_mmseg_deep_stem_loads_only_into_timm_resnet50c(tmp_path):
     torch.manual_seed(5)
     original = lively(timm.create_model("resnet50c", pretrained=False))

@@ -57,6 +57,7 @@ def check_kernels(found: list[dict[str, Any]]) -> None:
         assert "warnings" not in each
 
 
+@pytest.mark.slow
 def test_situations_of_one_process_take_their_course(tiny: dict[str, Any], tmp_path: Path) -> None:
     dp = {"mode": "dp", "devices": CPUS}
     frozen = {"freeze": ["backbone"], "freeze_epochs": 1}

@@ -82,7 +82,7 @@ def test_losses_of_every_mode_are_within_2_percent_of_float32(whole: Callable[[s
     assert val["loss"] is not None
 
 
-@pytest.mark.parametrize("precision", HALF)
+@pytest.mark.parametrize("precision", ["fp16", *(pytest.param(name, marks=pytest.mark.slow) for name in HALF[1:])])
 def test_resumed_run_of_every_mode_is_bitwise_equal(
     tiny: dict[str, Any], tmp_path: Path, whole: Callable[[str], Path], precision: str
 ) -> None:

@@ -98,6 +98,7 @@ def engine_of(config: RunConfig) -> StepEngine:
     return assembler.assemble(parts, layout)
 
 
+@pytest.mark.slow
 def test_plan_divides_state_and_average_over_the_ranks() -> None:
     """By the peaks of the idle phase: what a rank holds between two steps."""
     command = [sys.executable, "-m", "tests.support.simulated_cases", "sharded"]

@@ -211,7 +211,7 @@ EXPECTED = {
 
 
 @pytest.mark.parametrize("name", sorted(CASES))
-@pytest.mark.parametrize("size", [(120, 36), (80, 24)])
+@pytest.mark.parametrize("size", [(120, 36), pytest.param((80, 24), marks=pytest.mark.slow)])
 def test_unusual_runs_are_shown_with_their_state(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
     run = CASES[name](tmp_path / "run")
     if name == "eight_gpus":
@@ -553,7 +553,9 @@ def test_keys_can_be_remapped(fresh: RecordedRun) -> None:
     run_screen(fresh, act, settings=UiSettings(keymap={"checkpoint": "w"}))
 
 
-@pytest.mark.parametrize("theme", themes.NAMES)
+@pytest.mark.parametrize(
+    "theme", [themes.NAMES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in themes.NAMES[1:])]
+)
 def test_every_theme_is_applied(live: RecordedRun, theme: str) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert app.theme == theme
@@ -575,7 +577,9 @@ def test_screen_without_colour_has_no_colour_codes(live: RecordedRun, monkeypatc
     run_screen(live, act)
 
 
-@pytest.mark.parametrize("size", [(120, 36), (80, 24), (60, 15)])
+@pytest.mark.parametrize(
+    "size", [(80, 24), *(pytest.param(size, marks=pytest.mark.slow) for size in ((120, 36), (60, 15)))]
+)
 def test_ascii_mode_shows_only_ascii_on_every_page(live: RecordedRun, size: tuple[int, int]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for keys_pressed in (["1"], ["2"], ["3"], ["4"], ["i"], ["b"], ["escape", "question_mark"], ["escape", "S"]):
