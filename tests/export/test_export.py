@@ -117,6 +117,7 @@ def assert_as_checkpoint(compute: Callable[[np.ndarray], np.ndarray], run: Path,
         np.testing.assert_allclose(found, network.probabilities(image), atol=1e-4, err_msg=str(size))
 
 
+@pytest.mark.slow
 def test_pt2_file_gives_labels_and_metadata(tmp_path: Path) -> None:
     model = SmallNet()
     info = info_of(model, output="labels", file_ids=(7, 8, 11))

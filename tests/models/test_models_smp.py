@@ -218,7 +218,9 @@ def test_unused_stages_require_no_gradient():
     assert all(name.startswith("encoder.features.") for name in frozen)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize(
+    "name", [*ARCHITECTURES[:3], *(pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES[3:])]
+)
 def test_minimum_training_batch_is_exact(name):
     model = build_small(name)
     size = model.suitable_size(64, 64)
@@ -286,6 +288,7 @@ def test_names_are_those_of_every_installed_smp_architecture():
     assert list(smp_names()) == ARCHITECTURES
 
 
+@pytest.mark.slow
 def test_initialisation_depends_only_on_the_global_generator():
     def build(seed, encoder, **options):
         torch.manual_seed(seed)

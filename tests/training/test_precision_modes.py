@@ -94,7 +94,7 @@ def test_resumed_run_of_every_mode_is_bitwise_equal(
     assert ("masters" in a["precision"]) == (precision == "fp16")
 
 
-@pytest.mark.parametrize("precision", ["fp16", "amp-fp16"])
+@pytest.mark.parametrize("precision", ["fp16", pytest.param("amp-fp16", marks=pytest.mark.slow)])
 def test_skipped_steps_are_counted_and_change_nothing(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
