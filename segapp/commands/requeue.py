@@ -19,7 +19,7 @@ def print_requeue_code(run: str, code: int | None) -> int:
 
     Args:
         run: name or folder of the run.
-        code: exit code of the training or its launcher; None: that of the run's last end.
+        code: exit code of the training or its launcher; None: the one in the run's last event.
     """
     events, saved_step = list[dict[str, Any]](), None
     try:
@@ -46,7 +46,7 @@ def requeue_code(
 
     Args:
         events: the last `run_start` and `run_end` events of the run.
-        code: exit code of the training or its launcher; None: that of the last end.
+        code: exit code of the training or its launcher; None: the one in the run's last event.
         saved_step: step of the newest checkpoint.
     """
     last = events[-1] if events else {}
