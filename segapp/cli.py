@@ -304,7 +304,8 @@ def ctl(
 def requeue_code(
     run: RunArgument,
     code: Annotated[
-        int | None, typer.Argument(metavar="[CODE]", help="Exit code of the training; else the one in the run's last event.")
+        int | None,
+        typer.Argument(metavar="[CODE]", help="Exit code of the training; else the one in the run's last event."),
     ] = None,
 ) -> None:
     """Exit with the code by which a scheduler starts a job again, or does not; for the last line of a job's script.
