@@ -79,7 +79,7 @@ def launch(request: LaunchRequest) -> int:
         share = (os.cpu_count() or 1) // int(options.nproc_per_node)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     for name, addresses in psutil.net_if_addrs().items():
-        if any(each.address == address for each in addresses):  # by default gloo takes that of the host name
+        if any(each.address == address for each in addresses):  # by default gloo uses the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             if endpoint is None:
                 os.environ.setdefault("NCCL_SOCKET_IFNAME", name)

@@ -157,7 +157,7 @@ def tighten_timeout(step_timeout_s: float = 120.0, *groups: Any) -> None:
 
     Args:
         step_timeout_s: seconds.
-        *groups: process groups other than the default one and that of the layers.
+        *groups: further process groups; the default group and the group of the layers are always included.
     """
     if not dist.is_initialized():
         return

@@ -152,8 +152,9 @@ class RunFolder:
         """Lock the folder for this process, until `release` or the end of the process.
 
         Args:
-            say: Is told why it waits: for a lease whose holder may be dead, and up to `BUSY_S` for a holder that is
-                about to end, because this is a restart or the holder belongs to the same job. None: it does not wait.
+            say: Called with the reason for a wait: a lease whose holder may be dead, or, for up to `BUSY_S`, a holder
+                that is about to end, because this is a restart or the holder belongs to the same job. None: it does
+                not wait.
             environ: By default the variables of this process.
 
         Raises:

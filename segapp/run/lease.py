@@ -1,4 +1,4 @@
-"""A lease in place of a lock, for file systems without locks: a file with a random token and a counter.
+"""A lease, which replaces the lock on file systems without locks: a file with a random token and a counter.
 
 The holder renews the counter every `RENEW_S`. Another process may take the lease once the counter has stood still for
 `STILL_S` by its own clock, so that no clocks are compared; the holder then finds another token, and must not write any
