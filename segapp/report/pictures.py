@@ -3,7 +3,6 @@
 Shapes: H x W pixels of an image, C classes.
 """
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -16,9 +15,10 @@ from numpy.typing import NDArray
 from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.inference.predict import blend, colorize, predict_image
+from segapp.inference.predict import blend, colorize
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for
+from segapp.report.image_counts import ImageCounts, count_split, counts_of, iou_of, mean_of_known, predict_pair
 from segapp.report.render import data_url
 from segapp.scores import count_scored, of_classes
 
@@ -48,6 +48,8 @@ class SplitEvaluation:
     """(C, C) counts of (target, prediction); None with several classes per pixel."""
     worst: list[EvaluatedImage]
     num_images: int
+    images: ImageCounts
+    """Counts of every image."""
 
 
 def evaluate_split(
@@ -57,32 +59,36 @@ def evaluate_split(
     num_worst: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SplitEvaluation:
-    """Predict every image of a data set, and keep pictures of those with the lowest mIoU."""
+    """Return the scores of a data set, and pictures of the images with the lowest mIoU.
+
+    Every image is predicted, unless the run folder still has valid counts; those with pictures are predicted again.
+    """
     scheme = trained.scheme
     multilabel = scheme.multilabel is not None
+    images = count_split(trained, dataset, split, progress)
     total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
-    worst: list[EvaluatedImage] = []
+    total.matrix.copy_(torch.from_numpy(images.total))
+    miou = mean_of_known(iou_of(images.counts))
+    order = [int(index) for index in np.argsort(miou, kind="stable") if np.isfinite(miou[index])]
     host = HostLimit()
-    for index in range(len(dataset)):
-        image, target = dataset.read(index)
-        labels = predict_image(trained.model, trained.inference, image, trained.device, host)
-        own = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
-        own.update(torch.from_numpy(labels.astype(np.int64)), torch.from_numpy(target.astype(np.int64)))
-        total.counts += own.counts
-        scores = own.scores()
-        best_of_worst = math.inf if len(worst) < num_worst else max((image.miou for image in worst), default=-1.0)
-        if scores.miou is not None and scores.miou < best_of_worst:
-            evaluated = EvaluatedImage(
-                dataset.pairs[index].image.name,
-                scores.miou,
-                of_classes(count_scored(scores.iou), scheme.num_classes),
-                scores.pixel_accuracy,
-                pictures_of(dataset.pixels.as_rgb(image), target, labels, scheme),
-            )
-            worst = sorted([*worst, evaluated], key=lambda image: image.miou)[:num_worst]
-        progress(index + 1)
-    matrix = None if multilabel else total.matrix.numpy()
-    return SplitEvaluation(split, total.scores(), matrix, worst, len(dataset))
+    worst = [evaluate_image(trained, dataset, index, host) for index in order[:num_worst]]
+    matrix = None if multilabel else images.total
+    return SplitEvaluation(split, total.scores(), matrix, worst, len(dataset), images)
+
+
+def evaluate_image(
+    trained: TrainedModel, dataset: SegmentationDataset, index: int, host: HostLimit | None = None
+) -> EvaluatedImage:
+    """Predict one image with a valid pixel, and return its scores and pictures."""
+    image, target, labels = predict_pair(trained, dataset, index, host)
+    scores = counts_of(trained, target, labels).scores()
+    return EvaluatedImage(
+        dataset.pairs[index].image.name,
+        scores.miou or 0.0,
+        of_classes(count_scored(scores.iou), trained.scheme.num_classes),
+        scores.pixel_accuracy,
+        pictures_of(dataset.pixels.as_rgb(image), target, labels, trained.scheme),
+    )
 
 
 def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:

@@ -83,6 +83,8 @@ class RunFolder:
         """The memory plan at the start of the run."""
         self.calibration = self.path / "calibration.json"
         """The temperature of the probabilities of a checkpoint."""
+        self.image_counts = self.path / "image_counts.npz"
+        """Pixel counts of each image of a split, of `segapp report` and `segapp compare`."""
         self.parts = self.path / "parts"
         """Copies of the source files of own parts."""
         self.tensorboard = self.path / "tensorboard"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import html.parser
 import json
+import os
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -17,8 +19,10 @@ import pytest
 from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
 from segapp.errors import ConfigError, RunError, StorageError
+from segapp.inference.predict import predict_image
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import ChartCurve, Frame
+from segapp.report.image_counts import _key, count_split, iou_of, mean_of_known, read_counts
 from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, top_confusions
 from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.run_report import read_run_report
@@ -121,13 +125,61 @@ def test_report_scores_equal_the_evaluation(trained: Path) -> None:
     dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
     done: list[int] = []
     found = evaluate_split(model, dataset, "val", 2, done.append)
-    assert done == list(range(1, len(dataset) + 1))
+    assert done[-1] == len(dataset)
     assert evaluate_split(model, build_one(dataset, 0), "val", 0).worst == []
     best = max(event["miou"] for event in events(trained, "val"))
     assert found.scores.miou == pytest.approx(best, abs=1e-6)
     mious = [evaluate_split(model, build_one(dataset, i), "val", 1).worst[0].miou for i in range(len(dataset))]
     assert [image.miou for image in found.worst] == sorted(mious)[:2]
     assert found.matrix.sum() == found.scores.num_valid_px
+
+
+def test_counts_of_images_are_kept_until_a_file_changes(trained: Path, tmp_path: Path) -> None:
+    model = load_trained(str(trained))
+    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+    file = RunFolder(trained).image_counts
+    file.unlink(missing_ok=True)
+    done: list[int] = []
+    found = count_split(model, dataset, "val", done.append)
+    assert done == list(range(1, len(dataset) + 1))
+    labels = [
+        predict_image(model.model, model.inference, dataset.read(i)[0], model.device) for i in range(len(dataset))
+    ]
+    targets = [dataset.read(i)[1] for i in range(len(dataset))]
+    for counts, target, label in zip(found.counts, targets, labels, strict=True):
+        valid = target != 255
+        for number in range(3):
+            own, hit = (target == number) & valid, (label == number) & valid
+            assert counts[number].tolist() == [(own & hit).sum(), own.sum(), hit.sum()]
+    assert np.array_equal(
+        np.stack([np.diag(found.total), found.total.sum(1), found.total.sum(0)], 1), found.counts.sum(0)
+    )
+    done.clear()
+    kept = count_split(model, dataset, "val", done.append)
+    assert done == [len(dataset)]  # nothing was predicted
+    assert (kept.names, kept.classes, kept.split, kept.checkpoint) == (
+        tuple(pair.name for pair in dataset.pairs), ("ground", "box", "disc"), "val", model.sha256)  # fmt: skip
+    assert np.array_equal(kept.counts, found.counts)
+    for change in (
+        lambda: file.write_bytes(file.read_bytes()[:-40]),
+        lambda: os.utime(dataset.pairs[0].masks[0], (1, 1)),
+    ):
+        change()
+        done.clear()
+        assert np.array_equal(count_split(model, dataset, "val", done.append).counts, found.counts)
+        assert len(done) == len(dataset)
+    other = dataclasses.replace(model, sha256="0" * 64)
+    assert read_counts(file, _key(model, dataset, "val")) is not None
+    assert read_counts(file, _key(other, dataset, "val")) is None
+    assert read_counts(file, _key(model, dataset, "train")) is None
+    np.savez(tmp_path / "pickled.npz", key=np.array(None, dtype=object))
+    assert read_counts(tmp_path / "pickled.npz", "") is None
+
+
+def test_iou_of_counts_leaves_out_classes_without_pixels() -> None:
+    counts = np.array([[[1, 2, 3], [0, 0, 0], [0, 0, 5]], [[0, 0, 0]] * 3])
+    assert iou_of(counts).tolist()[0] == [0.25, pytest.approx(np.nan, nan_ok=True), 0.0]
+    assert mean_of_known(iou_of(counts)).tolist() == [0.125, pytest.approx(np.nan, nan_ok=True)]
 
 
 def build_one(dataset: Any, index: int) -> Any:
@@ -220,7 +272,7 @@ def test_confusion_matrix_leaves_out_classes_that_do_not_occur() -> None:
     matrix = np.zeros((70, 70), np.int64)
 
     def shown() -> list[str] | None:
-        found = _confusion(SplitEvaluation("val", None, matrix, [], 1), [f"n{i}" for i in range(70)])  # type: ignore[arg-type]
+        found = _confusion(SplitEvaluation("val", None, matrix, [], 1, None), [f"n{i}" for i in range(70)])  # type: ignore[arg-type]
         return None if found is None else re.findall(r"class=.end.>(\w+)<", found)
 
     assert shown() is None
