@@ -110,7 +110,8 @@ def train(
 
     The run folder is runs/NAME (or --run DIR). In a terminal, the training is a process of its own, which
     continues when its screen is left. Without a terminal, or with --plain, it runs in the foreground: Ctrl-C
-    saves and exits with code 75. --resume continues bit for bit. --smoke trains, evaluates, saves and resumes
+    saves and exits with code 75. --resume continues from the last checkpoint, bit for bit on the CPU and, with
+    train.deterministic, on GPUs. --smoke trains, evaluates, saves and resumes
     with a few images in a temporary folder, and reports time, memory and disk space of the whole run.
     """
     _ignore_early_signals()

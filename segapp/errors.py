@@ -23,6 +23,15 @@ from typing import Any, Self
 _FIELDS = ("key", "path", "value")
 
 
+def install_command(extra: str) -> str:
+    """Return how an optional dependency group is installed from a clone: segapp is in no package index.
+
+    >>> install_command("geo")
+    "run `uv sync --extra geo` or `pip install '.[geo]'` in the clone of segapp"
+    """
+    return f"run `uv sync --extra {extra}` or `pip install '.[{extra}]'` in the clone of segapp"
+
+
 class SegappError(Exception):
     """A failure that a user can act on; printed as one line, without a traceback. It survives pickling.
 

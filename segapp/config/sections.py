@@ -166,7 +166,7 @@ class DataConfig(Section):
 
 
 class AdapterConfig(Section):
-    """`model.adapters:` low-rank adapters in a frozen backbone; needs the package peft (segapp[lora])."""
+    """`model.adapters:` low-rank adapters in a frozen backbone; needs the package peft (`uv sync --extra lora`)."""
 
     kind: Literal["lora"] = "lora"
     """LoRA: a layer W x becomes W x + (alpha / rank) B A x, of which A and B are trained."""

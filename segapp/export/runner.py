@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from segapp.errors import CheckpointError, ConfigError, RunError
+from segapp.errors import CheckpointError, ConfigError, RunError, install_command
 from segapp.export.info import ExportInfo
 from segapp.run.words import first_line
 
@@ -27,7 +27,7 @@ def require_packages(*packages: str) -> None:
     """Raise ConfigError if some of the packages for ONNX files are not installed."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"ONNX files need the package {', '.join(missing)}: pip install 'segapp[export]'")
+        raise ConfigError(f"ONNX files need the package {', '.join(missing)}: {install_command('export')}")
 
 
 class ExportedModel:

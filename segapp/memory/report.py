@@ -169,7 +169,7 @@ def _best_lines(plan: MemoryPlan) -> list[str]:
     value = "" if best.gpu0_bsz is None else f"gpu0_bsz {best.gpu0_bsz}, "
     lines = [
         f"best for batch {plan.batch_size}: {value}split {_joined(best.split)}, fullest GPU "
-        f"{100 * best.fullest(plan.gpus):.0f} % ({best.level}: {best.reason})"
+        f"{100 * best.fullest(plan.gpus):.0f} % with its overhead ({best.level}; tensors only: {best.reason})"
     ]
     if plan.max_row is None:
         lines.append("largest batch that fits: none, not even 1")

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from segapp.compat.torch import BatchNorm
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, install_command
 from segapp.models.network import BaseReference, SegmentationModel
 
 ATTENTION = ("q", "k", "v", "qkv", "kv", "q_proj", "k_proj", "v_proj", "proj")
@@ -43,7 +43,7 @@ def add_adapters(
         ConfigError: peft is missing, the network has no backbone, or a target matches nothing that can be adapted.
     """
     if importlib.util.find_spec("peft") is None:
-        raise ConfigError("model.adapters needs the package peft: pip install 'segapp[lora]'", key="model.adapters")
+        raise ConfigError(f"model.adapters needs the package peft: {install_command('lora')}", key="model.adapters")
     from peft import LoraConfig, inject_adapter_in_model
 
     prefix = model.backbone_prefix

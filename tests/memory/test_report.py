@@ -59,7 +59,10 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
     lines = plan_lines(plan_of_two(notes=("a note",), advice=ADVICE[:1]))
     assert lines[:2] == ["x: batch 2 on 2 GPUs (10000, 10000 MiB), mode dp", "a note"]
     # 500 + 2000 / 0.95 and 700 + 1.2 * 1500 / 0.95, of 10000
-    assert "best for batch 2: gpu0_bsz 1, split 1+1, fullest GPU 26 % (ok: " in "\n".join(lines)
+    assert (
+        "best for batch 2: gpu0_bsz 1, split 1+1, fullest GPU 26 % with its overhead (ok; tensors only: "
+        in "\n".join(lines)
+    )
     assert "largest batch that fits: none, not even 1" in lines
     assert (
         "overhead (measured): 500/700 MiB per GPU for driver, context and libraries, 5 % for the allocator; "
@@ -68,7 +71,10 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
     assert lines[-1].split() == ["no=1", "9", "99", "no", "slow"]
     single = plan_lines(plan_of_one(200.0))
     assert single[0] == "x: batch 1 on 1 GPU (200 MiB), mode single"
-    assert any(line.startswith("best for batch 1: split 1, fullest GPU 55 % (ok: ") for line in single)
+    assert any(
+        line.startswith("best for batch 1: split 1, fullest GPU 55 % with its overhead (ok; tensors only: ")
+        for line in single
+    )
 
 
 def test_largest_batch_is_given_with_its_split_and_its_shares():

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from segapp.datasets.files import damaged, shown, tiff_tags
 from segapp.datasets.images.tiff_tags import has_rasterio
-from segapp.errors import DataError
+from segapp.errors import DataError, install_command
 from segapp.run.words import first_line
 
 Pixels = NDArray[Any]
@@ -34,7 +34,7 @@ _CACHE_MIB = 64
 def require_rasterio(path: Path, what: str) -> None:
     """Raise DataError if rasterio is not installed; `what` says why the file needs it."""
     if not has_rasterio():
-        raise DataError(f"{shown(path)}: {what} needs the package rasterio: pip install 'segapp[geo]'", path=path)
+        raise DataError(f"{shown(path)}: {what} needs the package rasterio: {install_command('geo')}", path=path)
 
 
 @contextmanager

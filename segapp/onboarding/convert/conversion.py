@@ -29,7 +29,7 @@ from tqdm import tqdm
 
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import read_description
-from segapp.errors import DataError, storage_errors
+from segapp.errors import DataError, install_command, storage_errors
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
 from segapp.onboarding.survey.hypotheses import parse_file
 from segapp.onboarding.survey.tree import Tree
@@ -342,7 +342,7 @@ def coverage_words(found: int, total: int, what: str) -> str:
 
 def missing_extra(package: str, what: str, extra: str = "import") -> DataError:
     """Return the error for a reader that is not installed."""
-    return DataError(f"{what} need {package}, which is not installed: python3 -m pip install 'segapp[{extra}]'")
+    return DataError(f"{what} need {package}, which is not installed: {install_command(extra)}")
 
 
 def blank_mask(height_px: int, width_px: int, value: int = 0) -> Mask:

@@ -556,7 +556,7 @@ NEW = layouts(
         "one GeoTIFF": (geotiff, Ask("--blocks")),
         "npz of splits": npz_splits,
         "npz per image": npz_per_image,
-        "DICOM": dicom if find_spec("pydicom") else (dicom, Refuse(("segapp[dicom]",))),
+        "DICOM": dicom if find_spec("pydicom") else (dicom, Refuse(("--extra dicom",))),
         "OME-TIFF": ome_tiff,
         "12-bit microscopy": twelve_bits,
         "video, sparse masks": sparse_video,
