@@ -1,4 +1,8 @@
-"""Line charts as SVG inside a page, in the colours of its style sheet."""
+"""Line charts as SVG inside a page, in the colors of its style sheet.
+
+Each curve has a color, a dash, a marker and, if there are several, its name at its end, so that a chart can be read in
+black and white too. A chart is drawn twice, wide and narrow; the style sheet shows the one that fits the screen.
+"""
 
 import math
 from collections.abc import Sequence
@@ -9,11 +13,15 @@ from markupsafe import Markup
 
 from segapp.run.words import learning_rate, number, printable
 from segapp.view.plot import CurveColumns, Floats, Scale, choose_scale, reduce_columns
+from segapp.view.wording import clip
 
-WIDTH_PX, HALF_PX, HEIGHT_PX = 1040, 510, 260
+WIDTH_PX, HALF_PX, NARROW_PX, HEIGHT_PX = 1040, 510, 380, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34
+_LABEL_PX = 13  # height of a name at the end of a curve
 NUM_COLORS = 8
-"""Number of colours in the style sheet, `c0` and so on."""
+"""Number of colors in the style sheet, `c0` and so on, each with a dash and a marker."""
+_MARKERS = ("M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z", "M-3-3h6v6h-6z", "M0-4L3.8 3H-3.8z", "M0-4L4 0L0 4L-4 0z")
+_MAX_MARKERS = 60
 
 
 @dataclass(frozen=True)
@@ -26,9 +34,11 @@ class ChartCurve:
     color: int = 0
     """0 to `NUM_COLORS` - 1."""
     is_dotted: bool = False
-    """Draw a dot with a tooltip at each point."""
+    """Draw a marker with a tooltip at each point, of more than 60 points at every second, third ... of them."""
     band: tuple[Floats, Floats] | None = None
     """Lowest and highest value at each x, drawn faintly behind the curve."""
+    name: str = ""
+    """At the end of the curve; empty: `label`."""
 
 
 @dataclass(frozen=True)
@@ -47,28 +57,82 @@ class Frame:
     width_px: int = WIDTH_PX
 
 
+@dataclass(frozen=True)
+class _Plot:
+    """Area between the axes of a picture that is `width_px` wide, with `right_px` to the right of the area."""
+
+    width_px: int
+    right_px: int
+    x_scale: Scale
+    y_scale: Scale
+    has_tips: bool
+
+    @property
+    def inner_px(self) -> int:
+        return self.width_px - _LEFT - self.right_px
+
+    def x(self, value: float) -> float:
+        return _LEFT + self.inner_px * (value - self.x_scale.bottom) / (self.x_scale.top - self.x_scale.bottom)
+
+    def ys(self, values: Floats) -> Floats:
+        room = HEIGHT_PX - _TOP - _BOTTOM
+        result: Floats = _TOP + room * (1 - np.clip(self.y_scale.fraction(values), -0.02, 1.02))
+        return result
+
+    def tip(self, text: str) -> Markup:
+        return Markup("<title>{}</title>").format(printable(text)) if self.has_tips else Markup("")
+
+
 def line_chart(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
-    """Return a chart of curves with a legend; a sentence if no curve has a finite value."""
+    """Return a chart of curves with a legend; a table if each has one value, and a sentence if none has any."""
     known = [curve for curve in curves if np.isfinite(curve.y).any()]
     if not known:
         return Markup("<p class=quiet>nothing was recorded</p>")
-    left, right = (float(edge([edge(curve.x) for curve in known])) for edge in (np.min, np.max))
-    x_scale = Scale(left, right if right > left else left + 1.0)
-    y_scale = _y_scale(known, frame)
-    parts = [_axes(x_scale, y_scale, frame)]
-    for at, label in frame.marks:
-        x = _x(x_scale, at, frame)
-        parts.append(Markup('<g class=mark><line x1="{0}" x2="{0}" y1="{1}" y2="{2}"/><title>{3}</title></g>').format(
-            f"{x:.1f}", _TOP, HEIGHT_PX - _BOTTOM, printable(label)))  # fmt: skip
-    parts += [_band(curve, x_scale, y_scale, frame) for curve in known if curve.band is not None]
-    parts += [_curve_path(curve, x_scale, y_scale, frame) for curve in known]
-    legend = Markup("").join(
-        Markup('<span class="key c{}">{}</span>').format(curve.color, printable(curve.label)) for curve in known
-    )
+    if all(np.isfinite(curve.y).sum() == 1 for curve in known):
+        return _value_table(known, frame)
+    legend = Markup("").join(curve_key(curve.label, curve.color) for curve in known)
+    wide, narrow = _picture(known, frame, frame.width_px, "wide"), _picture(known, frame, NARROW_PX, "narrow")
+    return Markup("<figure class=chart>{}{}<figcaption>{}</figcaption></figure>").format(wide, narrow, legend)
+
+
+def curve_key(label: str, color: int) -> Markup:
+    """Return a label behind a sample of the curve of a color: its dash and its marker."""
     return Markup(
-        '<figure class=chart><svg viewBox="0 0 {} {}" role=img aria-label="{} over {}">{}</svg>'
-        "<figcaption>{}</figcaption></figure>"
-    ).format(frame.width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts), legend)
+        '<span class="key c{0}"><svg viewBox="0 0 34 10"><path class="line c{0}" d="M0 5H34"/>{1}</svg>{2}</span>'
+    ).format(color, _marker(color, 17, 5), printable(label))
+
+
+def _value_table(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
+    """Return a table with a row for each curve, of which each has one finite value."""
+    cells = ((curve, int(np.flatnonzero(np.isfinite(curve.y))[0])) for curve in curves)
+    rows = [
+        Markup("<tr><td>{}</td><td class=n>{}</td><td class=n>{}</td></tr>").format(
+            printable(curve.label), f"{curve.x[at]:g}", number(float(curve.y[at]), 4)
+        )
+        for curve, at in cells
+    ]
+    head = Markup("<tr><th></th><th class=n>{}</th><th class=n>{}</th></tr>").format(frame.x_label, frame.y_label)
+    return Markup("<div class=scroll><table class=points>{}{}</table></div>").format(head, Markup("").join(rows))
+
+
+def _picture(curves: Sequence[ChartCurve], frame: Frame, width_px: int, style: str) -> Markup:
+    max_chars = 18 if width_px > HALF_PX else 12
+    names = [clip(printable(curve.name or curve.label), max_chars) for curve in curves]
+    right_px = _RIGHT + 14 + round(6.2 * max(map(len, names))) if len(curves) > 1 else _RIGHT
+    left, right = (float(edge([edge(curve.x) for curve in curves])) for edge in (np.min, np.max))
+    x_scale = Scale(left, right if right > left else left + 1.0)
+    plot = _Plot(width_px, right_px, x_scale, _y_scale(curves, frame), style == "wide")
+    parts = [_axes(plot, frame)]
+    for at, label in frame.marks:
+        parts.append(Markup('<g class=mark><line x1="{0}" x2="{0}" y1="{1}" y2="{2}"/>{3}</g>').format(
+            f"{plot.x(at):.1f}", _TOP, HEIGHT_PX - _BOTTOM, plot.tip(label)))  # fmt: skip
+    parts += [_band(curve, plot) for curve in curves if curve.band is not None]
+    parts += [_curve_path(curve, plot, is_alone=len(curves) == 1) for curve in curves]
+    if len(curves) > 1:
+        parts += _end_names(curves, names, plot)
+    return Markup('<svg class={} viewBox="0 0 {} {}" role=img aria-label="{} over {}">{}</svg>').format(
+        style, width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts)
+    )
 
 
 def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
@@ -81,26 +145,17 @@ def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
     return Scale(bottom, max(scale.top, frame.top), scale.is_log)
 
 
-def _x(scale: Scale, value: float, frame: Frame) -> float:
-    return _LEFT + (frame.width_px - _LEFT - _RIGHT) * (value - scale.bottom) / (scale.top - scale.bottom)
-
-
-def _ys(scale: Scale, values: Floats) -> Floats:
-    room = HEIGHT_PX - _TOP - _BOTTOM
-    result: Floats = _TOP + room * (1 - np.clip(scale.fraction(values), -0.02, 1.02))
-    return result
-
-
-def _axes(x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
-    right, floor = frame.width_px - _RIGHT, HEIGHT_PX - _BOTTOM
+def _axes(plot: _Plot, frame: Frame) -> Markup:
+    right, floor = plot.width_px - plot.right_px, HEIGHT_PX - _BOTTOM
     parts = []
-    is_tiny = max(abs(y_scale.top), abs(y_scale.bottom)) < 0.01
-    for value in y_scale.ticks(5):
-        y = float(_ys(y_scale, np.array([value]))[0])
+    is_tiny = max(abs(plot.y_scale.top), abs(plot.y_scale.bottom)) < 0.01
+    for value in plot.y_scale.ticks(5):
+        y = float(plot.ys(np.array([value]))[0])
         parts.append(Markup('<line class=grid x1="{}" x2="{}" y1="{y}" y2="{y}"/>').format(_LEFT, right, y=f"{y:.1f}"))
         label = learning_rate(value) if is_tiny and value else f"{value:g}"
         parts.append(_text(_LEFT - 6, y + 4, "end", label))
-    parts += [_text(_x(x_scale, value, frame), floor + 16, "mid", f"{value:g}") for value in x_scale.ticks(8)]
+    steps = [value for value in plot.x_scale.ticks(max(2, plot.inner_px // 110)) if value == round(value)]
+    parts += [_text(plot.x(value), floor + 16, "mid", f"{value:g}") for value in steps]
     parts.append(Markup('<line class=axis x1="{}" x2="{}" y1="{y}" y2="{y}"/>').format(_LEFT, right, y=floor))
     parts.append(_text(right, HEIGHT_PX - 4, "end quiet", frame.x_label))
     return Markup("").join(parts)
@@ -110,41 +165,58 @@ def _text(x: float, y: float, style: str, text: str) -> Markup:
     return Markup('<text x="{}" y="{}" class="{}">{}</text>').format(f"{x:.1f}", f"{y:.1f}", style, text)
 
 
-def _band(curve: ChartCurve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
+def _marker(color: int, x: float, y: float, tip: str = "") -> Markup:
+    return Markup('<path class="dot c{}" transform="translate({:.1f} {:.1f})" d="{}">{}</path>').format(
+        color, x, y, _MARKERS[color % len(_MARKERS)], tip
+    )
+
+
+def _band(curve: ChartCurve, plot: _Plot) -> Markup:
     assert curve.band is not None
-    width_px, is_bad = frame.width_px - _LEFT - _RIGHT, ~np.isfinite(curve.band[0])
-    columns = reduce_columns(curve.x, *curve.band, is_bad, x_scale.bottom, x_scale.top, width_px)
+    is_bad = ~np.isfinite(curve.band[0])
+    columns = reduce_columns(curve.x, *curve.band, is_bad, plot.x_scale.bottom, plot.x_scale.top, plot.inner_px)
     at = np.flatnonzero(np.isfinite(columns.low))
-    low, high = _ys(y_scale, columns.low[at]), _ys(y_scale, columns.high[at])
+    low, high = plot.ys(columns.low[at]), plot.ys(columns.high[at])
     strokes = " ".join(f"M{_LEFT + i} {b + 0.4:.1f}V{t - 0.4:.1f}" for i, b, t in zip(at, low, high, strict=True))
     return Markup('<path class="band c{}" d="{}"/>').format(curve.color, strokes)
 
 
-def _curve_path(curve: ChartCurve, x_scale: Scale, y_scale: Scale, frame: Frame) -> Markup:
-    stride = max(1, len(curve.x) // (2 * frame.width_px)) if not curve.is_dotted else 1
+def _curve_path(curve: ChartCurve, plot: _Plot, *, is_alone: bool) -> Markup:
+    stride = max(1, len(curve.x) // (2 * plot.width_px)) if not curve.is_dotted else 1
     keep = np.unique([*range(0, len(curve.x), stride), len(curve.x) - 1])
     x, y = curve.x[keep], curve.y[keep]
-    ys = _ys(y_scale, y)
+    ys = plot.ys(y)
     path, is_drawing = [], False
     for at, height in zip(x, ys, strict=True):
         if not math.isfinite(height):
             is_drawing = False
             continue
-        path.append(f"{'L' if is_drawing else 'M'}{_x(x_scale, at, frame):.1f} {height:.1f}")
+        path.append(f"{'L' if is_drawing else 'M'}{plot.x(at):.1f} {height:.1f}")
         is_drawing = True
     drawn = Markup('<path class="line c{}" d="{}"/>').format(curve.color, "".join(path))
-    if not curve.is_dotted:
-        return drawn
-    dots = [
-        Markup('<circle class="dot c{}" cx="{}" cy="{}" r="3"><title>{} at {}: {}</title></circle>').format(
-            curve.color,
-            f"{_x(x_scale, at, frame):.1f}",
-            f"{height:.1f}",
-            printable(curve.label),
-            f"{at:g}",
-            number(value, 4),
+    finite = np.flatnonzero(np.isfinite(ys))
+    if curve.is_dotted:
+        marked = finite[:: math.ceil(len(finite) / _MAX_MARKERS)]
+    else:  # a few tell the curves apart, each curve's at other places
+        spread = (np.arange(5) + (curve.color + 0.5) / NUM_COLORS) / 5
+        marked = finite[:0] if is_alone else finite[(spread * len(finite)).astype(int)]
+    markers = [
+        _marker(
+            curve.color, plot.x(x[i]), ys[i], plot.tip(f"{curve.label} at {x[i]:g}: {number(float(y[i]), 4)}")
+            if curve.is_dotted else Markup("")
         )
-        for at, height, value in zip(x, ys, y, strict=True)
-        if math.isfinite(height)
-    ]
-    return drawn + Markup("").join(dots)
+        for i in marked
+    ]  # fmt: skip
+    return drawn + Markup("").join(markers)
+
+
+def _end_names(curves: Sequence[ChartCurve], names: Sequence[str], plot: _Plot) -> list[Markup]:
+    """Return the name of each curve at the height of its last value, moved so that the names do not overlap."""
+    heights = [float(plot.ys(curve.y[np.isfinite(curve.y)][-1:])[0]) for curve in curves]
+    parts, floor = [], HEIGHT_PX - _BOTTOM - _LABEL_PX * len(curves)
+    above = -math.inf
+    for rank, i in enumerate(np.argsort(heights, kind="stable").tolist()):
+        above = min(max(heights[i], above + _LABEL_PX), floor + _LABEL_PX * (rank + 1))
+        right = plot.width_px - plot.right_px
+        parts += [_marker(curves[i].color, right + 9, above), _text(right + 17, above + 4, "name", names[i])]
+    return parts

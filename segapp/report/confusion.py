@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
 from segapp.run.words import printable
+from segapp.view.wording import clip
 
 PICTURE_SUFFIXES = (".png", ".svg")
 _MAX_LABEL_CHARS = 18
@@ -49,7 +50,7 @@ class _Grid:
     def __init__(self, matrix: NDArray[np.int64], classes: Sequence[str]) -> None:
         self._matrix = matrix
         self.names = [printable(name) for name in classes]
-        labels = [n if len(n) <= _MAX_LABEL_CHARS else f"{n[: _MAX_LABEL_CHARS - 1]}…" for n in self.names]
+        labels = [clip(name, _MAX_LABEL_CHARS) for name in self.names]
         self.cell_px = 30 if len(classes) <= 24 else max(6, 720 // len(classes))
         self.margin_px = round(8 + 6.6 * max(map(len, labels)))
         self.side_px = self.margin_px + self.cell_px * len(classes) + 4
@@ -73,11 +74,15 @@ class _Grid:
 
 
 def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Markup:
-    """Return a confusion matrix, (C, C) counts of (target, prediction), as a figure in the colours of the page."""
+    """Return a confusion matrix, (C, C) counts of (target, prediction), as a figure in the colors of the page.
+
+    It grows with the page up to cells of 1.6 times their size, and shrinks to 0.75 times; a narrower page scrolls it.
+    """
     grid = _Grid(matrix, classes)
-    return Markup('<figure class=matrix><svg viewBox="0 0 {0} {0}" style="max-width:{0}px">{1}</svg></figure>').format(
-        grid.side_px, _svg_parts(grid)
-    )
+    return Markup(
+        '<figure class="matrix scroll"><svg viewBox="0 0 {0} {0}" style="min-width:{1}px;max-width:{2}px" role=img '
+        'aria-label="confusion matrix">{3}</svg></figure>'
+    ).format(grid.side_px, round(0.75 * grid.side_px), round(1.6 * grid.side_px), _svg_parts(grid))
 
 
 def confusion_file(matrix: NDArray[np.int64], classes: Sequence[str], suffix: str) -> bytes:
@@ -111,7 +116,7 @@ def _svg_parts(grid: _Grid) -> Markup:
         parts.append(
             f'<g class="{"hit" if cell.is_hit else "miss"}"><rect x="{grid.corner(cell.column)}" '
             f'y="{grid.corner(cell.row)}" width="{grid.cell_px - 1}" height="{grid.cell_px - 1}" '
-            f'fill-opacity="{cell.opacity:.2f}"/><title>{target} predicted as {prediction}: {cell.share:.1%} of its '
+            f'fill-opacity="{cell.opacity:.2f}"/><title>{target} read as {prediction}, {cell.share:.1%} of its '
             "pixels</title></g>"
         )
         if cell.text:

@@ -127,11 +127,11 @@ def loss_chart(reports: Sequence[RunReport]) -> Markup:
             smoothed = f"training loss (smoothed over about {round(1 / (1 - factor))} logged steps)"
             mean = f"mean of epoch {report.view.loss.epoch}: {wording.loss(report.view.loss.mean, 4)}"
             label = f"{smoothed if is_alone else report.name}, {mean}"
-            curves.append(
-                ChartCurve(label, history.step, history.average(factor), color % charts.NUM_COLORS, band=band)
-            )
+            smooth, name = history.average(factor), "training" if is_alone else report.name
+            curves.append(ChartCurve(label, history.step, smooth, color % charts.NUM_COLORS, band=band, name=name))
         if is_alone and vals:
-            curves.append(ChartCurve("validation loss", vals.values("step"), vals.values("loss"), 1, True))
+            losses = vals.values("loss")
+            curves.append(ChartCurve("validation loss", vals.values("step"), losses, 1, True, name="validation"))
         if is_alone:
             marks = [(mark.step, mark.text) for mark in report.view.marks if mark.kind != "best"]
             marks += [(mark.step, mark.text) for mark in report.view.marks if mark.kind == "best"][-1:]
@@ -162,7 +162,7 @@ def _miou_chart(report: RunReport) -> Markup:
 
 def _small_chart(label: str, series: LossHistory, y_label: str, bottom: float | None = 0.0) -> Markup:
     frame = Frame("step", y_label, bottom=bottom, width_px=charts.HALF_PX)
-    return charts.line_chart([ChartCurve(label, series.step, series.high, 3)], frame)
+    return charts.line_chart([ChartCurve(label, series.step, series.high)], frame)
 
 
 def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[ReportedClass]:

@@ -37,7 +37,7 @@ def test_svg_names_classes_and_shares_and_is_inert() -> None:
     texts = [node.text for node in root.iter() if node.text]
     assert texts.count("sky") == 2
     assert {"90", "10"} <= set(texts)
-    assert "<b>\\x1b predicted as sky: 10.0% of its pixels" in texts
+    assert "<b>\\x1b read as sky, 10.0% of its pixels" in texts
     opacities = [float(node.get("fill-opacity")) for node in root.iter() if node.get("fill-opacity")]
     assert opacities == [0.95, 0.36]  # 0.06 + 0.94 sqrt(0.9), and of 0.1; the row without pixels has no cells
     kinds = [node.get("class") for node in root.iter() if node.get("class") in ("hit", "miss")]
@@ -51,4 +51,4 @@ def test_long_names_are_shortened_beside_the_cells_only() -> None:
     root = ElementTree.fromstring(confusion_file(np.eye(2, dtype=np.int64), names, ".svg"))
     texts = [node.text for node in root.iter() if node.text]
     assert (texts.count("a" * 18), texts.count("b" * 17 + "…"), texts.count("b" * 19)) == (2, 2, 0)
-    assert f"{'b' * 19} predicted as {'b' * 19}: 100.0% of its pixels" in texts
+    assert f"{'b' * 19} read as {'b' * 19}, 100.0% of its pixels" in texts

@@ -32,6 +32,7 @@ from segapp.view.history import LossHistory
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import events, merged, segapp, train
 
+KEY = re.compile(r'<span class="key (c\d)"><svg.*?</svg>([^<]*)<')
 VOID = {"meta", "img", "br", "link", "hr"}
 SVG_LEAVES = {"line", "path", "rect", "circle"}
 
@@ -75,7 +76,7 @@ def read(path: Path) -> Page:
             assert not name.startswith("on")
             if name in ("src", "href"):
                 assert value is not None
-                assert value.startswith("data:image/")
+                assert value.startswith("data:image/" if name == "src" else "#")
     return page
 
 
@@ -250,13 +251,13 @@ def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> N
     mean = float(np.mean([event["loss"] for event in events(run.folder.path, "step") if event["epoch"] == 3]))
     label = f"training loss (smoothed over about 2 logged steps), mean of epoch 3: {mean:.3f}"
     keys = [("c0", label), ("c1", "validation loss")]
-    assert re.findall(r'<span class="key (c\d)">([^<]*)<', chart) == keys
+    assert re.findall(KEY, chart) == keys
     assert 'class="band c0"' in chart
     other = RecordedRun(tmp_path / "other", steps_per_epoch=5)
     other.epoch()
     reports = [read_run_report(str(each.folder.path)) for each in (run, other)]
     chart = loss_chart(reports)
-    assert re.findall(r'<span class="key (c\d)">([^<]*)<', chart) == [
+    assert re.findall(KEY, chart) == [
         ("c0", f"run, mean of epoch 3: {mean:.3f}"),
         ("c1", f"other, mean of epoch 1: {reports[1].view.loss.mean:.3f}"),
     ]
@@ -405,7 +406,7 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
     chart = charts.line_chart(
         [ChartCurve("a", np.array([0, 10]), np.array([0.0, 1.0]))], Frame("step", "y", bottom=0.0, top=1.0)
     )
-    svg = ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart)\b", r'="\1"', re.search(r"<svg.*</svg>", chart)[0]))  # type: ignore[index]
+    svg = picture_of(chart, "wide")
     path = next(e for e in svg.iter() if e.get("class") == "line c0").get("d")
     assert path is not None
     (x0, y0), (x1, y1) = ([float(n) for n in point.split()] for point in re.split("[ML]", path)[1:])
@@ -419,6 +420,49 @@ def test_chart_line_has_the_coordinates_of_its_values() -> None:
     points = [[float(n) for n in point.split()] for point in re.split("[ML]", drawn[1])[1:]]
     assert len(points) == 2502  # every fourth, and the last
     assert (points[0][0], points[-1][0]) == (62, charts.WIDTH_PX - 14)
+
+
+def picture_of(chart: str, kind: str) -> ET.Element:
+    """Returns the wide or the narrow picture of a chart."""
+    found = re.search(rf"<svg class={kind}.*?</svg>", chart)
+    assert found is not None
+    return ET.fromstring(re.sub(r"=(role|img|mark|grid|axis|chart|wide|narrow)\b", r'="\1"', found[0]))
+
+
+def test_curves_differ_without_color_and_names_do_not_overlap() -> None:
+    x = np.arange(20.0)
+    curves = [ChartCurve(f"run number {i} of eight", x, np.where(x < 19, x + i, 5.0 + i / 100), i) for i in range(8)]
+    chart = charts.line_chart(curves, Frame("step", "y"))
+    style = (Path(charts.__file__).parent / "templates" / "style.css").read_text()
+    dashes = re.findall(r"\.line\.c\d \{ stroke-dasharray: ([\d ]+); \}", style)
+    assert len(dashes) == len(set(dashes)) == charts.NUM_COLORS - 1  # the first is solid
+    for kind, right in (("wide", charts.WIDTH_PX), ("narrow", charts.NARROW_PX)):
+        texts = [node for node in picture_of(chart, kind).iter("text") if node.get("class") == "name"]
+        heights = [float(node.get("y", "")) for node in texts]
+        assert [node.text for node in texts] == sorted(
+            (node.text or "" for node in texts), reverse=True
+        )  # as their values
+        assert min(np.diff(heights)) >= 12.9
+        assert 10 < min(heights) < max(heights) < 235
+        assert all(float(node.get("x", "")) + 6.2 * len(node.text or "") <= right for node in texts)
+    markers = {(node.get("class"), node.get("d")) for node in picture_of(chart, "wide").iter("path")}
+    shapes = {kind: d for kind, d in markers if kind is not None and kind.startswith("dot")}
+    assert len(shapes) == 8
+    assert len(set(shapes.values())) == 4  # the second four are filled
+
+
+def test_curves_of_one_value_are_rows_of_a_table() -> None:
+    curves = [ChartCurve("one", np.array([36.0]), np.array([0.5])),
+              ChartCurve("two", np.array([4.0, 8.0]), np.array([np.nan, 0.25]))]  # fmt: skip
+    chart = charts.line_chart(curves, Frame("step", "mIoU"))
+    assert "<svg" not in chart
+    assert re.findall(r">([^<>]+)<", chart) == ["step", "mIoU", "one", "36", "0.5000", "two", "8", "0.2500"]
+
+
+def test_a_run_of_few_steps_has_whole_steps_on_its_axis() -> None:
+    chart = charts.line_chart([ChartCurve("a", np.array([36.0, 38.0]), np.array([1.0, 2.0]))], Frame("step", "y"))
+    marks = [node.text for node in picture_of(chart, "wide").iter("text") if node.get("class") == "mid"]
+    assert marks[:2] == ["36", "37"]
 
 
 @pytest.mark.parametrize("values", [[], [float("nan")], [float("inf"), float("nan")]])

@@ -150,6 +150,6 @@ def test_page_names_settings_best_first_and_every_run(swept: tuple[SweepFolder, 
     best = 100 * mious[0].max(-1)
     assert f"{best.mean():.1f} % ± {best.std(ddof=1):.1f}" in page
     assert "over seed and fold" in page
-    assert page.count("<svg") == 2
+    assert page.count("<figure class=chart>") == 2
     assert all(f"lr-sweep/fold{f}-lr{lr}-seed{s}" in page for f in (0, 1) for s in (0, 1, 2) for lr in (0.001, 0.003))
     assert "<script" not in page
