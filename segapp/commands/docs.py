@@ -8,7 +8,7 @@ import textwrap
 from itertools import groupby
 
 from segapp.commands.spawn import is_interactive
-from segapp.docs.pages import find_page, pages, search_pages
+from segapp.docs.pages import find_page, has_all_words, pages, search_pages
 from segapp.errors import ConfigError
 
 
@@ -40,7 +40,9 @@ def _print_list() -> None:
 def _print_hits(words: str) -> None:
     hits = search_pages(words)
     if not hits:
-        raise ConfigError(f"no page has all of the words {words!r}: try fewer words, or segapp docs for the list")
+        raise ConfigError(f"no page has any of the words {words!r}: try other words, or segapp docs for the list")
+    if not has_all_words(hits[0], words):
+        print(f"no page has all of the words {words!r}; these pages have most of them:")
     width = max(len(hit.page.topic) for hit in hits)
     for hit in hits:
         print(_wrapped(f"{hit.page.topic:{width}}  ", hit.line))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -12,12 +14,16 @@ from segapp.errors import ConfigError, closest_words
 
 FOLDER = Path(__file__).parent
 INDEX = FOLDER / "README.md"
-"""The list of the pages: a heading for each group, and a link with a sentence for each page."""
+"""The list of the pages: a heading for each group; for each page a link, a sentence, and a comment with its keywords."""
 
 _ENTRY = re.compile(r"^- \[(?P<topic>[^\]]+)\]\((?P<path>[^)]+)\): (?P<about>.+)$")
+_KEYWORDS = re.compile(r"^  <!-- keywords: (?P<keywords>.+) -->$")
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _MAX_NEAREST = 3
 _MAX_HITS = 12
+_PHRASE = 12.0
+"""Added to the rank of a page if the words of a search stand together in one of its keywords."""
+_MIN_STEM = 3
 
 
 class Page(NamedTuple):
@@ -30,6 +36,8 @@ class Page(NamedTuple):
     path: Path
     about: str
     """The question that it answers, in one sentence."""
+    keywords: tuple[str, ...] = ()
+    """Other words for its contents, such as those of other trainers; only the search uses them."""
 
     def text(self) -> str:
         """Return the Markdown text without comments, which are for the tests."""
@@ -52,6 +60,9 @@ def pages() -> tuple[Page, ...]:
             group = line[3:].strip()
         elif entry := _ENTRY.match(line):
             found.append(Page(entry["topic"], group, FOLDER / entry["path"], entry["about"]))
+        elif keywords := _KEYWORDS.match(line):
+            words = tuple(word.strip() for word in keywords["keywords"].split(","))
+            found[-1] = found[-1]._replace(keywords=words)
     return tuple(found)
 
 
@@ -97,25 +108,65 @@ def slug(title: str) -> str:
 
 
 def search_pages(words: str) -> list[Hit]:
-    """Return the best line of each page that has all words, at the beginning of a word; the best pages first.
+    """Return the pages with the most of the words, the best first, each with its best line.
+
+    Words match as a whole, whatever their ending (`stop` and `stopping`). A word counts more if few pages have it, and if
+    it is in the topic, the title, the keywords or a heading of a page.
 
     >>> [hit.page.topic for hit in search_pages("OUT OF memory")][:1]
     ['out-of-memory']
     """
-    wanted = [re.compile(rf"(?<![a-z0-9]){re.escape(word)}") for word in _plain(words).split()]
+    asked = _stems(words)
+    wanted = set(asked) - _SMALL_WORDS or set(asked)
+    index = _index()
+    rarity = {stem: math.log(1 + len(index) / (1 + sum(stem in found for found in index.values()))) for stem in wanted}
+    most = max((len(wanted & found.keys()) for found in index.values()), default=0)
+    ranked: list[tuple[float, Hit]] = []
+    for page, found in index.items() if most else ():
+        if len(wanted & found.keys()) == most:
+            is_phrase = any(f" {' '.join(asked)} " in f" {' '.join(_stems(each))} " for each in page.keywords)
+            rank = sum(rarity[stem] * found.get(stem, 0) for stem in wanted) + _PHRASE * is_phrase
+            best = max([page.about, *page.text().splitlines()], key=lambda line: len(wanted & set(_stems(line))))
+            ranked.append((-rank, Hit(page, best.strip("# "))))
+    return [hit for _, hit in sorted(ranked, key=lambda each: each[0])][:_MAX_HITS]
 
-    def num_words(text: str) -> int:
-        return sum(bool(word.search(_plain(text))) for word in wanted)
 
-    found: list[tuple[int, Hit]] = []
-    for page in pages() if wanted else ():
-        title, text = f"{page.topic} {page.about}", page.text()
-        if num_words(f"{title} {text}") == len(wanted):
-            best = max([*text.splitlines(), page.about], key=num_words)
-            rank = 4 * num_words(page.topic) + 2 * num_words(title) + num_words(best)
-            found.append((-rank, Hit(page, best.strip("# "))))
-    return [hit for _, hit in sorted(found, key=lambda each: each[0])][:_MAX_HITS]
+def has_all_words(hit: Hit, words: str) -> bool:
+    """Return whether the page of a hit has all words of a search, apart from words such as `how` and `the`."""
+    return set(_stems(words)) - _SMALL_WORDS <= _index()[hit.page].keys()
 
 
-def _plain(text: str) -> str:
-    return text.lower().replace("-", " ")
+@functools.cache
+def _index() -> dict[Page, dict[str, float]]:
+    """Return the weight of each word of each page: that of the best place in which it is."""
+    index = {}
+    for page in pages():
+        text = page.text()
+        found = {stem: 1 + min(count, 10) / 10 for stem, count in Counter(_stems(text)).items()}
+        titles = [title for _, title in headings(text)]
+        places = [(3.0, page.about), (3.0, " ".join(titles)), (6.0, f"{page.topic} {' '.join(page.keywords)}")]
+        for weight, place in [*places, (6.0, titles[0] if titles else "")]:
+            found.update(dict.fromkeys(_stems(place), weight))
+        index[page] = found
+    return index
+
+
+def _stems(text: str) -> list[str]:
+    """Return the words of a text without their endings.
+
+    >>> _stems("Early stopping: train.early_stop")
+    ['early', 'stop', 'train', 'early', 'stop']
+    """
+    return [_stem(word) for word in re.findall(r"[^\W_]+", text.lower())]
+
+
+def _stem(word: str) -> str:
+    for ending in () if word.endswith("ss") else ("ing", "ed", "es", "s", "e"):
+        if word.endswith(ending) and len(word) - len(ending) >= _MIN_STEM:
+            word = word.removesuffix(ending)
+            break
+    return word[:-1] if len(word) > _MIN_STEM and word[-1] == word[-2] else word
+
+
+_SMALL_WORDS = set(_stems("a an and are at be by can do does for from have how i if in is it me my of on or the to use "
+                          "what when which why with"))  # fmt: skip
