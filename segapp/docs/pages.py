@@ -14,7 +14,7 @@ from segapp.errors import ConfigError, closest_words
 
 FOLDER = Path(__file__).parent
 INDEX = FOLDER / "README.md"
-"""The list of the pages: a heading for each group; for each page a link, a sentence, and a comment with its keywords."""
+"""The list of the pages: a heading per group, and per page a link, a sentence, and a comment with its keywords."""
 
 _ENTRY = re.compile(r"^- \[(?P<topic>[^\]]+)\]\((?P<path>[^)]+)\): (?P<about>.+)$")
 _KEYWORDS = re.compile(r"^  <!-- keywords: (?P<keywords>.+) -->$")
@@ -110,8 +110,8 @@ def slug(title: str) -> str:
 def search_pages(words: str) -> list[Hit]:
     """Return the pages with the most of the words, the best first, each with its best line.
 
-    Words match as a whole, whatever their ending (`stop` and `stopping`). A word counts more if few pages have it, and if
-    it is in the topic, the title, the keywords or a heading of a page.
+    Words match as a whole, whatever their ending (`stop` and `stopping`). A word counts more if few pages have it, and
+    if it is in the topic, the title, the keywords or a heading of a page.
 
     >>> [hit.page.topic for hit in search_pages("OUT OF memory")][:1]
     ['out-of-memory']

@@ -54,8 +54,21 @@ def test_search_finds_the_page_with_all_words(words: str, first: str | None) -> 
 
 
 def test_search_without_a_hit_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no page has all of the words 'zebra crossing'"):
-        show_docs(None, "zebra crossing")
+    with pytest.raises(ConfigError, match="no page has any of the words 'zebra giraffe'"):
+        show_docs(None, "zebra giraffe")
+
+
+def test_search_says_that_the_pages_have_most_of_the_words(capsys: pytest.CaptureFixture[str]) -> None:
+    show_docs(None, "tensorrt zebra")
+    first, second = capsys.readouterr().out.splitlines()[:2]
+    assert first == "no page has all of the words 'tensorrt zebra'; these pages have most of them:"
+    assert second.startswith("run-elsewhere")
+
+
+def test_search_takes_whole_words_whatever_their_ending() -> None:
+    assert search_pages("resuming")[0].page == search_pages("resume")[0].page
+    assert search_pages("how do I")  # only small words
+    assert search_pages("early stopping")[0].page.topic == "tune"
 
 
 @pytest.mark.parametrize(

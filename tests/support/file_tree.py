@@ -1,7 +1,7 @@
 """The file tree of ARCHITECTURE.md: every module with the first sentence of its docstring.
 
 python -m tests.support.file_tree           prints it
-python -m tests.support.file_tree --write   puts it into segapp/ARCHITECTURE.md
+python -m tests.support.file_tree --write   puts it into segapp/docs/ARCHITECTURE.md
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.support import ROOT
 
-MAP = ROOT / "segapp" / "ARCHITECTURE.md"
+MAP = ROOT / "segapp" / "docs" / "ARCHITECTURE.md"
 BEGIN, END = "<!-- file tree: python -m tests.support.file_tree --write -->", "<!-- end of the file tree -->"
 
 
