@@ -21,7 +21,7 @@ from tests.support import ROOT, fault_table
 from tests.support.isolation import Places, Watch, users_places
 
 # No deadline: an example may be slow on a busy machine. The same examples in every run: `explore` draws others.
-hypothesis.settings.register_profile("segapp", deadline=None, derandomize=True)
+hypothesis.settings.register_profile("segapp", deadline=None, derandomize=True, max_examples=40)
 hypothesis.settings.register_profile("explore", deadline=None)
 hypothesis.settings.load_profile("segapp")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -61,10 +61,23 @@ def pytest_xdist_auto_num_workers() -> int:
     return len(os.sched_getaffinity(0)) + 4
 
 
+@pytest.hookimpl(tryfirst=True)  # before the expression of `-m` is applied
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_unsampled_cases(items)
     fault_table.note_cases(items)
     durations_s = json.loads(DURATIONS.read_text())
     items.sort(key=lambda item: -durations_s.get(file_of(item.nodeid), 0))  # a long file at the end would be waited for
+
+
+def mark_unsampled_cases(items: list[pytest.Item]) -> None:
+    """Mark the cases of a test that `sampled(every)` leaves out of the default suite as slow."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        if marker := item.get_closest_marker("sampled"):
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % marker.args[0]:
+                item.add_marker(pytest.mark.slow)
+            seen[test] += 1
 
 
 def file_of(test: str) -> str:

@@ -197,6 +197,7 @@ def test_stopped_session_notes_the_row_and_writes_the_page(folder: Path, monkeyp
     assert "| stopped | 0 | 0 | 0 |" in page(folder / "out", [row_of("good")])
 
 
+@pytest.mark.slow
 def test_killed_session_leaves_no_process_and_its_results(folder: Path) -> None:
     (folder / "hang").touch()
     program = (

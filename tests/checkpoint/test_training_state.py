@@ -331,6 +331,7 @@ def killed_save(folder: Path, armed: str) -> bool:
     return os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("point", SAVE_POINTS)
 def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
     num_kills = 0

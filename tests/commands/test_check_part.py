@@ -285,6 +285,7 @@ def test_check_part_takes_overrides_as_other_commands_do(
         assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_check_imports_neither_torchvision_nor_albumentations() -> None:
     code = """if True:
         import sys

@@ -91,6 +91,7 @@ def test_ensemble_scores_what_predict_writes(
     assert evaluate([runs / "a", runs / "b"]).confusion.tolist() == confusion.tolist()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"slide": True, "tta": True}], ids=["whole", "slide and tta"])
 def test_mean_of_a_network_and_itself_is_the_network(runs: Path, options: dict[str, bool]) -> None:
     single, twice = (

@@ -329,6 +329,7 @@ def test_masks_follow_their_images(name: str) -> None:
     assert (num_outside > 0) == (name in ("Rotate", "Affine", "ElasticTransform"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMED)
 @pytest.mark.parametrize("ignore_index", [255, -1])
 def test_masks_get_no_other_classes(name: str, ignore_index: int) -> None:
@@ -343,6 +344,7 @@ def test_masks_get_no_other_classes(name: str, ignore_index: int) -> None:
 # --- samples are functions of (seed, epoch, index)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", NAMED)
 def test_workers_resumes_and_ranks_give_the_same_samples(
     name: str, write_pairs: WritePairs, scheme: ClassScheme

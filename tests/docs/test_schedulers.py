@@ -50,6 +50,7 @@ def check_launch(words: list[str]) -> None:
     assert (train["config"], train["run"].name) == ("cityscapes.yaml", "cityscapes")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("rounds", "expected"),
     [
@@ -107,6 +108,7 @@ def place(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path
 
 
+@pytest.mark.slow
 def test_slurm_array_requeues_each_task_alone(place: Path) -> None:
     text = (EXAMPLES / "sweep.slurm").read_text()
     assert sbatch_options(EXAMPLES / "sweep.slurm")["--array"] == "0-9%4"
@@ -166,6 +168,7 @@ JOB_SCHEMA = {
 """The part of the PyTorchJob of Kubeflow's training operator that the example uses."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("how", "code"), [("signal", 143), ("command", 0), ("finish", 0), ("lost", 143), ("config", 2)]
 )
@@ -227,6 +230,7 @@ TASK_SCHEMA = {
 """The part of a SkyPilot task that the example uses."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("how", "is_recovered"), [("signal", True), ("command", False), ("lost", True)])
 def test_skypilot_recovers_by_exit_code(tmp_path: Path, how: str, is_recovered: bool) -> None:
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())
@@ -271,6 +275,7 @@ def get(values): return list(values)
 '''
 
 
+@pytest.mark.slow
 def test_ray_sweep_starts_stopped_runs_again(place: Path) -> None:
     (place / "ray.py").write_text(RAY)
     cluster = Scheduler(place / "fake", place, ["signal", "finish"])
@@ -306,6 +311,7 @@ def preempt(job: Any) -> None:
     task.send_signal(signal.SIGUSR2)
 
 
+@pytest.mark.slow
 def test_submitit_job_continues_after_a_preemption(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = Scheduler(place / "fake", place, ["signal", "finish"])
     job = submitit_job(cluster, 1, "runs/tiny-sweep/seed1", place / "logs", monkeypatch)

@@ -81,6 +81,7 @@ def test_resumed_run_of_bands_equals_the_uninterrupted_one(
     assert next(w for name, w in state(run)["model"].items() if name.endswith("conv1.0.weight")).shape[1] == 4
 
 
+@pytest.mark.slow
 def test_evaluation_prediction_and_export_agree(
     run: Path, data: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

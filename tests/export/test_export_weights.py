@@ -40,6 +40,7 @@ def folder(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_safetensors_of_a_run_load_into_torchvision(folder: Path, tiny_root: Path, tmp_path: Path) -> None:
     result = segapp("export", folder / "run", "--out", "net.safetensors", cwd=tmp_path)
     assert result.returncode == 0, result.stderr
@@ -100,6 +101,7 @@ def test_bare_weights_with_config_are_evaluated_and_exported(folder: Path, tmp_p
     assert all(halved[n].equal(v.half() if v.is_floating_point() else v) for n, v in own.items())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [

@@ -197,6 +197,7 @@ def no_fsync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda fd: None)
 
 
+@pytest.mark.slow
 @case(
     "F04",
     how="strace: a power cut after each call of a start and a resume; events and commands kept, lost, torn at any byte",

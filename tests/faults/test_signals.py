@@ -178,6 +178,7 @@ def test_frozen_trainer_whose_lease_is_taken_ends(new_run: NewRun, invariants: I
     invariants.assert_same(run)
 
 
+@pytest.mark.slow
 @case(
     "F39",
     how="stdout and stderr closed; a reader that leaves after a line",

@@ -151,6 +151,7 @@ def test_words_are_networks_up_to_the_first_picture(tmp_path: Path, monkeypatch:
         split_networks(["one", "two"])
 
 
+@pytest.mark.slow
 def test_command_writes_the_mean_of_two_runs(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

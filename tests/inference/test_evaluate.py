@@ -250,6 +250,7 @@ def test_evaluation_restores_the_mode_of_the_model() -> None:
         assert model.training == mode
 
 
+@pytest.mark.slow
 def test_training_evaluates_in_tiles_where_images_do_not_fit(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,7 @@ class BlurNet(ColorNet):
         return super().forward(F.avg_pool2d(images, 17, stride=1, padding=8))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("criterion", [CriterionCE(), CriterionDice()])
 def test_evaluation_in_tiles_equals_that_of_whole_images(criterion: Any) -> None:
     batches = [batch(300, 421, 0), batch(40, 50, 1), batch(128, 600, 2)]

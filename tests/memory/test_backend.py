@@ -4,9 +4,12 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from tests.support import ROOT
 
 
+@pytest.mark.slow
 def test_simulated_tensors_are_those_of_a_device():
     command = [sys.executable, "-m", "tests.support.gpu.simulated_devices"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=280)

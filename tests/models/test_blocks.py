@@ -11,6 +11,7 @@ from segapp.parallel import DataParallelModel, convert_sync_batchnorm, set_recom
 from segapp.parallel.scatter_gather import tensors_in
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("library", "name", "encoder", "expected"),
     [

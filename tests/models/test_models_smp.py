@@ -101,6 +101,7 @@ def assert_upsampled_matches(model, original, height_px, width_px):
     torch.testing.assert_close(upsampled, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "encoder"), [*PAIRS, ("DPT", SMALL_VIT["encoder"])])
 def test_upsampled_logits_match_smp_with_the_same_weights(name, encoder):
     torch.manual_seed(0)
@@ -148,6 +149,7 @@ def test_dpt_takes_multiples_of_patch_and_deepest_stride(patch_px, divisor):
     assert _size_divisor("DPT", SimpleNamespace(requires_divisible_input_shape=True, encoder=encoder)) == divisor
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_size_rule_matches_smp(name):
     model = build_small(name).eval()
@@ -193,6 +195,7 @@ def test_transformer_of_fixed_size_names_its_size():
     assert sized(torch.randn(2, 3, 64, 96))[0].shape == (2, 3, 16, 24)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "encoder"),
     [*((name, "resnet18") for name in ARCHITECTURES), ("FPN", "efficientnet-b0"), ("PSPNet", "efficientnet-b0")],

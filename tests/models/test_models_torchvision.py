@@ -39,6 +39,7 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "101" in name else ()) for name in REGISTERED]
 )
@@ -63,6 +64,7 @@ def test_upsampled_logits_match_torchvision_with_equal_weights(name):
         assert_close(upsampled(logits[0], odd), original(odd)["out"])
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("family", "has_aux"), [("fcn", True), ("deeplabv3", True), ("lraspp", False)])
 @pytest.mark.parametrize("encoder", ["resnet18", "mobilenet_v3_small"])
 def test_every_family_gives_every_parameter_a_gradient(family, has_aux, encoder):
@@ -127,6 +129,7 @@ def test_zero_classes_are_refused():
         build_model("torchvision", "fcn", 0, **SMALL)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "encoder", "options", "stride"),
     [

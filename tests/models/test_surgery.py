@@ -38,6 +38,7 @@ CASES = [
 ONE_BAND_TOO = ("lraspp", "eomt")  # in every run; all of them in the slow form
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("num_bands", "library", "name", "encoder", "first"),
     [(5, *case) for case in CASES]

@@ -66,6 +66,7 @@ def test_docstrings_types_and_f_strings_are_left_alone() -> None:
     assert mutants_of("x.py", source.encode()) == []
 
 
+@pytest.mark.slow
 def test_mutants_of_segapp_have_unique_ids_and_functions() -> None:
     mutants = find_mutants(["metrics"])
     ids = [mutant.id for mutant in mutants]
@@ -99,6 +100,7 @@ def tiny_package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant_id", "outcome"),
     [
@@ -115,6 +117,7 @@ def test_survivor_and_killed_mutant_are_told_apart(tiny_package: Path, mutant_id
     assert (tiny_package / "segapp" / "size.py").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_test_that_fails_anyway_kills_no_mutant(tiny_package: Path) -> None:
     mutants = {mutant.id: mutant for mutant in find_mutants(root=tiny_package / "segapp")}
     campaign = Campaign(tiny_package / "results.jsonl", root=tiny_package)

@@ -68,6 +68,7 @@ def scene(height: int, width: int, bands: int, dtype: str) -> tuple[np.ndarray, 
     return image, mask
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_georeference", [True, False])
 def test_one_geotiff_becomes_blocks_in_place(has_georeference: bool, tmp_path: Path) -> None:
     rasterio = pytest.importorskip("rasterio")

@@ -319,6 +319,7 @@ def mutate_lines(text: str, draw: random.Random) -> str:
 MUTATE = {".json": mutate_json, ".xml": mutate_xml, ".txt": mutate_lines, ".yaml": mutate_lines}
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "draw_folder",
     [lambda root: coco(root, lambda ring: [flat(ring)], NAMES), lambda root: coco(root, as_runs, NAMES),

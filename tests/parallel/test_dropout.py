@@ -169,6 +169,7 @@ def test_recomputed_blocks_have_the_masks_of_the_first_pass():
     assert all(map(torch.equal, *found))
 
 
+@pytest.mark.slow
 def test_compiled_masks_are_the_eager_ones():
     drop = nn.Dropout(0.3)
     net, masks = masked(nn.Conv2d(3, 6, 3), drop, nn.Conv2d(6, 6, 3), nn.Dropout2d(0.3), drop, DropPath(0.5))

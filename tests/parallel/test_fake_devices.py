@@ -24,6 +24,7 @@ def said():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_full_step_with_sync_batchnorm_never_mixes_devices(said):
     assert said["steps"] == [["fake:0", "fake:1", "fake:2"], ["fake:1", "fake:2"], ["fake:0", "fake:1", "fake:2"]]
 

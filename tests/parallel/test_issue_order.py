@@ -25,6 +25,7 @@ def found():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dp", "dp without gpu 0", "dp, sync_bn off"])
 def test_step_issues_no_collective_and_every_read_waits(found, kind):
     for num_devices, step in found[kind].items():
@@ -34,10 +35,12 @@ def test_step_issues_no_collective_and_every_read_waits(found, kind):
         assert {f"autograd {i}" for i in range(int(num_devices))} <= set(step["threads"])
 
 
+@pytest.mark.slow
 def test_collectives_in_the_backward_pass_are_found(found):
     assert found["with collectives"]["3"]["collective"] > 0
 
 
+@pytest.mark.slow
 def test_reads_without_an_event_are_found(found):
     assert "reads what replica" in found["without waiting"]["3"]["unordered"][0]
     assert any("reads from device" in words for words in found["without copies"]["3"]["unordered"])

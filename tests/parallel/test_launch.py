@@ -127,6 +127,7 @@ def start(script, tmp_path, what):
     return launcher, int((tmp_path / "agent0").read_text()), [int(file.read_text()) for file in files]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("victim", ["launcher", "agent"])
 def test_sigkill_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):

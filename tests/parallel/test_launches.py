@@ -43,6 +43,7 @@ def check(kind, build, capsys):
     assert counter.launches <= launches
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("kind", "replicas"), [("single", 1), ("dp x2", 2), ("dp x3", 3), ("dp x8", 8)])
 def test_operators_of_a_step_stay_within_bounds(kind, replicas, capsys):
     check(kind, lambda: build_step(replicas), capsys)

@@ -55,6 +55,7 @@ def outcome(sets, *, num_devices=1, is_synced=False, gpu0_bsz=None, penalty=0.0,
 EVERYWHERE = ("1", "2", "3")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("penalty", [0.0, 2.0], ids=["first order", "second order"])
 @pytest.mark.parametrize(
     ("division", "sets"),

@@ -67,6 +67,7 @@ def threads_settle(before: int, within_s: float = 20.0) -> bool:
     return threading.active_count() <= before
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("what", "error", "cause", "words"),

@@ -43,6 +43,7 @@ def outcome(layer, run, x, weights, steps=2):
     return [y.detach(), x.grad, *grads_of(layer), *layer.buffers()]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", BATCHNORM_OPTIONS, ids=str)
 @pytest.mark.parametrize(("kind", "shape"), [(kind, shape) for kind, shapes in SHAPES.items() for shape in shapes])
 def test_sync_batchnorm_matches_batchnorm_on_the_whole_batch(kind, shape, options):

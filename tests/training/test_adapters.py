@@ -89,6 +89,7 @@ def with_random_adapters(library: str, name: str, encoder: str, **options: Any) 
     return model.eval()
 
 
+@pytest.mark.slow
 def test_checkpoint_holds_adapters_head_and_their_average(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
     assert train(merged(base, checkpoint={"full": True}), tmp_path / "full") == 0
     small, full = saved(run), saved(tmp_path / "full")
@@ -140,6 +141,7 @@ def test_ranks_train_adapters_as_one_device(base: dict[str, Any], run: Path, tmp
     assert list(saved(tmp_path / "run")["ema"]["module"]) == list(saved(run)["ema"]["module"])
 
 
+@pytest.mark.slow
 def test_half_precision_with_adapters_resumes_bitwise(base: dict[str, Any], tmp_path: Path) -> None:
     config = merged(base, train={"precision": "fp16"})
     assert train(config, tmp_path / "whole") == 0
@@ -148,6 +150,7 @@ def test_half_precision_with_adapters_resumes_bitwise(base: dict[str, Any], tmp_
     assert differing(saved(tmp_path / "run"), saved(tmp_path / "whole")) == []
 
 
+@pytest.mark.slow
 def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
     """The file of then continues the run, here with whole checkpoints from now on."""
     file, copy = tmp_path / "backbone.pt", tmp_path / "run"
@@ -193,6 +196,7 @@ NETWORKS = [
 ]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("library", "name", "encoder", "options"), NETWORKS)
 def test_merged_network_computes_what_the_adapted_did(library: str, name: str, encoder: str, options: Any) -> None:
     """In float64. The trained run below has the float32 that predict and export compute in."""
@@ -274,6 +278,7 @@ REFUSED = [
 """timm's BEiT reads the weight of `qkv` without calling the layer: an adapter there would change nothing."""
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("encoder", "targets", "message"), REFUSED)
 def test_target_without_a_layer_names_those_there_are(encoder: str, targets: Any, message: str) -> None:
     options = {"decoder_fusion_channels": 16} if "beit" in encoder else {}

@@ -51,6 +51,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, visit: int) -> None:
     monkeypatch.setattr(signals.StopSignals, "is_set", property(is_set))
 
 
+@pytest.mark.slow
 def test_run_with_mixed_samples_resumes_bitwise(
     tiny_root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

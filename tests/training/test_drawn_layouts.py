@@ -24,9 +24,7 @@ from tests.support.runs import events, train
 IN_EVERY_RUN = [
     "images/masks split",
     "_mask.png, binary",
-    "pair tables",
     "b_rgb_nofile",
-    "j_coco",
     "slices of patients",
 ]
 EXIT_DATA = 3

@@ -93,6 +93,7 @@ def test_backbone_is_fixed_until_it_thaws(frozen: tuple[RunConfig, Path]) -> Non
     assert run_start["freeze_epochs"] == 2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("visit", [3, 6, 9])
 def test_run_with_a_thaw_resumes_bitwise(frozen: tuple[RunConfig, Path], tmp_path: Path, visit: int) -> None:
     config, whole = frozen
@@ -103,6 +104,7 @@ def test_run_with_a_thaw_resumes_bitwise(frozen: tuple[RunConfig, Path], tmp_pat
     assert thawed[0] == thawed[1]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_dp_thaws_as_one_device(base: dict[str, Any], tmp_path: Path, precision: str) -> None:
     losses = []
@@ -122,6 +124,7 @@ def test_dp_thaws_as_one_device(base: dict[str, Any], tmp_path: Path, precision:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6 if precision == "fp32" else 2e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("logical_budgets")
 def test_auto_split_returns_to_the_planned_one_at_the_thaw(base: dict[str, Any], tmp_path: Path) -> None:
     """While the backbone is frozen, device 0 has place for more images than it has beside the optimizer's state."""
@@ -188,6 +191,7 @@ def test_run_in_steps_ends_and_evaluates_within_an_epoch(base: dict[str, Any], t
     assert differing(saved(tmp_path / "run")["model"], saved(tmp_path / "whole")["model"]) == []
 
 
+@pytest.mark.slow
 def test_run_stopped_at_evaluations_in_steps_resumes_bitwise(base: dict[str, Any], tmp_path: Path) -> None:
     config = merged(
         base,

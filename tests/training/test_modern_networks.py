@@ -116,6 +116,7 @@ def test_any_split_takes_the_course_of_one_device(
             torch.testing.assert_close(weights[name][key], tensor, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_stopped_eomt_training_resumes_bitwise(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,6 +133,7 @@ def test_stopped_eomt_training_resumes_bitwise(
     assert int(resumed["model"]["masking.num_updates"]) == whole["position"]["step"] > 0
 
 
+@pytest.mark.slow
 def test_eomt_learns_the_drawn_classes_in_bf16(tiny: dict[str, Any], tmp_path: Path) -> None:
     sections = {"train": {"epochs": 6, "batch_size": 2, "precision": "amp-bf16"}, "eval": {"every_epochs": 6}}
     assert train(config_of(tiny, EOMT, optim={"name": "adamw", "lr": 0.002}, **sections), tmp_path) == 0
@@ -142,6 +144,7 @@ def test_eomt_learns_the_drawn_classes_in_bf16(tiny: dict[str, Any], tmp_path: P
     assert events(tmp_path, "val")[-1]["miou"] > 0.2
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=pytest.mark.slow if n in ("SegFormer", "DPT-DINOv2") else ()) for n in NETWORKS]
 )

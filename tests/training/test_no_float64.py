@@ -43,6 +43,7 @@ def course(folder: Path) -> list[float]:
     return [event["loss"] for kind in ("step", "val") for event in events(folder, kind)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names", [("ce",), pytest.param(("ce", "terms", "weights", "ohem", "bce"), marks=pytest.mark.slow)]
 )

@@ -67,6 +67,7 @@ def single(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[d
     return tiny, folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("gpu0_bsz", [0, 1, 3, None])
 def test_dp_on_three_logical_devices_equals_one_device(
     single: tuple[dict[str, Any], Path], tmp_path: Path, gpu0_bsz: int | None
@@ -80,6 +81,7 @@ def test_dp_on_three_logical_devices_equals_one_device(
     assert split == expected
 
 
+@pytest.mark.slow
 def test_every_split_in_float64_equals_one_device(
     single: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

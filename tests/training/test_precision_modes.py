@@ -69,6 +69,7 @@ def whole(tiny: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> Cal
     return run_of
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("precision", HALF)
 def test_losses_of_every_mode_are_within_2_percent_of_float32(whole: Callable[[str], Path], precision: str) -> None:
     run, in_fp32 = whole(precision), losses(whole("fp32"))

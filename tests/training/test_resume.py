@@ -88,6 +88,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch, visit: int) -> None:
     monkeypatch.setattr(signals.StopSignals, "is_set", property(is_set))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("visit", [3, 4, 8, 22, *(pytest.param(n, marks=pytest.mark.slow) for n in (12, 15))])
 def test_run_stopped_at_any_safe_point_resumes_bitwise(
     reference: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visit: int
@@ -194,6 +195,7 @@ def test_run_with_workers_killed_at_random_resumes_bitwise(
     assert course(tmp_path / "run") == course(uninterrupted)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("loading", [{"workers": 2, "cache": "disk"}, {"workers": "auto", "cache": "ram"}])
 def test_workers_and_caches_do_not_change_the_losses(
     loading: dict[str, object], reference: tuple[RunConfig, Path], tmp_path: Path
@@ -223,6 +225,7 @@ def continued(config: RunConfig, from_run: Path, name: str, folder: Path) -> tup
     return [(e["step"], e["loss"], e["lr"]) for e in events(folder, "step")], said
 
 
+@pytest.mark.slow
 def test_wsd_is_made_longer_without_a_jump(reference: tuple[RunConfig, Path], tmp_path: Path) -> None:
     """Two epochs of which the second decays, made three: as planned so from the first on, or with an alert."""
     config, _ = reference

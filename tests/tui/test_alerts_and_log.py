@@ -31,6 +31,7 @@ def folded(run: RecordedRun) -> View:
     return view
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["checkpoint", "storage", "hang", "grace", "oom", "reverted", "non_finite", "data"])
 def test_alert_stays_in_the_banner_until_it_is_seen(fresh: RecordedRun, kind: str) -> None:
     fresh.alert(kind, DISK_FULL)
@@ -316,6 +317,7 @@ def test_new_epoch_is_shown_if_a_step_comes_with_its_start(fresh: RecordedRun) -
     run_screen(fresh, act)
 
 
+@pytest.mark.slow
 def test_finished_run_is_not_called_crashed_while_it_is_read(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", steps_per_epoch=2000, epochs=4)
     for _ in range(4):

@@ -46,6 +46,7 @@ def test_f1_opens_the_page_of_the_focused_pane(tmp_path: Path) -> None:
     asyncio.run(go())
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("width", [80, 120])
 def test_pages_turn_and_links_between_pages_open(width: int) -> None:
     async def go() -> None:

@@ -98,6 +98,7 @@ def test_screen_at_named_sizes_has_its_panes(live: RecordedRun, size: tuple[int,
     run_screen(live, act, size)
 
 
+@pytest.mark.slow
 def test_panes_stay_inside_the_screen_at_any_size(live: RecordedRun) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         for width, height in [(200, 60), (140, 20), (100, 15), (99, 40), (60, 60), (61, 16), (59, 30), (20, 5), (8, 3),
@@ -210,6 +211,7 @@ EXPECTED = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.parametrize("size", [(120, 36), pytest.param((80, 24), marks=pytest.mark.slow)])
 def test_unusual_runs_are_shown_with_their_state(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
@@ -337,6 +339,7 @@ def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRu
     run_screen(fresh, act)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("typed", "word", "is_sent"),
     [

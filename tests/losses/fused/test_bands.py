@@ -34,6 +34,7 @@ def plain(monkeypatch):
     monkeypatch.setattr(lovasz, "is_eager", lambda _: False)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_on_small_bands")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("ignored", [0.0, 0.4])
@@ -50,6 +51,7 @@ def test_loss_and_both_derivatives_match_the_full_resolution(name, ignored, monk
         assert relative_error(mine, truth) < 1e-11
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_on_small_bands")
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -34,6 +34,7 @@ def gradient_of(criterion, logits, target):
     return loss.detach(), x.grad
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("_without_triton")
 @pytest.mark.parametrize("full_bytes", [0, 1 << 60])
 @pytest.mark.parametrize("name", NAMES)

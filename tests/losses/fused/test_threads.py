@@ -46,6 +46,7 @@ def slope_of(loss_of, logits):
     return loss.detach(), torch.autograd.grad(loss, x)[0]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_threads", THREADS)
 @pytest.mark.parametrize("many_cells", [True, False])
 @pytest.mark.parametrize(("low", "high"), SIZES)
@@ -108,6 +109,7 @@ def test_cross_entropy_with_any_threads_matches_torch(num_threads, low, high, op
         assert relative_error(mine, theirs) < 1e-12
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_threads", THREADS[1:])
 @pytest.mark.parametrize("name", list(criteria()))
 def test_criteria_with_any_threads_match_the_full_resolution(num_threads, name, monkeypatch):

@@ -53,6 +53,7 @@ def trained_masks(config: RunConfig) -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("file", "text"),
     [

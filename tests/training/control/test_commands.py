@@ -302,6 +302,7 @@ def even(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dic
     return tiny, folder
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("text", "split"), [("set gpu0_bsz=3", [3, 1, 1]), ("set shares=0,1,4", [0, 1, 4])])
 def test_run_with_changed_split_equals_the_unchanged_run(
     even: tuple[dict[str, Any], Path], tmp_path: Path, text: str, split: list[int]
@@ -321,6 +322,7 @@ def test_run_with_changed_split_equals_the_unchanged_run(
     assert (saved["gpu0_bsz"], saved["shares"]) == ((3, None) if "gpu0" in text else (None, split))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("hit", [1, 2])
 def test_oom_after_a_split_change_reverts_it_and_redoes_the_step(
     even: tuple[dict[str, Any], Path], tmp_path: Path, hit: int
@@ -422,6 +424,7 @@ def test_stop_in_validation_resumes_bitwise(
     assert_answered_once(folder)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_pause_changes_neither_losses_nor_reported_speed(tiny: dict[str, Any], tmp_path: Path, accumulate: int) -> None:
     config = small(tiny, 2, train={"accumulate": accumulate})
@@ -449,6 +452,7 @@ def test_pause_changes_neither_losses_nor_reported_speed(tiny: dict[str, Any], t
     assert_answered_once(folder)
 
 
+@pytest.mark.slow
 def test_settings_applied_after_checkpoint_replay_at_same_step(
     even: tuple[dict[str, Any], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

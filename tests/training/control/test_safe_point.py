@@ -16,6 +16,7 @@ from segapp.training.step.engine import StepEngine
 from tests.support.runs import merged, train
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("accumulate", "meetings"), [(1, 1), (2, 2)])
 def test_ranks_meet_once_per_micro_batch(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, accumulate: int, meetings: int

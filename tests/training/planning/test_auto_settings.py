@@ -135,6 +135,7 @@ def test_plan_for_other_devices_keeps_its_batch_alone(tiny: dict[str, Any], tmp_
         assert plan.predicted_mib((1, 3, 2)) == predicted
 
 
+@pytest.mark.slow
 def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert train(on_budgets(tiny, 1, 15.5, gpu0_bsz=2), folder) == 0

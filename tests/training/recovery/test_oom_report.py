@@ -58,6 +58,7 @@ def test_report_is_whole_where_cuda_calls_raise(context: RunContext, monkeypatch
     assert (event.get("total_mib"), event.get("largest"), event.get("others")) == (None, [], [])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("free_gib", "others_mib"), [(1, 3072.0), (4, 0.0), (6, 0.0)])
 def test_report_keeps_counters_without_a_snapshot(
     context: RunContext,
@@ -100,6 +101,7 @@ def on_cuda(monkeypatch: pytest.MonkeyPatch, **amounts: Any) -> None:
     monkeypatch.setattr(oom, "processes_on", lambda *_, **__: [])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("allocated", "reserved", "expected"), [(750, 1000, 0.25), (1001, 1000, 0.0), (0, 10, 1.0), (1, 0, None)]
 )
@@ -112,6 +114,7 @@ def test_report_has_the_unused_share_and_hundredths_of_a_mib(
     assert [tensor.mib for tensor in report.largest] == [1.23, 0.5]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("has_cause", [True, False])
 def test_release_frees_what_a_failed_step_held(context: RunContext, has_cause: bool) -> None:
     """The frames of an error, and of the one that it was raised from or after, hold the activations."""

@@ -124,6 +124,7 @@ def test_step_fitting_in_no_part_saves_and_stops_with_advice(plain: dict[str, An
     assert saved(folder)["position"]["step"] == 0
 
 
+@pytest.mark.slow
 @case("N05", how="out of memory, a crash before the next save, a resume", passes="the same course as without the crash")
 def test_memory_fallback_survives_a_crash_before_checkpoint(plain: dict[str, Any], tmp_path: Path) -> None:
     config = small(plain, 2, train={"batch_size": 4})

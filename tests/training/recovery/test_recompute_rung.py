@@ -98,6 +98,7 @@ def test_a_step_out_of_memory_recomputes_all_blocks(undisturbed: tuple[RunConfig
     assert (state["fallbacks"], state["settings"]["recompute"]) == ({"is_recomputed": True}, "all")
 
 
+@pytest.mark.slow
 def test_a_second_failure_of_the_step_cuts_pieces(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
     """One image is too few for BatchNorm, so that batches of two allow no pieces; those of four do."""
     config, folder = (
@@ -115,6 +116,7 @@ def test_a_second_failure_of_the_step_cuts_pieces(undisturbed: tuple[RunConfig, 
     assert choices(folder) == [(1, "all", "out of memory", [5])]
 
 
+@pytest.mark.slow
 def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
     """Out of memory and a crash in epoch 1, off from epoch 2 on, a crash there, and out of memory once more."""
     config, reference = undisturbed
@@ -142,6 +144,7 @@ def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunC
     assert [oom["step"] for oom in events(folder, "oom")] == [1, 7]
 
 
+@pytest.mark.slow
 def test_commands_switch_recomputation_on_three_devices(plain: dict[str, Any], tmp_path: Path) -> None:
     """All from epoch 2 on, then what the config says: the course does not change, and no device has its own."""
     config, folder = three_devices(plain, 3), tmp_path / "run"
@@ -169,6 +172,7 @@ def test_a_config_changed_at_a_resume_takes_precedence(undisturbed: tuple[RunCon
     assert saved(folder)["fallbacks"] == {}
 
 
+@pytest.mark.slow
 def test_blocks_that_count_their_passes_are_cut_in_pieces(
     undisturbed: tuple[RunConfig, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_parts_without_deterministic_form_are_named() -> None:
     assert "the network (adaptive_max_pool2d)" in problem
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("model", [PSP, UPERNET], ids=["psp", "upernet"])
 def test_pyramid_pooling_is_replaced_by_the_same_function(model: dict[str, Any]) -> None:
     torch.manual_seed(0)

@@ -92,6 +92,7 @@ def singles(plain: dict[str, Any], teacher: Path, tmp_path_factory: pytest.TempP
     return {penalty: folder / penalty for penalty in PENALTIES}
 
 
+@pytest.mark.slow
 def test_every_distillation_term_is_logged(singles: dict[str, Path]) -> None:
     for run in singles.values():
         assert {"pixel_wise", "pair_wise", "holistic", "critic", "penalty"} <= terms(run)[0].keys()
@@ -101,6 +102,7 @@ def test_every_distillation_term_is_logged(singles: dict[str, Path]) -> None:
 DP = {"mode": "dp", "devices": ["cpu"] * 3}
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("penalty", "gpu0_bsz"), [("wgan-gp", 0), ("wgan-lp", 1), ("dragan", 3)])
 def test_dp_on_three_logical_devices_equals_one_device(
     plain: dict[str, Any], teacher: Path, singles: dict[str, Path], tmp_path: Path, penalty: str, gpu0_bsz: int
@@ -110,6 +112,7 @@ def test_dp_on_three_logical_devices_equals_one_device(
     assert_same_course(tmp_path / "run", singles[penalty])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "penalty", [PENALTIES[0], *(pytest.param(name, marks=pytest.mark.slow) for name in PENALTIES[1:])]
 )

@@ -296,6 +296,7 @@ def drawn(num_images: int, seed: int) -> Batch:
     return Batch(images, torch.randint(0, 3, (num_images, 64, 64), generator=generator, dtype=torch.uint8), (0, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("amp-bf16", marks=pytest.mark.slow)])
 def test_parameters_that_thaw_are_captured_again(graphs: TapedGraphs, precision: str) -> None:
     sections: Any = {

@@ -43,6 +43,7 @@ def _one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("train", "most"),
     [

@@ -56,6 +56,7 @@ def state_after_steps(config: RunConfig, layout: StepLayout, *, num_pieces: int 
     return [found, engine.state_dict(), torch.rand(2)], num_blocks
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("train_section", "layout", "num_pieces"),
     [
@@ -128,6 +129,7 @@ def test_steps_with_offloaded_activations_change_no_bit(
     assert {16, 8} <= channels, "those of the decoder's blocks"
 
 
+@pytest.mark.slow
 def test_a_resume_with_other_blocks_takes_the_same_course(tiny: dict[str, Any], tmp_path: Path) -> None:
     def config(epochs: int, recompute: Any) -> RunConfig:
         sections = {"epochs": epochs, "batch_size": 4, "recompute": recompute}

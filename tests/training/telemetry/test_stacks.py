@@ -47,6 +47,7 @@ with StackLog(Path(sys.argv[1])):
 """
 
 
+@pytest.mark.slow
 def test_signals_never_crash_a_process_whose_threads_come_and_go(tmp_path: Path) -> None:
     """faulthandler's handler for all threads crashed such a process after 2 to 10 signals."""
     words = [sys.executable, "-c", textwrap.dedent(CROWDED), str(tmp_path / "stacks.log")]

@@ -136,6 +136,7 @@ def finished_history(file: Path) -> list[dict[str, str]]:
     raise AssertionError(f"{file} has no end")
 
 
+@pytest.mark.slow
 def test_wandb_offline_logs_the_whole_run(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
