@@ -353,7 +353,7 @@ def names_of_broken_rules(sentence: str, kind: str = PAGE) -> list[str]:
         ("Readers find the file where they left it.", []),
         ("The peak is that of one device.", ["S4"]),
         ("It goes\non beside the run.", ["S7"]),
-        ("It stands for the class.", []),
+        ("It stands for the class, as a stand-in.", []),
         ("It is told in place of the class, at once, by itself, alone.", ["S7"]),
         ("The colour of a labelled neighbour is recognised.", ["S8"]),
         ("The recognition of a realistic, revised exercise is precise.", []),

@@ -552,13 +552,14 @@ def _weighed(
     seen = [(image, mask) for image, mask in probed if image is not None and mask is not None]
     if seen:
         same = mean(float(image.size_px == mask.size_px) for image, mask in seen)
-        evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs looked at")
+        evidence.append(f"sizes agree in {round(same * len(seen))} of {len(seen)} pairs that were compared")
         confidence *= max(0.02, same)
         mask_like = mean(mask.mask_likeness for _, mask in seen)
         confidence *= mask_like * mean(image.image_likeness for image, _ in seen)
         few = [mask.num_values for _, mask in seen if mask.num_values is not None]
         if few:
-            evidence.append(f"the masks looked at hold {min(few)} to {max(few)} values")
+            found = f"{min(few)}" if min(few) == max(few) else f"{min(few)} to {max(few)}"
+            evidence.append(f"the masks contain {found} different values")
         if are_all_alike([mask for _, mask in seen]):
             confidence *= 0.65
             evidence.append("these masks are all alike: fields of view rather than objects?")
