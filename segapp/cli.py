@@ -275,7 +275,7 @@ def attach(
         typer.Argument(metavar="[RUN]", help="A run's name or folder; else the newest that trains, else the newest."),
     ] = None,
     readonly: Annotated[bool, typer.Option("--readonly", help="Show only; send no commands.")] = False,
-    theme: Annotated[str | None, typer.Option(metavar="NAME", help="Colours of the screen.")] = None,
+    theme: Annotated[str | None, typer.Option(metavar="NAME", help="Colors of the screen.")] = None,
     ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
 ) -> None:
     """Show a run on the screen, past and live; leaving does not stop it."""
@@ -453,7 +453,7 @@ def export(
     """Write a network as a file that runs without segapp, and compare its output; or write its weights alone.
 
     The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
-    normalisation, padding and upsampling are inside, class names and colours in its metadata. safetensors holds the
+    normalization, padding and upsampling are inside, class names and colors in its metadata. safetensors holds the
     weights alone, under the names of the network's own library, with the same metadata.
     """
     from segapp.commands.export import export_target
@@ -534,7 +534,7 @@ def init(
         str | None, option("--unlabelled", "Pixels without a class name: ignore them, or make them a class.", "HOW")
     ] = None,
     palette: Annotated[
-        str | None, option("--palette", "Published data set whose colours the masks have; none: no known one.", "NAME")
+        str | None, option("--palette", "Published data set whose colors the masks have; none: no known one.", "NAME")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")] = False,
 ) -> None:

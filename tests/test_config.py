@@ -330,7 +330,7 @@ def test_problem_that_an_override_causes_is_the_command_lines(tmp_path: Path) ->
 def test_fewer_classes_name_what_they_no_longer_fit(tmp_path: Path) -> None:
     lines = refusal(tmp_path, MANY, "data.classes=[a,b]").splitlines()
     assert lines[1:] == [
-        "  command line: data.palette: has 4 colours, but data.classes has 2 names: give one colour per class",
+        "  command line: data.palette: has 4 colors, but data.classes has 2 names: give one color per class",
         "  command line: data.label_map: maps to 3, but data.classes has 2 names (ids 0 to 1): map to these ids, or to "
         "data.ignore_index = 255",
     ]

@@ -93,7 +93,7 @@ def num_queries(section: ModelConfig) -> int:
 
 
 def build_normalizer(data: DataConfig, dtype: torch.dtype) -> Normalizer:
-    """Return the normalisation of the images of a data section, whose result has this dtype."""
+    """Return the normalization of the images of a data section, whose result has this dtype."""
     return Normalizer(*band_statistics(data), dtype, build_pixels(data).value_range)
 
 

@@ -18,7 +18,7 @@ from segapp.errors import ConfigError, DataError, accepted_words
 
 
 def build_scheme(data: DataConfig) -> ClassScheme:
-    """Return classes, colours and label map of a data section."""
+    """Return classes, colors and label map of a data section."""
     return class_scheme(
         "list" if is_part(data.format) else data.format,  # the config names the classes
         classes=data.classes,

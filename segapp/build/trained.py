@@ -133,7 +133,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     )
     state = read_weights_file(path, "weights")
     keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys
-    # A BatchNorm without statistics would use those of the initialisation; the auxiliary head is not used.
+    # A BatchNorm without statistics would use those of the initialization; the auxiliary head is not used.
     needed = [
         f"{name} ({reason})"
         for name, reason in keys.missing.items()

@@ -1,6 +1,6 @@
 """When a checkpoint is saved, and how: copied at a step boundary, written while training continues.
 
-Training waits for the copy of the state in memory. One thread then writes it: check, serialise, hash, fsync, read back,
+Training waits for the copy of the state in memory. One thread then writes it: check, serialize, hash, fsync, read back,
 rename. There is never a second writer: a save that falls due by steps or by time while the last one is still being
 written is postponed until that one is done; a save at the end of an epoch, for a command or for a stop waits for it.
 A save that fails leaves the older checkpoints as they are, emits an alert, and is tried again with the present state.

@@ -103,7 +103,7 @@ def _image_thumbnail(path: Path, pixels: PixelFormat) -> str | None:
 
 
 def _mask_thumbnail(path: Path, scheme: ClassScheme) -> str | None:
-    """Return a mask in the colours of its classes, unknown ids red, ignored pixels grey; None if unreadable."""
+    """Return a mask in the colors of its classes, unknown ids red, ignored pixels gray; None if unreadable."""
     try:
         with open_bytes(read_bytes(path), path) as image:
             stored = np.asarray(image.convert("RGB") if scheme.rgb or image.mode not in ID_MODES else image)
@@ -122,7 +122,7 @@ def _mask_thumbnail(path: Path, scheme: ClassScheme) -> str | None:
 
 
 def _sets_thumbnail(masks: Sequence[Path], scheme: ClassScheme) -> str | None:
-    """Return a mask of several classes per pixel in their colours, ignored pixels grey; None if unreadable."""
+    """Return a mask of several classes per pixel in their colors, ignored pixels gray; None if unreadable."""
     try:
         sets = read_masks(masks, scheme)
     except DataError:

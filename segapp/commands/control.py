@@ -34,7 +34,7 @@ def control_run(
     """Send a command to a run as it is typed, such as `set gpu0_bsz=3` or `stop`, and print its answers.
 
     Returns:
-        0: applied (without `wait`: sent); 1: rejected, cancelled or not answered within `timeout_s` (0: no limit).
+        0: applied (without `wait`: sent); 1: rejected, canceled or not answered within `timeout_s` (0: no limit).
 
     Raises:
         CommandError: The command is not understood.

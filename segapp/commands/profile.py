@@ -1,7 +1,7 @@
 """`segapp profile`: time and memory of a few real steps, by phase and by part of the model.
 
 Model, criterion, optimizer and engine are those of a training; the images are black if the data set is missing. Times
-come from torch.profiler; a GPU is synchronised between phases, so a profiled step is slower than a normal one. Memory
+come from torch.profiler; a GPU is synchronized between phases, so a profiled step is slower than a normal one. Memory
 is recorded tensor by tensor in an extra step.
 """
 

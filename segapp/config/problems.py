@@ -354,13 +354,13 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
     if data.classes is not None and len(data.classes) == 1 and data.multilabel is None:
         yield "data.classes", f"{data.classes} is one class: add the background, or set data.multilabel: channels"
     if data.rgb_masks and not data.palette:
-        yield "data.palette", "is missing: rgb_masks needs one colour a class"
+        yield "data.palette", "is missing: rgb_masks needs one color a class"
     num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
-    ignored_follow = data.rgb_masks and num_colors > num_classes  # further colours are ignored pixels
+    ignored_follow = data.rgb_masks and num_colors > num_classes  # further colors are ignored pixels
     if data.palette is not None and data.classes is not None and num_colors != num_classes and not ignored_follow:
         yield (
             "data.palette",
-            f"has {num_colors} colours, but data.classes has {num_classes} names: give one colour per class",
+            f"has {num_colors} colors, but data.classes has {num_classes} names: give one color per class",
         )
     yield from _label_map_problems(data)
 

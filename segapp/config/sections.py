@@ -93,7 +93,7 @@ class DataConfig(Section):
     """Jitter of brightness, contrast, saturation and hue: true, false, or a strength (1.0 is the same as true)."""
     augment: Transforms = None
     """Transforms in order: a list of names in albumentations or own parts, or a file of A.save; null: crop, flip and
-    colours as scale, hflip, cat_max_ratio and photometric say (segapp train --print-config shows that list)."""
+    colors as scale, hflip, cat_max_ratio and photometric say (segapp train --print-config shows that list)."""
     mix: MixConfig = MixConfig()
     """Training samples mixed with the sample of another image."""
     sampling: Literal["uniform", "class-balanced", "foreground"] = "uniform"
@@ -111,16 +111,16 @@ class DataConfig(Section):
     """Lowest and highest value of each band, or one pair for all, which become 0 and 1 before mean and std, as values
     beyond them do; segapp check measures them; null: [[0, 255]]."""
     mean: Annotated[tuple[Number, ...], Field(min_length=1)] = (0.485, 0.456, 0.406)
-    """Mean subtracted in normalisation, of each band in 0..1; default: ImageNet's for RGB, whose mean any further band
+    """Mean subtracted in normalization, of each band in 0..1; default: ImageNet's for RGB, whose mean any further band
     gets, and every band of fewer than three."""
     std: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (0.229, 0.224, 0.225)
-    """Standard deviation divided by in normalisation, as data.mean; default: ImageNet's."""
+    """Standard deviation divided by in normalization, as data.mean; default: ImageNet's."""
     classes: list[str] | None = None
     """Class names in the order of their ids; required by the formats folder and list."""
     palette: list[tuple[Byte, Byte, Byte]] | None = None
-    """RGB colour of each class, for pictures and for RGB masks; further colours of RGB masks are ignored pixels."""
+    """RGB color of each class, for pictures and for RGB masks; further colors of RGB masks are ignored pixels."""
     rgb_masks: bool = False
-    """Masks are RGB images with the colours of data.palette."""
+    """Masks are RGB images with the colors of data.palette."""
     multilabel: Literal["files", "channels", "bits"] | None = None
     """A pixel may have several of the classes, or none. Of each class: a mask file ({class} in mask_dir or mask_suffix,
     or a column of a list), a channel (or page of a TIFF), or a bit of the value. One class: binary with one logit."""
@@ -264,7 +264,7 @@ class OptimConfig(Section):
     weight_decay: NonNegativeFloat = 0.0005
     """Weight decay."""
     decay_norm_and_bias: bool = True
-    """Apply weight decay to normalisation layers and biases too."""
+    """Apply weight decay to normalization layers and biases too."""
     head_lr_factor: PositiveFloat = 1.0
     """Factor on the learning rate of the head."""
     backbone_lr_factor: PositiveFloat = 1.0
@@ -367,7 +367,7 @@ class ParallelConfig(Section):
     memory_budget_mib: list[PositiveFloat] | None = None
     """Limit of tensor memory in MiB for each GPU (ddp: rank); null: no limit."""
     sync_bn: bool = True
-    """Synchronise BatchNorm statistics over devices (dp, ddp)."""
+    """Synchronize BatchNorm statistics over devices (dp, ddp)."""
     gradient_as_bucket_view: bool = True
     """Gradients are views into DDP's buckets, which saves their memory (ddp)."""
     shard_optimizer: bool | Literal["auto"] = "auto"
@@ -394,9 +394,9 @@ class EvalConfig(Section):
     slide_px: HeightWidth | None = None
     """Height and width of the window, in pixels; null: data.crop_px."""
     slide_overlap: Decay = 1 / 3
-    """Overlap of neighbouring windows, as a share of the window."""
+    """Overlap of neighboring windows, as a share of the window."""
     slide_weighting: Literal["uniform", "gaussian"] = "uniform"
-    """Weight of a window where windows overlap: uniform, or largest at its centre (gaussian)."""
+    """Weight of a window where windows overlap: uniform, or largest at its center (gaussian)."""
     threshold: OpenFraction = 0.5
     """A class is predicted where its probability is above this (data.multilabel)."""
     tta: bool = False
@@ -447,7 +447,7 @@ class CriticConfig(Section):
     width: PositiveInt = 64
     """Channels of the first stage."""
     batchnorm: bool = True
-    """Normalise the input over the whole batch."""
+    """Normalize the input over the whole batch."""
     lr: PositiveFloat = 0.0004
     """Initial learning rate (Adam); it follows the schedule."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)

@@ -1,6 +1,6 @@
 """The contracts of own parts: what the factory of each kind is given, and what it makes (page `own-parts`).
 
-Classes are factories too. `segapp check-part` tries a part against its contract. A network takes normalised images
+Classes are factories too. `segapp check-part` tries a part against its contract. A network takes normalized images
 (N, B, H, W) of the type of its weights and returns logits (N, C, h, w); or a tuple or dict with them first, and in
 training auxiliary logits after them. Its attributes `size_divisor`, `min_size_px` and `fixed_size_px` (H, W) say which
 H and W it takes; a submodule `backbone` or `encoder` gets the backbone's learning rate.

@@ -1,6 +1,6 @@
 """Samples: an image and its target as tensors, a function of (seed, epoch, index) alone.
 
-Images have the type of their files, for uint8 a quarter of the bytes to transfer, and are normalised on the device.
+Images have the type of their files, for uint8 a quarter of the bytes to transfer, and are normalized on the device.
 Large TIFFs of an evaluation are indexed like tensors, of which only the asked part is read.
 
 Shapes: H, W height and width in pixels; B bands, 3 for RGB.
@@ -37,7 +37,7 @@ from segapp.errors import DataError
 class Sample:
     """One image and its target."""
 
-    image: Tensor  # the bands, shape (B, H, W), of the type of the files, not normalised
+    image: Tensor  # the bands, shape (B, H, W), of the type of the files, not normalized
     target: Tensor  # train ids and `ignore_index`, shape (H, W), uint8 or int16; with distances int32 (1 + C, H, W)
     index: int  # in the data set
 
@@ -71,7 +71,7 @@ class TensorOnDisk:
 class LargeBatch:
     """A batch of one large image: a `Batch` whose tensors are read when they are needed."""
 
-    images: TensorOnDisk  # (1, B, H, W), not normalised
+    images: TensorOnDisk  # (1, B, H, W), not normalized
     target: TensorOnDisk  # (1, H, W) train ids
     indices: tuple[int, ...]
 

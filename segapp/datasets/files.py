@@ -271,7 +271,7 @@ _PNG_BANDS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
 def _stored_in_png(file: BinaryIO) -> StoredPixels | None:
-    """Return the pixels of an open PNG, by its first chunk; a palette counts as its three colours."""
+    """Return the pixels of an open PNG, by its first chunk; a palette counts as its three colors."""
     file.seek(0)
     start = file.read(26)
     if start[:8] != b"\x89PNG\r\n\x1a\n" or len(start) < 26:

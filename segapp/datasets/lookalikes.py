@@ -19,7 +19,7 @@ _HASH_PX = 16
 """Difference hashes are computed from images of (this + 1) x this pixels."""
 _MAX_BITS_APART = 5
 """Maximum distance, of 256 bits, of copies. CamVid frames saved as JPEG at another size differ in up to 7 bits,
-distinct frames in 6 or more: most copies are found, and no neighbouring frame is taken for one."""
+distinct frames in 6 or more: most copies are found, and no neighboring frame is taken for one."""
 _LEAST_SHARED = 0.75
 """Share of the bits set in either of two hashes that look-alikes have in common. Frames of different CamVid sequences
 reach 0.6, frames with 1.3 times the brightness 0.78 and more."""
@@ -67,7 +67,7 @@ class Lookalike:
 
 
 def look_of(grey: NDArray[np.uint8]) -> Look:
-    """Return the appearance of a grey image."""
+    """Return the appearance of a gray image."""
     factor = -(-max(grey.shape) // _FEATURE_SIDE_PX)
     height, width = (side // factor * factor for side in grey.shape)
     small = grey
@@ -83,11 +83,11 @@ def look_of(grey: NDArray[np.uint8]) -> Look:
 
 
 def difference_hash(grey: NDArray[np.uint8]) -> bytes | None:
-    """Return the difference hash: which pixels of a tiny grey copy are brighter than the left one; None if flat."""
+    """Return the difference hash: which pixels of a tiny gray copy are brighter than the left one; None if flat."""
     tiny = cv2.resize(grey, (_HASH_PX + 1, _HASH_PX), interpolation=cv2.INTER_AREA).astype(np.int16)
     if int(tiny.max()) - int(tiny.min()) < 8:
         return None
-    # JPEG compression changes differences by one or two grey levels.
+    # JPEG compression changes differences by one or two gray levels.
     return np.packbits(np.diff(tiny, axis=1) > 2).tobytes()
 
 

@@ -52,11 +52,11 @@ class UnknownIds:
 def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     """Return a mask as train ids, shape (H, W), of `scheme.dtype`; ignored pixels are `scheme.ignore_index`.
 
-    Accepts grey masks (1 to 16 bits, the value is the id), palette masks (the index is the id), and with `scheme.rgb`
-    any image whose colours are in the palette.
+    Accepts gray masks (1 to 16 bits, the value is the id), palette masks (the index is the id), and with `scheme.rgb`
+    any image whose colors are in the palette.
 
     Raises:
-        DataError: The file cannot be read or is damaged; its format changes ids; or it holds ids or colours that the
+        DataError: The file cannot be read or is damaged; its format changes ids; or it holds ids or colors that the
             scheme does not have: the message names them with their number of pixels and the likely cause.
     """
     if scheme.multilabel is not None:
@@ -162,7 +162,7 @@ def _check_one_frame(image: Image.Image, path: Path) -> None:
 
 
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:
-    """Return True for a grey 8-bit PNG without rotation, which OpenCV decodes a third faster, to the same ids."""
+    """Return True for a gray 8-bit PNG without rotation, which OpenCV decodes a third faster, to the same ids."""
     return image.format == "PNG" and image.mode == "L" and data[24] == 8 and b"eXIf" not in data
 
 
@@ -170,23 +170,23 @@ def _check_holds_ids(image: Image.Image, path: Path) -> None:
     """Check that the image's mode stores ids."""
     if image.mode in ID_MODES:
         return
-    what = "numbers with fractions" if image.mode == "F" else f"{image.mode} colours, not class ids"
+    what = "numbers with fractions" if image.mode == "F" else f"{image.mode} colors, not class ids"
     raise DataError(
-        f"{shown(path)}: the mask holds {what}: set data.rgb_masks and data.palette if its colours are the classes, "
-        "or export grey or palette PNGs",
+        f"{shown(path)}: the mask holds {what}: set data.rgb_masks and data.palette if its colors are the classes, "
+        "or export gray or palette PNGs",
         path=path,
     )
 
 
 def unscaled(ids: NDArray[Any], image: Image.Image, data: bytes) -> NDArray[Any]:
-    """Return the ids as stored: Pillow scales grey values of 2 and 4 bits to 0..255."""
+    """Return the ids as stored: Pillow scales gray values of 2 and 4 bits to 0..255."""
     if image.format == "PNG" and image.mode == "L" and data[24] in {2, 4}:  # bit depth in IHDR
         return ids // (85 if data[24] == 2 else 17)
     return ids
 
 
 def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
-    """Return the train ids (H, W) of the ids (H, W) or the colours (H, W, 3) of a mask."""
+    """Return the train ids (H, W) of the ids (H, W) or the colors (H, W, 3) of a mask."""
     if ids.ndim == 3:
         return _ids_of_colors(ids, path, scheme)
     table = _table(path, scheme)
@@ -288,13 +288,13 @@ def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> s
         return "These look like Cityscapes label ids: use format cityscapes, or map them in data.label_map"
     if max(present) <= 255 and min(unknown) > last and len(present) <= 2 * scheme.num_classes:
         return (
-            "Possibly grey levels of colours, not ids: export the masks as palette or index PNG, or set data.label_map"
+            "Possibly gray levels of colors, not ids: export the masks as palette or index PNG, or set data.label_map"
         )
     return "Check data.classes, or map the ids in data.label_map"
 
 
 def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -> Ids:
-    """Return the train ids (H, W) of colours (H, W, 3), by a table of all 2^24; its unused pages take no memory."""
+    """Return the train ids (H, W) of colors (H, W, 3), by a table of all 2^24; its unused pages take no memory."""
     codes = color_codes(pixels)
     offset = 1 - min(0, scheme.ignore_index)
     found = _code_table(tuple(scheme.color_table.items()), offset)[codes]
@@ -304,7 +304,7 @@ def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -
 
 
 def color_codes(pixels: NDArray[Any]) -> NDArray[np.int32]:
-    """Return each pixel's colour as the number 0xRRGGBB, (H, W)."""
+    """Return each pixel's color as the number 0xRRGGBB, (H, W)."""
     wide = pixels.astype(np.int32)
     codes: NDArray[np.int32] = wide[..., 0] << 16 | wide[..., 1] << 8 | wide[..., 2]
     return codes
@@ -312,7 +312,7 @@ def color_codes(pixels: NDArray[Any]) -> NDArray[np.int32]:
 
 @lru_cache(maxsize=4)
 def _code_table(color_ids: tuple[tuple[Color, int], ...], offset: int) -> NDArray[np.uint16]:
-    """Return the table colour code -> train id + offset, which is positive; 0 for unknown colours."""
+    """Return the table color code -> train id + offset, which is positive; 0 for unknown colors."""
     table = np.zeros(1 << 24, np.uint16)
     for (red, green, blue), train_id in color_ids:
         table[red << 16 | green << 8 | blue] = train_id + offset
@@ -330,5 +330,5 @@ def _unknown_colors(path: Path, scheme: ClassScheme, codes: NDArray[np.int32]) -
         else "Add them to data.palette (after the classes: ignored)"
     )
     return DataError(
-        f"{shown(path)}: the mask holds colours that are not in the palette: {named}{more}. {cause}", path=path
+        f"{shown(path)}: the mask holds colors that are not in the palette: {named}{more}. {cause}", path=path
     )

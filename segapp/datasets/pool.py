@@ -52,7 +52,7 @@ class LoadOptions:
 class Batch:
     """A batch of images and targets."""
 
-    images: Tensor  # the bands, shape (N, B, H, W), of the type of the files, not normalised, contiguous
+    images: Tensor  # the bands, shape (N, B, H, W), of the type of the files, not normalized, contiguous
     # Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W)
     target: Tensor
     indices: tuple[int, ...]  # in the data set

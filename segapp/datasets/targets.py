@@ -1,6 +1,6 @@
 """The targets of a split: the counts of its masks, what nothing can be learned from, and what a user should know.
 
-`read_targets` counts masks before a training, `datasets.inspection` for `segapp check`; the judgement is the same.
+`read_targets` counts masks before a training, `datasets.inspection` for `segapp check`; the judgment is the same.
 """
 
 from __future__ import annotations

@@ -35,21 +35,21 @@ class ExportInfo(BaseModel):
     classes: tuple[str, ...]
     """Class names in the order of their ids."""
     palette: tuple[tuple[int, int, int], ...]
-    """One RGB colour per class."""
+    """One RGB color per class."""
     file_ids: tuple[int, ...]
     """For each class, its id in the files of the data set."""
     ignore_index: int
     """Id of pixels that training ignored."""
     mean: tuple[float, ...]
-    """Mean of the normalisation that the file applies, for each band in 0..1."""
+    """Mean of the normalization that the file applies, for each band in 0..1."""
     std: tuple[float, ...]
-    """Standard deviation of the normalisation that the file applies, for each band in 0..1."""
+    """Standard deviation of the normalization that the file applies, for each band in 0..1."""
     bands: tuple[int, ...] | None = None
     """Bands of an image file that make the input, counted from 1; None: RGB."""
     dtype: str = "uint8"
     """Type of the input's values."""
     value_range: tuple[tuple[float, float], ...] | None = None
-    """Lowest and highest value of each band in the normalisation; None: 0 and 255."""
+    """Lowest and highest value of each band in the normalization; None: 0 and 255."""
     align_corners: bool
     """`align_corners` of the upsampling in the file."""
     input: str = "images: uint8 (batch, height, width, 3), RGB"
@@ -76,7 +76,7 @@ class ExportInfo(BaseModel):
 
     @property
     def scheme(self) -> ClassScheme:
-        """Classes, colours and ids of the data set."""
+        """Classes, colors and ids of the data set."""
         label_map = {file_id: class_id for class_id, file_id in enumerate(self.file_ids)}
         is_plain = all(file_id == class_id for file_id, class_id in label_map.items())
         if self.multilabel:
@@ -95,6 +95,6 @@ class ExportInfo(BaseModel):
             return cls.model_validate(known)
         except (ValidationError, ValueError):
             raise CheckpointError(
-                f"{name} lacks the class names and colours that segapp stores: use a file written by segapp export",
+                f"{name} lacks the class names and colors that segapp stores: use a file written by segapp export",
                 path=name,
             ) from None

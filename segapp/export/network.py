@@ -19,9 +19,9 @@ from segapp.models.surgery import replace_adaptive_pooling
 
 
 class ExportNetwork(nn.Module):
-    """Normalisation, network, upsampling and optional argmax in one module.
+    """Normalization, network, upsampling and optional argmax in one module.
 
-    Images of sizes that the network does not accept are padded at the bottom and right with the mean colour, as in
+    Images of sizes that the network does not accept are padded at the bottom and right with the mean color, as in
     evaluation, and the logits are cropped.
 
     Args:

@@ -211,7 +211,7 @@ def _center_crop(picture: NDArray[Any], height: int, width: int) -> NDArray[Any]
 
 
 def _synthetic_picture(pixels: PixelFormat) -> NDArray[Any]:
-    """Return smooth patches of colour with noise, for runs whose data set is not available."""
+    """Return smooth patches of color with noise, for runs whose data set is not available."""
     rng = np.random.default_rng(0)
     coarse = cv2.resize(rng.integers(0, 256, (9, 11, 3), dtype=np.uint8), (660, 540), interpolation=cv2.INTER_CUBIC)
     noisy = coarse.astype(np.float32) + rng.normal(0, 8, coarse.shape)

@@ -67,7 +67,7 @@ def _is_of_the_compiler(error: Exception) -> bool:
 class NormalizedInput(nn.Module):
     """Model that takes images as they are stored; copies of uint8 between devices are a quarter of float32's size.
 
-    The inner model takes normalised images (N, B, H, W), with `channels_last` in the NHWC memory format, and returns a
+    The inner model takes normalized images (N, B, H, W), with `channels_last` in the NHWC memory format, and returns a
     tuple, logits first.
     """
 

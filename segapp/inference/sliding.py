@@ -88,7 +88,7 @@ class Inference:
         return self.scales == (1.0,) and not self.flip
 
     def views(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
-        """Return low-resolution logits of normalised images (N, B, H, W), and the size that they stand for.
+        """Return low-resolution logits of normalized images (N, B, H, W), and the size that they stand for.
 
         The logits are (N, C, h, w) or a list of views, as `upsample_argmax` and related functions take them. The size
         (H', W') includes the padding at the bottom and right for models that accept certain sizes only.
@@ -146,7 +146,7 @@ def _unflipped(tile: LogitsTile, width: int) -> LogitsTile:
 
 
 def _padded(images: Tensor, size: tuple[int, int]) -> Tensor:
-    """Return images padded with zeros, the mean colour, at the bottom and right."""
+    """Return images padded with zeros, the mean color, at the bottom and right."""
     height, width = images.shape[-2:]
     return images if (height, width) == size else F.pad(images, (0, size[1] - width, 0, size[0] - height))
 

@@ -2,7 +2,7 @@
 
 The trainer builds a `SplitJudge`, keeps in it what it learns, and writes it into its events; the screen and `ctl` read
 it there (`segapp.view.view.View.judge`), and the memory plan makes one without a run. So all of them give the same
-verdict on the same facts. The verdict has a level: `refused` (no split can honour the request), `no change`, `won't
+verdict on the same facts. The verdict has a level: `refused` (no split can honor the request), `no change`, `won't
 fit` (a device would need more than 95 % of its memory, or ran out of memory with as many samples before), `tight` (more
 than 90 %, or the estimate is an upper bound), `ok`.
 """

@@ -43,7 +43,7 @@ def build_model(
 ) -> SegmentationModel:
     """Return a segmentation network, in training mode, on the CPU.
 
-    Random initialisation uses torch's global generator: seed it before. The parameters are the keys of a config's
+    Random initialization uses torch's global generator: seed it before. The parameters are the keys of a config's
     `model` section and `num_classes`.
 
     Args:
@@ -52,7 +52,7 @@ def build_model(
         num_classes: C, at least 1.
         in_channels: B, the bands of the images; the first convolution of a weights file for RGB is adapted to them.
         weights: for the whole network: a name of torchvision (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
-            Tensors of another shape, as a head for other classes has, stay at their initialisation.
+            Tensors of another shape, as a head for other classes has, stay at their initialization.
         weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
             its encoders (`imagenet`), or a local file. Loaded before `weights`.
         partial_weights: take the tensors that match, also of another backbone or of a part of one.

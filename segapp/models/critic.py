@@ -25,7 +25,7 @@ def critic_size(crop_px: tuple[int, int]) -> tuple[int, int]:
 def critic_input(images: Tensor, logits: Tensor, size: tuple[int, int]) -> Tensor:
     """Return the critic's input: image and class probabilities, both averaged over the cells of a grid of h x w.
 
-    Normalised images (N, B, H, W) and logits (N, C, h', w') give (N, B + C, h, w) in float32 or better, differentiable
+    Normalized images (N, B, H, W) and logits (N, C, h', w') give (N, B + C, h, w) in float32 or better, differentiable
     with respect to the logits. Logits smaller than the grid are interpolated.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
@@ -59,7 +59,7 @@ class Critic(nn.Module):
     """Network that scores each image's map; a higher score means more like a teacher's.
 
     Every layer is twice differentiable, as a gradient penalty requires. Smaller inputs get fewer stages; each stage has
-    twice as many channels as the one before, the first `width`. `has_batchnorm` normalises the input over the batch
+    twice as many channels as the one before, the first `width`. `has_batchnorm` normalizes the input over the batch
     first, as the published network does.
     """
 

@@ -31,7 +31,7 @@ class KeyMap:
     convention: str  # the renaming that was used, in words
     taken: Mapping[str, str]  # name in the network -> name in the file
     left_out: Mapping[str, str]  # name in the file -> reason why it is not used
-    missing: Mapping[str, str]  # name in the network -> reason why it keeps its initialisation
+    missing: Mapping[str, str]  # name in the network -> reason why it keeps its initialization
 
 
 class _Renaming(NamedTuple):

@@ -107,7 +107,7 @@ class SegmentationModel(nn.Module):
         """Return the result of `compute_logits`, and the features (N, K, h, w) before the last layer."""
 
     def forward(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return the logits (N, C, h, w) of normalised images (N, B, H, W), and auxiliary logits in training mode.
+        """Return the logits (N, C, h, w) of normalized images (N, B, H, W), and auxiliary logits in training mode.
 
         Raises:
             ValueError: the network does not take this H and W; the message names the nearest size that it takes.
@@ -159,7 +159,7 @@ class SegmentationModel(nn.Module):
     def freeze(self, patterns: Sequence[str]) -> None:
         """Take the parameters that patterns match (`names_matching`) from the training: they get no gradient.
 
-        Modules that a pattern names stay in evaluation mode from the next `train()` on: their BatchNorm normalises with
+        Modules that a pattern names stay in evaluation mode from the next `train()` on: their BatchNorm normalizes with
         its running statistics and leaves them as they are, and there is no dropout within them.
 
         Raises:

@@ -53,13 +53,13 @@ class LoadReport:
         >>> keys = KeyMap("its own names", {"conv.weight": "conv.weight"}, {"fc.bias": "of another head"}, {})
         >>> print(*LoadReport("a.pt", keys).lines(), sep="\n")
         weights a.pt: 1 of 1 tensors of the network taken (its own names)
-        weights a.pt: left out fc.bias (of another head); nothing left at initialisation
+        weights a.pt: left out fc.bias (of another head); nothing left at initialization
         """
         keys = self.keys
         num_wanted = len(keys.taken) + len(keys.missing)
         left_out = f"left out {_by_reason(keys.left_out)}" if keys.left_out else "nothing left out"
         missing = (
-            f"left at initialisation {_by_reason(keys.missing)}" if keys.missing else "nothing left at initialisation"
+            f"left at initialization {_by_reason(keys.missing)}" if keys.missing else "nothing left at initialization"
         )
         return (
             f"weights {self.source}: {len(keys.taken)} of {num_wanted} tensors of the network taken "
@@ -349,7 +349,7 @@ def load_weights(
 ) -> LoadReport:
     """Copy the matching tensors of `state` into a network or a backbone, in place, and return which those are.
 
-    A missing head, or one for other classes, keeps its initialisation. The classifier in a backbone's file is not used.
+    A missing head, or one for other classes, keeps its initialization. The classifier in a backbone's file is not used.
 
     Args:
         module: a whole network, or a backbone alone.

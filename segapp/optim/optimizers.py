@@ -1,6 +1,6 @@
 """Optimizers in torch's fused form, their parameter groups, and the moving average of the weights.
 
-The fused implementations take `found_inf`: a tensor on the device that skips the step without a host synchronisation.
+The fused implementations take `found_inf`: a tensor on the device that skips the step without a host synchronization.
 The state of an optimizer is allocated before the first step.
 """
 
@@ -52,7 +52,7 @@ def as_optimizer_group(settings: GroupSettings, parameters: Iterable[nn.Paramete
 
 
 def norm_and_bias(model: nn.Module) -> set[int]:
-    """Return the `id` of every bias and of every parameter of a normalisation layer."""
+    """Return the `id` of every bias and of every parameter of a normalization layer."""
     found = {id(p) for m in model.modules() if isinstance(m, _NORM_LAYERS) for p in m.parameters(recurse=False)}
     return found | {id(p) for name, p in model.named_parameters() if name.rsplit(".", 1)[-1] == "bias"}
 
@@ -92,7 +92,7 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         elif optimizer.defaults.get("momentum"):
-            # torch allocates momentum buffers uninitialised at the first step and leaves them so when that step is
+            # torch allocates momentum buffers uninitialized at the first step and leaves them so when that step is
             # skipped. From zeros the first step is the same one: momentum * 0 + gradient.
             optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 

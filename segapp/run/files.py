@@ -31,7 +31,7 @@ _IMPORTED_S = time.time()
 
 
 def temporary_name(tag: int = 0) -> str:
-    """Return a name for a temporary file, with the writer's process id and machine, to recognise those of dead writers.
+    """Return a name for a temporary file, with the writer's process id and machine, to recognize those of dead writers.
 
     `tag`, such as the step, helps a reader of the folder.
     """

@@ -82,7 +82,7 @@ class SamplePictures:
 def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -> NDArray[Any]:
     """Return pictures of one size (H, W, 3) side by side, each scaled down to the given longest side.
 
-    The first is interpolated; the others, of class colours, take the nearest pixel.
+    The first is interpolated; the others, of class colors, take the nearest pixel.
 
     >>> side_by_side([np.zeros((640, 320, 3), np.uint8)] * 3).shape
     (320, 480, 3)

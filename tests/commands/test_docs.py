@@ -22,7 +22,7 @@ def test_list_names_every_page(capsys: pytest.CaptureFixture[str]) -> None:
 def test_page_is_plain_text_in_a_pipe_without_comments(capsys: pytest.CaptureFixture[str]) -> None:
     show_docs("several-gpus", None)
     shown = capsys.readouterr().out
-    assert shown.startswith("# How do I train on several GPUs?")
+    assert shown.startswith("# Multi-GPU training")
     assert "<!--" not in shown
 
 

@@ -248,7 +248,7 @@ def test_all_problems_are_named_at_once() -> None:
         "value, got (0.5, 0.1) instead",
         "  data.augment[4]: RandomCrop.width is missing: add it",
         "  data.augment[5]: Affine.mask_interpolation would mix class ids: leave it out",
-        "  data.augment[6]: Normalize cannot be used: images are normalised on the device with data.mean and data.std: "
+        "  data.augment[6]: Normalize cannot be used: images are normalized on the device with data.mean and data.std: "
         "leave it out",
         "  data.augment[7]: OneOf.transforms: a list of at least one transform is expected",
         "  data.augment[8]: SomeOf.p = 'often': a probability is expected, 0 to 1",

@@ -393,7 +393,7 @@ def test_target_types_hold_all_ids() -> None:
         ({"classes": ["a"], "ignore_index": -32_768}, "within -32767..32767"),
         ({"classes": ["a", "b"], "label_map": {7: 2}}, "7 -> 2 is no class id"),
         ({"classes": ["a", "b"], "label_map": {-1: 0}}, "no mask can hold the id -1"),
-        ({"classes": ["a", "b"], "palette": [[1, 2, 3]]}, "1 colours for 2 classes"),
+        ({"classes": ["a", "b"], "palette": [[1, 2, 3]]}, "1 colors for 2 classes"),
         ({"classes": ["a", "b"], "rgb": True}, "need a palette"),
         ({"classes": ["a", "b"], "rgb": True, "palette": [[1, 1, 1], [1, 1, 1]]}, "stands for two classes"),
     ],

@@ -359,7 +359,7 @@ def test_unknown_colours_are_named_with_their_counts(tmp_path: Path) -> None:
         ([[0, 2, 3, 3]], 3, 255, r"One class more than in data.classes"),
         ([[0, 1, 2, 255]], 3, -1, r"255 usually marks ignored pixels"),
         ([[7, 26, 33, 0]], 19, 255, r"Cityscapes label ids"),
-        ([[14, 38, 52, 75]], 5, 255, r"grey levels"),
+        ([[14, 38, 52, 75]], 5, 255, r"gray levels"),
         ([[257, 514, 0, 771]], 5, 255, r"scaled to 16 bits"),
     ],
 )
@@ -417,9 +417,9 @@ def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("mode", "suffix", "message"),
     [
-        ("RGB", ".png", "RGB colours, not class ids: set data.rgb_masks"),
-        ("RGBA", ".png", "RGBA colours, not class ids"),
-        ("LA", ".png", "LA colours, not class ids"),
+        ("RGB", ".png", "RGB colors, not class ids: set data.rgb_masks"),
+        ("RGBA", ".png", "RGBA colors, not class ids"),
+        ("LA", ".png", "LA colors, not class ids"),
         ("L", ".jpg", "saved as JPEG has wrong ids"),
         ("F", ".tif", "numbers with fractions"),
     ],

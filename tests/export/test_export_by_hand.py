@@ -137,7 +137,7 @@ def test_metadata_is_read_back_with_its_classes(
     assert (scheme.names, scheme.palette, scheme.ignore_index) == (info.classes, info.palette, 9)
     assert (scheme.label_map, scheme.multilabel) == (label_map, kind)
     for properties in ({}, {**info.as_properties(), "classes": "["}, {**info.as_properties(), "epoch": '"x"'}):
-        with pytest.raises(CheckpointError, match=r"x\.onnx lacks the class names and colours"):
+        with pytest.raises(CheckpointError, match=r"x\.onnx lacks the class names and colors"):
             ExportInfo.from_properties(properties, "x.onnx")
 
 

@@ -132,7 +132,7 @@ def test_head_of_other_classes_stays_initialised_and_is_named(tmp_path, state):
     assert report.keys.missing == report.keys.left_out == dict.fromkeys(head, "for 3 classes there, 7 here")
     assert set(report.keys.taken) == set(state) - head
     assert all(model.state_dict()[name].equal(fresh[name]) for name in head)
-    assert "left at initialisation classifier.low_classifier.weight, classifier" in report.lines()[1]
+    assert "left at initialization classifier.low_classifier.weight, classifier" in report.lines()[1]
     assert "and 2 more (for 3 classes there, 7 here)" in report.lines()[1]
 
 

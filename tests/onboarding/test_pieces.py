@@ -77,7 +77,7 @@ def test_masks_of_classes_that_are_apart_become_ids(pattern: str, tmp_path: Path
         assert sorted(names["val"]) == ["0008.jpg", "0009.jpg"]
     lines = "\n".join(result.lines)
     assert "bicyclist has no mask for 5 of 10 images: it is absent there" in lines
-    assert "0.0% of the labelled pixels belong to several classes: one class per pixel" in lines
+    assert "0.0% of the labeled pixels belong to several classes: one class per pixel" in lines
 
 
 def test_masks_of_classes_that_overlap_become_sets(tmp_path: Path) -> None:

@@ -196,7 +196,7 @@ def test_overlapping_classes_become_sets_of_classes(tmp_path: Path) -> None:
     assert config.loss.name == "bce"
     for name, target in targets_read(config).items():
         assert (target == disk(name) + 4 * np.roll(disk(name), 3, 1)).all()
-    assert "of the labelled pixels belong to several classes: several classes per pixel" in "\n".join(result.lines)
+    assert "of the labeled pixels belong to several classes: several classes per pixel" in "\n".join(result.lines)
 
 
 def test_overlapping_classes_exclude_each_other_on_request(tmp_path: Path) -> None:

@@ -34,6 +34,7 @@ _UNIT = (
 _WORD = r"(?:it|they|this|that|one|the \w+|an? \w+|\w+)"
 _CAN = r"(?:can|may|could|has|have|does|do|exists?|needs?|allows?|supports?|requires?)"
 _NO_PLACE = r"(?<!know)(?<!says)(?<!said)(?<!shows)(?<!place)(?<!folder)(?<!point)(?<!points)(?<!,)"
+_NETWORK_OF_COMPUTERS = "(?:file ?system|address(?:e)?|share|drive|card|interface|connection|traffic|storage|cable)"
 _BRITISH = (
     r"behaviour|centr(?:e|es|ed)\b|favour|honour|licence|labell(?:ed|ing|er)|cancell(?:ed|ing)|modell(?:ed|ing)|travell\w"
     r"|grey(?:scale|s)?\b|artefact|judgement|whilst|amongst|fulfil\b|distils?\b|analys(?:e|es|ed|ing)\b"
@@ -70,7 +71,7 @@ RULES = (
     Rule("S8", rf"\b(?:{_BRITISH})|colour|neighbour", "write American English"),
     Rule("S8", r"\bown (?:parts?|readers?|networks?|transforms?)\b", "write 'custom component'", _PAGES_AND_MESSAGES),
     Rule("S8", r"\bpictures?\b", "write 'image'; of a drawing, 'figure' or 'screenshot'", (PAGE,)),
-    Rule("S8", r"\bnetworks?\b(?! (?:file ?system|address(?:e)?|share|drive|card|interface|connection|traffic|storage|cable)s?\b)",
+    Rule("S8", rf"\bnetworks?\b(?! {_NETWORK_OF_COMPUTERS}s?\b)",
          "write 'model'; of computers, 'network connection' or 'interface'", (PAGE,)),
     Rule("S8", r"\b(?:the|a|on|own) screens?\b", "write 'the TUI'", (PAGE,)),
 )  # fmt: skip

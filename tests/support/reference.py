@@ -85,7 +85,7 @@ def config_page() -> str:
             "# Which keys does a config have?\n",
             "```sh\nsegapp train --config demo.yaml --print-config\nsegapp schema --out segapp.schema.json\n```\n",
             "The first command prints a config with all its defaults, the second writes the JSON schema for editors "
-            "([train](../tasks/train.md#an-editor-that-knows-the-keys)). On the command line a key is `KEY=VALUE` with "
+            "([train](../tasks/train.md#editor-and-shell-completion)). On the command line a key is `KEY=VALUE` with "
             "dots: `train.batch_size=4`.\n",
             config_reference(),
             "",

@@ -24,8 +24,8 @@ _HUE_SIN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.787, 0
 class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albumentations has no types
     """Brightness, contrast, saturation and hue, each with probability 0.5 (ranges of SSD, Liu et al. 2016).
 
-    All four are affine in the colour, so one matrix applies them all and values are clipped once; contrast, saturation
-    and hue are those of the W3C Filter Effects Module (contrast around middle grey, hue as a rotation that keeps the
+    All four are affine in the color, so one matrix applies them all and values are clipped once; contrast, saturation
+    and hue are those of the W3C Filter Effects Module (contrast around middle gray, hue as a rotation that keeps the
     luminance). Images that are not 8-bit RGB get the same brightness and contrast in every band, as parts of its range.
 
     Args:
@@ -49,7 +49,7 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         self.ranges = ranges
 
     def get_params(self) -> dict[str, Any]:
-        """Return the colour matrix for one image, or its brightness and contrast."""
+        """Return the color matrix for one image, or its brightness and contrast."""
         brightness = self._draw(_MAX_BRIGHTNESS)
         contrast = 1 + self._draw(_MAX_FACTOR)
         if self.ranges is not None:
@@ -64,7 +64,7 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         return float(value) if self.py_random.random() < 0.5 else 0.0
 
     def apply(self, img: Pixels, **params: Any) -> Pixels:
-        """Return the image with its colours or bands changed, of the same type."""
+        """Return the image with its colors or bands changed, of the same type."""
         if self.ranges is None:
             return np.asarray(cv2.transform(img, params["matrix"]))
         brightness, contrast = params["brightness"], params["contrast"]
@@ -82,12 +82,12 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
 def color_matrix(
     brightness: float = 0.0, contrast: float = 1.0, saturation: float = 1.0, hue_deg: float = 0.0
 ) -> NDArray[np.float32]:
-    """Return the affine map of RGB colours in 0..255, shape (3, 4): hue, saturation, contrast, then brightness.
+    """Return the affine map of RGB colors in 0..255, shape (3, 4): hue, saturation, contrast, then brightness.
 
     Args:
         brightness: Added to every channel.
         contrast: Factor around 127.5.
-        saturation: 0: grey of the same luminance; 1: unchanged.
+        saturation: 0: gray of the same luminance; 1: unchanged.
         hue_deg: Rotation in degrees.
     """
     angle = math.radians(hue_deg)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 from segapp.datasets.images.pixel_format import Pixels
 
 MEAN_COLOR = (124, 116, 104)
-"""ImageNet's mean colour: padding of this colour is about zero after normalisation."""
+"""ImageNet's mean color: padding of this color is about zero after normalization."""
 
 Side = Annotated[int, Field(ge=1)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -146,7 +146,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         return _pad(crop, params["padding"], self.fill)
 
     def apply_to_mask(self, mask: Pixels, **params: Any) -> Pixels:
-        """Return the crop of the mask (H, W), resized by nearest neighbour."""
+        """Return the crop of the mask (H, W), resized by nearest neighbor."""
         crop = resize(mask[params["window"]], params["shown_px"], cv2.INTER_NEAREST_EXACT)
         return _pad(crop, params["padding"], self.ignore_index)
 

@@ -40,7 +40,7 @@ _REFUSED = {
     "Compose": "use Sequential",
     "ReplayCompose": "use Sequential",
     "Lambda": "a function cannot stand in a config: name a factory, package.module:name",
-    "Normalize": "images are normalised on the device with data.mean and data.std: leave it out",
+    "Normalize": "images are normalized on the device with data.mean and data.std: leave it out",
     "ToTensorV2": "segapp makes the tensors: leave it out",
     "ToTensor3D": "segapp makes the tensors: leave it out",
 }

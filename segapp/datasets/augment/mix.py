@@ -71,6 +71,6 @@ class PairMix:
 
 
 def _interval(length: int, cut_length: float, rng: np.random.Generator) -> slice:
-    """Return an interval of `cut_length` around a uniform centre, cut off at the borders."""
+    """Return an interval of `cut_length` around a uniform center, cut off at the borders."""
     center = rng.integers(length)
     return slice(max(0, round(center - cut_length / 2)), min(length, round(center + cut_length / 2)))

@@ -29,7 +29,7 @@ class StoredPixels:
 
     bands: int  # values per pixel
     dtype: str  # of a value, as numpy names it
-    # Becomes 8-bit RGB without loss: grey, palette, RGB or CMYK of at most 8 bits, with or without alpha
+    # Becomes 8-bit RGB without loss: gray, palette, RGB or CMYK of at most 8 bits, with or without alpha
     is_picture: bool
     pages: str = ""  # the pages of a TIFF that are no bands, in words; "" if there are none
 
@@ -44,7 +44,7 @@ class PixelFormat:
     # Bands of a file that are read, in this order, counted from 1; None: any 8-bit image, converted to RGB
     bands: tuple[int, ...] | None = None
     dtype: str = "uint8"  # of the values: uint8, uint16, int16 or float32
-    # For each band the values that become 0 and 1 in normalisation; None: 0 and 255
+    # For each band the values that become 0 and 1 in normalization; None: 0 and 255
     value_range: tuple[Range, ...] | None = None
 
     @property
@@ -104,7 +104,7 @@ class PixelFormat:
         return None
 
     def as_rgb(self, pixels: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return a picture (H, W, 3) of pixels (H, W, B): the first three bands, or the first one as grey.
+        """Return a picture (H, W, 3) of pixels (H, W, B): the first three bands, or the first one as gray.
 
         Values at the ends of a band's range become 0 and 255, values beyond them too.
         """

@@ -44,7 +44,7 @@ _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_PIXELS) -> Pixels:
     """Return an image in the format of its data set, shape (H, W, B), with its EXIF orientation applied.
 
-    In the format `RGB8`, grey, palette and CMYK images are converted to RGB and alpha is dropped. In others the bands
+    In the format `RGB8`, gray, palette and CMYK images are converted to RGB and alpha is dropped. In others the bands
     are returned exactly as stored. Of an animation the first frame is read.
 
     A TIFF that can be read in windows may have more than `max_pixels`.
@@ -99,7 +99,7 @@ def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int)
 
 
 def bands_of(tags: TiffTags, pixels: PixelFormat) -> tuple[int, ...]:
-    """Return the bands of a TIFF that make an image of a format; a grey picture has its band three times as RGB."""
+    """Return the bands of a TIFF that make an image of a format; a gray picture has its band three times as RGB."""
     return pixels.bands or ((1, 2, 3) if tags.bands >= 3 else (1, 1, 1))
 
 
@@ -146,7 +146,7 @@ def _decode_all_bands(data: bytes, path: Path, max_pixels: int) -> Pixels:
     image = open_bytes(data, path, max_pixels)
     if pixels.ndim == 2:
         pixels = pixels[..., None]
-    elif image.mode in {"LA", "PA"}:  # OpenCV spreads grey over three bands
+    elif image.mode in {"LA", "PA"}:  # OpenCV spreads gray over three bands
         pixels = pixels[..., [0, 3]]
     elif pixels.shape[2] >= 3:
         pixels = pixels[..., [2, 1, 0, *range(3, pixels.shape[2])]]

@@ -63,7 +63,7 @@ class Windows:
 
 
 def _stored_ids(path: Path, scheme: ClassScheme, window: Window) -> Pixels:
-    """Return the ids (H, W) or, with `scheme.rgb`, the colours (H, W, 3) of a window of a mask."""
+    """Return the ids (H, W) or, with `scheme.rgb`, the colors (H, W, 3) of a window of a mask."""
     values = read_bands(path, (1, 2, 3) if scheme.rgb else (1,), window)
     return values if scheme.rgb else values[..., 0]
 

@@ -60,7 +60,7 @@ class DatasetFormat:
     roots: tuple[str, ...] = (".",)  # folders below the root into which archives unpack; tried in this order
     splits: Mapping[str, str] = field(default_factory=dict)  # published names of "train" and "val", where they differ
     names: tuple[str, ...] = ()  # class names; empty: given by the user
-    palette: tuple[Color, ...] = ()  # one colour a class; empty: generated
+    palette: tuple[Color, ...] = ()  # one color a class; empty: generated
     # Id in the file -> train id, None for ignored; None: ids are train ids
     label_map: Mapping[int, int | None] | None = None
     train_id_suffix: str | None = None  # ending of mask names whose files hold train ids
@@ -105,16 +105,16 @@ def class_scheme(
     Args:
         format: A key of `DATASETS`.
         classes: Names in the order of their train ids; required for `folder` and `list`.
-        palette: RGB colours of 0..255, one a class. With `rgb` more may follow: further colours are ignored pixels, or
+        palette: RGB colors of 0..255, one a class. With `rgb` more may follow: further colors are ignored pixels, or
             classes if `label_map` maps their position to one.
         label_map: Id in the mask file (with `rgb`: position in the palette) -> train id or `ignore_index`.
         ignore_index: Target value of pixels that count nowhere; None: 255, or -1 with more than 255 classes.
-        rgb: Masks are RGB images with the colours of the palette.
+        rgb: Masks are RGB images with the colors of the palette.
         multilabel: How masks hold several classes of a pixel; None: one class per pixel. `ignore_index` is then the
             value of ignored pixels in the masks; None: there are none.
 
     Raises:
-        ConfigError: The names, colours, map and ignore_index do not fit together.
+        ConfigError: The names, colors, map and ignore_index do not fit together.
     """
     known = _format(format)
     names = tuple(classes) if classes is not None else known.names

@@ -1,6 +1,6 @@
-"""Published data sets, read from `published.toml`: class names, colours, the ids in mask files, and their formats.
+"""Published data sets, read from `published.toml`: class names, colors, the ids in mask files, and their formats.
 
-Colours are RGB in 0..255.
+Colors are RGB in 0..255.
 """
 
 import tomllib
@@ -13,7 +13,7 @@ Color = tuple[int, int, int]
 
 
 def parse_colors(text: str) -> tuple[Color, ...]:
-    """Return colours from six hexadecimal digits each, separated by white space.
+    """Return colors from six hexadecimal digits each, separated by white space.
 
     >>> parse_colors("804080 f423e8")
     ((128, 64, 128), (244, 35, 232))
@@ -31,7 +31,7 @@ def parse_names(text: str) -> tuple[str, ...]:
 
 
 def bit_palette(num_colors: int, *, first: int = 0) -> tuple[Color, ...]:
-    """Return distinct colours by the rule of PASCAL VOC: bits of the index go in turn to red, green and blue.
+    """Return distinct colors by the rule of PASCAL VOC: bits of the index go in turn to red, green and blue.
 
     Index 0 is black, which published palettes use for background or ignored pixels.
 
@@ -67,7 +67,7 @@ class PublishedSet:
 
     @property
     def palette(self) -> dict[Color, str]:
-        """Colour -> name; the first one of classes that share a colour."""
+        """Color -> name; the first one of classes that share a color."""
         return {color: self.names[self.colors.index(color)] for color in dict.fromkeys(self.colors)}
 
 

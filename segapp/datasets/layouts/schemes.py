@@ -19,14 +19,14 @@ UNKNOWN_ID = -32_768
 
 @dataclass(frozen=True)
 class ClassScheme:
-    """The classes of a data set and their ids or colours in its mask files."""
+    """The classes of a data set and their ids or colors in its mask files."""
 
     names: tuple[str, ...]  # in the order of their train ids
-    palette: tuple[Color, ...]  # one RGB colour a class, for pictures
+    palette: tuple[Color, ...]  # one RGB color a class, for pictures
     label_map: Mapping[int, int] | None = None  # id in the file -> train id or `ignore_index`; others are train ids
     ignore_index: int = 255  # target value of pixels that count nowhere
-    rgb: bool = False  # masks have the colours of `mask_colors`; a colour's position there is the id in the file
-    # Colours of RGB masks; empty: the palette. Positions beyond the classes are ignored without a `label_map` entry.
+    rgb: bool = False  # masks have the colors of `mask_colors`; a color's position there is the id in the file
+    # Colors of RGB masks; empty: the palette. Positions beyond the classes are ignored without a `label_map` entry.
     mask_colors: tuple[Color, ...] = ()
     train_id_suffix: str | None = None  # ending of mask names whose files hold train ids
     # How masks hold several classes of a pixel (see `data.multilabel`): a target is then a set of classes, bit c for
@@ -93,7 +93,7 @@ class ClassScheme:
 
     @cached_property
     def color_table(self) -> dict[Color, int]:
-        """Colour in an RGB mask -> train id or `ignore_index`."""
+        """Color in an RGB mask -> train id or `ignore_index`."""
         label_map = self.label_map or {}
         colors = self.mask_colors or self.palette
         default = [i if i < self.num_classes else self.ignore_index for i in range(len(colors))]
@@ -144,19 +144,19 @@ def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignor
 
 
 def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, declared: bool) -> None:
-    """Raise ConfigError for a wrong number of colours, or RGB masks whose colours are unknown or ambiguous."""
+    """Raise ConfigError for a wrong number of colors, or RGB masks whose colors are unknown or ambiguous."""
     if rgb and not declared:
         raise ConfigError(
-            "RGB masks need a palette: list one colour a class, in the order of the classes", key="data.palette"
+            "RGB masks need a palette: list one color a class, in the order of the classes", key="data.palette"
         )
     if len(colors) < num_classes or (len(colors) > num_classes and not rgb):
         raise ConfigError(
-            f"palette has {len(colors)} colours for {num_classes} classes: give one colour a class", key="data.palette"
+            f"palette has {len(colors)} colors for {num_classes} classes: give one color a class", key="data.palette"
         )
     twice = [color for color, count in Counter(colors).items() if count > 1]
     if rgb and twice:
         raise ConfigError(
-            f"palette: the colour {list(twice[0])} stands for two classes: RGB masks need distinct ones",
+            f"palette: the color {list(twice[0])} stands for two classes: RGB masks need distinct ones",
             key="data.palette",
             value=list(twice[0]),
         )

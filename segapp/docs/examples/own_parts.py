@@ -21,7 +21,7 @@ class SmallNet(nn.Module):
         self.classifier = nn.Conv2d(2 * width, num_classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits (N, C, H/4, W/4) of normalised images (N, 3, H, W)."""
+        """Return logits (N, C, H/4, W/4) of normalized images (N, 3, H, W)."""
         return self.classifier(self.backbone(images))
 
 

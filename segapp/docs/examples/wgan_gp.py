@@ -1,4 +1,4 @@
-"""The critic of a WGAN-GP over three devices: a gradient penalty through synchronised BatchNorm, exact at any split.
+"""The critic of a WGAN-GP over three devices: a gradient penalty through synchronized BatchNorm, exact at any split.
 
 python wgan_gp.py                        three logical devices of the CPU
 python wgan_gp.py cuda:0 cuda:1 cuda:2   three GPUs

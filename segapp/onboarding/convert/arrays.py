@@ -382,7 +382,7 @@ def dicom_head(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def dicom_array(file: Path) -> NDArray[Any]:
-    """Return the pixels of a file: colours of 8 bits, or values with rescale slope and intercept applied, as float32.
+    """Return the pixels of a file: colors of 8 bits, or values with rescale slope and intercept applied, as float32.
 
     Values of MONOCHROME1, where the largest is black, are negated, so that larger is brighter. ValueError is raised if
     the pixels cannot be decoded.

@@ -123,7 +123,7 @@ def _decompressed(segmentation: Mapping[str, Any]) -> NDArray[np.bool_]:
 
 
 def _draw_segments(mask: Mask, entry: tuple[str, Any], tree: Tree, value_of: Mapping[int, int]) -> None:
-    """Draw the segments of a panoptic annotation, whose file comes first; pixels of no segment are unlabelled."""
+    """Draw the segments of a panoptic annotation, whose file comes first; pixels of no segment are unlabeled."""
     path, annotation = entry
     name = str(annotation["file_name"])
     folder = path.rpartition(".")[0]  # named as the JSON file, or else the only one whose folder says panoptic

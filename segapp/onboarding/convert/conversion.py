@@ -3,7 +3,7 @@
 A mask carries a digest of its annotation in a PNG text chunk. A file that is there already, with that digest and its
 end marker, is kept; any other is written under a temporary name and renamed, so that writing can be resumed.
 
-A pixel belongs to a polygon if cv2.fillPoly fills it: corners rounded to the nearest pixel centre, outline included. An
+A pixel belongs to a polygon if cv2.fillPoly fills it: corners rounded to the nearest pixel center, outline included. An
 outline and its holes are filled together by the even-odd rule. What is drawn later lies on top.
 """
 
@@ -231,7 +231,7 @@ def as_ids(values: NDArray[Any], largest: int) -> WideMask:
 
 
 def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16], digest: str) -> bytes:
-    """Return a PNG of ids or grey values (H, W), or RGB (H, W, 3), with the digest of its content."""
+    """Return a PNG of ids or gray values (H, W), or RGB (H, W, 3), with the digest of its content."""
     info = PngImagePlugin.PngInfo()
     info.add_text(_DIGEST_KEY, digest)
     buffer = io.BytesIO()
@@ -355,7 +355,7 @@ def blank_mask(height_px: int, width_px: int, value: int = 0) -> Mask:
 def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
     """Fill an outline, without the holes that follow it, in place.
 
-    Rings are lists of (x, y) in pixels; (0, 0) is the centre of the first pixel. ValueError is raised if one has fewer
+    Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if one has fewer
     than three corners, or a corner is not finite.
     """
     corners = []

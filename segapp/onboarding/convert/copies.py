@@ -41,7 +41,7 @@ def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) 
         note = f"--masks {kind}: {MASK_KINDS[kind]}"
         return _copied(tree, layout, kind, lambda mask: _classes_of_instances(tree, mask, kind), note)
     if _are_opacity(tree, layout):
-        note = "the masks have one colour, and the object is where they are opaque"
+        note = "the masks have one color, and the object is where they are opaque"
         return _copied(tree, layout, "opacity", lambda mask: (_rgba(tree, mask)[..., 3] > 0).astype(np.uint8), note)
     return None
 
@@ -106,7 +106,7 @@ def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Layout:
 
 
 def _with_levels(content: MaskContent, levels: list[Color] | list[int]) -> MaskContent:
-    """Return what masks hold once each pixel has the nearest of some values or colours."""
+    """Return what masks hold once each pixel has the nearest of some values or colors."""
     nearest: Counter[Any] = Counter()
     stored: list[Any] = list(content.colors or content.values)
     for one, number in zip(stored, nearest_level(np.array([stored]), levels)[0].tolist(), strict=True):
@@ -134,7 +134,7 @@ def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
 
 
 def _are_opacity(tree: Tree, layout: Layout) -> bool:
-    """Return True for masks of one colour, the same in all, whose opacity is 0 and 255; DataError for other values."""
+    """Return True for masks of one color, the same in all, whose opacity is 0 and 255; DataError for other values."""
     colors: set[tuple[int, ...]] = set()
     opacities: set[int] = set()
     try:
@@ -150,7 +150,7 @@ def _are_opacity(tree: Tree, layout: Layout) -> bool:
         return False
     if len(opacities) > 1 and opacities != {0, 255}:
         raise DataError(
-            f"the masks have one colour, and {len(opacities)} values of opacity, such as "
+            f"the masks have one color, and {len(opacities)} values of opacity, such as "
             f"{shown(layout.pairs[0].mask)}: export them as PNG of ids without smoothing and without transparency"
         )
     return len(opacities) > 1

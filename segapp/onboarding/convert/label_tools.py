@@ -2,7 +2,7 @@
 
 CVAT for images 1.1 is XML with polygons, boxes, ellipses and run lengths, drawn by z_order, then in their order. Label
 Studio exports JSON of tasks with polygons, brush strokes (run lengths) and rectangles; of a task the first annotation
-that was not cancelled is taken. labelme has a JSON file for each image. Supervisely has meta.json, and ann/NAME.json
+that was not canceled is taken. labelme has a JSON file for each image. Supervisely has meta.json, and ann/NAME.json
 for each img/NAME. Objects that come later lie on top.
 """
 

@@ -82,7 +82,7 @@ def _image_of(read: _Read, number: int, _digest: str) -> bytes:
 
 
 def _mask_of(read: _Read, number: int) -> Mask:
-    """Return the ids of the mask in a row; raise ValueError if it holds colours, or ids beyond 255."""
+    """Return the ids of the mask in a row; raise ValueError if it holds colors, or ids beyond 255."""
     data = read()[1][number]["bytes"]
     image = open_bytes(data, Path("mask"), MAX_PIXELS)
     if image.mode not in ("L", "P", "1", "I", "I;16"):

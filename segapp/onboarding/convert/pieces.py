@@ -4,7 +4,7 @@ Classes are folders (masks/road/a.png), ends of names (a_road.png) or names in a
 A class without a file is absent from the image. Objects are files in a folder of the image (a/masks/1.png).
 
 Masks of single classes become one mask: of classes that exclude each other, or of sets of classes. Which of the two is
-measured: by the share of the labelled pixels that belong to several classes.
+measured: by the share of the labeled pixels that belong to several classes.
 """
 
 import re
@@ -41,7 +41,7 @@ from segapp.onboarding.survey.words import (
 Plane = NDArray[np.bool_]
 
 FEW, MANY = 0.005, 0.05
-"""Shares of the labelled pixels with several classes: below the first, classes exclude each other (borders that touch);
+"""Shares of the labeled pixels with several classes: below the first, classes exclude each other (borders that touch);
 above the second they do not; between them the choice is the user's."""
 MAX_SETS = 16  # most classes of masks of sets: the bits of a PNG's value
 _UNLIKELY = 0.5
@@ -83,7 +83,7 @@ def combine(planes: Mapping[int, Plane], shape: tuple[int, int], num_classes: in
 
 
 def overlap_share(images: Iterable[Sequence[Plane]]) -> float:
-    """Return the share of the labelled pixels that belong to several classes; 0 without any.
+    """Return the share of the labeled pixels that belong to several classes; 0 without any.
 
     Planes of other shapes than the first of their image are left out: converting the image names them.
     """
@@ -123,10 +123,10 @@ def both_readings(
 ) -> list[Layout]:
     """Return the conversions to classes that exclude each other and to sets of classes, the likelier one first.
 
-    `share` is that of the labelled pixels with several classes; the names are those without the background; `pairs_of`
+    `share` is that of the labeled pixels with several classes; the names are those without the background; `pairs_of`
     returns the pairs, of sets if it is True. DataError is raised if classes overlap that are too many for sets.
     """
-    said = f"{share:.1%} of the labelled pixels belong to several classes"
+    said = f"{share:.1%} of the labeled pixels belong to several classes"
     exclusive = replace(base, classes=("background", *names), pairs=pairs_of(False))
     if len(names) == 1:
         return [exclusive]

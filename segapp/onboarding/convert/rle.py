@@ -227,7 +227,7 @@ def _orders(
     images: Images, by_image: dict[str, list[tuple[str, str]]], table: _Table, first: int
 ) -> dict[str, tuple[float, str]]:
     """Return the possible orders of the pixels, each with how sure it is and why, the likelier one first."""
-    borders = Counter({"F": 0, "C": 0})  # neighbours that differ
+    borders = Counter({"F": 0, "C": 0})  # neighbors that differ
     longest = sorted(
         ((image, runs) for image, rows in by_image.items() for _, runs in rows if runs), key=lambda one: -len(one[1])
     )

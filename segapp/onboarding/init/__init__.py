@@ -94,7 +94,7 @@ def propose_config(request: InitRequest) -> InitResult:
     Raises:
         ConfigError: the folder or an option is wrong, or the config exists.
         OpenQuestionError: the folder has several plausible readings, and no option says which one to use.
-        DataError: the folder has no layout that can be recognised, or its masks do not say their classes.
+        DataError: the folder has no layout that can be recognized, or its masks do not say their classes.
         StorageError: a file cannot be written.
     """
     root = request.root

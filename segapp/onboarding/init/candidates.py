@@ -161,7 +161,7 @@ def _picture(tree: Tree, pair: Pair) -> NDArray[np.uint8]:
 
 
 def _colored(mask: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """Return a mask as colours: ids (H, W) get distinct ones, colours stay."""
+    """Return a mask as colors: ids (H, W) get distinct ones, colors stay."""
     if mask.ndim == 3:
         return mask.astype(np.uint8)
     colors = np.array([(0, 0, 0), *bit_palette(254, first=1), (255, 255, 255)], np.uint8)

@@ -110,7 +110,7 @@ def _new(
     groups = f"groups: {grouping.examples(images)}"
     if grouping.kind == "image":
         groups = (
-            f"groups: none is named by {shown(images[0])} to {shown(images[-1])}; if neighbours show the same scene, "
+            f"groups: none is named by {shown(images[0])} to {shown(images[-1])}; if neighbors show the same scene, "
             "keep them together with --group REGEX"
         )
     train, val = (lists[word] for word in words.values())

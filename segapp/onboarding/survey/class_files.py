@@ -1,6 +1,6 @@
-"""Class names from the files next to the data: lists, tables, YAML, JSON of labelling tools.
+"""Class names from the files next to the data: lists, tables, YAML, JSON of labeling tools.
 
-A file gives names by the value in the mask, by colour, or in an order; a file that is none of the known kinds gives
+A file gives names by the value in the mask, by color, or in an order; a file that is none of the known kinds gives
 nothing. Every reader takes text, so that a test needs no file.
 """
 
@@ -26,7 +26,7 @@ _VOID_NAMES = known_words("classes", "void")
 
 @dataclass(frozen=True)
 class ClassFile:
-    """Class names in the order of a file; by value or colour in the mask, if the file says it."""
+    """Class names in the order of a file; by value or color in the mask, if the file says it."""
 
     source: str
     names: tuple[str, ...]
@@ -52,7 +52,7 @@ def is_background(name: str) -> bool:
 
 
 def find_class_files(tree: Tree) -> list[ClassFile]:
-    """Return the class names of all files that hold some: with values or colours first, then near the root."""
+    """Return the class names of all files that hold some: with values or colors first, then near the root."""
     found = []
     for path in tree.others_named(".csv", ".txt", ".names", ".lst", ".json", ".yaml", ".yml"):
         name = path.rpartition("/")[2]
@@ -114,7 +114,7 @@ def _column(header: list[str], *names: str) -> int | None:
 
 
 def read_color_list(text: str, source: str) -> ClassFile | None:
-    """Return the classes of lines with a name and a colour: CVAT's `name:r,g,b::`, `r g b name`, `id name r g b`."""
+    """Return the classes of lines with a name and a color: CVAT's `name:r,g,b::`, `r g b name`, `id name r g b`."""
     colors: dict[Color, str] = {}
     names = []
     for line in _meant_lines(text):
@@ -129,7 +129,7 @@ def read_color_list(text: str, source: str) -> ClassFile | None:
 
 
 def read_name_list(text: str, source: str) -> ClassFile | None:
-    r"""Return the classes of a list: one a line, perhaps with its id or its colour.
+    r"""Return the classes of a list: one a line, perhaps with its id or its color.
 
     >>> read_name_list("0: sky\n1: road", "").ids
     {0: 'sky', 1: 'road'}
@@ -191,7 +191,7 @@ def read_json(text: str, source: str) -> ClassFile | None:
     if isinstance(labels, list):
         key = "readable" if all(one.get("readable") for one in labels) else "name"
         return _of_entries(source, labels, key, range(len(labels)))
-    if labels and all(re.fullmatch(r"#[0-9a-fA-F]{6}", key) for key in labels):  # A2D2: colour -> name
+    if labels and all(re.fullmatch(r"#[0-9a-fA-F]{6}", key) for key in labels):  # A2D2: color -> name
         colors = {_color(key): str(name) for key, name in labels.items()}
         return ClassFile(source, tuple(colors.values()), {}, colors)
     if labels and all(key.isdigit() for key in labels):
@@ -218,7 +218,7 @@ def _color(value: Any) -> Color:
 
 def described(found: ClassFile) -> str:
     """Return a file and what it holds as text."""
-    kind = "by colour" if found.colors else "by value" if found.ids else "in order"
+    kind = "by color" if found.colors else "by value" if found.ids else "in order"
     return f"{shown(found.source)} ({len(found.names)} names {kind})"
 
 

@@ -1,4 +1,4 @@
-"""Contents of masks: their values or colours with pixels and numbers of masks, evenly over a data set."""
+"""Contents of masks: their values or colors with pixels and numbers of masks, evenly over a data set."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -21,11 +21,11 @@ from segapp.errors import DataError
 MAX_HEADERS, MAX_MASKS = 400, 2000
 MAX_MASK_PX = 400_000_000  # pixels of masks that are read: all masks of a small data set, and so every value in them
 MAX_COLORS = 256
-"""Colours of one mask that are counted, the most frequent; a mask with more is a photograph, or saved with loss."""
+"""Colors of one mask that are counted, the most frequent; a mask with more is a photograph, or saved with loss."""
 UNREADABLE = (DataError, OSError, ValueError, SyntaxError)  # what `stored_pixels` raises for a mask that cannot be read
 
 Value = int | Color
-"""A value in masks of ids, or a colour in RGB masks."""
+"""A value in masks of ids, or a color in RGB masks."""
 
 
 @dataclass
@@ -36,11 +36,11 @@ class MaskContent:
     num_all: int = 0  # masks there are
     unread: list[Path] = field(default_factory=list)  # masks that could not be read
     values: Counter[int] = field(default_factory=Counter)  # pixels by value, of masks of ids
-    colors: Counter[Color] = field(default_factory=Counter)  # pixels by RGB colour, of RGB masks
-    masks_with: Counter[Value] = field(default_factory=Counter)  # masks by value or colour
+    colors: Counter[Color] = field(default_factory=Counter)  # pixels by RGB color, of RGB masks
+    masks_with: Counter[Value] = field(default_factory=Counter)  # masks by value or color
     counts_up_to: Counter[int] = field(default_factory=Counter)  # masks whose values are 0 or 1 to n, by n
     lossy: list[Path] = field(default_factory=list)  # masks that are JPEGs
-    smooth: list[Path] = field(default_factory=list)  # masks with more than MAX_COLORS colours
+    smooth: list[Path] = field(default_factory=list)  # masks with more than MAX_COLORS colors
     # height and width of every image whose header was read
     sizes_px: list[tuple[int, int]] = field(default_factory=list)
 
@@ -51,19 +51,19 @@ class MaskContent:
 
     @property
     def pixels(self) -> dict[Value, int]:
-        """Number of pixels by value or colour."""
+        """Number of pixels by value or color."""
         return dict(self.values) | dict(self.colors)
 
     def pixels_of(self, stored: Value) -> int:
-        """Return the number of pixels of a value or a colour."""
+        """Return the number of pixels of a value or a color."""
         return self.colors[stored] if isinstance(stored, tuple) else self.values[stored]
 
     def share(self, stored: Iterable[Value]) -> float:
-        """Return the share of the pixels read that have one of some values or colours."""
+        """Return the share of the pixels read that have one of some values or colors."""
         return sum(map(self.pixels_of, stored)) / max(1, self.values.total() + self.colors.total())
 
     def percent(self, stored: Iterable[Value]) -> str:
-        """Return the share of some values or colours as text: "4.2% of the pixels"."""
+        """Return the share of some values or colors as text: "4.2% of the pixels"."""
         share = self.share(stored)
         number = f"{share:.1%}" if share >= 0.01 else f"{share:.3%}" if share >= 1e-5 else "below 0.001%"
         return f"{number} of the pixels" + ("" if self.num_masks == self.num_all else " read")
@@ -72,7 +72,7 @@ class MaskContent:
 def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
     """Read headers of images and whole masks, evenly over the pairs; unreadable files are counted.
 
-    Masks of ids are read as colours where some masks are colour images. DataError is raised if no image can be read.
+    Masks of ids are read as colors where some masks are color images. DataError is raised if no image can be read.
     """
     with ThreadPool(4) as pool:
         sizes = [size for size in pool.map(_size, _evenly(pairs, MAX_HEADERS)) if not isinstance(size, DataError)]
@@ -127,7 +127,7 @@ class _Counted(NamedTuple):
 
 
 def count_pixels(path: Path, *, as_rgb: bool) -> _Counted | None:
-    """Return the pixels by value or by colour of one mask; None if it cannot be read."""
+    """Return the pixels by value or by color of one mask; None if it cannot be read."""
     try:
         pixels, format = stored_pixels(path, as_rgb=as_rgb)
     except UNREADABLE:
@@ -151,7 +151,7 @@ def reason_unread(path: Path) -> str:
 
 
 def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], str]:
-    """Return the ids (H, W) or the colours (H, W, 3) of a mask as stored, and its format.
+    """Return the ids (H, W) or the colors (H, W, 3) of a mask as stored, and its format.
 
     An error of UNREADABLE is raised if the file is damaged, or holds numbers with fractions.
     """
@@ -174,7 +174,7 @@ def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dic
 
 
 def dominant_levels(content: MaskContent, most: int = 64) -> list[Color] | list[int]:
-    """Return the values or colours that masks saved with loss had before: frequent ones that lie apart."""
+    """Return the values or colors that masks saved with loss had before: frequent ones that lie apart."""
     counts = content.colors or Counter({(value, value, value): count for value, count in content.values.items()})
     kept: list[Color] = []
     for color, count in counts.most_common():
@@ -196,7 +196,7 @@ def _snapped(value: int) -> int:
 
 
 def _is_blend(color: Color, first: Color, second: Color) -> bool:
-    """Return True if a colour is near the line between two others, as the pixels at their border are."""
+    """Return True if a color is near the line between two others, as the pixels at their border are."""
     start, way = np.array(first, float), np.array(second, float) - first
     along = float(np.clip((np.array(color) - start) @ way / (way @ way), 0, 1))
     return float(np.linalg.norm(start + along * way - color)) < 32

@@ -27,7 +27,7 @@ MASK_KINDS = {
     "object": "each value above 0 is an object of one class; 0 is the background",
 }
 """Values of `--masks`."""
-NO_PALETTE = "none"  # value of `--palette`: the colours are those of no published data set
+NO_PALETTE = "none"  # value of `--palette`: the colors are those of no published data set
 UNLABELLED = ("ignore", "class")  # values of `--unlabelled`
 MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an order
 CLEANING = (
@@ -59,13 +59,13 @@ class Classes:
     label_map: Mapping[int, int] = field(default_factory=dict)  # value in the mask -> class or ignored
     label_map_reason: str = ""  # why
     ignore_index: int | None = None  # None: 255
-    palette: tuple[Color, ...] = ()  # colours of RGB masks, those of ignored pixels last; empty: masks of ids
+    palette: tuple[Color, ...] = ()  # colors of RGB masks, those of ignored pixels last; empty: masks of ids
     palette_reason: str = ""  # what they are
     notes: tuple[str, ...] = ()  # sentences about values that are ignored, or about files that do not fit
     source: str = ""  # file next to the data that the names are from; empty: none
 
     def class_of(self, stored: Value) -> int | None:
-        """Return the class of a value or colour in the masks; None if it is ignored, or of no class."""
+        """Return the class of a value or color in the masks; None if it is ignored, or of no class."""
         if isinstance(stored, tuple):
             number = self.palette.index(stored) if stored in self.palette else len(self.names)
         else:
@@ -76,7 +76,7 @@ class Classes:
 
 
 def _is_class(content: MaskContent, unnamed: Sequence[Value], file: ClassFile, choices: MaskChoices) -> bool:
-    """Return True if values or colours without a name are classes, False if they are ignored; ask if they are many."""
+    """Return True if values or colors without a name are classes, False if they are ignored; ask if they are many."""
     if choices.unlabelled is None and content.share(unnamed) <= MAX_UNSAID:
         return False
     return _said_class(
@@ -97,13 +97,13 @@ def _said_class(choices: MaskChoices, question: str, ignored: str, is_class: str
 
 
 def _void_of(named: Mapping[Any, str], choices: MaskChoices) -> list[Any]:
-    """Return the values or colours whose names say that they are unlabelled, unless they are needed as a class."""
+    """Return the values or colors whose names say that they are unlabeled, unless they are needed as a class."""
     void = [stored for stored, name in named.items() if is_void(name)]
     return [] if choices.unlabelled == "class" or len(named) - len(void) < 2 else void
 
 
 def _void_notes(content: MaskContent, named: Mapping[Any, str], void: Sequence[Value]) -> tuple[str, ...]:
-    """Return a sentence for each value or colour that is named as unlabelled and occurs."""
+    """Return a sentence for each value or color that is named as unlabeled and occurs."""
     return tuple(
         f"{shown(named[stored])} ({listed([stored])}) is ignored: {content.percent([stored])}; "
         "--unlabelled class makes it a class"
@@ -113,7 +113,7 @@ def _void_notes(content: MaskContent, named: Mapping[Any, str], void: Sequence[V
 
 
 def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
-    """Raise DataError if there is only one value or colour."""
+    """Raise DataError if there is only one value or color."""
     if len(stored) < 2:
         ignored = ", apart from ignored pixels" if len(content.pixels) > 1 else ""
         raise DataError(
@@ -123,14 +123,14 @@ def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
 
 
 def is_stray(content: MaskContent, value: Value, total: int) -> bool:
-    """Return True for a value or a colour of very few pixels in very few masks."""
+    """Return True for a value or a color of very few pixels in very few masks."""
     pixels = content.pixels_of(value)
     is_rare = pixels < STRAY_SHARE * total or pixels <= 3
     return is_rare and content.masks_with[value] <= max(1, content.num_masks // 50)
 
 
 def _strays_note(content: MaskContent, strays: Sequence[Value], what: str) -> tuple[str, ...]:
-    """Return the sentence on stray values or colours, which are ignored; none if there are none."""
+    """Return the sentence on stray values or colors, which are ignored; none if there are none."""
     if not strays:
         return ()
     named = ", ".join(
@@ -144,8 +144,8 @@ def _strays_note(content: MaskContent, strays: Sequence[Value], what: str) -> tu
 
 
 def listed(stored: Sequence[Value]) -> str:
-    """Return the first few of some values or colours as text: "value 0, 85"."""
-    return f"{'value' if all(isinstance(one, int) for one in stored) else 'colour'} {_few(stored)}"
+    """Return the first few of some values or colors as text: "value 0, 85"."""
+    return f"{'value' if all(isinstance(one, int) for one in stored) else 'color'} {_few(stored)}"
 
 
 def _few(values: Sequence[Value]) -> str:
@@ -164,7 +164,7 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _ask_for_instances(content: MaskContent, stored: Sequence[Value], choices: MaskChoices) -> None:
-    """Ask what values or colours are that may be instances rather than classes, or were smoothed."""
+    """Ask what values or colors are that may be instances rather than classes, or were smoothed."""
     if choices.masks is not None:
         return
     values = [value for value in stored if isinstance(value, int)]
@@ -193,7 +193,7 @@ def _ask_for_instances(content: MaskContent, stored: Sequence[Value], choices: M
         )
     if len(stored) > max(8, content.num_masks) and lone > len(stored) / 2:
         raise open_question(
-            f"{content.num_masks} masks hold {len(stored)} {'values' if values else 'colours'}, {lone} of which occur "
+            f"{content.num_masks} masks hold {len(stored)} {'values' if values else 'colors'}, {lone} of which occur "
             "in one mask each, as numbers of instances do",
             "--masks",
             (one, ids) if values or (0, 0, 0) in stored else (ids,),
@@ -211,12 +211,12 @@ def _ask_for_instances(content: MaskContent, stored: Sequence[Value], choices: M
 
 
 def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: str, choices: MaskChoices) -> Classes:
-    """Return the classes of RGB masks; raise DataError if they were smoothed or hold one colour."""
+    """Return the classes of RGB masks; raise DataError if they were smoothed or hold one color."""
     if content.smooth or len(content.colors) > 2 * MAX_COLORS:
         raise DataError(
             f"{max(len(content.smooth), 1)} of {content.num_masks} masks contain neither ids nor fewer than "
-            f"{MAX_COLORS} colours, such as {shown(content.smooth[0] if content.smooth else '')}: they were smoothed "
-            f"or saved with loss; {CLEANING} colours"
+            f"{MAX_COLORS} colors, such as {shown(content.smooth[0] if content.smooth else '')}: they were smoothed "
+            f"or saved with loss; {CLEANING} colors"
         )
     total = content.colors.total()
     strays = sorted(color for color in content.colors if is_stray(content, color, total))
@@ -235,7 +235,7 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
             notes = (*notes, f"{listed(seen)} is ignored as in {first.title}: {content.percent(seen)}")
         return Classes(
             tuple(first.palette.values()),
-            f"the colours are those of {first.title}" + (f" (also possible: {others})" if others else ""),
+            f"the colors are those of {first.title}" + (f" (also possible: {others})" if others else ""),
             palette=(*first.palette, *ignored),
             palette_reason="as published" + ("; the last are ignored" if ignored else ""),
             notes=notes,
@@ -253,8 +253,7 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
         names,
         reason,
         palette=(*colors, *strays),
-        palette_reason=f"the masks are images with {len(colors)} colours"
-        + ("; the last are ignored" if strays else ""),
+        palette_reason=f"the masks are images with {len(colors)} colors" + ("; the last are ignored" if strays else ""),
         notes=notes,
         source="" if ordered is None else ordered.source,
     )
@@ -265,7 +264,7 @@ def _chosen_palettes(
 ) -> list[PublishedSet]:
     """Return the palettes that may be those of the masks, the chosen or most certain one first; none: no known one.
 
-    A question is asked if few colours occur, and nothing else says of which data set they are.
+    A question is asked if few colors occur, and nothing else says of which data set they are.
     """
     if not known or choices.palette == NO_PALETTE:
         return []
@@ -273,7 +272,7 @@ def _chosen_palettes(
         first = [one for one in known if one.title == choices.palette]
         if not first:
             raise ConfigError(
-                f"--palette {choices.palette}: the colours of the masks are those of "
+                f"--palette {choices.palette}: the colors of the masks are those of "
                 f"{', '.join(one.title for one in known)}: name one of them, or {NO_PALETTE}"
             )
     else:
@@ -281,12 +280,12 @@ def _chosen_palettes(
     if first:
         return [*first, *(one for one in known if one not in first)]
     answers = [Answer(one.title, f"classes {', '.join(one.names[:4])} ...") for one in known[:_MAX_PALETTES]]
-    answers.append(Answer(NO_PALETTE, f"{len(colors)} classes without names, one for each colour"))
+    answers.append(Answer(NO_PALETTE, f"{len(colors)} classes without names, one for each color"))
     raise open_question(
-        f"the {len(colors)} colours of the masks are also colours of {known[0].title}, but too few to be sure",
+        f"the {len(colors)} colors of the masks are also colors of {known[0].title}, but too few to be sure",
         "--palette",
         answers,
-        "a file with names and colours next to the data, such as class_dict.csv, answers it too",
+        "a file with names and colors next to the data, such as class_dict.csv, answers it too",
     )
 
 
@@ -298,7 +297,7 @@ def _from_named_colors(
     choices: MaskChoices,
     notes: tuple[str, ...],
 ) -> Classes:
-    """Return the classes of a file with colours; colours that it does not name are ignored, or classes on request."""
+    """Return the classes of a file with colors; colors that it does not name are ignored, or classes on request."""
     unknown = [color for color in colors if color not in file.colors]
     named = dict(file.colors)
     source = shown(file.source)
@@ -306,7 +305,7 @@ def _from_named_colors(
         named |= {color: f"color_{bytes(color).hex()}" for color in unknown}
         unknown = []
     elif unknown:
-        said = f"{len(unknown)} colours are not in {source} and are ignored: {content.percent(unknown)}"
+        said = f"{len(unknown)} colors are not in {source} and are ignored: {content.percent(unknown)}"
         notes = (said, *notes)
     void = _void_of(named, choices)
     kept = {color: name for color, name in named.items() if color not in void}
@@ -315,7 +314,7 @@ def _from_named_colors(
         _unique(kept.values()),
         f"from {described(file)}",
         palette=tuple(dict.fromkeys([*kept, *ignored])),
-        palette_reason=f"the colours of {source}" + ("; the last are ignored" if ignored else ""),
+        palette_reason=f"the colors of {source}" + ("; the last are ignored" if ignored else ""),
         notes=(*notes, *_void_notes(content, named, void)),
         source=file.source,
     )
@@ -441,13 +440,13 @@ def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: Mas
     if any(IGNORED in file.ids and not is_void(file.ids[IGNORED]) for file in files):
         return True
     share, others = content.share([IGNORED]), sorted(content.values.keys() - {IGNORED})
-    is_level = share > 0.05 and 0 < len(others) < 8 and others[-1] >= 100  # grey levels, of which 255 may be one
+    is_level = share > 0.05 and 0 < len(others) < 8 and others[-1] >= 100  # gray levels, of which 255 may be one
     if len(others) < 2 or not (share >= 0.5 or is_level):
         return False
     return _said_class(
         choices,
-        f"value 255 is {content.percent([IGNORED])}: unlabelled or a class",
-        "255 is unlabelled: neither trained nor scored",
+        f"value 255 is {content.percent([IGNORED])}: unlabeled or a class",
+        "255 is unlabeled: neither trained nor scored",
         "255 is a class, such as the background",
     )
 
@@ -539,7 +538,7 @@ def _from_fit(
 
 
 def _is_zero_class(content: MaskContent, fit: _Fit, choices: MaskChoices) -> bool:
-    """Return True if value 0, which has no name, is the background; False if it marks unlabelled pixels.
+    """Return True if value 0, which has no name, is the background; False if it marks unlabeled pixels.
 
     A question is asked if both are plausible.
     """
@@ -553,8 +552,8 @@ def _is_zero_class(content: MaskContent, fit: _Fit, choices: MaskChoices) -> boo
             return False
     return _said_class(
         choices,
-        f"value 0 has no name in {shown(fit.file.source)} and is {content.percent([0])}: background or unlabelled",
-        "0 is unlabelled: neither trained nor scored",
+        f"value 0 has no name in {shown(fit.file.source)} and is {content.percent([0])}: background or unlabeled",
+        "0 is unlabeled: neither trained nor scored",
         "0 is the class background",
     )
 
@@ -566,7 +565,7 @@ def read_classes(
 
     Raises:
         ConfigError: a choice does not fit the masks.
-        DataError: the masks do not say their classes: no ids, one value, too many colours, saved with loss.
+        DataError: the masks do not say their classes: no ids, one value, too many colors, saved with loss.
         OpenQuestionError: there are several plausible readings.
     """
     if content.lossy:

@@ -51,7 +51,7 @@ _MAX_VERSIONS = 8  # most folders of annotators or versions that are told apart;
 _FEW = 0.25  # share of the pairs of a better layout with the same masks below which a layout is none of its own
 _PART = 0.75  # share of the images of another layout below which a layout with masks for them alone is less likely
 _COLOR_FOLDERS = ("color", "colour", "colors")
-"""Folders of images with depth or masks next to them; of masks, colour is a word of pictures made from them."""
+"""Folders of images with depth or masks next to them; of masks, color is a word of pictures made from them."""
 _LONE_WEIGHT = 0.75  # least weight of the words in the names of a layout that has no rival
 _MIN_SPARSE = 3  # least number of masks of a video whose other frames have none
 
@@ -60,7 +60,7 @@ _MIN_SPARSE = 3  # least number of masks of a video whose other frames have none
 class Probe:
     """What a file holds: its upright height and width, and, unless it is too large to look, what its pixels are.
 
-    Flatness is the share of the pixels that equal their left neighbour; the thumbnail has 48 x 48 pixels, as numbers.
+    Flatness is the share of the pixels that equal their left neighbor; the thumbnail has 48 x 48 pixels, as numbers.
     """
 
     size_px: tuple[int, int]

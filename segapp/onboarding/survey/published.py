@@ -1,4 +1,4 @@
-"""Recognition of published data sets by the colours in masks or the names of files."""
+"""Recognition of published data sets by the colors in masks or the names of files."""
 
 import os
 import re
@@ -13,28 +13,28 @@ from segapp.onboarding.layout import Layout, Pair
 from segapp.onboarding.survey.tree import Tree
 
 PALETTES = tuple(known for known in PUBLISHED.values() if known.colors)
-"""The data sets whose masks may be images of colours."""
+"""The data sets whose masks may be images of colors."""
 _LEAST_SHARE = 0.4
 _LEAST_COLORS = 4
-_MIN_RARE = 2  # number of colours of no other palette that do not occur by chance
+_MIN_RARE = 2  # number of colors of no other palette that do not occur by chance
 
 
 def recognise(colors: Collection[Color]) -> list[PublishedSet]:
-    """Return the palettes that have all the colours, those first of which most colours occur; none for few colours."""
+    """Return the palettes that have all the colors, those first of which most colors occur; none for few colors."""
     found = []
     for palette in PALETTES:
         own, named = set(colors) - set(palette.ignored_colors), set(palette.colors)
-        least = max(_LEAST_COLORS, len(named) // 15)  # many colours of a large palette occur in others too
+        least = max(_LEAST_COLORS, len(named) // 15)  # many colors of a large palette occur in others too
         if own <= named and (len(own) >= least or (len(own) >= 2 and len(own) / len(named) >= _LEAST_SHARE)):
             found.append((len(own) / len(named), palette))
     return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
 
 
 def is_certain(palette: PublishedSet, colors: Collection[Color], mask: str) -> bool:
-    """Return True if the colours can hardly be those of another data set.
+    """Return True if the colors can hardly be those of another data set.
 
-    All colours of the palette occur, or two that no other palette has, or a folder is named after the data set. Few
-    colours may be those of a data set that is not known here: black, red, green and blue occur in most palettes.
+    All colors of the palette occur, or two that no other palette has, or a folder is named after the data set. Few
+    colors may be those of a data set that is not known here: black, red, green and blue occur in most palettes.
     """
     own = set(colors) & set(palette.colors)
     others = {color for other in PALETTES if _family(other) != _family(palette) for color in other.colors}

@@ -38,7 +38,7 @@ class Token(NamedTuple):
 
 
 def tokens(name: str) -> list[Token]:
-    """Return the words of a name: letters in one case, capitalised words, numbers.
+    """Return the words of a name: letters in one case, capitalized words, numbers.
 
     >>> [token.word for token in tokens("JPEGImages_2")]
     ['jpeg', 'images', '2']

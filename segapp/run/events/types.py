@@ -106,14 +106,14 @@ class RunStart(_Event):
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
     param_groups: list[ParamGroup] | None = None
     palette: list[tuple[int, int, int]] | None = None
-    """RGB colour of each class in the sample pictures."""
+    """RGB color of each class in the sample pictures."""
     judge: dict[str, Any] | None = None
     """Everything that decides about a split of the batch, as JSON: the rules of this training, the memory of each
     device, the measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
 
 
 class Weights(_Event):
-    """Report of the tensors that were initialised from a file of pretrained weights."""
+    """Report of the tensors that were initialized from a file of pretrained weights."""
 
     type: Literal["weights"] = "weights"
     source: Text
@@ -127,7 +127,7 @@ class Weights(_Event):
     left_out: dict[Text, Text] = {}
     """Name in the file -> why it is not used; the first hundred."""
     missing: dict[Text, Text] = {}
-    """Name in the network -> why it keeps its initialisation; the first hundred."""
+    """Name in the network -> why it keeps its initialization; the first hundred."""
 
 
 class EpochStart(_Event):

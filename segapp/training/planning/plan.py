@@ -357,7 +357,7 @@ def _notes(config: RunConfig, planner: Planner, facts: Mapping[str, Any]) -> tup
     if (epochs := config.model.freeze_epochs) is not None:
         notes.append(f"model.freeze ends after epoch {epochs}: planned for the epochs after it, which need more")
     if planner.model.mode == "ddp":
-        notes.append("ddp: the reducer's buckets are modelled, the rest is the real step of one rank")
+        notes.append("ddp: the reducer's buckets are modeled, the rest is the real step of one rank")
     if facts["is_sharded"]:
         notes.append(
             f"the optimizer's state and average are divided over {len(planner.gpus)} ranks (parallel.shard_optimizer)"

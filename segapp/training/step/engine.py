@@ -57,7 +57,7 @@ class StepEngine:
             `DistributedDataParallel` (one device per rank), or a module whose stages lie on several devices.
         optimizer: its groups hold `precision`'s master weights.
         precision: the precision mode; its device is the first one, which holds the weights and where sums are made.
-        smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronised.
+        smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronized.
         needs_samples: why the network cannot run without samples, as a rank with a share of 0 does; None if it can.
         thawed: returns the network in its wrapper, and the optimizer's groups, for frozen parameters of these names
             that are trained from now on; None without `model.freeze`.

@@ -29,7 +29,7 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor 
 
     The inputs are images, each with the keys of the samples' masks (see `segapp.parallel.dropout`) or None.
 
-    Layers that stay in evaluation mode, as frozen ones do, keep their statistics and normalise with them, which torch's
+    Layers that stay in evaluation mode, as frozen ones do, keep their statistics and normalize with them, which torch's
     `update_bn` does not support. The model is left in the mode that it had.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What `segapp init` believes that masks hold: unlabelled pixels, instances, noise, opacity; its questions."""
+"""What `segapp init` believes that masks hold: unlabeled pixels, instances, noise, opacity; its questions."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ def test_smoothed_opacity_is_refused_in_words(tmp_path: Path) -> None:
         return pixels
 
     drawn(tmp_path / "d", mask)
-    with pytest.raises(DataError, match="the masks have one colour, and 64 values of opacity"):
+    with pytest.raises(DataError, match="the masks have one color, and 64 values of opacity"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 
@@ -318,7 +318,7 @@ def test_validation_on_the_test_images_is_said_or_replaced(tmp_path: Path) -> No
 
 def test_value_255_that_fills_half_of_the_masks_is_asked(tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: striped([255, 0, 128], [12, 10]))
-    with pytest.raises(OpenQuestionError, match=r"value 255 is 65.6% of the pixels: unlabelled or a class"):
+    with pytest.raises(OpenQuestionError, match=r"value 255 is 65.6% of the pixels: unlabeled or a class"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", unlabelled="class")
     assert config.data.classes == ["class_0", "class_128", "class_255"]
@@ -345,7 +345,7 @@ def test_colour_map_with_numbers_names_the_classes(tmp_path: Path) -> None:
 
 
 FEW_COLORS = np.array([[0, 0, 0], [0, 0, 255], [0, 255, 0], [255, 0, 0], [255, 255, 0]], np.uint8)
-"""Colours of SUIM, all of which occur in the palette of DeepGlobe too."""
+"""Colors of SUIM, all of which occur in the palette of DeepGlobe too."""
 
 
 def few_colors(root: Path) -> None:
@@ -363,7 +363,7 @@ def test_few_colours_of_a_known_palette_are_asked(tmp_path: Path) -> None:
     for choice, names in (("SUIM", "background, human diver, plants"), ("none", "class_0, class_1, class_2")):
         made = propose_config(InitRequest(tmp_path / "d", tmp_path / f"{choice}.yaml", palette=choice))
         assert load_config(made.configs[0]).data.classes[:3] == names.split(", ")
-    with pytest.raises(ConfigError, match=r"--palette UAVid: the colours of the masks are those of .*SUIM"):
+    with pytest.raises(ConfigError, match=r"--palette UAVid: the colors of the masks are those of .*SUIM"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", palette="UAVid"))
 
 

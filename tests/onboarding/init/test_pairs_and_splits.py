@@ -379,7 +379,7 @@ def test_numbered_folders_with_the_word_of_a_split_are_scenes(tmp_path: Path) ->
 
 
 def test_masks_for_a_part_of_the_images_are_less_likely(tmp_path: Path) -> None:
-    """As SUIM, whose test folder holds masks of single classes too; and depth images are no rivals of colour images."""
+    """As SUIM, whose test folder holds masks of single classes too; and depth images are no rivals of color images."""
     root = tmp_path / "d"
     draw(root, NAMES, "images/{}.jpg", "masks/{}.png")
     draw(root, NAMES[:4], "images/{}.jpg", "masks/HD/{}.png", BINARY)
