@@ -672,12 +672,13 @@ def models(
     ] = None,
     size: Annotated[str, option("--size", "Size of the images, HEIGHTxWIDTH in pixels.", "HxW")] = "512x512",
     memory: Annotated[bool, typer.Option("--memory", help="Simulate training steps: memory per image.")] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="Time forward passes here: images per second.")] = False,
     json_out: JsonFlag = False,
 ) -> None:
-    """List the networks that a config can name: parameters, GFLOPs, stride, memory, weights in the local caches."""
+    """List the models that a config can name: parameters, GFLOPs, stride, memory, speed, weights in local caches."""
     from segapp.commands.models import print_models
 
-    print_models(pattern, size, with_memory=memory, as_json=json_out)
+    print_models(pattern, size, with_memory=memory, with_speed=speed, as_json=json_out)
 
 
 @app.command()

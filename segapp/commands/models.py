@@ -1,12 +1,15 @@
-"""`segapp models`: the networks that a config can name, their size, cost and memory, and whether weights are here.
+"""`segapp models`: the models that a config can name, their size, cost, memory, speed, and whether weights are here.
 
-Networks are measured on the meta device and by a simulation: nothing is downloaded. Functions import torch and the
+Networks are measured on the meta device, by a simulation, and with `--speed` by forward passes with random weights:
+nothing is downloaded. Functions import torch and the
 libraries of networks, which takes seconds, where they are needed.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
+import time
 from dataclasses import asdict, astuple, dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,6 +26,7 @@ MAX_ROWS = 20
 """Networks that are built for one table; of more matches the names are listed."""
 NUM_CLASSES = 19
 """Classes of the measured networks, those of Cityscapes."""
+_MIN_PASSES, _MIN_S = 5, 0.5
 
 
 @dataclass(frozen=True)
@@ -48,8 +52,10 @@ class ModelFacts:
         size_px: height and width of that image, the nearest that the network takes.
         stride: pixels per logit along each axis.
         image_mib: memory that one more image of a training step takes, fp32 with SGD; None: not simulated.
+        images_per_s: forward passes of one image per second, fp32, on `device`; None: not measured.
         weights_here: named weights of the backbone, or of the network, that lie in the local caches.
         problem: why it cannot be built or run; None if it can.
+        device: the device of `images_per_s`.
     """
 
     label: str
@@ -58,18 +64,20 @@ class ModelFacts:
     size_px: tuple[int, int] | None = None
     stride: int = 0
     image_mib: float | None = None
+    images_per_s: float | None = None
     weights_here: list[str] = field(default_factory=list)
     problem: str | None = None
+    device: str | None = None
 
 
-def print_models(pattern: str | None, size: str, *, with_memory: bool, as_json: bool) -> None:
+def print_models(pattern: str | None, size: str, *, with_memory: bool, with_speed: bool, as_json: bool) -> None:
     """Print the names that a pattern matches, and, if they are few, what a run of each network shows."""
     size_px = _parse_size(size)
     names = matching_names(pattern)
     if len(names) > MAX_ROWS:
         _print_names(names, as_json=as_json)
         return
-    facts = [measure_model(name, size_px, with_memory=with_memory) for name in names]
+    facts = [measure_model(name, size_px, with_memory=with_memory, with_speed=with_speed) for name in names]
     print(json.dumps([asdict(each) for each in facts], indent=2) if as_json else "\n".join(table(facts)))
 
 
@@ -95,10 +103,10 @@ def _print_names(names: list[ModelName], *, as_json: bool) -> None:
 
 def table(facts: list[ModelFacts]) -> list[str]:
     """Return the facts as lines of aligned columns."""
-    rows = [("NETWORK", "PARAMETERS", "GFLOPS", "SIZE", "STRIDE", "MIB/IMAGE", "WEIGHTS")]
+    rows = [("NETWORK", "PARAMETERS", "GFLOPS", "SIZE", "STRIDE", "MIB/IMAGE", "IMAGES/S", "WEIGHTS")]
     for each in facts:
         if each.problem is not None:
-            rows.append((each.label, "-", "-", "-", "-", "-", each.problem.partition(";")[0]))
+            rows.append((each.label, *"------", each.problem.partition(";")[0]))
             continue
         cells = (
             f"{each.num_params / 1e6:.1f} M",
@@ -106,10 +114,13 @@ def table(facts: list[ModelFacts]) -> list[str]:
             "x".join(map(str, each.size_px or ())),
             str(each.stride),
             "-" if each.image_mib is None else f"{each.image_mib:.0f}",
+            "-" if each.images_per_s is None else f"{each.images_per_s:.3g}",
             ", ".join(each.weights_here) or "-",
         )
         rows.append((each.label, *cells))
-    return aligned(rows)
+    devices = sorted({each.device for each in facts if each.device is not None})
+    note = [f"images/s: one image at a time, fp32, random weights, on {', '.join(devices)}"] if devices else []
+    return [*aligned(rows), *note]
 
 
 def matching_names(pattern: str | None) -> list[ModelName]:
@@ -144,13 +155,16 @@ def all_names() -> list[ModelName]:
     return names + [ModelName("smp", name, encoder) for name in smp_names() for encoder in every]
 
 
-def measure_model(name: ModelName, size_px: tuple[int, int], *, with_memory: bool) -> ModelFacts:
+def measure_model(
+    name: ModelName, size_px: tuple[int, int], *, with_memory: bool = False, with_speed: bool = False
+) -> ModelFacts:
     """Return the facts of a network for images of a size; an error is one of them."""
     from segapp.models.by_name import weights_in_cache
 
     try:
         model = _built(name)
         size_px = model.suitable_size(*size_px)
+        speed, device = _images_per_s(name, size_px) if with_speed else (None, None)
         return ModelFacts(
             name.label,
             sum(parameter.numel() for parameter in model.parameters()),
@@ -158,7 +172,9 @@ def measure_model(name: ModelName, size_px: tuple[int, int], *, with_memory: boo
             size_px,
             model.logits_stride,
             _image_mib(name, size_px) if with_memory else None,
+            speed,
             weights_in_cache(model),
+            device=device,
         )
     except (SegappError, RuntimeError, ValueError) as error:
         return ModelFacts(name.label, problem=first_line(error))
@@ -184,6 +200,29 @@ def _num_flops(model: SegmentationModel, size_px: tuple[int, int]) -> int:
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.empty(1, 3, *size_px, device="meta"))
     return int(counter.get_total_flops())
+
+
+def _images_per_s(name: ModelName, size_px: tuple[int, int]) -> tuple[float, str]:
+    """Return the median speed of forward passes of one image, and the device, which a run would take too."""
+    import torch
+
+    from segapp.accelerator import accelerator_of
+    from segapp.build.devices import choose_devices
+    from segapp.models import build_model
+
+    device = choose_devices("auto")[0][0]
+    model = build_model(name.library, name.name, NUM_CLASSES, encoder=name.encoder).to(device).eval()
+    images, times = torch.rand(1, 3, *size_px, device=device), [0.0]
+    with torch.inference_mode():
+        model(images)
+        while len(times) <= _MIN_PASSES or sum(times) < _MIN_S:
+            accelerator_of(device).synchronize(device)
+            start = time.perf_counter()
+            model(images)
+            accelerator_of(device).synchronize(device)
+            times.append(time.perf_counter() - start)
+    threads = f" with {torch.get_num_threads()} threads" if device.type == "cpu" else ""
+    return 1 / statistics.median(times[1:]), f"{device}{threads}"
 
 
 def _image_mib(name: ModelName, size_px: tuple[int, int]) -> float:

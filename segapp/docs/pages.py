@@ -22,7 +22,7 @@ _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _MAX_NEAREST = 3
 _MAX_HITS = 12
 _PHRASE = 12.0
-"""Added to the rank of a page if the words of a search stand together in one of its keywords."""
+"""Added to the rank of a page if one of its keywords has the words of a search in their order."""
 _MIN_STEM = 3
 
 
@@ -37,7 +37,7 @@ class Page(NamedTuple):
     about: str
     """The question that it answers, in one sentence."""
     keywords: tuple[str, ...] = ()
-    """Other words for its contents, such as those of other trainers; only the search uses them."""
+    """Other words for its contents, such as terms of other trainers; only the search uses them."""
 
     def text(self) -> str:
         """Return the Markdown text without comments, which are for the tests."""
@@ -138,7 +138,7 @@ def has_all_words(hit: Hit, words: str) -> bool:
 
 @functools.cache
 def _index() -> dict[Page, dict[str, float]]:
-    """Return the weight of each word of each page: that of the best place in which it is."""
+    """Return the weight of each word of each page, by the best place that has the word."""
     index = {}
     for page in pages():
         text = page.text()

@@ -6,9 +6,11 @@ import json
 import pickle
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from segapp.commands.models import ModelName, all_names, matching_names, print_models
 from segapp.errors import ConfigError
@@ -53,8 +55,6 @@ def test_figures_are_those_of_the_network() -> None:
         nonlocal num_operations
         num_operations += 2 * output[0].numel() * layer.weight[0].numel()  # type: ignore[index,attr-defined]
 
-    import torch
-
     for layer in model.eval().modules():
         if isinstance(layer, torch.nn.Conv2d):
             layer.register_forward_hook(count)
@@ -66,11 +66,25 @@ def test_figures_are_those_of_the_network() -> None:
 
 
 def test_table_and_json_show_the_same(capsys: pytest.CaptureFixture[str]) -> None:
-    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", with_memory=False, as_json=True)
+    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", with_memory=False, with_speed=False, as_json=True)
     (facts,) = json.loads(capsys.readouterr().out)
-    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", with_memory=False, as_json=False)
+    print_models("torchvision/lraspp/mobilenet_v3_small", "64x64", with_memory=False, with_speed=False, as_json=False)
     header, row = capsys.readouterr().out.splitlines()
     assert header.split()[:3] == ["NETWORK", "PARAMETERS", "GFLOPS"]
     assert row.split()[:2] == [facts["label"], f"{facts['num_params'] / 1e6:.1f}"]
     with pytest.raises(ConfigError, match="--size 64: HEIGHTxWIDTH"):
-        print_models(None, "64", with_memory=False, as_json=False)
+        print_models(None, "64", with_memory=False, with_speed=False, as_json=False)
+
+
+def test_speed_is_that_of_forward_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "torchvision/lraspp/mobilenet_v3_small"
+    print_models(name, "64x64", with_memory=False, with_speed=True, as_json=True)
+    (facts,) = json.loads(capsys.readouterr().out)
+    model = build_model("torchvision", "lraspp", 19, encoder="mobilenet_v3_small").eval()
+    with torch.inference_mode():
+        model(torch.rand(1, 3, 64, 64))
+        start = time.perf_counter()
+        for _ in range(5):
+            model(torch.rand(1, 3, 64, 64))
+    assert 0.1 < facts["images_per_s"] * (time.perf_counter() - start) / 5 < 10
+    assert facts["device"].startswith(("cpu with ", "cuda:"))

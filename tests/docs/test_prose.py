@@ -83,8 +83,6 @@ NOT_YET: set[str] = {
     "segapp/datasets/sampling.py",
     "segapp/datasets/targets.py",
     "segapp/datasets/workers.py",
-    "segapp/docs/ARCHITECTURE.md",
-    "segapp/docs/README.md",
     "segapp/docs/changes.md",
     "segapp/docs/coming-from/mmsegmentation.md",
     "segapp/docs/coming-from/nnunet.md",

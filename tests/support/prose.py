@@ -37,7 +37,7 @@ _NO_PLACE = r"(?<!know)(?<!says)(?<!said)(?<!shows)(?<!place)(?<!folder)(?<!poin
 _NETWORK_OF_COMPUTERS = "(?:file ?system|address(?:e)?|share|drive|card|interface|connection|traffic|storage|cable)"
 _BRITISH = (
     r"behaviour|centr(?:e|es|ed)\b|favour|honour|licence|labell(?:ed|ing|er)|cancell(?:ed|ing)|modell(?:ed|ing)|travell\w"
-    r"|grey(?:scale|s)?\b|artefact|judgement|whilst|amongst|fulfil\b|distils?\b|analys(?:e|es|ed|ing)\b"
+    r"|grey(?:scale|s)?\b|artefact|judgement|whilst|amongst|fulfil\b|(?<!\[)\bdistils?\b|analys(?:e|es|ed|ing)\b"
     r"|(?:capital|final|general|initial|local|maxim|minim|normal|optim|organ|parametr|quant|random|raster|real|recogn"
     r"|serial|special|standard|summar|synchron|util|visual)is(?:e|es|ed|er|ers|ing|ation)\b"
 )

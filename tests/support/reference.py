@@ -33,6 +33,8 @@ from tests.support import ROOT
 
 FOLDER = ROOT / "segapp" / "docs" / "reference"
 PLAN_PICTURE = ROOT / "segapp" / "docs" / "pictures" / "plan.svg"
+TUI_PICTURE = ROOT / "segapp" / "docs" / "pictures" / "tui.svg"
+SCREEN = ROOT / "tests" / "tui" / "snapshots" / "live-120x36.svg"
 _NOTE = "<!-- generated: python -m tests.support.reference --write -->\n"
 
 
@@ -375,13 +377,24 @@ def plan_picture() -> str:
     for line in text.rstrip().splitlines():
         style = "green" if "<- best" in line else "bold" if line.startswith("gpu0_bsz") else ""
         console.print(Text(line, style=style), soft_wrap=False, overflow="ellipsis", no_wrap=True)
-    return console.export_svg(title="segapp plan", unique_id="plan")
+    return _without_web_fonts(console.export_svg(title="segapp plan", unique_id="plan"))
+
+
+def tui_picture() -> str:
+    """Return the stored screen of a live run with simulated GPUs, which the tests of the TUI compare."""
+    return _without_web_fonts(SCREEN.read_text(encoding="utf-8"))
+
+
+def _without_web_fonts(svg: str) -> str:
+    """Return a picture with the fonts of the reader: browsers load none from other servers into an `<img>`."""
+    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
+    return re.sub(r"font-family: (\"?)Fira Code\1?[^;]*;", "font-family: Fira Code, Menlo, Consolas, monospace;", svg)
 
 
 def files() -> dict[Path, str]:
     """Return each generated file with its content."""
     pages = {FOLDER / f"{topic}.md": _NOTE + make().rstrip("\n") + "\n" for topic, make in PAGES.items()}
-    return {**pages, PLAN_PICTURE: plan_picture()}
+    return {**pages, PLAN_PICTURE: plan_picture(), TUI_PICTURE: tui_picture()}
 
 
 def differing() -> list[str]:

@@ -1,0 +1,61 @@
+"""The website: its navigation has every page, and its anchors are those of the pages; built with `-m slow`."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import yaml
+
+from segapp.docs.pages import FOLDER, find_page, pages
+from tests.support import ROOT
+
+SITE = FOLDER / "site"
+
+
+def hooks() -> ModuleType:
+    """Return the module with the hooks, as mkdocs imports it."""
+    spec = importlib.util.spec_from_file_location("hooks", SITE / "hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_navigation_has_every_page_once_and_titles() -> None:
+    config = hooks().on_config(SimpleNamespace(nav=None, mdx_configs={}))
+    listed = [
+        path for group in config.nav[1:] for members in group.values() for page in members for path in page.values()
+    ]
+    assert listed == [str(page.path.relative_to(FOLDER)) for page in pages()]
+    titles = [title for group in config.nav[1:] for members in group.values() for page in members for title in page]
+    assert len(set(titles)) == len(titles)
+    assert config.mdx_configs["toc"]["slugify"]("images/ and masks/, in splits", "-") == "images-and-masks-in-splits"
+
+
+def test_keywords_end_their_page_only() -> None:
+    page = find_page("tune")[0]
+    file = SimpleNamespace(file=SimpleNamespace(src_uri=str(page.path.relative_to(FOLDER))))
+    assert "early stopping" in hooks().on_page_markdown("# Title", page=file, config=None, files=None)
+    index = SimpleNamespace(file=SimpleNamespace(src_uri="README.md"))
+    assert hooks().on_page_markdown("# Title", page=index, config=None, files=None) == "# Title"
+
+
+def test_pages_of_a_reader_load_nothing_from_elsewhere() -> None:
+    config = yaml.safe_load((SITE / "mkdocs.yml").read_text())
+    assert config["theme"]["font"] is False
+    assert [path for path in (FOLDER / "pictures").glob("*.svg") if "@font-face" in path.read_text()] == []
+
+
+@pytest.mark.slow
+def test_strict_build_succeeds(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="the website needs the dependency group site")
+    words = ["-m", "mkdocs", "build", "--strict", "-f", str(SITE / "mkdocs.yml"), "-d", str(tmp_path / "site")]
+    done = subprocess.run([sys.executable, *words], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "early stopping" in (tmp_path / "site" / "search" / "search_index.json").read_text()

@@ -1,0 +1,43 @@
+"""The page `tested-on`: it agrees with what `segapp doctor` says about devices, and with the allowed versions."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from datetime import date
+
+from packaging.requirements import Requirement
+
+from segapp.commands.doctor import TESTED_ON
+from segapp.docs.pages import find_page
+from tests.support import ROOT
+
+PAGE = find_page("tested-on")[0].text()
+ROWS = dict(re.findall(r"^\| ([^|]+?) \| ([^|]+?) \|", PAGE, re.MULTILINE))
+
+
+def test_devices_are_untested_as_doctor_says() -> None:
+    for name, trained_on in TESTED_ON.values():
+        (own, *others) = [cell for row, cell in ROWS.items() if row.startswith(name.partition(",")[0])]
+        assert (own == "not yet") == (trained_on == "untested"), name
+        assert own == "not yet" or trained_on.startswith("yes")
+        assert set(others) <= {"not yet"} or trained_on.startswith("yes")
+    assert PAGE.splitlines()[2].startswith("segapp has run on CPUs only.") == (
+        {kind for kind, (_, trained_on) in TESTED_ON.items() if trained_on != "untested"} == {"cpu"}
+    )
+
+
+def test_dates_and_versions_are_possible() -> None:
+    dates = [date.fromisoformat(text) for text in re.findall(r"\| (\d{4}-\d\d-\d\d) \|", PAGE)]
+    assert len(dates) >= 5
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    allowed = {each.name: each.specifier for each in map(Requirement, project["dependencies"])}
+    named = re.findall(r"\b(torch|torchvision) (\d+\.\d+\.\d+)", PAGE)
+    assert len(named) >= 3
+    assert [f"{name} {version}" for name, version in named if version not in allowed[name]] == []
+
+
+def test_every_row_is_dated_or_says_not_yet() -> None:
+    rows = re.findall(r"^\| (?!---)(?!devices |machines |systems )([^|]+)\|([^|]+)\|([^|]*)\|$", PAGE, re.MULTILINE)
+    assert len(rows) > 15
+    assert [row for row, tested, last in rows if not last.strip() and "not" not in tested] == []
