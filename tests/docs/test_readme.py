@@ -1,28 +1,79 @@
-"""The README's table: what its column of segapp says is held by these tests."""
+"""The README's table: a cell of segapp is what the tests that it links hold, and a cell of a peer has a source."""
 
 from __future__ import annotations
 
+import ast
 import re
 
 from tests.support import ROOT
 
-TESTS = {
-    "loss of ranks with unequal ignored pixels": "tests/parallel/test_exactness.py",
-    "another share for each GPU": "tests/training/test_rank_splits.py",
-    "gradient penalties through synchronised BatchNorm": "tests/parallel/test_penalties.py",
-    "memory of each GPU before the training": "tests/memory/test_simulation_against_torch.py",
-    "out of memory during a training": "tests/training/recovery/test_out_of_memory.py",
-    "resume within an epoch": "tests/training/test_resume.py",
-    "data checked before the training": "tests/datasets/test_inspection.py",
-    "screen in the terminal, from any shell": "tests/tui/test_terminal.py",
+CELLS = {
+    "loss across GPUs if they see different numbers of valid pixels": (
+        "mean over all valid pixels", "tests/parallel/test_exactness.py",
+        "test_220_random_steps_match_one_device_in_float64",
+    ),
+    "uneven batch per GPU": (
+        "yes, also while it trains", "tests/training/test_rank_splits.py",
+        "test_split_of_ranks_is_changed_by_command_and_exact",
+    ),
+    "gradient penalties with SyncBatchNorm": (
+        "yes", "tests/parallel/test_penalties.py", "test_penalties_match_their_formulas_at_every_split",
+    ),
+    "memory of each GPU before training": (
+        "predicted for each split", "tests/memory/test_simulation_against_torch.py",
+        "test_simulated_peak_is_within_1_percent_of_the_profiler",
+    ),
+    "out of memory during training": (
+        "recomputes, then splits the step", "tests/training/recovery/test_recompute_rung.py",
+        "test_a_second_failure_of_the_step_cuts_pieces",
+    ),
+    "resume within an epoch": (
+        "yes, no batch replayed", "tests/training/test_resume.py",
+        "test_run_stopped_at_any_safe_point_resumes_bitwise",
+    ),
+    "data checked before training": (
+        "every file and id, leaks", "tests/datasets/test_inspection.py", "test_one_planted_fault_gives_one_finding",
+    ),
+    "dashboard in the terminal, from any shell": (
+        "yes", "tests/tui/test_terminal.py", "test_q_exits_with_attach_hint_and_restores_the_terminal",
+    ),
+}  # fmt: skip
+"""Row -> what its cell says, and the test of that claim."""
+
+WITHOUT = {
+    "trained segmentation weights to download": "no",
+    "3D volumes": "no",
+    "instances, panoptic": "no",
+    "Windows": "no",
+    "community": "none yet",
 }
+"""Rows that segapp loses."""
 
 
-def test_each_row_of_the_table_has_a_test() -> None:
-    text = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| ([^|]+?) \| ", text.partition("## Compared")[2].partition("##")[0], re.M)
-    assert [row for row in rows if row] == list(TESTS)
-    assert [path for path in TESTS.values() if not (ROOT / path).exists()] == []
+def table() -> dict[str, list[str]]:
+    """Return the cells of each row behind its name."""
+    text = (ROOT / "README.md").read_text().partition("## Compared")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", text, re.M)]
+    return {cells[0]: cells[1:] for cells in rows if cells[0] and set(cells[0]) != {"-"}}
+
+
+def test_each_cell_of_segapp_links_a_test_of_that_claim() -> None:
+    rows = table()
+    for name, (words, path, test) in CELLS.items():
+        assert rows[name][0] == f"[{words}]({path})"
+        tree = ast.parse((ROOT / path).read_text())
+        assert test in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}, name
+
+
+def test_rows_that_segapp_loses_are_in_the_table() -> None:
+    rows = table()
+    assert {name: rows[name][0] for name in WITHOUT} == WITHOUT
+    assert rows.keys() == CELLS.keys() | WITHOUT.keys() | {"license"}
+
+
+def test_each_claim_on_a_peer_links_its_source() -> None:
+    for name in CELLS:
+        assert [cell for cell in table()[name] if not re.fullmatch(r"\[[^\]]+\]\(\S+\)", cell)] == [], name
 
 
 def test_gate_runs_the_test_command_of_the_readme() -> None:
