@@ -567,15 +567,23 @@ def report(
 @app.command()
 def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders.")],
-    html_file: Annotated[Path | None, option("--html", "Write a page with the curves.")] = None,
+    html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and pictures.")] = None,
+    split: SplitOption = None,
+    images: Annotated[int, typer.Option("--images", min=0, help="Number of images to show that differ most.")] = 6,
+    no_images: Annotated[
+        bool, typer.Option("--no-images", help="Use the events of the runs only: no model, no data.")
+    ] = False,
     json_out: JsonFlag = False,
 ) -> None:
-    """Compare runs: results, speed, memory, and the differences of their configs."""
+    """Compare runs: settings that differ, results, speed, memory, and the scores on the same images.
+
+    The differences are those from the first run, with a 95 % confidence interval over the images.
+    """
     import json
 
     from segapp.report.compare import compare_runs, print_comparison
 
-    found = compare_runs(runs, html_file)
+    found = compare_runs(runs, html_file, split=split, num_images=images, has_images=not no_images)
     if json_out:
         print(json.dumps(found, indent=2))
     else:

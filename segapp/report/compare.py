@@ -1,5 +1,6 @@
 """`segapp compare`: several runs, or those of a sweep, side by side, in the terminal and as an HTML page."""
 
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -12,12 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, SegappError
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
 from segapp.report.page import loss_chart, miou_curves
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, RunRow, differing_settings, read_run_report, run_row
+from segapp.report.same_images import compare_on_images, difference_text, verdict
 from segapp.report.sweep_results import SweepResults, read_results, shown_settings, shown_value
 from segapp.run import words
 from segapp.run.sweep import SweepFolder
@@ -25,12 +27,30 @@ from segapp.run.words import printable
 from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
 from segapp.view.plot import Floats
 
+MAX_CLASSES = 20
+"""Number of classes in the terminal, those with the largest differences."""
 
-def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]:
+
+def compare_runs(
+    runs: Sequence[str],
+    out: Path | None = None,
+    *,
+    split: str | None = None,
+    num_images: int = 6,
+    has_images: bool = True,
+) -> dict[str, Any]:
     """Compare runs, and write a page if requested; return plain values.
 
-    They are `runs`, `differences` (config key -> value of each run), and `common_classes`: the classes that have an IoU
-    in every run's best evaluation, with `common_miou`, the mean over them of each run.
+    They are `runs`, `differences` (config key -> value of each run), `common_classes`: the classes that have an IoU
+    in every run's best evaluation, with `common_miou`, the mean over them of each run; and `same_images`, the scores on
+    the images that all runs know (`fold_counts`), or None, with the reason in `why_not`.
+
+    Args:
+        runs: names or folders; the differences are those from the first one.
+        out: the page.
+        split: of the data set, for `same_images`; None: each run's own validation split.
+        num_images: number of images that are listed and shown, those that make most of the differences.
+        has_images: False: leave out `same_images`, which needs the networks and the data.
 
     Raises:
         ConfigError: fewer than two runs, or a run does not exist.
@@ -43,30 +63,68 @@ def compare_runs(runs: Sequence[str], out: Path | None = None) -> dict[str, Any]
     rows = [run_row(report) for report in reports]
     differences = differing_settings([report.config for report in reports])
     differences.pop("name", None)
-    classes = list(dict.fromkeys(name for row in rows for name in row.iou))
+    same, why_not = None, None if has_images else "left out because of --no-images"
+    if has_images:
+        try:
+            same = compare_on_images(reports, split, num_images, has_pictures=out is not None)
+        except SegappError as error:
+            why_not = str(error)
+            print(f"note: no comparison on the same images: {printable(why_not)}", file=sys.stderr)
     common = common_classes(rows)
+    iou = [row.iou for row in rows] if same is None else [run["iou"] for run in same["runs"]]
+    classes = list(dict.fromkeys(name for each in iou for name in each))
+    shown = [name for name in classes if any(each.get(name) is not None for each in iou)]
+    note = note_of_means(rows, common)
     if out is not None:
         values = {
             "rows": rows,
+            "figures": key_figures([asdict(row) for row in rows]),
             "differences": differences,
-            "classes": classes,
-            "best": {name: best_shown(row.iou.get(name) for row in rows) for name in classes},
-            "note": note_of_means(rows, common),
+            "same": same,
+            "why_not": why_not,
+            "verdicts": verdicts(same),
+            "iou": iou,
+            "classes": shown,
+            "absent": [name for name in classes if name not in shown],
+            "best": {name: best_shown(each.get(name) for each in iou) for name in shown},
+            "note": note,
             "loss": loss_chart(reports),
             "miou": charts.line_chart(miou_curves(reports), Frame("step", "mIoU", bottom=0.0, top=1.0)),
-            "colors": charts.NUM_COLORS,
             "results": None,
-            "headlines": OTHER_HEADLINES,
+            "difference": difference_text,
+            "scale": _widest(same),
             "made_s": time.time(),
         }
         save_page(out, render("compare.html.j2", values))
+    for image in same["images"] if same else ():
+        image.pop("pictures", None)
+        image.pop("legend", None)
     return {
         "runs": [asdict(row) for row in rows],
         "differences": differences,
         "common_classes": list(common),
         "common_miou": [_mean_over(row, common) for row in rows],
-        "note": note_of_means(rows, common),
+        "note": note,
+        "same_images": same,
+        "why_not": why_not,
     }
+
+
+def _widest(same: Mapping[str, Any] | None) -> float:
+    """Return the farthest end of an interval of the classes and the mean: the half width of their pictures."""
+    ends = [0.0]
+    for run in same["runs"][1:] if same else ():
+        for values, margins in (
+            (run["iou_difference"], run["iou_margin"]),
+            ({"": run["difference"]}, {"": run["margin"]}),
+        ):
+            ends += [abs(value) + (margins[name] or 0.0) for name, value in values.items() if value is not None]
+    return max(ends)
+
+
+def verdicts(same: Mapping[str, Any] | None) -> list[str]:
+    """Return a sentence for each run after the first one; none without the same images."""
+    return [verdict(same, run) for run in same["runs"][1:]] if same else []
 
 
 def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) -> Path:
@@ -81,11 +139,17 @@ def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) ->
     finished = {run.name for run in results.runs if run.state == "finished"} & results.reports.keys()
     reports = [[results.reports[name] for name in row.runs if name in finished] for row in best]
     labels = [shown_settings(row.settings) for row in best]
+    classes = dict.fromkeys(name for run in results.runs for name in run.iou)
     values = {
         "rows": results.runs,
         "results": results,
         "headlines": OTHER_HEADLINES,
         "num_curves": len(best),
+        "has_curves": any(len(report.view.vals) > 1 for group in reports for report in group),
+        "best_of": {run.name: run.best_miou for run in results.runs if run.state == "finished"},
+        "classes": [name for name in classes if any(row.iou.get(name) for row in best)],
+        "best": best,
+        "difference": difference_text,
         "miou": _chart(labels, reports, _miou_points, Frame("step", "mIoU", bottom=0.0, top=1.0)),
         "loss": _chart(labels, reports, _loss_points, Frame("step", "loss")),
         "value": shown_value,
@@ -120,15 +184,14 @@ def _mean_over(row: RunRow, classes: Sequence[str]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def print_comparison(found: Mapping[str, Any]) -> None:
-    """Print the result of `compare_runs` as two tables."""
-    console = Console(highlight=False)
-    runs = found["runs"]
-    lines = {
+def key_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the figures of runs, the fields of `RunRow`, as lines of text: title -> text of each run."""
+    return {
         "state": [row["state"] for row in runs],
         "best mIoU": [with_count(_percent(row["best_miou"]), row["num_scored"], len(row["iou"])) for row in runs],
         **{score.title: [_percent(row["scores"].get(score.name)) for row in runs] for score in OTHER_HEADLINES},
         "at epoch": [f"{row['best_epoch'] or '-'} of {row['epochs']}" for row in runs],
+        "last mIoU": [with_count(_percent(row["last_miou"]), row["last_num_scored"], len(row["iou"])) for row in runs],
         "loss of the last epoch": [loss_text(row["last_loss"], is_known=row["steps"] > 0) for row in runs],
         "validation loss": [loss_text(row["last_val_loss"], is_known=row["num_evaluations"] > 0) for row in runs],
         "steps": [str(row["steps"]) for row in runs],
@@ -137,12 +200,47 @@ def print_comparison(found: Mapping[str, Any]) -> None:
         "parameters": [f"{row['num_params']:,}" for row in runs],
         "peak GiB": [words.gib(row["peak_mib"]) for row in runs],
     }
-    console.print(_table("", [row["name"] for row in runs], lines))
+
+
+def print_comparison(found: Mapping[str, Any]) -> None:
+    """Print the result of `compare_runs`: differing keys, figures, and the scores on the same images."""
+    console = Console(highlight=False)
+    runs, same = found["runs"], found.get("same_images")
+    names = [row["name"] for row in runs]
+    if found["differences"]:
+        console.print(_table("differences", names, found["differences"]))
+        console.print()
+    console.print(_table("", names, key_figures(runs)))
     if found.get("note"):
         console.print(Text(printable(found["note"])))
-    if found["differences"]:
+    if same is None:
+        return
+    console.print()
+    first, *others = same["runs"]
+    largest = sorted(
+        (name for name in same["classes"] if others[0]["iou_difference"][name] is not None),
+        key=lambda name: -max(abs(run["iou_difference"][name]) for run in others),
+    )
+    lines = {
+        f"mIoU ({same['num_scored']} classes)": [
+            _percent(first["miou"]),
+            *(f"{_percent(run['miou'])}  {difference_text(run['difference'], run['margin'])}" for run in others),
+        ]
+    }
+    for name in largest[:MAX_CLASSES]:
+        lines[name] = [_percent(first["iou"][name])]
+        for run in others:
+            text = difference_text(run["iou_difference"][name], run["iou_margin"][name])
+            lines[name].append(f"{_percent(run['iou'][name])}  {text}")
+    console.print(_table(f"{same['num_images']} images of {same['split']}", names, lines))
+    if len(largest) > MAX_CLASSES:
+        console.print(Text(f"and {len(largest) - MAX_CLASSES} classes with smaller differences: --json, --html"))
+    for sentence in verdicts(same):
+        console.print(Text(printable(sentence)))
+    if same["images"]:
         console.print()
-        console.print(_table("differences", [row["name"] for row in runs], found["differences"]))
+        lines = {image["name"]: [_percent(miou) for miou in image["miou"]] for image in same["images"]}
+        console.print(_table("mIoU of the images that differ most", names, lines))
 
 
 def _table(heading: str, names: Sequence[str], lines: Mapping[str, Sequence[Any]]) -> Table:

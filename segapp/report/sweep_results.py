@@ -7,10 +7,13 @@ are counted and take no part in the means.
 from __future__ import annotations
 
 import json
+import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
+
+from scipy.special import stdtrit
 
 from segapp.config import load_config
 from segapp.errors import ConfigError, RunError
@@ -59,6 +62,14 @@ class SettingResult:
     same two or more seeds, and there are two folds or more."""
     over_folds: float | None = None
     """Likewise over the folds, each averaged over the seeds."""
+    iou: dict[str, Spread | None] = field(default_factory=dict)
+    """Per class, of the best evaluations."""
+    cells: dict[tuple[str, str], float | None] = field(default_factory=dict)
+    """`best_miou` of each finished run by its fold and seed."""
+    difference: Spread | None = None
+    """`best_miou` minus that of the best setting, over the folds and seeds that both have; None for the best one."""
+    margin: float | None = None
+    """Half of the 95 % confidence interval of `difference` (paired t); None with fewer than two pairs."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,10 @@ class SweepResults:
 
     def as_json(self) -> dict[str, Any]:
         """Return the results as plain values."""
-        return {name: value for name, value in asdict(replace(self, reports={})).items() if name != "reports"}
+        found = asdict(replace(self, reports={}))
+        for row in found["settings"]:
+            del row["cells"]  # its keys are no JSON
+        return {name: value for name, value in found.items() if name != "reports"}
 
 
 def read_results(sweep: SweepFolder) -> SweepResults:
@@ -105,9 +119,9 @@ def read_results(sweep: SweepFolder) -> SweepResults:
     repeated = [word for word, is_there in (("seed", "seed" in varying), ("fold", has_folds)) if is_there]
     state = sweep.progress().state
     reports = {row.name: report for row, report in found if report is not None}
-    return SweepResults(
-        sweep.name, str(sweep.path), state, compared, repeated, sorted(settings, key=_rank), runs, reports
-    )
+    settings.sort(key=_rank)
+    settings = [settings[0], *(with_difference(row, settings[0]) for row in settings[1:])] if settings else []
+    return SweepResults(sweep.name, str(sweep.path), state, compared, repeated, settings, runs, reports)
 
 
 def summarize_setting(settings: dict[str, Any], runs: Sequence[RunRow], fold: Callable[[RunRow], str]) -> SettingResult:
@@ -133,7 +147,19 @@ def summarize_setting(settings: dict[str, Any], runs: Sequence[RunRow], fold: Ca
         _classes_of(finished, "last_num_scored"),
         over_seeds,
         over_folds,
+        {name: Spread.of(run.iou.get(name) for run in finished) for run in runs[:1] for name in run.iou},
+        cells if len(cells) == len(finished) else {},
     )
+
+
+def with_difference(row: SettingResult, best: SettingResult) -> SettingResult:
+    """Return a setting with its difference from the best one."""
+    pairs = ((row.cells[cell], best.cells[cell]) for cell in row.cells.keys() & best.cells.keys())
+    found = Spread.of(own - other for own, other in pairs if own is not None and other is not None)
+    margin = None
+    if found is not None and found.deviation is not None:
+        margin = float(stdtrit(found.count - 1, 0.975)) * found.deviation / math.sqrt(found.count)
+    return replace(row, difference=found, margin=margin)
 
 
 def _classes_of(runs: Sequence[RunRow], field: str) -> str:

@@ -21,7 +21,7 @@ from segapp.run.words import aligned, printable
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 if TYPE_CHECKING:
-    from segapp.report.sweep_results import Spread, SweepResults
+    from segapp.report.sweep_results import SettingResult, Spread, SweepResults
 
 
 def run_sweep(
@@ -117,12 +117,21 @@ def result_lines(results: SweepResults) -> list[str]:
     """Return the table of the settings, the best first."""
     from segapp.report.sweep_results import shown_value
 
-    header = [*(results.varying or ["setting"]), "RUNS", "BEST MIOU", "LAST MIOU", "VAL LOSS", "EPOCH LOSS"]
+    header = [
+        *(results.varying or ["setting"]),
+        "RUNS",
+        "BEST MIOU",
+        "DIFFERENCE",
+        "LAST MIOU",
+        "VAL LOSS",
+        "EPOCH LOSS",
+    ]
     rows = [
         [
             *([shown_value(row.settings[key]) for key in results.varying] or ["all runs"]),
             f"{row.num_finished} of {len(row.runs)}",
             _text(row.best_miou, row.best_classes),
+            _difference(row),
             _text(row.last_miou, row.last_classes),
             _text(row.val_loss),
             _text(row.loss),
@@ -130,6 +139,12 @@ def result_lines(results: SweepResults) -> list[str]:
         for row in results.settings
     ]
     return aligned([header, *rows])
+
+
+def _difference(row: SettingResult) -> str:
+    if row.difference is None:
+        return "-"
+    return f"{row.difference.mean:+.4f}" + ("" if row.margin is None else f" ± {row.margin:.4f}")
 
 
 def _text(spread: Spread | None, classes: str = "") -> str:
