@@ -140,13 +140,14 @@ def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) ->
     reports = [[results.reports[name] for name in row.runs if name in finished] for row in best]
     labels = [shown_settings(row.settings) for row in best]
     classes = dict.fromkeys(name for run in results.runs for name in run.iou)
+    mious = {run.name: run.best_miou for run in results.runs if run.state == "finished"}
     values = {
         "rows": results.runs,
         "results": results,
         "headlines": OTHER_HEADLINES,
         "num_curves": len(best),
         "has_curves": any(len(report.view.vals) > 1 for group in reports for report in group),
-        "best_of": {run.name: run.best_miou for run in results.runs if run.state == "finished"},
+        "mious": [[miou for name in row.runs if (miou := mious.get(name)) is not None] for row in results.settings],
         "classes": [name for name in classes if any(row.iou.get(name) for row in best)],
         "best": best,
         "difference": difference_text,

@@ -112,7 +112,6 @@ NOT_YET: set[str] = {
     "segapp/docs/tasks/python.md",
     "segapp/docs/tasks/report.md",
     "segapp/docs/tasks/screen.md",
-    "segapp/docs/tasks/sweep.md",
     "segapp/docs/troubleshooting/checkpoint-refused.md",
     "segapp/docs/troubleshooting/config-errors.md",
     "segapp/docs/troubleshooting/data-refused.md",
