@@ -1,4 +1,4 @@
-"""`segapp compare`: several runs, or those of a sweep, side by side, in the terminal and as an HTML page."""
+"""`segapp compare`: several runs, or the runs of a sweep, side by side, in the terminal and as an HTML page."""
 
 import sys
 import time

@@ -1,11 +1,11 @@
-"""Differences of two networks on the same images, with 95 % confidence by a paired bootstrap over the images.
+"""Differences of two models on the same images, with 95 % confidence by a paired bootstrap over the images.
 
-The images are drawn with replacement, the same ones for both networks (Efron and Tibshirani, An Introduction to the
+The images are drawn with replacement, the same images for both models (Efron and Tibshirani, An Introduction to the
 Bootstrap, 1993), and the scores are computed from the sums over the draw. The margin is the 95 % quantile of the
-distance between the differences of the draws and the measured one, so the interval is symmetric. It covers the choice
+distance between the differences of the draws and the measured difference, so the interval is symmetric. It covers the choice
 of the images only: another seed of the training changes the difference too.
 
-Shapes: N images, C classes; counts are those of `image_counts`, (N, C, 3).
+Shapes: N images, C classes; counts have shape (N, C, 3), as in `image_counts`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHUNK = 200  # draws at once
 
 @dataclass(frozen=True)
 class Differences:
-    """Scores of the second network minus those of the first one; NaN for a score that one of them does not have."""
+    """Scores of the second model minus scores of the first model; NaN for a score that one of them does not have."""
 
     miou: float
     """Of the mean over the classes that have an IoU in both."""
@@ -37,11 +37,11 @@ class Differences:
     iou_margin: NDArray[np.float64]
     """(C,)."""
     effects: NDArray[np.float64]
-    """(N,): how much of `miou` an image makes: the difference of all images minus that of all others."""
+    """(N,), of each image: `miou` minus the same difference over all other images."""
 
 
 def differences_of(first: NDArray[np.int64], second: NDArray[np.int64], seed: int = 0) -> Differences:
-    """Return the differences of two networks from their counts (N, C, 3) of the same images."""
+    """Return the differences of two models from their counts (N, C, 3) of the same images."""
     both = np.stack([first, second]).astype(np.float64)  # (2, N, C, 3)
     total = both.sum(1)
     iou = _iou_difference(total)
@@ -63,5 +63,5 @@ def differences_of(first: NDArray[np.int64], second: NDArray[np.int64], seed: in
 
 
 def _iou_difference(counts: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the IoU of the second minus that of the first network, (..., C), from counts (2, ..., C, 3)."""
+    """Return the IoU of the second model minus the IoU of the first, (..., C), from counts (2, ..., C, 3)."""
     return np.asarray(iou_of(counts[1]) - iou_of(counts[0]))

@@ -1,7 +1,7 @@
 """Pixel counts of each image of a split, from which any mean over images can be made again; kept in the run folder.
 
-Shapes: N images, C classes. A count is of pixels with a valid target, int64 (N, C, 3): those of a class in target and
-prediction, in the target, in the prediction. A class that is not scored (`ignore_index` may be one) has zeros.
+Shapes: N images, C classes. Counts are int64 (N, C, 3), of pixels with a valid target: the pixels of a class in both
+target and prediction, in the target, and in the prediction. A class that is not scored (`ignore_index` may be one) has zeros.
 """
 
 from __future__ import annotations
@@ -70,11 +70,11 @@ def count_split(
     split: str,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ImageCounts:
-    """Return the counts of a split: those of the run folder if they are still valid, else of a new prediction.
+    """Return the counts of a split, from the run folder if they are still valid, else from a new prediction.
 
-    They are valid for one checkpoint and config, and while no file of the data set has another size or time. New ones
-    are written into the run folder; those of own data, whose changes nothing shows, and of a checkpoint outside a run
-    are not.
+    Kept counts are valid for one checkpoint and config, as long as no file of the data set changes its size or time.
+    New counts are written into the run folder. Counts of own data, whose changes cannot be noticed, and of a checkpoint
+    outside a run are not kept.
     """
     folder, key = run_of_file(trained.path), _key(trained, dataset, split)
     found = read_counts(folder.image_counts, key) if folder is not None and key is not None else None
@@ -129,7 +129,7 @@ def _class_counts(matrix: Tensor, unscored: int) -> NDArray[np.int64]:
 
 
 def _key(trained: TrainedModel, dataset: SegmentationDataset, split: str) -> str | None:
-    """Return what changes with everything that the counts depend on; None if that cannot be told."""
+    """Return what changes with everything that the counts depend on; None if that is not known."""
     config = trained.config
     if any(isinstance(pair, OwnPair) for pair in dataset.pairs):
         return None

@@ -33,7 +33,7 @@ class EvaluatedImage:
     name: str
     miou: float
     classes: str
-    """Number of classes that `miou` is the mean of: those of the image or its prediction."""
+    """Number of classes that `miou` is the mean of: the classes of the image and its prediction."""
     pixel_accuracy: float | None
     pictures: dict[str, str]
 

@@ -1,4 +1,4 @@
-"""Several runs on the images that they have in common: scores, differences from the first run, and pictures."""
+"""Several runs on the images that all of them know: scores, differences from the first run, and pictures."""
 
 from __future__ import annotations
 
@@ -155,9 +155,10 @@ def verdict(found: Mapping[str, Any], run: Mapping[str, Any]) -> str:
 def difference_text(value: float | None, margin: float | None = None) -> str:
     """Return a difference of shares in points of a percent.
 
-    >>> difference_text(0.0123, 0.008), difference_text(-0.01), difference_text(None)
-    ('+1.2 ± 0.8', '-1.0', '-')
+    >>> difference_text(0.0123, 0.008), difference_text(0.0004, 0.0001), difference_text(-0.01), difference_text(None)
+    ('+1.2 ± 0.8', '+0.04 ± 0.01', '-1.0', '-')
     """
     if value is None:
         return "-"
-    return f"{100 * value:+.1f}" + ("" if margin is None else f" ± {100 * margin:.1f}")
+    digits = 2 if margin is not None and margin < 0.0005 else 1
+    return f"{100 * value:+.{digits}f}" + ("" if margin is None else f" ± {100 * margin:.{digits}f}")

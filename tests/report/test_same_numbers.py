@@ -89,7 +89,7 @@ def test_every_viewer_states_the_classes_of_a_mean(tmp_path: Path, capsys: pytes
     assert len(re.findall(r"30\.0 % \(2/3\)", page)) == 4  # best and last, of the setting and of the run
     print_comparison(compare_runs([name, name], tmp_path / "compare.html"))
     assert "30.00 % (2/3)  30.00 % (2/3)" in capsys.readouterr().out
-    assert "30.0 % (2/3)" in (tmp_path / "compare.html").read_text()
+    assert "30.00 % (2/3)" in (tmp_path / "compare.html").read_text()
     write_report(name, tmp_path / "report.html", has_pictures=False)
     text = (tmp_path / "report.html").read_text()
     assert "best mIoU, epoch 1, 2 of 3 classes" in text

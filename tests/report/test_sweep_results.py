@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy import stats
 
+from segapp.commands.sweep import result_lines
 from segapp.config import dump_config, validate_config
 from segapp.report.compare import mean_curve, write_sweep_page
 from segapp.report.run_report import RunRow
@@ -78,6 +82,42 @@ def test_means_and_deviations_are_those_of_numpy(swept: tuple[SweepFolder, np.nd
     assert first.last_miou.deviation == pytest.approx(finished[:, 1].std(ddof=1), abs=1e-12)
     assert first.val_loss.mean == pytest.approx((1 - finished[:, 1]).mean(), abs=1e-12)
     assert first.over_seeds is None  # a fold lacks a seed
+    assert (first.difference, first.margin) == (None, None)  # the best setting
+
+
+def test_difference_of_settings_is_scipys_paired_t_interval(swept: tuple[SweepFolder, np.ndarray]) -> None:
+    """Over the five seeds and folds that both settings have finished."""
+    sweep, mious = swept
+    found = read_results(sweep)
+    other = found.settings[1]
+    worse, best = (mious[rate].max(-1).reshape(6)[:5] for rate in (0, 1))
+    low, high = stats.ttest_rel(worse, best).confidence_interval(0.95)
+    assert other.difference is not None
+    assert other.difference.mean == pytest.approx((worse - best).mean(), abs=1e-12)
+    assert other.difference.count == 5
+    assert other.margin == pytest.approx((high - low) / 2, rel=1e-9)
+    written = json.loads(json.dumps(found.as_json()))["settings"][1]
+    assert (written["margin"], written["difference"]["mean"]) == (other.margin, other.difference.mean)
+    assert "cells" not in written
+    assert written["iou"]["a"]["mean"] == pytest.approx(mious[0].max(-1).mean())
+    assert written["iou"]["b"] is None
+    lines = result_lines(found)
+    assert lines[2].split("  ")[3].strip() == f"{other.difference.mean:+.4f} ± {other.margin:.4f}"
+
+
+def test_page_of_runs_with_one_evaluation_has_points_and_no_curve(tiny: dict[str, Any], tmp_path: Path) -> None:
+    sweep = SweepFolder(tmp_path / "s")
+    settings = [{"optim.lr": lr, "seed": seed} for lr in (0.001, 0.01) for seed in (0, 1)]
+    runs = [SweepRun(name=f"r{i}", config="c", settings=each) for i, each in enumerate(settings)]
+    for i, run in enumerate(runs):
+        recorded(sweep, run.name, tiny, [0.3 + 0.1 * i], "finished")
+    axes = {"optim.lr": ["0.001", "0.01"], "seed": ["0", "1"]}
+    sweep.write(new_info().model_copy(update={"runs": runs, "axes": axes}))
+    page = write_sweep_page(sweep).read_text()
+    assert "<h2>mIoU</h2>" not in page
+    assert re.findall(r"<title>([\d.]+ %)</title>", page) == ["50.0 %", "60.0 %", "30.0 %", "40.0 %"]
+    assert "-20.00 ± 0.00" in page  # each seed alike
+    assert read_results(sweep).settings[0].cells.keys() == {("[null, []]", "0"), ("[null, []]", "1")}
 
 
 def test_one_run_has_no_deviation_and_none_no_mean() -> None:
@@ -149,7 +189,7 @@ def test_page_names_settings_best_first_and_every_run(swept: tuple[SweepFolder, 
     assert page.index(">0.003<") < page.index(">0.001<")
     best = 100 * mious[0].max(-1)
     assert f"{best.mean():.1f} % ± {best.std(ddof=1):.1f}" in page
-    assert "over seed and fold" in page
+    assert "which differ in seed and fold" in page
     assert page.count("<figure class=chart>") == 2
     assert all(f"lr-sweep/fold{f}-lr{lr}-seed{s}" in page for f in (0, 1) for s in (0, 1, 2) for lr in (0.001, 0.003))
     assert "<script" not in page
