@@ -236,7 +236,10 @@ def print_comparison(found: Mapping[str, Any]) -> None:
     console.print(_table(f"{same['num_images']} images of {same['split']}", names, lines))
     if len(largest) > MAX_CLASSES:
         console.print(Text(f"and {len(largest) - MAX_CLASSES} classes with smaller differences: --json, --html"))
-    for sentence in verdicts(same):
+    for sentence in [
+        *verdicts(same),
+        "The intervals are about the choice of images, not about the seed of the training.",
+    ]:
         console.print(Text(printable(sentence)))
     if same["images"]:
         console.print()

@@ -2,8 +2,8 @@
 
 The images are drawn with replacement, the same images for both models (Efron and Tibshirani, An Introduction to the
 Bootstrap, 1993), and the scores are computed from the sums over the draw. The margin is the 95 % quantile of the
-distance between the differences of the draws and the measured difference, so the interval is symmetric. It covers the choice
-of the images only: another seed of the training changes the difference too.
+distance between the differences of the draws and the measured difference, so the interval is symmetric. It covers the
+choice of the images only: another seed of the training changes the difference too.
 
 Shapes: N images, C classes; counts have shape (N, C, 3), as in `image_counts`.
 """

@@ -1,7 +1,8 @@
 """Pixel counts of each image of a split, from which any mean over images can be made again; kept in the run folder.
 
 Shapes: N images, C classes. Counts are int64 (N, C, 3), of pixels with a valid target: the pixels of a class in both
-target and prediction, in the target, and in the prediction. A class that is not scored (`ignore_index` may be one) has zeros.
+target and prediction, in the target, and in the prediction. A class that is not scored (`ignore_index` may
+be one) has zeros.
 """
 
 from __future__ import annotations

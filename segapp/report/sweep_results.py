@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from scipy.special import stdtrit
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from segapp.config import load_config
 from segapp.errors import ConfigError, RunError
@@ -67,7 +67,7 @@ class SettingResult:
     cells: dict[tuple[str, str], float | None] = field(default_factory=dict)
     """`best_miou` of each finished run by its fold and seed."""
     difference: Spread | None = None
-    """`best_miou` minus `best_miou` of the best setting, over the folds and seeds that both have; None for the best one."""
+    """`best_miou` minus `best_miou` of the best setting, over the folds and seeds of both; None for the best one."""
     margin: float | None = None
     """Half of the 95 % confidence interval of `difference` (paired t); None with fewer than two pairs."""
 

@@ -102,7 +102,7 @@ def test_difference_of_settings_is_scipys_paired_t_interval(swept: tuple[SweepFo
     assert written["iou"]["a"]["mean"] == pytest.approx(mious[0].max(-1).mean())
     assert written["iou"]["b"] is None
     lines = result_lines(found)
-    assert lines[2].split("  ")[3].strip() == f"{other.difference.mean:+.4f} ± {other.margin:.4f}"
+    assert f"  {other.difference.mean:+.4f} ± {other.margin:.4f}  " in lines[2]
 
 
 def test_page_of_runs_with_one_evaluation_has_points_and_no_curve(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -117,7 +117,6 @@ def test_page_of_runs_with_one_evaluation_has_points_and_no_curve(tiny: dict[str
     assert "<h2>mIoU</h2>" not in page
     assert re.findall(r"<title>([\d.]+ %)</title>", page) == ["50.0 %", "60.0 %", "30.0 %", "40.0 %"]
     assert "-20.00 ± 0.00" in page  # each seed alike
-    assert read_results(sweep).settings[0].cells.keys() == {("[null, []]", "0"), ("[null, []]", "1")}
 
 
 def test_one_run_has_no_deviation_and_none_no_mean() -> None:
