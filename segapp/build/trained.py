@@ -19,11 +19,11 @@ from segapp.config import RunConfig, load_config, part_names, validate_config
 from segapp.custom.trust import check_trusted
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
-from segapp.inference.calibration import read_calibration
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel
 from segapp.models.weights import load_weights, read_metadata, read_weights_file, sha256_of
 from segapp.precision import Precision
+from segapp.run.calibration import read_calibration
 from segapp.run.folder import run_of_file
 from segapp.run.words import printable
 

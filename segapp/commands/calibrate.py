@@ -11,14 +11,9 @@ from segapp.build.pairs import split_names
 from segapp.build.trained import load_trained
 from segapp.commands.predict import predictor_of
 from segapp.errors import ConfigError, storage_errors
-from segapp.inference.calibration import (
-    Calibration,
-    fit_temperature,
-    negative_log_likelihood,
-    reliability,
-    score_pixels,
-)
+from segapp.inference.calibration import fit_temperature, negative_log_likelihood, reliability, score_pixels
 from segapp.report.reliability import reliability_picture
+from segapp.run.calibration import Calibration
 from segapp.run.files import write_atomic
 from segapp.run.folder import run_of_file
 from segapp.run.words import printable

@@ -16,13 +16,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
 from segapp.datasets.dataset import SegmentationDataset
@@ -36,35 +34,6 @@ MAX_VALUES = 2**27
 NUM_BINS = 15
 _CHUNK = 2**18  # pixels that are converted to float64 at once
 _LEAST, _MOST = 0.05, 20.0
-
-
-class Calibration(BaseModel):
-    """Content of `calibration.json` in a run folder."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-
-    temperature: float
-    """Divides the logits."""
-    sha256: str
-    """Sum of the checkpoint that it was fitted to; another one is not calibrated."""
-    step: int
-    """Step of that checkpoint."""
-    split: str
-    num_images: int
-    num_px: int
-    """Pixels that were used."""
-    nll: tuple[float, float]
-    """Mean negative log-likelihood of a pixel, before and after."""
-    ece: tuple[float, float]
-    """Expected calibration error, before and after."""
-
-
-def read_calibration(path: Path) -> Calibration | None:
-    """Return the content of the file; None if there is none, or none that can be read."""
-    try:
-        return Calibration.model_validate_json(path.read_bytes())
-    except (OSError, ValidationError):
-        return None
 
 
 @dataclass(frozen=True)

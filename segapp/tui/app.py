@@ -26,6 +26,7 @@ from segapp.tui import control, keys, layout, themes
 from segapp.tui.dialogs import EventScreen, HelpScreen, StopScreen, TrainerLogScreen, copy
 from segapp.tui.following import MarkedRuns, ShownRun
 from segapp.tui.glyphs import ASCII, UNICODE
+from segapp.tui.graphics import Graphics
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import ChartOptions, Viewport
 from segapp.tui.panes.events import GROUPS
@@ -65,6 +66,7 @@ class MonitorApp(App[None]):
         settings_file: Path | None = None,
         seen_file: Path | None = None,
         ascii_only: bool = False,
+        graphics: Graphics | None = None,
         has_trainer_ended: Callable[[], bool] | None = None,
     ) -> None:
         super().__init__()
@@ -72,7 +74,8 @@ class MonitorApp(App[None]):
         self.settings = settings or UiSettings()
         self.glyphs = ASCII if ascii_only else UNICODE
         self.is_ascii = ascii_only
-        self.columns = layout.Columns(self.glyphs, has_colour=not ascii_only and "NO_COLOR" not in os.environ)
+        has_color = not ascii_only and "NO_COLOR" not in os.environ
+        self.columns = layout.Columns(self.glyphs, has_color=has_color, graphics=graphics, write=self._write_control)
         self.chart = self.columns.chart
         self.failure: Exception | None = None
         """The error that ended the screen; None if the user left."""
@@ -423,7 +426,7 @@ class MonitorApp(App[None]):
         if text:
             copy(self, text)
         else:
-            self.say("nothing to copy: drag over a text first, or select an event")
+            self.say("nothing to copy: select text with the mouse, or select an event")
 
     def action_escape(self) -> None:
         """Close the first that is open: a search, the cursor, the zoom, the part of the curve, the alert."""
@@ -488,9 +491,11 @@ class MonitorApp(App[None]):
         self.exit()
 
     def action_help_quit(self) -> None:
-        """Explain on ctrl+c how to leave and how to stop."""
-        over = self.status().is_over
-        self.say("q leaves" if over else "q leaves, the training continues; S stops it")
+        """Ask on ctrl+c how to stop, as `S` does; say how to leave if the view cannot stop the run."""
+        if self.readonly or self.status().is_over:
+            self.say("press q to leave")
+        else:
+            self.action_stop()
 
     def action_toggle_pause(self) -> None:
         """Pause, or resume."""
@@ -536,7 +541,7 @@ class MonitorApp(App[None]):
         """Cancel a pending change, or request the value before."""
         command = control.undo_gpu0(self.view.gpu0)
         if command is None:
-            self.say("gpu0_bsz was not changed yet: nothing to undo")
+            self.say("gpu0_bsz has not been changed: there is nothing to undo")
         self.send(command)
 
     def on_key(self, event: events.Key) -> None:

@@ -41,7 +41,9 @@ class Outbox:
             self._unanswered[send_command(self._source.folder.path, command)] = text
         except CommandError as error:
             return Message(str(error), "error")
-        waits = "" if status.state in ("live", "busy") else f"; the trainer is {status.state}, it may take long"
+        waits = (
+            "" if status.state in ("live", "busy") else f"; the trainer is {status.state}, so its answer may take long"
+        )
         return Message(f"sent: {text}{waits}")
 
     def take_answers(self) -> list[Message]:
@@ -65,7 +67,7 @@ def undo_gpu0(gpu0: Gpu0) -> Command | None:
 
 def why_no_split(view: View) -> str | None:
     """Return why the run's batch cannot be split; None if it can."""
-    return "the run has one device, there is nothing to split" if view.num_devices < 2 else view.judge.why_no_split
+    return "the run has one device, so there is nothing to split" if view.num_devices < 2 else view.judge.why_no_split
 
 
 def lr_factor_screen(view: View) -> SettingScreen:

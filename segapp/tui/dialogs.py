@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from textual.app import App, ComposeResult
-from textual.binding import BindingType
+from textual.binding import Binding, BindingType
 from textual.containers import VerticalScroll
 from textual.content import Content
 from textual.screen import ModalScreen
@@ -35,7 +35,7 @@ class ScrolledDialog(ModalScreen[None]):
         ("k", "scroll(-1)", "up"),
     ]
 
-    def __init__(self, title: str, content: Content, subtitle: str = "esc closes", *, is_wide: bool = False) -> None:
+    def __init__(self, title: str, content: Content, subtitle: str = "esc to close", *, is_wide: bool = False) -> None:
         super().__init__()
         self._title, self._content, self._subtitle, self._is_wide = title, content, subtitle, is_wide
 
@@ -58,11 +58,11 @@ class HelpScreen(ScrolledDialog):
 
 
 class StopScreen(ModalScreen[StopChoice | None]):
-    """Asks how to stop the training; every key but `e` and `n` cancels."""
+    """Asks how to stop the training; a second ctrl+c stops it now, every other key but `e` and `n` cancels."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("e", "dismiss('epoch')", "after this epoch"),
-        ("n", "dismiss('now')", "now"),
+        Binding("n,ctrl+c", "dismiss('now')", "now", priority=True),
         ("escape,enter,q,space,S,c", "dismiss", "continue"),
     ]
 
@@ -74,13 +74,13 @@ class StopScreen(ModalScreen[StopChoice | None]):
         """Yield a box with the choices."""
         choices = {
             "e": "stop after this epoch, with a checkpoint",
-            "n": "stop now: save a checkpoint and end",
+            "n, ctrl+c": "stop now: save a checkpoint and end",
             "esc": "continue training",
         }
-        lines = [Content.assemble((f" {key} ", "$text-accent bold"), f" {text}") for key, text in choices.items()]
+        lines = [Content.assemble((f" {key:<9} ", "$text-accent bold"), text) for key, text in choices.items()]
         if self._pid is not None:
             where = f" on {printable(self._host)}" if self._host else ""
-            last = f"If it does not answer{where}: kill {self._pid} saves, kill -9 does not."
+            last = f"If the trainer does not answer{where}: kill {self._pid} saves a checkpoint, kill -9 does not."
             lines.append(Content.styled(last, "$text-muted"))
         with VerticalScroll(classes="dialog") as box:
             box.border_title = Content("Stop the training?")
@@ -99,7 +99,7 @@ class EventScreen(ScrolledDialog):
             Content.assemble((f"{label:<{widest}}  ", "$text-accent bold"), text.replace("\n", indented))
             for label, text in details
         ]
-        super().__init__(printable(title), Content("\n").join(lines), "Y copies  esc closes", is_wide=True)
+        super().__init__(printable(title), Content("\n").join(lines), "Y to copy  esc to close", is_wide=True)
         self._details = list(details)
 
     def action_copy(self) -> None:
@@ -121,7 +121,7 @@ class TrainerLogScreen(ModalScreen[None]):
         """Yield the lines."""
         log = Log(max_lines=5000, classes="dialog -full")
         log.border_title = Content(printable(self._path.name))
-        log.border_subtitle = Content("end follows  Y copies  esc closes")
+        log.border_subtitle = Content("end to follow  Y to copy  esc to close")
         yield log
 
     def on_mount(self) -> None:
@@ -156,7 +156,7 @@ class SettingScreen(ModalScreen[SetCommand | None]):
         """Yield a box with an input line and the verdict."""
         with VerticalScroll(classes="dialog -setting") as box:
             box.border_title = Content(self._title)
-            box.border_subtitle = Content("enter sends  esc closes")
+            box.border_subtitle = Content("enter to send  esc to close")
             yield Input(placeholder=self._hint, compact=True)
             yield Static(self._hint, classes="wrapped", id="verdict", markup=False)
 

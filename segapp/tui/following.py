@@ -59,9 +59,10 @@ class ShownRun:
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the peaks that the run's plan predicted for the present split; empty without a plan.
 
-        It says nothing of steps with other recomputed blocks than planned.
+        It does not hold for other recomputed blocks than planned, or for logical devices, which share one process.
         """
         is_planned = self.view.recompute is None or self.view.recompute.choice == "config"
+        is_planned &= not self.view.has_logical_devices
         return self._plan.predicted_mib(self.view.split) if self._plan is not None and is_planned else ()
 
     def unseen(self) -> list[Raised]:

@@ -50,51 +50,52 @@ KEYS = (
     Key("toggle_pause", "space", "Pause", "pause at the next micro-batch, or resume", "pause, resume"),
     Key("edit_gpu0", "b", "gpu0_bsz", "change the share of GPU 0 from the next epoch on", "set gpu0_bsz=N",
         words="batch split"),
-    Key("edit_lr_factor", "l", "lr", "set the factor on the learning rate", "set lr_factor=X", panes="loss"),
-    Key("edit_shares", "G", "Shares", "set the images of a batch on every device", "set shares=A,B", panes="gpu"),
+    Key("edit_lr_factor", "l", "lr", "multiply the learning rate by a factor", "set lr_factor=X", panes="loss"),
+    Key("edit_shares", "G", "Shares", "set the number of images per batch on each device", "set shares=A,B",
+        panes="gpu"),
     Key("checkpoint", "c", "Save", "save a checkpoint now", "checkpoint"),
     Key("stop", "S", "Stop", "stop after this epoch, or now; asks first", "stop, stop epoch", words="end, kill"),
     Key("metric(1)", "v", "Metric", "next metric in the chart", panes="loss", words="mIoU, learning rate, grad norm"),
-    Key("metric(-1)", "V", "", "metric before", panes="loss"),
-    Key("window(-1)", "plus,equals_sign,left_square_bracket", "Zoom", "shorter part of the curve; also the wheel",
+    Key("metric(-1)", "V", "", "previous metric", panes="loss"),
+    Key("window(-1)", "plus,equals_sign,left_square_bracket", "Zoom", "zoom in; also with the mouse wheel",
         panes="loss", words="zoom in"),
-    Key("window(1)", "minus,right_square_bracket", "", "longer part of the curve", panes="loss", words="zoom out"),
-    Key("pan(-1)", "shift+left", "", "earlier part of the curve; also by dragging", panes="loss"),
-    Key("pan(1)", "shift+right", "", "later part of the curve", panes="loss"),
-    Key("jump(0)", "home", "", "first steps", panes="loss"),
-    Key("jump(1)", "end", "", "newest steps, which are followed", panes="loss"),
-    Key("cursor(-1)", "left", "Read", "read the curve to the left; pictures of the evaluation before",
+    Key("window(1)", "minus,right_square_bracket", "", "zoom out", panes="loss", words="zoom out"),
+    Key("pan(-1)", "shift+left", "", "move to earlier steps; also by dragging", panes="loss"),
+    Key("pan(1)", "shift+right", "", "move to later steps", panes="loss"),
+    Key("jump(0)", "home", "", "go to the first steps", panes="loss"),
+    Key("jump(1)", "end", "", "follow the newest steps", panes="loss"),
+    Key("cursor(-1)", "left", "Read", "move the cursor to the left; show images of the previous evaluation",
         panes="loss pictures"),
-    Key("cursor(1)", "right", "", "read the curve to the right; pictures of the next evaluation",
+    Key("cursor(1)", "right", "", "move the cursor to the right; show images of the next evaluation",
         panes="loss pictures"),
-    Key("image", "down", "Image", "another image of the evaluation; also up", panes="pictures", is_bound=False),
+    Key("image", "down", "Image", "show another image of the evaluation; also up", panes="pictures", is_bound=False),
     Key("toggle_log", "y", "Log y", "logarithmic vertical axis", panes="loss"),
     Key("smooth", "m", "Smooth", "smoothing: auto, 0.98, 0.9, 0.6, none", panes="loss"),
-    Key("x_axis", "x", "X axis", "curve over steps, epochs or time", panes="loss"),
-    Key("select", "enter", "Chart", "chart of the class under the cursor", panes="classes", is_bound=False),
+    Key("x_axis", "x", "X axis", "horizontal axis: steps, epochs or time", panes="loss"),
+    Key("select", "enter", "Chart", "show the IoU of the selected class in the chart", panes="classes", is_bound=False),
     Key("sort", "o", "Sort", "order of the classes: worst, best, drop, name, id", panes="classes"),
-    Key("open", "enter", "Open", "the whole event under the cursor", panes="events", is_bound=False),
+    Key("open", "enter", "Open", "show the selected event in full", panes="events", is_bound=False),
     Key("kind", "k", "Kind", "events: all, alerts, commands, evaluations, checkpoints, starts", panes="events",
         words="filter events"),
-    Key("filter", "slash", "Find", "show the events, or the classes, that contain a text", panes="events classes",
+    Key("filter", "slash", "Find", "find a text in the events or in the classes", panes="events classes",
         words="search"),
-    Key("details", "d", "", "the alert, or the event under the cursor, in full", words="event"),
-    Key("seen", "a", "", "acknowledge the alert in the banner", words="dismiss"),
-    Key("runs", "R", "Runs", "the list of runs: opens one, marks some for the chart, compares configs", words="list"),
-    Key("trainer_log", "L", "Log", "the end of trainer.log", words="output, traceback"),
+    Key("details", "d", "", "show the alert or the selected event in full", words="event"),
+    Key("seen", "a", "", "dismiss the alert in the banner", words="acknowledge"),
+    Key("runs", "R", "Runs", "list the runs: open one, mark some for the chart, compare two configs", words="list"),
+    Key("trainer_log", "L", "Log", "show the end of trainer.log", words="output, traceback"),
     Key("copy", "Y", "", "copy the selected text, or the event, to the clipboard", words="clipboard"),
     Key("undo_gpu0", "u", "", "undo the gpu0_bsz change", "cancel"),
-    Key("pane('loss')", "1", "", "chart"),
-    Key("pane('gpu')", "2", "", "devices and gpu0_bsz", words="memory"),
-    Key("pane('classes')", "3", "", "IoU of every class"),
-    Key("pane('events')", "4", "", "events of the run"),
-    Key("pictures", "i,5", "", "sample pictures, and back", words="images"),
-    Key("zoom", "f", "Zoom", "the selected pane alone, and back", words="full screen"),
-    Key("theme", "t", "", "next theme", words="colours, dark, light"),
-    Key("help", "question_mark,h", "Help", "this page"),
-    Key("manual", "f1", "", "the documentation of the selected pane", words="docs, manual"),
-    Key("escape", "escape", "", "close, clear, or acknowledge an alert"),
-    Key("redraw", "r", "", "draw the screen again"),
+    Key("pane('loss')", "1", "", "show the chart"),
+    Key("pane('gpu')", "2", "", "show the devices and gpu0_bsz", words="memory"),
+    Key("pane('classes')", "3", "", "show the IoU of every class"),
+    Key("pane('events')", "4", "", "show the events of the run"),
+    Key("pictures", "i,5", "", "show the sample images, or the chart again", words="images"),
+    Key("zoom", "f", "Zoom", "show the selected pane alone, or all panes again", words="full screen"),
+    Key("theme", "t", "", "next theme", words="colors, dark, light"),
+    Key("help", "question_mark,h", "Help", "show this page"),
+    Key("manual", "f1", "", "show the documentation of the selected pane", words="docs, manual"),
+    Key("escape", "escape", "", "close, clear, or dismiss an alert"),
+    Key("redraw", "r", "", "redraw the screen"),
 )  # fmt: skip
 
 
@@ -138,7 +139,7 @@ def palette(
     for metric in (*metric_names(view), *(CLASS + name for name in view.classes)):
         yield f"chart: {metric_title(metric)}", "metric", f"show_metric({metric!r})"
     for theme in THEMES:
-        yield f"theme {theme}", "colours", f"set_theme({theme!r})"
+        yield f"theme {theme}", "colors", f"set_theme({theme!r})"
 
 
 def here(keys: Sequence[Key], pane: str) -> list[Key]:
@@ -169,10 +170,11 @@ def help_lines(keys: Sequence[Key], keymap: Mapping[str, str], *, glyphs: Glyphs
     ]
     signs = (
         (glyphs.diamond, "evaluation"), (glyphs.star, "best checkpoint"), (glyphs.v_mark, "change of gpu0_bsz, resume"),
-        (glyphs.bad, "not a finite number"), (glyphs.clipped, "beyond the scale"),
-        (f"{glyphs.up} {glyphs.down}", "IoU since the evaluation before"), ("!", "a class that lost more than 0.02"),
+        (glyphs.bad, "not a finite number"), (glyphs.clipped, "outside the scale"),
+        (f"{glyphs.up} {glyphs.down}", "change of IoU since the previous evaluation"),
+        ("!", "a class whose IoU fell by more than 0.02"),
     )  # fmt: skip
     legend = [Content.assemble((f"{sign:>11}  ", "$text-success bold"), meaning) for sign, meaning in signs]
-    palette = Content.assemble((f"{'ctrl+p':>11}  ", "$text-accent bold"), "all of this by name; themes; screenshot")
-    mouse = Content.assemble((f"{'shift+drag':>11}  ", "$text-accent bold"), "the terminal's own selection of text")
+    palette = Content.assemble((f"{'ctrl+p':>11}  ", "$text-accent bold"), "every action by name, themes, screenshot")
+    mouse = Content.assemble((f"{'shift+drag':>11}  ", "$text-accent bold"), "select text with the terminal")
     return Content("\n").join([*lines, palette, mouse, Content(""), *legend])

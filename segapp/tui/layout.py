@@ -1,13 +1,16 @@
 """The panes in two columns: which are visible for a size of the screen, their titles and pages of the documentation."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from textual.containers import Horizontal, Vertical
 from textual.content import Content
 from textual.widget import Widget
 
+from segapp.run.calibration import read_calibration
 from segapp.tui.following import MarkedRuns, ShownRun, series_of_metric
 from segapp.tui.glyphs import Glyphs
+from segapp.tui.graphics import Graphics
 from segapp.tui.panes import header
 from segapp.tui.panes.chart import LossChart
 from segapp.tui.panes.classes import ClassesPane, classes_title
@@ -18,6 +21,7 @@ from segapp.tui.panes.pictures import PictureView
 from segapp.tui.widgets import LiteralText, set_title
 from segapp.view.metrics import chart_title
 from segapp.view.source import newest_pictures
+from segapp.view.wording import calibrated
 
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
@@ -87,11 +91,13 @@ def plan_layout(
 class Columns(Horizontal):
     """The chart or the pictures, the throughput and the events; beside them the devices, gpu0_bsz and the classes."""
 
-    def __init__(self, glyphs: Glyphs, *, has_colour: bool) -> None:
+    def __init__(
+        self, glyphs: Glyphs, *, has_color: bool, graphics: Graphics | None, write: Callable[[str], None]
+    ) -> None:
         self._glyphs = glyphs
         self._layout = ScreenLayout(frozenset())
         self.chart = LossChart(glyphs, id="loss", classes="pane")
-        self.pictures = PictureView(has_colour=has_colour, id="pictures", classes="pane")
+        self.pictures = PictureView(has_color=has_color, graphics=graphics, write=write, id="pictures", classes="pane")
         self.events, self.devices, self.gpu0, self.table = EventsPane(), DevicesPane(), Gpu0Pane(), ClassesPane()
         self._throughput = LiteralText(id="throughput", classes="lines")
         self._left = Vertical(self.chart, self.pictures, self._throughput, self.events, id="left")
@@ -118,7 +124,7 @@ class Columns(Horizontal):
             self.chart.show(view, series_of_metric(run.source, metric), marked.curves(metric, run.source))
         if "pictures" in plan.panes:
             self.pictures.show(newest_pictures(run.source.folder.samples), view)
-            self._set_title(self.pictures, Content.styled("5 Pictures", "bold"))
+            self._set_title(self.pictures, Content.styled("5 Images", "bold"))
         if plan.has_throughput:
             width = max(1, self._throughput.size.width - 2)
             self._throughput.show(header.throughput_line(view, width, glyphs))
@@ -137,6 +143,8 @@ class Columns(Horizontal):
             self.table.show(view, sort, glyphs)
             room = self.table.size.width - (4 if plan.has_left else 34)
             self._set_title(self.table, classes_title(view, sort, self.table.search.text, room, glyphs))
+            found = read_calibration(run.source.folder.calibration)
+            set_title(self.table, Content(calibrated(found) if found is not None else ""), "border_subtitle")
 
     def _show_devices(self, run: ShownRun, *, is_editing: bool) -> None:
         """Show the devices with a graph each where the classes and gpu0_bsz leave room."""

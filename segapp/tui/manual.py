@@ -52,7 +52,7 @@ class DocsScreen(ModalScreen[None]):
         ("backspace,left", "back", "back"),
         ("right", "forward", "forward"),
         ("n", "turn(1)", "next page"),
-        ("p", "turn(-1)", "page before"),
+        ("p", "turn(-1)", "previous page"),
         ("t", "contents", "headings"),
     ]
     DEFAULT_CSS = """
@@ -74,7 +74,7 @@ class DocsScreen(ModalScreen[None]):
         """Yield the viewer."""
         with Vertical() as box:
             box.border_title = Content(f"segapp docs {self._page.topic}")
-            box.border_subtitle = Content("esc closes  n p other pages  backspace back  t headings")
+            box.border_subtitle = Content("esc to close  n p for other pages  backspace to go back  t for headings")
             yield PageViewer(show_table_of_contents=False, open_links=False)
 
     async def on_mount(self) -> None:

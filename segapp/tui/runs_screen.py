@@ -56,7 +56,7 @@ class RunsScreen(Screen[RunFolder | None]):
     def compose(self) -> ComposeResult:
         """Yield the title, the search line, the list, and the keys."""
         yield LiteralText(id="runs-title", classes="lines")
-        yield SearchLine("part of a run's or sweep's name", id="run-filter", lines="run-lines")
+        yield SearchLine("part of the name of a run or sweep", id="run-filter", lines="run-lines")
         yield LiteralText(id="runs-header", classes="lines")
         yield OptionList(id="run-lines", compact=True)
         yield LiteralText(id="runs-keys", classes="lines")

@@ -1,4 +1,4 @@
-"""The colour themes: two of segapp, the terminal's colours, and one with high contrast."""
+"""The color themes: two of segapp, the terminal's colors, and one with high contrast."""
 
 from typing import Any
 
@@ -64,7 +64,7 @@ NAMES = tuple(
     for name in (DARK.name, LIGHT.name, "ansi-dark", "ansi-light", HIGH_CONTRAST.name)
     if name in BUILTIN_THEMES or not name.startswith("ansi-")
 )
-"""In the order of the theme key; Textual has the themes of the terminal's own colours from 8.2.5 on."""
+"""In the order of the theme key; Textual has the themes of the terminal's own colors from 8.2.5 on."""
 
 
 def set_up(app: App[Any], name: str) -> None:

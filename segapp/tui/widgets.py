@@ -77,7 +77,7 @@ class StripWidget(Widget, can_focus=True):
         return strip if strip.cell_length == width else strip.crop_extend(0, width, self.rich_style)
 
     def notify_style_update(self) -> None:
-        """Make the strips anew after a change of theme: they hold the old colours."""
+        """Make the strips anew after a change of theme: they hold the old colors."""
         self._made_of = None
         super().notify_style_update()
 
@@ -119,13 +119,13 @@ class SearchLine(Input):
         self.screen.query_one(f"#{self._lines}").focus()
 
 
-def set_title(widget: Widget, title: Content) -> None:
-    """Set a border title; redraw the border only if it differs."""
+def set_title(widget: Widget, title: Content, name: str = "border_title") -> None:
+    """Set a border's title or subtitle; redraw the border only if it differs."""
     title = drawable(widget, title)
     key = (title.plain, tuple(title.spans))
-    if getattr(widget, "_segapp_title", None) != key:
-        widget._segapp_title = key  # type: ignore[attr-defined]
-        widget.border_title = title
+    if getattr(widget, f"_segapp_{name}", ("", ())) != key:
+        setattr(widget, f"_segapp_{name}", key)
+        setattr(widget, name, title or None)
 
 
 def drawable(widget: Widget, content: Content) -> Content:

@@ -160,6 +160,21 @@ class View:
         return [device.machine for device in self.start.devices] if self.start else []
 
     @property
+    def device_groups(self) -> list[list[int]]:
+        """The indices of `devices`, in groups that share one process and so its memory: logical devices."""
+        groups: dict[object, list[int]] = {}
+        for i, device in enumerate(self.devices):
+            has_own_process = device.device is None or (self.start is not None and self.start.mode == "ddp")
+            machine = self.machines[i] if i < len(self.machines) else None
+            groups.setdefault(i if has_own_process else (machine, device.device), []).append(i)
+        return list(groups.values())
+
+    @property
+    def has_logical_devices(self) -> bool:
+        """True if several devices share one process: nothing is known of the memory of each."""
+        return len(self.device_groups) < len(self.devices)
+
+    @property
     def is_auto(self) -> bool:
         """True if `gpu0_bsz` follows the measured memory."""
         known = [event for event in (self.start, self.gpu0.last) if event is not None]
@@ -183,13 +198,13 @@ class View:
         planned = self.recompute
         if planned is not None and planned.slower is not None:
             saved = " / ".join(memory_text(mib) for mib in planned.saved_mib or ())
-            return [f"saves {saved}", f"step {planned.slower:.2f} x as long, by the plan"]
+            return [f"saves {saved}", f"step time x {planned.slower:.2f} by the plan"]
         (old_mib, old_s), (mib, step_s) = self.cost_before, self.cost
         found = []
         if old_mib is not None and mib is not None:
-            found.append(f"peak {memory_text(mib)}, {memory_text(old_mib)} before")
+            found.append(f"peak {memory_text(mib)} (before: {memory_text(old_mib)})")
         if old_s is not None and step_s is not None:
-            found.append(f"step {step_s:.2g} s, {old_s:.2g} s before")
+            found.append(f"step {step_s:.2g} s (before: {old_s:.2g} s)")
         return found
 
     @property
@@ -206,6 +221,8 @@ class View:
             usable = [device.total_mib for device in self.devices]
             judge = SplitJudge(batch_size, self.num_devices, mode, current=self.split, usable_mib=usable,
                                peaks=PeakModel(peaks), ceiling=self.gpu0.ceiling)  # fmt: skip
+        if self.has_logical_devices:
+            judge = replace(judge, peaks=PeakModel({}))
         usable = list(judge.usable_mib)
         for i, each in enumerate(self.devices[: len(usable)]):
             if None not in (each.total_mib, each.used_mib, each.reserved_mib) and is_gpu(each):
@@ -427,11 +444,20 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
         view.pending.clear()
         view.gpu0.pending = None
     if line is not None:
+        _drop_line_of_last_epoch(view, line)
         view.log.append(line)
         if len(view.log) > NUM_WHOLE_EVENTS:
             view.log[-NUM_WHOLE_EVENTS - 1] = view.log[-NUM_WHOLE_EVENTS - 1]._replace(event=None)
         if len(view.log) > 1200:  # in blocks: a list that loses its first line must be drawn anew
             del view.log[:200]
+
+
+def _drop_line_of_last_epoch(view: View, new: LogLine) -> None:
+    """Remove the line of the epoch before if another epoch begins: the log has one such line."""
+    if new.kind == "epoch":
+        at = next((i for i in range(len(view.log) - 1, -1, -1) if view.log[i].kind == "epoch"), None)
+        if at is not None:
+            del view.log[at]
 
 
 def _fold_start(view: View, event: events.RunStart) -> None:

@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from rich.cells import cell_len, set_cell_size
 
 from segapp.run import events
+from segapp.run.calibration import Calibration
 from segapp.run.words import dots, duration, learning_rate, number, plural, printable, share_text
 from segapp.scores import NOT_FINITE, count_scored, of_classes, with_count
 
@@ -20,7 +21,7 @@ class LogLine(NamedTuple):
 
     t: float
     kind: str
-    """At most five letters; also selects the colour."""
+    """At most five letters; also selects the color."""
     text: str
     event: events.Event | None = None
 
@@ -34,7 +35,8 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
     elif isinstance(event, events.EpochStart):
         split = f", split {dots(event.split)}" if event.split else ""
         thawed = f", {event.num_thawed / 1e6:.1f} M frozen parameters thaw" if event.num_thawed else ""
-        kind, text = "epoch", f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}{thawed}"
+        kind = "thaw" if event.num_thawed else "epoch"  # the lines of epochs are folded into one
+        text = f"{event.epoch} begins, lr {learning_rate(event.lr)}{split}{thawed}"
     elif isinstance(event, events.Val):
         kind, text = "val", _val(event, classes, previous)
     elif isinstance(event, events.Checkpoint):
@@ -122,16 +124,17 @@ def _answer(event: events.CommandAnswer) -> str:
 
 
 def _oom(event: events.Oom) -> str:
-    wanted = f", {event.requested_mib:.0f} MiB wanted" if event.requested_mib is not None else ""
+    wanted = f", {event.requested_mib:.0f} MiB requested" if event.requested_mib is not None else ""
     return f"{event.device} out of memory in {event.phase} after step {event.step}{wanted}: {event.action}"
 
 
-def topology(event: events.Topology) -> str:
+def topology(event: events.Topology, *, with_reason: bool = True) -> str:
     """Return which ranks a resumed training has: 2 ranks on 1 machine, 3 on 2 before: without node2 cpu."""
     split = f", split {dots(event.split)}" if event.split else ""
     again = f", restart {event.round}" if event.round else ""
     now = f"{plural(event.ranks, 'rank')} on {plural(event.machines, 'machine')}"
-    return f"{now}, {event.old_ranks} on {event.old_machines} before{split}{again}: {event.reason}"
+    reason = f": {event.reason}" if with_reason else ""
+    return f"{now} (before: {event.old_ranks} on {event.old_machines}){split}{again}{reason}"
 
 
 def recomputed(event: events.Recompute) -> str:
@@ -139,6 +142,12 @@ def recomputed(event: events.Recompute) -> str:
     counts = [len(names) for names in event.blocks]
     shown = dots(counts) if len(set(counts)) > 1 else str(max(counts, default=0))
     return f"{shown} of {event.num_blocks} blocks recomputed"
+
+
+def calibrated(found: Calibration) -> str:
+    """Return the temperature of a calibrated checkpoint, with its expected calibration error before and after."""
+    errors = " to ".join(f"{error:.3f}" for error in found.ece)
+    return f"calibrated at step {found.step}: temperature {found.temperature:.2f}, ECE {errors}"
 
 
 def _checkpoint(event: events.Checkpoint) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 
@@ -63,9 +64,9 @@ def test_alerts_of_several_kinds_are_seen_one_by_one(fresh: RecordedRun) -> None
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         assert "2 alerts" in screen_text(app)
-        assert "checkpoint (3 times): checkpoint message  a seen, d details  1 more" in screen_text(app)
+        assert "checkpoint (3 times): checkpoint message  a dismiss, d details  1 more" in screen_text(app)
         await press(app, pilot, "a")
-        assert "hang: hang message  a seen, d details" in screen_text(app)
+        assert "hang: hang message  a dismiss, d details" in screen_text(app)
         assert " more" not in screen_text(app)
         await press(app, pilot, "escape")
         assert "alert" not in screen_text(app).splitlines()[0]
@@ -117,7 +118,7 @@ def test_details_show_every_field_of_an_event(fresh: RecordedRun) -> None:
             path="reports/oom-1.txt", others=[])
     )  # fmt: skip
     fresh.write(Alert(kind="oom", message="cuda:0 ran out of memory"))
-    assert "cuda:0 out of memory in backward after step 25, 512 MiB wanted" in folded(fresh).log[-2].text
+    assert "cuda:0 out of memory in backward after step 25, 512 MiB requested" in folded(fresh).log[-2].text
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "d")
@@ -139,6 +140,35 @@ def test_cancelled_command_is_one_line_with_its_author(fresh: RecordedRun) -> No
     fresh.write(CommandAnswer(id="9f6a12345678", command="set gpu0_bsz=5", by="a@b", status="cancelled",
                               reason="by 0123456789ab of root@vm"))  # fmt: skip
     assert [line.text for line in folded(fresh).log[before:]] == ["gpu0_bsz=5 cancelled by root@vm"]
+
+
+def test_beginnings_of_epochs_are_one_line_that_counts(tmp_path: Path) -> None:
+    run = RecordedRun(tmp_path / "run", steps_per_epoch=2, epochs=400)
+    for _ in range(3):
+        run.epoch(val=False)
+    run.epoch()
+
+    def epochs(app: MonitorApp) -> list[str]:
+        return re.findall(r"epoch (\d+) begins", screen_text(app))
+
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        assert epochs(app) == ["4"]
+        await press(app, pilot, "4", "up")
+        selected = app.columns.events.selected
+        assert selected is not None
+        assert selected.kind == "val"
+        run.epoch(val=False)
+        await settle(app, pilot)
+        assert epochs(app) == ["5"]
+        assert app.columns.events.selected == selected
+        assert [line.kind for line in app.shown.view.log] == ["start", "val", "best", "epoch"]
+        run.write(EpochStart(epoch=6, lr=0.01, step=run.step, num_thawed=2_000_000))
+        run.write(EpochStart(epoch=7, lr=0.01, step=run.step))
+        await settle(app, pilot)
+        assert epochs(app) == ["7"]
+        assert ["2.0 M frozen parameters thaw" in line.text for line in app.shown.view.log[-2:]] == [True, False]
+
+    run_screen(run, act)
 
 
 def test_log_follows_its_end_through_bursts(tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def shoot(app: MonitorApp, size: tuple[int, int], keys: tuple[str, ...], clock: 
             await settle(app, pilot)
             await press(app, pilot, *keys)
             await pilot.pause()
-            svg = app.export_screenshot(title="segapp")
+            svg = app.export_screenshot(title="segapp: simulated run on four GPUs")
             drawn = [[(text, style or Style()) for text, style, _ in row] for row in screen_rows(app)]
             # Textual names its styles after a checksum of its own version's markup.
             return Shot(as_text(drawn), re.sub(r"terminal-\d+", "terminal", svg))

@@ -88,7 +88,7 @@ def test_screen_at_named_sizes_has_its_panes(live: RecordedRun, size: tuple[int,
         assert "camvid-042" in text
         check_regions(app)
         if size == (40, 10):
-            assert "needs 60x15, here 40x10" in text
+            assert "needs 60x15, has 40x10" in text
             assert "13/20" in text
         else:
             assert "epoch 13/20" in text
@@ -289,7 +289,7 @@ def test_removed_folder_is_reported_and_the_view_kept(fresh: RecordedRun) -> Non
         await settle(app, pilot)
         text = screen_text(app)
         assert "GONE" in text
-        assert "the run folder is gone" in text
+        assert "the run folder was removed" in text
         assert "epoch 2/8" in text
 
     run_screen(fresh, act)
@@ -300,10 +300,10 @@ def test_reverted_change_stays_on_screen_until_seen(fresh: RecordedRun) -> None:
     fresh.alert("reverted", "gpu0_bsz=6 ran out of memory: back to 4")
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
-        assert "reverted: gpu0_bsz=6 ran out of memory: back to 4  a seen" in screen_text(app)
+        assert "reverted: gpu0_bsz=6 ran out of memory: back to 4  a dismiss" in screen_text(app)
         assert "1 alert" in screen_text(app).splitlines()[0]
         await press(app, pilot, "a")
-        assert "a seen" not in screen_text(app)
+        assert "a dismiss" not in screen_text(app)
         assert "1 alert" not in screen_text(app).splitlines()[0]  # below, "11:02:01 alert" is an event
 
     run_screen(fresh, act)
@@ -616,13 +616,28 @@ def test_sample_images_are_shown_and_damaged_ones_reported(fresh: RecordedRun) -
     run_screen(fresh, act)
 
 
-def test_ctrl_c_does_not_end_the_screen(live: RecordedRun) -> None:
+@pytest.mark.parametrize(
+    ("second", "wanted"), [("ctrl+c", ["stop"]), ("n", ["stop"]), ("e", ["stop epoch"]), ("escape", [])]
+)
+def test_ctrl_c_asks_how_to_stop(fresh: RecordedRun, second: str, wanted: list[str]) -> None:
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "ctrl+c")
+        assert "Stop the training?" in screen_text(app)
+        assert not sent(fresh)
+        await press(app, pilot, second)
         assert app.is_running
-        assert "q leaves, the training continues" in toasts(app)[-1]
+        assert sent(fresh) == wanted
 
-    run_screen(live, act)
+    run_screen(fresh, act)
+
+
+def test_ctrl_c_stops_nothing_in_a_readonly_view(fresh: RecordedRun) -> None:
+    async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
+        await press(app, pilot, "ctrl+c", "ctrl+c")
+        assert toasts(app)[-1] == "press q to leave"
+        assert not sent(fresh)
+
+    run_screen(fresh, act, readonly=True)
 
 
 def test_every_class_of_the_recorded_run_has_a_row(live: RecordedRun) -> None:

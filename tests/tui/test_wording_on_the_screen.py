@@ -131,12 +131,12 @@ def test_run_that_did_not_finish_shows_how_to_resume(tmp_path: Path, status: str
 
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         text = " ".join(screen_text(app).split())
-        assert f"{status}: asked to stop; `segapp train --resume 'my run'` continues" in text
+        assert f"{status}: asked to stop; to continue: `segapp train --resume 'my run'`" in text
         await press(app, pilot, "ctrl+c")
-        assert toasts(app)[-1] == "q leaves"
+        assert toasts(app)[-1] == "press q to leave"
         await pilot.resize_terminal(40, 10)
         await settle(app, pilot)
-        assert "q leaves" in screen_text(app)
+        assert "press q to leave" in screen_text(app)
 
     run_screen(run, act)
 

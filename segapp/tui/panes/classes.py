@@ -83,7 +83,7 @@ def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyph
         return Content.styled("no classes yet", "$text-muted")
     rows = class_rows(view, options.sort, options.wanted)
     if not rows:
-        return Content.styled("no class with that name: esc shows all", "$text-muted")
+        return Content.styled("no class has this name: press esc to show all", "$text-muted")
     num_columns = min(max(1, size.width // 46), -(-len(rows) // max(1, size.height - 1)))
     width = (size.width - 2 * (num_columns - 1)) // num_columns
     longest = max(cell_len(row.name) for row in rows)

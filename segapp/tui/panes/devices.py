@@ -11,13 +11,13 @@ from textual.geometry import Size
 
 from segapp.memory.judge import FULL_FRAC, TIGHT_FRAC
 from segapp.run.events import DeviceMemory
-from segapp.run.words import memory_text, percent, printable
+from segapp.run.words import dots, memory_text, percent, printable
 from segapp.tui.glyphs import Glyphs, progress
-from segapp.tui.panes.header import LinePart, device_label, fit_parts
+from segapp.tui.panes.header import LinePart, device_kind, fit_parts
 from segapp.tui.widgets import LiteralText
 from segapp.view.plot import CurveColumns, Scale, draw_columns, pack_dots
 from segapp.view.view import View
-from segapp.view.wording import clip, recomputed
+from segapp.view.wording import clip, recomputed, topology
 
 WORD_STYLES = {
     "ok": "$text-success",
@@ -58,26 +58,39 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
 def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, glyphs: Glyphs) -> Content:
     """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
 
-    Where there is room, with the allocator's numbers, the peak that the plan predicts, and a graph of the memory.
+    Logical devices have one line together. If there is room, the allocator's numbers, the peak that the plan predicts
+    and a graph of the memory follow each line. The first lines are those of `_notes`.
     """
     if not view.devices:
-        text = "no sample yet" if view.start is None or view.end is None else "no sample was written"
+        text = "no memory sample yet" if view.start is None or view.end is None else "no memory sample was written"
         return Content.styled(text, "$text-muted")
-    lines = []
-    found = view.recompute
-    if found is not None and any(found.blocks) and size.height > len(view.devices):
-        texts = [recomputed(found), *view.cost_changes()]
-        shown = fit_parts([LinePart(rank, text) for rank, text in enumerate(texts)], size.width)
-        lines.append(Content.styled(shown.plain, "$text-accent"))
-    num_more = (size.height - len(lines)) // len(view.devices) - 1
-    for i, device in enumerate(view.devices):
-        lines.append(_device_line(view, i, device, size.width, glyphs))
+    groups = view.device_groups
+    lines = _notes(view, size.width)[: max(0, size.height - len(groups))]
+    num_more = (size.height - len(lines)) // len(groups) - 1
+    for group in groups:
+        i, device = group[0], view.devices[group[0]]
+        lines.append(_device_line(view, group, device, size.width, glyphs))
         if num_more >= 1:
             predicted = predicted_mib[i] if i < len(predicted_mib) else None
             lines.append(_numbers(view, i, device, predicted, size.width))
         if num_more >= 3:
             lines += memory_graph(view, i, device.total_mib, Size(size.width, min(num_more - 1, 6)), glyphs)
     return Content("\n").join(lines)
+
+
+def _notes(view: View, width: int) -> list[Content]:
+    """Return what holds for all devices: one process, other ranks than before, recomputed blocks."""
+    notes = []
+    if view.has_logical_devices:
+        count = f"{len(view.devices)} logical devices share one process"
+        notes.append([f"{count} and its memory", "shown once"])
+    if view.topologies:
+        last = topology(view.topologies[-1], with_reason=False)
+        notes.append([printable(last), printable(view.topologies[-1].reason)])
+    if view.recompute is not None and any(view.recompute.blocks):
+        notes.append([recomputed(view.recompute), *view.cost_changes()])
+    fitting = [fit_parts([LinePart(rank, text) for rank, text in enumerate(texts)], width) for texts in notes]
+    return [Content.styled(line.plain, "$text-accent") for line in fitting]
 
 
 def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float | None, width: int) -> Content:
@@ -111,12 +124,13 @@ def memory_graph(view: View, index: int, total_mib: float | None, size: Size, gl
     return [Content.styled("  " + "".join(table[int(cell)] for cell in row), "$secondary") for row in packed]
 
 
-def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:
-    used, total = device.used_mib, device.total_mib
+def _device_line(view: View, group: list[int], device: DeviceMemory, width: int, glyphs: Glyphs) -> Content:
+    """Return the line of a device, or of the logical devices of one process."""
+    index, used, total = group[0], device.used_mib, device.total_mib
     of = memory_text(total).removesuffix(".0").ljust(4 if total is not None and total % 1024 > 51 else 2)
     word = headroom_level(used, total)
     style = WORD_STYLES.get(word, "")
-    share = view.split[index] if view.split is not None and index < len(view.split) else None
+    shares = [view.split[i] for i in group if view.split is not None and i < len(view.split)]
     peak = _peak_mib(view, index, device)
     is_cpu = device.device is not None and device.device.startswith("cpu")
     celsius = device.temperature
@@ -126,13 +140,14 @@ def _device_line(view: View, index: int, device: DeviceMemory, width: int, glyph
         LinePart(2, "-".rjust(5) if peak is None else f"{memory_text(peak):>5}"),
         LinePart(4, f"{percent(device.utilization):>4}"),
         LinePart(5, f"{warmth:>4}") if not is_cpu else None,
-        LinePart(1, f"{share} img".ljust(6)) if share is not None else None,
+        LinePart(1, f"{dots(shares)} img".ljust(6)) if shares else None,
         LinePart(3, Content.assemble((word.ljust(5), style))),
     ]
     machines = [clip(printable(machine or ""), _MACHINE_CELLS) for machine in view.machines]
     widest = max(map(cell_len, machines), default=0)
     where = f"{machines[index].ljust(widest)} " if widest and index < len(machines) else ""
-    label = f"{where}{device_label(device.device, index)} " if width >= 60 else f"{where}{index} "
+    number = str(index) if len(group) == 1 else f"{index}-{group[-1]}"
+    label = f"{where}{device_kind(device.device) if width >= 60 else ''}{number} "
     texts = fit_parts(parts, width - len(label) - 8, gap=1)
     bar_width = min(40, max(4, width - len(label) - texts.cell_length - 1))
     done, left = progress(used / total if used is not None and total else None, bar_width, glyphs)

@@ -22,14 +22,15 @@ KIND_STYLES = {
     "oom": "$text-error bold",
     "end": "$text-warning bold",
     "start": "$text-warning",
+    "thaw": "$text-accent",
 }
 GROUPS: dict[str, frozenset[str]] = {
     "all": frozenset(),
     "alerts": frozenset({"alert", "oom", "end"}),
-    "commands": frozenset({"ctl", "gpu0", "mem"}),
+    "commands": frozenset({"ctl", "gpu0", "mem", "thaw"}),
     "evaluations": frozenset({"val", "best"}),
     "checkpoints": frozenset({"saved", "best"}),
-    "starts": frozenset({"start", "load", "end"}),
+    "starts": frozenset({"start", "load", "ranks", "end"}),
 }
 """Name of a filter -> kinds of lines that it shows; empty: every kind."""
 
@@ -54,7 +55,16 @@ class EventsPane(Vertical):
             for line in view.log
             if (not kinds or line.kind in kinds) and text in f"{line.kind} {line.text}".casefold()
         ]
-        chosen, num_before = (self.group, wanted), len(self._lines)
+        chosen = self.group, wanted
+        moved = next((i for i, (a, b) in enumerate(zip(self._lines, lines, strict=False)) if a[:3] != b[:3]), None)
+        if self._filter == chosen and moved is not None and self._lines[moved].kind == "epoch":
+            at, is_following = self._list.highlighted, self._list.is_following
+            self._list.remove_option_at_index(moved)  # the line of the present epoch is a later one
+            del self._lines[moved]
+            if at is not None and at > moved:
+                self._list.highlighted = at - 1
+            self._list.is_following = is_following
+        num_before = len(self._lines)
         ends = (0, num_before - 1) if num_before else ()
         is_longer = len(lines) >= num_before and all(lines[i][:3] == self._lines[i][:3] for i in ends)
         if self._filter == chosen and is_longer:

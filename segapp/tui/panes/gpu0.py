@@ -99,7 +99,7 @@ def gpu0_content(
 ) -> Content:
     """Return the pane of `gpu0_bsz`: the value in force and the pending one, or the editor."""
     if view.start is None:
-        return Content.styled("known when the training has begun", "$text-muted")
+        return Content.styled("known once the training has started", "$text-muted")
     if view.num_devices < 2:
         return Content.styled("one device: nothing to split", "$text-muted")
     why = view.judge.why_no_split
@@ -125,12 +125,14 @@ def _idle_lines(view: View, can_edit: bool) -> list[Content]:
     elif last is not None:
         lines.append(Content.styled(f"{share_text(last.new)} was {last.status}", "$text-warning"))
     elif can_edit:
-        lines.append(Content.styled("b changes it from the next epoch on", "$text-muted"))
+        lines.append(Content.styled("press b to change it from the next epoch on", "$text-muted"))
     return lines
 
 
 def _observed(view: View, predicted: list[float | None] | None, observed: list[float | None] | None) -> str:
     """Return the observed peak of device 0 beside the predicted one."""
+    if view.has_logical_devices:
+        return ""
     seen = next(iter(observed or []), None)
     if seen is None and view.split is not None:
         seen = next(iter(view.peaks_mib.get(view.split, [])), None)
@@ -157,7 +159,7 @@ def _pending_lines(view: View, status: Status, glyphs: Glyphs) -> list[Content]:
             (f"  PENDING: {when}{eta}", "$text-warning bold"),
         ),
         Content(f"split {dots(view.split)} {glyphs.arrow} {dots(split)}"),
-        Content.styled("u cancels it", "$text-muted"),
+        Content.styled("press u to cancel", "$text-muted"),
     ]
 
 
@@ -195,6 +197,8 @@ def _prediction_lines(
     view: View, judge: SplitJudge, verdict: SplitVerdict, limit: int, glyphs: Glyphs
 ) -> list[Content]:
     """Return one line per device with its present and predicted peak; if there are too many, the fullest ones."""
+    if view.has_logical_devices:
+        return [Content.styled("no prediction: the devices share one process", "$text-muted")]
     rows = []
     for i, peak in enumerate(judge.peaks.peak(verdict.split or ())):
         if peak.mib is not None:
@@ -221,9 +225,9 @@ def _prediction_line(
 
 def _hint(verdict: SplitVerdict, draft: Draft) -> str:
     if verdict.level == "tight":
-        return "enter again sends it  esc" if draft.is_confirmed else "+ - change  enter twice  esc"
+        return "enter again to send  esc" if draft.is_confirmed else "+ - change  enter twice to send  esc"
     if verdict.level == "won't fit":
-        return "! again sends it anyway  esc" if draft.is_confirmed else "+ - change  ! send anyway  esc"
+        return "! again to send anyway  esc" if draft.is_confirmed else "+ - change  ! to send anyway  esc"
     return "+ - change  e even  enter  esc" if verdict.is_allowed else "+ - change  e even  esc"
 
 

@@ -225,7 +225,7 @@ def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
     """Return the memory of every device; if they do not fit, the fullest first."""
     fracs = [
         (d.used_mib / d.total_mib if d.used_mib is not None and d.total_mib else -1.0, i)
-        for i, d in enumerate(view.devices)
+        for i, d in ((group[0], view.devices[group[0]]) for group in view.device_groups)
     ]
     order = sorted(fracs, reverse=True) if len(fracs) > 4 else fracs
     with_bars = fit_parts([_one_device(view, i, frac, glyphs) for frac, i in order], 10**6)
@@ -236,7 +236,8 @@ def _gpu_summary(view: View, width: int, glyphs: Glyphs) -> Content:
 
 def _one_device(view: View, index: int, frac: float, bars: Glyphs | None) -> LinePart:
     device = view.devices[index]
-    text = f"{device_label(device.device, index)} {memory_text(device.used_mib)}"
+    label = device_kind(device.device) if view.has_logical_devices else device_label(device.device, index)
+    text = f"{label} {memory_text(device.used_mib)}"
     if frac >= 0:
         text += f"/{memory_text(device.total_mib).removesuffix('.0')}"
     style = "$text-error" if frac > 0.95 else "$text-warning" if frac > 0.9 else ""
@@ -274,10 +275,14 @@ def _class_summary(view: View, width: int) -> Content:
     return fit_parts(parts, width)
 
 
+def device_kind(device: str | None) -> str:
+    """Return GPU for cuda:0, CPU for cpu."""
+    return "CPU" if device is not None and device.startswith("cpu") else "GPU"
+
+
 def device_label(device: str | None, index: int) -> str:
     """Return GPU0 for cuda:0, CPU0 for cpu."""
-    kind = "CPU" if device is not None and device.startswith("cpu") else "GPU"
-    return f"{kind}{index}"
+    return f"{device_kind(device)}{index}"
 
 
 def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
@@ -287,12 +292,12 @@ def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
 
 def banner(view: View, status: Status, place: LinePlace, unseen: Sequence[Raised]) -> Content | None:
     """Return the problem or alert that the user has to see; None if there is none."""
-    word, again = state_label(status), f"`segapp train --resume {shlex.quote(place.name)}` continues"
+    word, again = state_label(status), f"to continue: `segapp train --resume {shlex.quote(place.name)}`"
     where = f" on {printable(status.host)}" if status.host else ""
     problems = {
-        "gone": (f"{place.name}: the run folder is gone; this is its last state", "$text-error bold"),
-        "crashed": (f"the trainer's process is gone: L shows its log; {again}", "$text-error bold"),
-        "stale": ("the trainer is alive but writes no events: it may hang", "$text-warning bold"),
+        "gone": (f"{place.name}: the run folder was removed; this is its last known state", "$text-error bold"),
+        "crashed": (f"the trainer's process has died: press L for its log; {again}", "$text-error bold"),
+        "stale": ("the trainer is running but writes no events: it may be stuck", "$text-warning bold"),
         "lost": (
             f"no events from the trainer{where}, and its process cannot be checked from this host",
             "$text-warning",
@@ -310,7 +315,10 @@ def _alert(unseen: Sequence[Raised], width: int) -> Content:
     raised = unseen[-1]
     times = f" ({raised.times} times)" if raised.times > 1 else ""
     others = f"  {len(unseen) - 1} more" if len(unseen) > 1 else ""
-    text, hint = f"{printable(raised.last.kind)}{times}: {printable(raised.last.message)}", f"a seen, d details{others}"
+    text, hint = (
+        f"{printable(raised.last.kind)}{times}: {printable(raised.last.message)}",
+        f"a dismiss, d details{others}",
+    )
     last = textwrap.wrap(text, width)[-1]
     gap = "  " if cell_len(last) + 2 + len(hint) <= width else "\n"
     return Content.assemble((text, "$text-error bold"), (gap + hint, "$text-muted"))
@@ -337,7 +345,7 @@ def notice(view: View, status: Status, name: str, width: int, height: int, glyph
         "segapp needs ",
         (str(MIN_WIDTH), good if width >= MIN_WIDTH else bad), "x",
         (str(MIN_HEIGHT), good if height >= MIN_HEIGHT else bad),
-        f", here {width}x{height}",
+        f", has {width}x{height}",
     )  # fmt: skip
     loss = f"loss {loss_text(view.loss.mean)}" if view.step is not None else "no step yet"
     lines = [
@@ -345,6 +353,6 @@ def notice(view: View, status: Status, name: str, width: int, height: int, glyph
         state_content(view, status, glyphs),
         Content(f"{_epoch(view)}  {loss}" if view.epoch is not None else loss),
         size,
-        Content.styled("q leaves", "$text-muted"),
+        Content.styled("press q to leave", "$text-muted"),
     ]
     return Content("\n").join([line.truncate(max(1, width), ellipsis=True) for line in lines[: max(1, height)]])

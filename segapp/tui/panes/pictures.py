@@ -1,23 +1,27 @@
-"""Sample pictures in the terminal: two pixels per cell as half blocks; without colour, characters and letters.
+"""Sample images in the terminal: real pictures if it can show them, else half blocks of two pixels per cell.
 
-A picture of a run shows a validation image, its prediction and its target side by side, in the colours of the classes.
+Without color they are drawn in characters and letters. A file of a run holds a validation image, its prediction and its
+target side by side, in the colors of the classes.
 """
 
 import re
 import string
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from rich.color import Color
+from rich.color import Color, ColorSystem
 from rich.segment import Segment
 from rich.style import Style
 from textual.binding import BindingType
 from textual.content import Content
+from textual.geometry import Region
 from textual.strip import Strip
+from textual.widgets._toast import Toast
 
 from segapp.run.words import printable
+from segapp.tui.graphics import KITTY_COLORS, Graphics, kitty_codes, kitty_rows, sixel_codes
 from segapp.tui.widgets import StripWidget
 from segapp.view.view import View
 from segapp.view.wording import clip
@@ -80,7 +84,9 @@ class PictureKey(NamedTuple):
 class PictureView(StripWidget):
     """Shows a PNG of the run's `samples`: its three pictures labelled and as large as they fit, with their classes.
 
-    In colour it draws half blocks, otherwise characters by brightness, and a letter for each class.
+    In color it draws half blocks, otherwise characters by brightness, and a letter for each class. In a terminal with
+    `graphics` the pictures are real ones: Kitty replaces text by them, and sixels are drawn over the half blocks. Their
+    codes are written to the terminal by `write`.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {"picture-view--text", "picture-view--name", "picture-view--label"}
@@ -91,11 +97,15 @@ class PictureView(StripWidget):
         .picture-view--label { color: $foreground; text-style: bold; }
     }
     """
-    BINDINGS: ClassVar[list[BindingType]] = [("up", "image(-1)", "image before"), ("down", "image(1)", "next image")]
+    BINDINGS: ClassVar[list[BindingType]] = [("up", "image(-1)", "previous image"), ("down", "image(1)", "next image")]
 
-    def __init__(self, *, has_colour: bool, **keywords: str) -> None:
+    def __init__(
+        self, *, has_color: bool, graphics: Graphics | None, write: Callable[[str], None], **keywords: str
+    ) -> None:
         super().__init__(**keywords)
-        self._has_colour = has_colour
+        self._has_color, self._graphics, self._write = has_color, graphics, write
+        self._sixels: list[tuple[Region, str]] = []
+        """Place in the pane and codes of each picture; none unless the terminal has sixel."""
         self._paths: dict[PictureKey, Path] = {}
         self._shown: PictureKey | None = None
         self._names: dict[Rgb, str] = {}
@@ -151,8 +161,9 @@ class PictureView(StripWidget):
     def build(self) -> list[Strip]:
         """Return the labelled pictures with their legend, or why there are none."""
         width, height = self.content_size
+        self._sixels = []
         if self._shown is None:
-            return [self._text("no sample pictures yet: each evaluation draws some")]
+            return [self._text("no sample images yet: each evaluation writes some")]
         if width < 2 or height < 2:
             return []
         path = self._paths[self._shown]
@@ -170,7 +181,7 @@ class PictureView(StripWidget):
         )
         letters = dict(zip(legend, string.ascii_uppercase, strict=False))
         blocks = [
-            [self._text(label, "label"), *self._draw(picture, letters if i else {}, plan.width, plan.height)]
+            [self._text(label, "label"), *self._draw_part(picture, i, letters if i else {}, plan)]
             for i, (label, picture) in enumerate(zip(_LABELS, pictures, strict=True))
         ]
         return self._join(plan, blocks, self._legend(legend, letters, plan))
@@ -199,8 +210,8 @@ class PictureView(StripWidget):
         """Return the classes of the pictures, most pixels first, as many as there is room for."""
         entries = []
         for color, name in legend.items():
-            sign = "██" if self._has_colour else letters.get(color, "?")
-            style = Style(color=Color.from_rgb(*color)) if self._has_colour else self.rich_style
+            sign = "██" if self._has_color else letters.get(color, "?")
+            style = Style(color=Color.from_rgb(*color)) if self._has_color else self.rich_style
             text = self._text(f" {clip(printable(name), max(1, plan.legend_width - 4))}", "name")
             entries.append(Strip.join([Strip([Segment(sign, self.rich_style + style)]), text]))
         per_row = max(1, plan.legend_width // (max((e.cell_length for e in entries), default=1) + 2))
@@ -214,15 +225,55 @@ class PictureView(StripWidget):
     def _text(self, text: str, name: str = "text") -> Strip:
         return Strip([Segment(text, self.get_component_rich_style(f"picture-view--{name}"))])
 
+    def _draw_part(self, image: Any, index: int, letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
+        """Return one of the three pictures, and send it to a terminal that shows pictures."""
+        from PIL.Image import Resampling
+
+        drawn = self._draw(image, letters, plan.width, plan.height)
+        cells = drawn[0].cell_length, len(drawn)
+        if self._graphics is None or not self._has_color:
+            return drawn
+        size = cells[0] * self._graphics.cell_px[0], cells[1] * self._graphics.cell_px[1]
+        scaled = image.resize(size, Resampling.NEAREST if index else Resampling.BICUBIC)
+        if self._graphics.protocol == "sixel":
+            place = index % plan.columns * (plan.width + 1), index // plan.columns * (plan.height + 1) + 1
+            self._sixels.append((Region(*place, *cells), sixel_codes(scaled)))
+            return drawn
+        if self.app.console.color_system == "standard":  # too few colors to name the image
+            return drawn
+        color, (red, green, blue) = Color.from_rgb(*KITTY_COLORS[index]), KITTY_COLORS[index]
+        number = red << 16 | green << 8 | blue
+        if self.app.console.color_system == "256":
+            number = color.downgrade(ColorSystem.EIGHT_BIT).number or 0
+        self._write(kitty_codes(scaled, number, cells))
+        return [Strip([Segment(row, Style(color=color))], cells[0]) for row in kitty_rows(cells)]
+
+    def render_lines(self, crop: Region) -> list[Strip]:
+        """Return lines of the pane; sixels are drawn over them once they are on the screen."""
+        lines = super().render_lines(crop)
+        if self._sixels:
+            self.call_after_refresh(self._draw_sixels)
+        return lines
+
+    def _draw_sixels(self) -> None:
+        """Draw the pictures, except those below a message; if a dialog is open, none."""
+        if not self.is_on_screen or self.screen is not self.app.screen:
+            return
+        messages = [message.region for message in self.screen.query(Toast)]
+        for place, codes in self._sixels:
+            region = place.translate(self.content_region.offset)
+            if not any(region.overlaps(message) for message in messages):
+                self._write(f"\x1b7\x1b[{region.y + 1};{region.x + 1}H{codes}\x1b8")
+
     def _draw(self, image: Any, letters: dict[Rgb, str], width: int, height: int) -> list[Strip]:
-        """Return a picture as large as it fits; class colours take the nearest pixel, an image is averaged."""
+        """Return a picture as large as it fits; class colors take the nearest pixel, an image is averaged."""
         from PIL.Image import Resampling
 
         size = _fitted(image.size, width, 2 * height)
         is_smaller = size[0] < image.width and not letters
         scaled = image.resize(size, Resampling.BOX if is_smaller else Resampling.NEAREST)
-        if self._has_colour:
-            return _colour_strips(scaled)
+        if self._has_color:
+            return _color_strips(scaled)
         small = scaled.resize((size[0], size[1] // 2), Resampling.NEAREST)
         pixels, grey = small.load(), small.convert("L").load()
 
@@ -247,7 +298,7 @@ def _places(paths: list[Path]) -> dict[PictureKey, Path]:
 
 
 def _class_names(view: View) -> dict[Rgb, str]:
-    """Return the names of the classes of each colour."""
+    """Return the names of the classes of each color."""
     palette = view.start.palette if view.start is not None else None
     names: dict[Rgb, str] = {}
     for color, name in zip(palette or [], view.classes, strict=False):
@@ -256,9 +307,9 @@ def _class_names(view: View) -> dict[Rgb, str]:
 
 
 def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> dict[Rgb, str]:
-    """Return the classes that occur in Pillow RGB pictures of class colours, those of most pixels first.
+    """Return the classes that occur in Pillow RGB pictures of class colors, those of most pixels first.
 
-    Other colours (ignored pixels, mixtures) are left out.
+    Other colors (ignored pixels, mixtures) are left out.
     """
     counts: dict[Rgb, int] = {}
     for picture in pictures:
@@ -283,7 +334,7 @@ def _fitted(size: tuple[int, int], max_width: int, max_height: int) -> tuple[int
     return max(1, round(size[0] * scale)), max(2, round(size[1] * scale / 2) * 2)
 
 
-def _colour_strips(image: Any) -> list[Strip]:
+def _color_strips(image: Any) -> list[Strip]:
     pixels = image.load()
 
     def cell(x: int, y: int) -> Segment:

@@ -82,7 +82,7 @@ def test_selected_row_is_reversed_and_low_values_are_marked(view: View) -> None:
     assert [style for text, style in styles if text.endswith("0.100")] == ["$text-success", "$text-error"]
     assert classes_content(View(), TableOptions(), Size(46, 9), ASCII).plain == "no classes yet"
     shown = classes_content(view, TableOptions(wanted="x"), Size(46, 9), ASCII).plain
-    assert shown == "no class with that name: esc shows all"
+    assert shown == "no class has this name: press esc to show all"
 
 
 def test_title_names_the_order_and_the_best(view: View) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from textual.geometry import Size
 
-from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step
+from segapp.run.events import Device, DeviceMemory, Gpu0Bsz, Recompute, RunStart, Step, Topology
 from segapp.tui.glyphs import ASCII
 from segapp.tui.panes.devices import gpu_content, headroom_level, memory_graph
 from segapp.tui.panes.gpu0 import Draft, begin_draft, edit_draft, gpu0_content
@@ -72,6 +72,39 @@ def test_taller_pane_has_the_allocator_and_a_graph(view: View) -> None:
     assert len(gpu_content(view, (), Size(80, 40), ASCII).plain.splitlines()) == 2 + 2 + 6 + 6
 
 
+def test_logical_devices_share_one_line_and_predict_nothing(view: View) -> None:
+    assert view.start is not None
+    view.start = view.start.model_copy(update={"devices": [Device(device="cpu")] * 3, "mode": "dp"})
+    view.devices = [DeviceMemory(device="cpu", used_mib=5120, total_mib=10_240, peak_mib=6144)] * 3
+    view.split, view.peaks_mib = (2, 3, 3), {(2, 3, 3): [6144.0] * 3}
+    lines = gpu_content(view, (), Size(70, 4), ASCII).plain.splitlines()
+    assert lines[0] == "3 logical devices share one process and its memory  shown once"
+    assert lines[1].startswith("CPU0-2 ====")
+    assert "2.3.3 img" in lines[1].replace("·", ".")
+    assert lines[2:] == ["  peak 6.0"]
+    assert gpu_content(view, (), Size(50, 4), ASCII).plain.splitlines()[1].startswith("0-2 ===")
+    editor = gpu0_content(view, LIVE, Draft("1"), (80, 9), ASCII, can_edit=True).plain
+    assert "no prediction: the devices share one process" in editor
+    assert "GiB" not in editor
+    assert "CPU0" not in editor
+    ranks = view.start.model_copy(update={"mode": "ddp"})  # each rank is a process of its own
+    view.start = ranks
+    assert [line[:4] for line in gpu_content(view, (), Size(70, 3), ASCII).plain.splitlines()] == [
+        "CPU0",
+        "CPU1",
+        "CPU2",
+    ]
+
+
+def test_changed_ranks_have_a_line_above_the_devices(view: View) -> None:
+    change = Topology(step=4, ranks=2, machines=1, old_ranks=3, old_machines=2, reason="without node2 cuda:0")
+    fold_events(view, [{**change.model_dump(), "t": 60.0}])
+    lines = gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()
+    assert lines[0] == "2 ranks on 1 machine (before: 3 on 2)  without node2 cuda:0"
+    assert len(lines) == 3
+    assert len(gpu_content(view, (), Size(80, 2), ASCII).plain.splitlines()) == 2  # the devices come first
+
+
 def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
     """Before: a peak of 9.2 GiB and steps of 0.3 s; since: 8.0 GiB and 0.4 s."""
     view.recent["step_s"].extend([0.2, 0.3, 0.9])
@@ -81,17 +114,17 @@ def test_recomputed_blocks_have_a_line_above_the_devices(view: View) -> None:
     view.recent["step_s"].extend([0.4, 0.5, 0.4])
     view.peaks_mib = {(3, 5): [6144.0, 8192.0]}
     lines = gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()
-    assert lines[0] == "2 of 2 blocks recomputed  peak 8.0, 9.2 before  step 0.4 s, 0.3 s before"
+    assert lines[0] == "2 of 2 blocks recomputed  peak 8.0 (before: 9.2)  step 0.4 s (before: 0.3 s)"
     assert len(lines) == 3
     assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith(
-        "2 of 2 blocks recomputed  peak 8.0, 9.2 before\n"
+        "2 of 2 blocks recomputed  peak 8.0 (before: 9.2)\n"
     )
     fold_events(view, [{**change.model_copy(update={"blocks": [["a"], []]}).model_dump(), "t": 61.0}])
     assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("1·0 of 2 blocks recomputed\n")
     by_plan = change.model_copy(update={"saved_mib": [3174.4, 512.0], "slower": 1.25})
     fold_events(view, [{**by_plan.model_dump(), "t": 61.5}])
     shown = gpu_content(view, (), Size(80, 3), ASCII).plain.splitlines()[0]
-    assert shown == "2 of 2 blocks recomputed  saves 3.1 / 512M  step 1.25 x as long, by the plan"
+    assert shown == "2 of 2 blocks recomputed  saves 3.1 / 512M  step time x 1.25 by the plan"
     assert gpu_content(view, (), Size(60, 2), ASCII).plain.startswith("GPU0")  # no room beside the devices
     fold_events(view, [{**change.model_copy(update={"blocks": [[], []]}).model_dump(), "t": 62.0}])
     assert gpu_content(view, (), Size(60, 3), ASCII).plain.startswith("GPU0")
@@ -130,7 +163,7 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     def shown(status: Status = LIVE, *, can_edit: bool = True) -> list[str]:
         return gpu0_content(view, status, None, (60, 5), ASCII, can_edit=can_edit).plain.splitlines()
 
-    assert shown() == ["3  split 3·5  batch 8", "b changes it from the next epoch on"]
+    assert shown() == ["3  split 3·5  batch 8", "press b to change it from the next epoch on"]
     assert shown(can_edit=False) == ["3  split 3·5  batch 8"]
     view.gpu0.changes.append(
         Gpu0Bsz(status="applied", old=2, new=3, epoch=4, predicted_mib=[5120.0, 1.0], is_auto=True, t=60.0)
@@ -145,13 +178,13 @@ def test_pane_of_the_split_shows_the_last_change(view: View) -> None:
     assert shown()[1] == "even was reverted"
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=None, epoch=4)
     view.epoch, view.step = 3, Step(epoch=3, step=50, loss=0.5, lr=0.1, eta_epoch_s=30.0, t=140.0)
-    assert shown() == ["3 -> even  PENDING: epoch 4, in 20s", "split 3·5 -> 4·4", "u cancels it"]
+    assert shown() == ["3 -> even  PENDING: epoch 4, in 20s", "split 3·5 -> 4·4", "press u to cancel"]
     view.gpu0.pending = Gpu0Bsz(status="pending", old=3, new=2, split=[2, 6])
     assert shown(Status("crashed"))[:2] == ["3 -> 2  PENDING: the next epoch", "split 3·5 -> 2·6"]
     view.start = view.start.model_copy(update={"devices": view.start.devices[:1]}) if view.start else None
     assert shown() == ["one device: nothing to split"]
     view.start = None
-    assert shown() == ["known when the training has begun"]
+    assert shown() == ["known once the training has started"]
 
 
 def test_editor_opens_with_the_pending_or_present_value(view: View) -> None:
@@ -186,7 +219,7 @@ def measured(view: View) -> View:
             "GPU0 peak 6.0 -> 8.0±0.1 /8.0  won't fit",
             "GPU1 peak 8.0 -> 6.0±0.1 /10.0  ok",
             "device 0 would need about 8.0 of 8.0 GiB (100 %): give it fewer samples",
-            "+ - change  ! send anyway  esc",
+            "+ - change  ! to send anyway  esc",
         ]),
         ("9", [
             "3 ->  9   refused",
@@ -213,11 +246,11 @@ def test_editor_shows_the_memory_that_a_split_would_need(measured: View, text: s
             "GPU1 peak 8.0 -> 8.0 at most /10.0  ok",
             "device 0 would need about 8.0 of 8.0 GiB (100 %) at most: no other split was",
             "measured yet",
-            "+ - change  enter twice  esc",
+            "+ - change  enter twice to send  esc",
         ]
-        assert shown(80, 7, Draft(text, is_confirmed=True))[-1] == "enter again sends it  esc"
+        assert shown(80, 7, Draft(text, is_confirmed=True))[-1] == "enter again to send  esc"
     if text == "5":
-        assert shown(80, 6, Draft(text, is_confirmed=True))[-1] == "! again sends it anyway  esc"
+        assert shown(80, 6, Draft(text, is_confirmed=True))[-1] == "! again to send anyway  esc"
 
 
 def test_splits_are_sent_once_or_after_a_second_key(measured: View) -> None:

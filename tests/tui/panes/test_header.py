@@ -122,7 +122,9 @@ def test_summary_of_hidden_panes_names_the_most_important(view: View) -> None:
         ]
     )
     view.best = view.vals[0]
-    view.devices = [DeviceMemory(device="cuda:0", used_mib=mib, total_mib=10_240) for mib in (5120, 512)]
+    view.devices = [
+        DeviceMemory(device=f"cuda:{i}", used_mib=mib, total_mib=10_240) for i, mib in enumerate((5120, 512))
+    ]
     rows = header.small_summary(view, 120, 3, ASCII).plain.splitlines()
     assert rows == [
         "GPU0 5.0/10 ===...  GPU1 512M/10 ......",
@@ -158,12 +160,12 @@ def test_of_many_devices_the_fullest_are_named(view: View) -> None:
 @pytest.mark.parametrize(
     ("status", "end", "shown"),
     [
-        (replace(LIVE, is_there=False), None, "my run: the run folder is gone; this is its last state"),
+        (replace(LIVE, is_there=False), None, "my run: the run folder was removed; this is its last known state"),
         (Status("crashed"), None,
-         "the trainer's process is gone: L shows its log; `segapp train --resume 'my run'` continues"),
-        (Status("failed"), "disk full", "failed: disk full; `segapp train --resume 'my run'` continues"),
-        (Status("stopped"), "", "stopped: no reason given; `segapp train --resume 'my run'` continues"),
-        (Status("stale"), None, "the trainer is alive but writes no events: it may hang"),
+         "the trainer's process has died: press L for its log; to continue: `segapp train --resume 'my run'`"),
+        (Status("failed"), "disk full", "failed: disk full; to continue: `segapp train --resume 'my run'`"),
+        (Status("stopped"), "", "stopped: no reason given; to continue: `segapp train --resume 'my run'`"),
+        (Status("stale"), None, "the trainer is running but writes no events: it may be stuck"),
         (Status("lost", host="box"), None,
          "no events from the trainer on box, and its process cannot be checked from this host"),
         (Status("lost"), None, "no events from the trainer, and its process cannot be checked from this host"),
@@ -181,9 +183,9 @@ def test_banner_says_what_has_happened(view: View, status: Status, end: str | No
 @pytest.mark.parametrize(
     ("width", "shown"),
     [
-        (48, "hang (3 times): no progress  a seen, d details"),
-        (46, "hang (3 times): no progress  a seen, d details"),
-        (45, "hang (3 times): no progress\na seen, d details"),
+        (51, "hang (3 times): no progress  a dismiss, d details"),
+        (49, "hang (3 times): no progress  a dismiss, d details"),
+        (48, "hang (3 times): no progress\na dismiss, d details"),
     ],
 )
 def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int, shown: str) -> None:
@@ -198,12 +200,12 @@ def test_keys_of_an_alert_are_on_its_line_where_they_fit(view: View, width: int,
     assert unseen == [raised, newer]
     found = header.banner(view, LIVE, LinePlace("run", 99, ASCII), unseen)
     assert found is not None
-    assert found.plain == "oom: out of memory  a seen, d details  1 more"
+    assert found.plain == "oom: out of memory  a dismiss, d details  1 more"
     assert header.unseen_alerts(view, {"hang": 9.0, "oom": 11.0}) == []
 
 
 def test_screen_too_small_for_panes_says_so(view: View) -> None:
-    lines = ["a-run", "* LIVE train", "epoch 3/8  loss 0.600", "segapp needs 60x15, here 40x10", "q leaves"]
+    lines = ["a-run", "* LIVE train", "epoch 3/8  loss 0.600", "segapp needs 60x15, has 40x10", "press q to leave"]
     assert header.notice(view, LIVE, "a-run", 40, 10, ASCII).plain.splitlines() == lines
     small = header.notice(view, LIVE, "a-run", 12, 3, ASCII).plain
     assert small.splitlines() == ["a-run", "* LIVE train", "epoch 3/8  …"]

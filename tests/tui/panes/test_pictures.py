@@ -52,7 +52,7 @@ def test_pictures_are_labelled_with_their_classes(run: RecordedRun, size: tuple[
     async def act(app: MonitorApp, pilot: Pilot[None]) -> None:
         await press(app, pilot, "i", "f")
         text = screen_text(app)
-        pane = text[text.index("5 Pictures") :]
+        pane = text[text.index("5 Images") :]
         assert all(label in pane for label in ("image", "target", "prediction"))
         legend = {name for name in app.shown.source.view.classes if f"██ {name}" in pane}
         assert legend == {"sky", "building", "road", "tree", "car", "pavement"}
