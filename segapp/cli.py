@@ -171,7 +171,7 @@ def launch(
         str, option("--nproc-per-node", "Ranks on this machine; gpu: one for each GPU.", "K|gpu")
     ] = "1",
     rdzv_endpoint: Annotated[
-        str | None, option("--rdzv-endpoint", "Where the machines meet: one of them, and a free port.", "HOST:PORT")
+        str | None, option("--rdzv-endpoint", "Meeting point of the machines: the address of one of them, and a free port.", "HOST:PORT")
     ] = None,
     rdzv_id: Annotated[str | None, option("--rdzv-id", "Name of the job; by default the run folder's.", "NAME")] = None,
     local_addr: Annotated[
@@ -238,7 +238,7 @@ def sweep(
     report: Annotated[bool, typer.Option("--report", help="Train nothing; write the page.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Train and write nothing; list the runs.")] = False,
     only: Annotated[
-        int | None, typer.Option("--only", metavar="I", help="Train run I of the list alone, in this process.")
+        int | None, typer.Option("--only", metavar="I", help="Train only run I of the list, in this process.")
     ] = None,
     json_out: Annotated[
         bool, typer.Option("--json", help="Print the results as JSON at the end; with --dry-run, the runs.")
@@ -402,7 +402,7 @@ def predict(
     ] = "0",
     slide: SlideFlag = False,
     tta: TtaFlag = False,
-    batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images at once; auto: by memory.")] = "auto",
+    batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images per batch; auto: by memory.")] = "auto",
     config: WeightsConfig = None,
 ) -> None:
     """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/confidence, DIR/probabilities.
@@ -536,7 +536,7 @@ def init(
     palette: Annotated[
         str | None, option("--palette", "Published data set whose colors the masks have; none: no known one.", "NAME")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists beside it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists next to it.")] = False,
 ) -> None:
     """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
     from segapp.onboarding.init import InitRequest, init_folder
@@ -554,7 +554,7 @@ def report(
     split: SplitOption = None,
     worst: Annotated[int, typer.Option("--worst", min=0, help="Number of images to show, the worst first.")] = 8,
     no_images: Annotated[
-        bool, typer.Option("--no-images", help="Use the events of the run alone: no model, no data.")
+        bool, typer.Option("--no-images", help="Use only the events of the run: no model, no data.")
     ] = False,
 ) -> None:
     """Write a run's report: one HTML file with curves, classes, confusion matrix, worst images, memory, settings."""
@@ -706,7 +706,7 @@ def profile(
 def check_part(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODULE:FACTORY] [KEY=VALUE]...", help="An own part; dotted config keys."),
+        typer.Argument(metavar="[MODULE:FACTORY] [KEY=VALUE]...", help="A custom component; dotted config keys."),
     ] = None,
     kind: Annotated[str | None, option("--as", "What it is.", "model|loss|data|optim|schedule|transform")] = None,
     config: ConfigOption = None,

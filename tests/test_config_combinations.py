@@ -37,7 +37,7 @@ RULES: list[tuple[str, str, str, str]] = [
         f"{SETS}{AB}data.multilabel=files",
         "needs {class}",
     ),
-    ("data.palette", "data.rgb_masks=false", "data.rgb_masks=true", "needs one color a class"),
+    ("data.palette", "data.rgb_masks=false", "data.rgb_masks=true", "needs one color per class"),
     (
         "data.palette",
         f"{AB}{THREE_COLORS}; data.rgb_masks=true",

@@ -62,7 +62,7 @@ def _build_term(
         weights = weights_of(weights)
     if weights is not None and len(weights) != num_classes:
         raise ConfigError(
-            f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one a class",
+            f"loss.class_weights has {len(weights)} values for {num_classes} classes: give one per class",
             key="loss.class_weights",
         )
     weight = None if weights is None else torch.tensor(weights, dtype=torch.float32)

@@ -74,7 +74,7 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
     if model.base is None or model.base.sha256 != saved["sha256"]:
         now = "no weights file gives it" if model.base is None else f"sha256 {model.base.sha256[:16]} now"
         raise CheckpointError(
-            f"{checkpoint.path} holds adapters and head alone, for a base from {', '.join(saved['sources'])} with "
+            f"{checkpoint.path} holds only adapters and head, for a base from {', '.join(saved['sources'])} with "
             f"sha256 {saved['sha256'][:16]}, and {now}: put the file of then back, or name a copy of it as "
             "model.weights_backbone or model.weights (checkpoint.full=true saves the base too)",
             key="model.adapters",
@@ -190,7 +190,7 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
         model = build_network(saved.model, scheme.num_classes, num_bands=bands, with_weights=not has_base)
     except (CheckpointError, ConfigError) as error:
         raise (
-            error if has_base else error.reworded(f"{path} holds adapters and head alone, their base: {error}")
+            error if has_base else error.reworded(f"{path} holds only adapters and head, their base: {error}")
         ) from None
     put_adapters(saved.model, model)
     fill_in_base(checkpoint, model)

@@ -36,7 +36,7 @@ def check_parts(config: RunConfig) -> None:
         wrong = option_problems(part, where, options[key], *ARGUMENTS[section])
         problems += [ConfigError(problem, key=where, value=dict(options[key])) for problem in wrong]
     if problems:
-        raise ConfigError.together(problems, f"{len(problems)} problems in own parts:")
+        raise ConfigError.together(problems, f"{len(problems)} problems in custom components:")
 
 
 def part_hashes(config: RunConfig) -> dict[str, str]:

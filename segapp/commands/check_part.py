@@ -153,7 +153,7 @@ def checks_of_loss(name: str, options: Mapping[str, Any], config: RunConfig | No
         if len(found) != criterion.num_statistics:
             return f"statistics gives {len(found)} tensors: set num_statistics to {len(found)}"
         if criterion.is_linear and not torch.equal(criterion.target_statistics(target)[-1], found[-1]):
-            return "target_statistics gives another denominator than statistics: compute both from the target alone"
+            return "target_statistics gives another denominator than statistics: compute both only from the target"
         return None
 
     def doubled() -> str | None:
@@ -199,7 +199,7 @@ def _split_check(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -
                 f"no mean over valid pixels (off by {gap:.2g} of its size): it is exact on one device without "
                 "train.accumulate; elsewhere write it as an AdditiveCriterion"
             )
-        return f"off by {gap:.2g} of its size: return sums in statistics, and divide in finalize alone"
+        return f"off by {gap:.2g} of its size: return sums in statistics, and divide only in finalize"
 
     found = tried(f"a divided step gives the same loss and gradient in float{64 if is_precise else 32}", problem)
     return found._replace(mark="note") if found.problem and isinstance(criterion, PlainCriterion) else found
@@ -379,7 +379,7 @@ def checks_of_schedule(name: str, options: Mapping[str, Any], config: RunConfig 
         forward = [factor(step) for step in steps]  # raises for anything but a number from 0 on
         return forward == [factor(step) for step in reversed(steps)][::-1]
 
-    what = f"it gives numbers from 0 on at steps 1 to {_STEPS}, and is a function of the step alone"
+    what = f"it gives numbers from 0 on at steps 1 to {_STEPS}, and depends only on the step"
     impure = "the factor depends on earlier calls: make it a function of the step, or a resumed run differs"
     yield holds(what, is_pure, impure)
 
@@ -470,9 +470,9 @@ def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> lis
     if found:
         return found
     if name is None:
-        raise ConfigError("no own part is named: give package.module:factory, or --config FILE of a config with some")
+        raise ConfigError("no custom component is named: give package.module:factory, or --config FILE of a config with some")
     if not is_part(name):
-        raise ConfigError(f"{name!r} names no own part: write package.module:factory or file.py:factory")
+        raise ConfigError(f"{name!r} names no custom component: write package.module:factory or file.py:factory")
     if kind is None:
         raise ConfigError(f"{name}: say what it is with --as {'|'.join(CHECKS)}, or give the --config that names it")
     return [(name, kind, {})]  # type: ignore[list-item]

@@ -266,7 +266,7 @@ def _boundary_lines(found: BoundaryScores) -> list[str]:
     )
     farthest = f"Hausdorff distance (95 %) {_mean_of(found.hausdorff_px)}, in pixels"
     if num_undefined := sum(found.num_undefined):
-        farthest += f"; {num_undefined} times an image has a class in its mask or its prediction alone, and no distance"
+        farthest += f"; {num_undefined} times an image has a class only in its mask or only in its prediction, and no distance"
     return [means, farthest]
 
 

@@ -251,7 +251,7 @@ def profile_lines(found: StepProfile) -> list[str]:
         f"split {'+'.join(map(str, found.split))} on {', '.join(found.devices)}; {found.source}",
         "",
         *aligned(rows),
-        f"{total_s:.3f} s a step, {sum(found.split) / total_s:.1f} images/s (# time, = memory)",
+        f"{total_s:.3f} s per step, {sum(found.split) / total_s:.1f} images/s (# time, = memory)",
         *([found.advice] if found.advice else []),
         "",
     ]

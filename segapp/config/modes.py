@@ -88,7 +88,7 @@ class SpeedEstimate:
     def text(self) -> str:
         """Both times in words."""
         source = "estimated" if self.is_measured else "estimated for a machine with RTX 3090s"
-        return f"dp {1000 * self.dp_s:.0f} ms a step, ddp {1000 * self.ddp_s:.0f} ms ({source})"
+        return f"dp {1000 * self.dp_s:.0f} ms per step, ddp {1000 * self.ddp_s:.0f} ms ({source})"
 
 
 def auto_mode(

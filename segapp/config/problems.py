@@ -251,7 +251,7 @@ def _schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 def _part_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     named = part_names(config)
     if config.data.options and "data.format" not in named:
-        yield "data.options", "is for an own part, and data.format names none: leave it out"
+        yield "data.options", "is for a custom data set, and data.format names none: leave it out"
     if config.model.library == "python" and "model.name" not in named:
         yield (
             "model.name",
@@ -311,7 +311,7 @@ def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
     elif isinstance(parallel.devices, list) and len(budgets) != len(parallel.devices) and parallel.mode != "single":
         yield path, f"names {len(budgets)} budgets for {len(parallel.devices)} devices: give one each"
     elif not budgets:
-        yield path, "is empty: give one number a device, or null"
+        yield path, "is empty: give one number per device, or null"
 
 
 def _pixel_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
@@ -354,7 +354,7 @@ def _data_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
     if data.classes is not None and len(data.classes) == 1 and data.multilabel is None:
         yield "data.classes", f"{data.classes} is one class: add the background, or set data.multilabel: channels"
     if data.rgb_masks and not data.palette:
-        yield "data.palette", "is missing: rgb_masks needs one color a class"
+        yield "data.palette", "is missing: rgb_masks needs one color per class"
     num_colors, num_classes = len(data.palette or ()), len(data.classes or ())
     ignored_follow = data.rgb_masks and num_colors > num_classes  # further colors are ignored pixels
     if data.palette is not None and data.classes is not None and num_colors != num_classes and not ignored_follow:

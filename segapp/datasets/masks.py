@@ -158,7 +158,7 @@ def _check_one_frame(image: Image.Image, path: Path) -> None:
     except Exception as error:  # a damaged directory of frames, as above
         raise damaged(path, error) from error
     if has_more:
-        raise DataError(f"{shown(path)}: a mask of several frames: save one frame a file", path=path)
+        raise DataError(f"{shown(path)}: a mask of several frames: save one frame per file", path=path)
 
 
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:

@@ -105,7 +105,7 @@ def _check_encoder(encoder: str) -> None:
             known = [f"tu-{name}" for name in timm.list_models()]
             raise unknown_name("model.encoder", encoder, "a model of timm", known)
     elif encoder not in encoders and not is_equivalent_to_timm_universal(encoder):
-        what = "an encoder of smp (those of timm begin with tu-)"
+        what = "an encoder of smp (encoders of timm begin with tu-)"
         raise unknown_name("model.encoder", encoder, what, encoders)
 
 

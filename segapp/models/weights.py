@@ -228,7 +228,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
             if len(inner) > 1:
                 names = some_names([str(name) for name in inner], 6)
                 raise _refused(
-                    key, path, f"{path} holds several state dicts ({names}); save the one that is meant alone"
+                    key, path, f"{path} holds several state dicts ({names}); save only the one you want"
                 )
         if not inner:
             break
@@ -317,7 +317,7 @@ def _read_torch(path: Path, key: str) -> Any:
                 key,
                 path,
                 f"{path} holds more than tensors and plain values, and loading it would run code, so it was "
-                f"not loaded; save the tensors alone with torch.save(model.state_dict(), path)",
+                f"not loaded; save only the tensors with torch.save(model.state_dict(), path)",
             ) from error
 
 

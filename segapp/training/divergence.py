@@ -27,7 +27,7 @@ def judge_epoch(first: float, losses: Sequence[float], num_classes: int) -> tupl
     The losses are those of the later steps; those that are not finite are left out, because they changed nothing.
 
     >>> judge_epoch(2.4, [900.0, 3000.0], 11)
-    (True, 'the loss of each step was above that of the first step (2.4), 1.95e+03 on average')
+    (True, 'the loss of each step was above the loss of the first step (2.4), 1.95e+03 on average')
     >>> judge_epoch(2.4, [3.0, 2.3, 2.0], 11)
     """
     finite = [loss for loss in losses if math.isfinite(loss)]
@@ -36,7 +36,7 @@ def judge_epoch(first: float, losses: Sequence[float], num_classes: int) -> tupl
     mean = math.fsum(finite) / len(finite)
     if mean <= RISEN * first:
         return None
-    words = f"the loss of each step was above that of the first step ({first:.3g}), {mean:.3g} on average"
+    words = f"the loss of each step was above the loss of the first step ({first:.3g}), {mean:.3g} on average"
     return mean > DIVERGED * max(first, math.log(max(num_classes, 2))), words
 
 

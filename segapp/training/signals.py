@@ -110,7 +110,7 @@ class StopSignals:
             self._write_line(f"{self.signal_name}: stopping after this micro-batch and saving a checkpoint")
         elif self.count == 2:
             self._write_line(
-                f"{self.signal_name}: still saving; send it once more to exit at once, without a new checkpoint"
+                f"{self.signal_name}: still saving; send it once more to exit immediately, without a new checkpoint"
             )
         else:
             os._exit(128 + number)

@@ -48,7 +48,7 @@ def config_of(parallel: dict[str, Any] | None = None, batch_size: int = 8, **sec
     ("section", "mode", "why"),
     [
         ({}, "ddp", "one process for each GPU"),
-        ({"gpu0_bsz": 2}, "dp", "nearly as fast: dp 100 ms a step, ddp 100 ms (estimated)"),
+        ({"gpu0_bsz": 2}, "dp", "nearly as fast: dp 100 ms per step, ddp 100 ms (estimated)"),
         ({"gpu0_bsz": "auto"}, "dp", "gpu0_bsz or shares"),
         ({"shares": [2, 3, 3]}, "dp", "gpu0_bsz or shares"),
         ({"devices": ["cpu", "cpu"]}, "dp", "logical devices"),

@@ -59,7 +59,7 @@ def _row(place: torch.device, wanted: Mode) -> dict[str, Any]:
     return {
         "mode": mode,
         "launches a step": busy.num_launches / num_steps,
-        "ms a step": busy.total_us / 1e3 / num_steps,
+        "ms per step": busy.total_us / 1e3 / num_steps,
         "idle %": 100 * busy.idle_share,
         "longest gap ms": busy.longest_gap_us / 1e3,
         "in it, the host": busy.cause,

@@ -330,4 +330,4 @@ def test_time_of_replication(capsys):
         replicate(net, devices)
     torch.cuda.synchronize()
     with capsys.disabled():
-        print(f"\nreplicating 320 parameters for 3 replicas: {(time.perf_counter() - start) * 100:.2f} ms a step")
+        print(f"\nreplicating 320 parameters for 3 replicas: {(time.perf_counter() - start) * 100:.2f} ms per step")

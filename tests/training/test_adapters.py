@@ -173,7 +173,7 @@ def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], ru
     assert read_trained(str(copy)).step == 6
     gone = shutil.move(base["model"]["weights_backbone"], file)
     try:
-        with pytest.raises(CheckpointError, match=r"epoch_0002.pt holds adapters and head alone, their base: .*no"):
+        with pytest.raises(CheckpointError, match=r"epoch_0002.pt holds only adapters and head, their base: .*no"):
             read_trained(str(run / "checkpoints" / "epoch_0002.pt"))
     finally:
         shutil.move(gone, base["model"]["weights_backbone"])

@@ -141,7 +141,7 @@ def test_refused_tasks_end_with_the_code_of_ranks(tiny: dict[str, Any], tmp_path
     process = start(tmp_path / "ranks.yaml", OPEN_MPI)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == DistributedError.exit_code
-    assert "each task would train the whole run by itself: set MASTER_ADDR, MASTER_PORT" in stderr
+    assert "each task would train the whole run on its own: set MASTER_ADDR, MASTER_PORT" in stderr
     assert not (tmp_path / "run").exists()
 
 

@@ -39,7 +39,7 @@ _ABSTRACT = ("BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform
 _REFUSED = {
     "Compose": "use Sequential",
     "ReplayCompose": "use Sequential",
-    "Lambda": "a function cannot stand in a config: name a factory, package.module:name",
+    "Lambda": "a config cannot contain a function: name a factory, package.module:name",
     "Normalize": "images are normalized on the device with data.mean and data.std: leave it out",
     "ToTensorV2": "segapp makes the tensors: leave it out",
     "ToTensor3D": "segapp makes the tensors: leave it out",

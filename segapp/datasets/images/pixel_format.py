@@ -85,7 +85,7 @@ class PixelFormat:
         """Return why a file with these pixels cannot be read in this format, and what to do; None if it can."""
         if stored.pages:
             return (
-                f"it holds {stored.pages}, of which an image would be the first alone: save each image as a file of "
+                f"it holds {stored.pages}, and an image would be only the first of them: save each image as a file of "
                 "its own, or channels as the bands of one page"
             )
         if self.bands is None:

@@ -61,7 +61,7 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
             path=list_file,
         )
     if not images:
-        raise DataError(f"{shown(list_file)} lists no image: write one name a line", path=list_file)
+        raise DataError(f"{shown(list_file)} lists no image: write one name per line", path=list_file)
     return images
 
 
@@ -243,7 +243,7 @@ def _lines(path: Path, how_to_get: str) -> list[str]:
         hint = f"{did_you_mean(path.name, sorted(lists))} {how_to_get}".strip()
         raise DataError(f"{shown(path)} cannot be read ({error.strerror}): {hint}", path=path) from error
     if b"\0" in data:
-        raise DataError(f"{shown(path)} is not a text file in UTF-8: write one name a line", path=path)
+        raise DataError(f"{shown(path)} is not a text file in UTF-8: write one name per line", path=path)
     text = os.fsdecode(data.removeprefix(codecs.BOM_UTF8))
     lines = (line.strip() for line in text.replace("\r", "\n").split("\n"))
     return [line for line in lines if line and not line.startswith("#")]

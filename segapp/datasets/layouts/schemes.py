@@ -147,11 +147,11 @@ def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, decl
     """Raise ConfigError for a wrong number of colors, or RGB masks whose colors are unknown or ambiguous."""
     if rgb and not declared:
         raise ConfigError(
-            "RGB masks need a palette: list one color a class, in the order of the classes", key="data.palette"
+            "RGB masks need a palette: list one color per class, in the order of the classes", key="data.palette"
         )
     if len(colors) < num_classes or (len(colors) > num_classes and not rgb):
         raise ConfigError(
-            f"palette has {len(colors)} colors for {num_classes} classes: give one color a class", key="data.palette"
+            f"palette has {len(colors)} colors for {num_classes} classes: give one color per class", key="data.palette"
         )
     twice = [color for color, count in Counter(colors).items() if count > 1]
     if rgb and twice:

@@ -44,7 +44,7 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list
         try:
             result = convert(tree)
         except BAD_ENTRY as error:
-            problems.append(f"the annotations look like those of {title}, but cannot be read: {problem_of(error)}")
+            problems.append(f"the annotations look like {title}, but cannot be read: {problem_of(error)}")
             continue
         except DataError as error:
             if not has_masks:

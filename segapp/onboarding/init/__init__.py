@@ -246,7 +246,7 @@ def _uses(
     trained = {image for own in images.values() for image in own}
     has_masks = chosen.writes != "masks"
     reasons = dict(survey.unused.get(chosen.name, {}))
-    reasons |= dict.fromkeys(class_files, f"the class names are those of another source: {classes.names_reason}")
+    reasons |= dict.fromkeys(class_files, f"the class names come from another source: {classes.names_reason}")
     for pair in pairs:
         if pair.image not in trained:
             reason = f"of the {pair.split} split, which the config does not use"
@@ -364,7 +364,7 @@ def _check_place(root: Path, out: Path) -> None:
     data, place = Path(os.path.realpath(root)), Path(os.path.realpath(out.parent))
     if place.is_relative_to(data):
         raise ConfigError(
-            f"{shown(out)} lies in the data folder {shown(root)}, where nothing is written: name a place outside it, "
+            f"{shown(out)} lies in the data folder {shown(root)}, and segapp writes nothing there: name a folder outside it, "
             f"such as --out {shown(os.path.relpath(data.parent / out.name))}",
             path=out,
         )

@@ -27,7 +27,7 @@ MASK_KINDS = {
     "object": "each value above 0 is an object of one class; 0 is the background",
 }
 """Values of `--masks`."""
-NO_PALETTE = "none"  # value of `--palette`: the colors are those of no published data set
+NO_PALETTE = "none"  # value of `--palette`: the colors match no published data set
 UNLABELLED = ("ignore", "class")  # values of `--unlabelled`
 MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an order
 CLEANING = (
@@ -235,7 +235,7 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
             notes = (*notes, f"{listed(seen)} is ignored as in {first.title}: {content.percent(seen)}")
         return Classes(
             tuple(first.palette.values()),
-            f"the colors are those of {first.title}" + (f" (also possible: {others})" if others else ""),
+            f"the colors match {first.title}" + (f" (also possible: {others})" if others else ""),
             palette=(*first.palette, *ignored),
             palette_reason="as published" + ("; the last are ignored" if ignored else ""),
             notes=notes,
@@ -272,7 +272,7 @@ def _chosen_palettes(
         first = [one for one in known if one.title == choices.palette]
         if not first:
             raise ConfigError(
-                f"--palette {choices.palette}: the colors of the masks are those of "
+                f"--palette {choices.palette}: the colors of the masks match "
                 f"{', '.join(one.title for one in known)}: name one of them, or {NO_PALETTE}"
             )
     else:
@@ -408,7 +408,7 @@ def _classes_of_ids(
             notes.append(said)
         return _of_values(
             published.values,
-            f"folders and values are those of {published.title}",
+            f"folders and values match {published.title}",
             [*published.ignored_ids, *strays],
             f"the values of {published.title}",
             [*notes, *published.notes],

@@ -286,7 +286,7 @@ def with_listed_splits(tables: Sequence[Table], layout: Layout) -> tuple[Layout,
         if not is_divided and result is layout:
             result = _divided(layout, lists) or layout
         if result is not layout or (is_divided and layout.name == "lists"):
-            reason = f"the splits are those of {', '.join(result.sources)}"
+            reason = f"the splits come from {', '.join(result.sources)}"
         elif is_divided:
             reason = "the folders and names of the images say the splits"
         else:
@@ -328,7 +328,7 @@ def _divided(layout: Layout, lists: Mapping[str, _Said]) -> Layout | None:
         raise DataError(_overlap(both))
     splits = {image: split for split in ("test", "val", "train") for image in said.get(split, ())}
     divided = tuple(replace(p, split=splits[p.image], split_word=None) for p in layout.pairs if p.image in splits)
-    evidence = [f"the splits are those of {', '.join(used)}"]
+    evidence = [f"the splits come from {', '.join(used)}"]
     if left_out := len(layout.pairs) - len(divided):
         evidence.append(f"{left_out} pairs are in no list and are left out")
     return replace(layout, pairs=divided, evidence=(*layout.evidence, *evidence), sources=(*layout.sources, *used))

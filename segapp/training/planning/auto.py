@@ -244,5 +244,5 @@ def _fewer_images(config: RunConfig, num_images: int, share: float) -> str:
     at_most = "1" if fewer == 1 else f"{fewer} or less"
     return (
         f", or train.batch_size to {at_most}, with train.accumulate = "
-        f"{config.train.accumulate * math.ceil(num_images / fewer)} for as many images a step"
+        f"{config.train.accumulate * math.ceil(num_images / fewer)} for the same number of images per step"
     )

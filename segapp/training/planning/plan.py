@@ -341,7 +341,7 @@ def _advice(config: RunConfig, plan: MemoryPlan, planner: Planner, found: _Simul
     if plan.mode == "dp" and train.batch_size >= len(plan.gpus) and "ddp" in peaks_mib:
         rank_mib = planner.overhead.required_mib(0, planner.overhead.tensors_mib(0, peaks_mib["ddp"]))
         gain_mib, fits = max(best.peak_mib) - rank_mib, all(rank_mib <= gpu.total_mib for gpu in plan.gpus)
-        note = "one process a GPU; every GPU holds an optimizer state"
+        note = "one process per GPU; every GPU holds an optimizer state"
         advice.append(Advice("parallel.mode=ddp", round(gain_mib, 1), round(rank_mib, 1), fits, note))
     return advice
 

@@ -154,7 +154,7 @@ class StepGraph:
             self._note("train.cuda_graph: in pieces, this loss needs two passes of each, and steps run without a graph")
         elif self._captured is not None:
             self._note(
-                "train.cuda_graph: a step that is not like those of the graph (a short batch, pieces, parameters that "
+                "train.cuda_graph: a step that differs from the captured graph (a short batch, pieces, parameters that "
                 f"thaw) runs without it; after {WARM_UP_STEPS} steps that are alike a graph is captured again"
             )
 

@@ -363,7 +363,7 @@ def test_few_colours_of_a_known_palette_are_asked(tmp_path: Path) -> None:
     for choice, names in (("SUIM", "background, human diver, plants"), ("none", "class_0, class_1, class_2")):
         made = propose_config(InitRequest(tmp_path / "d", tmp_path / f"{choice}.yaml", palette=choice))
         assert load_config(made.configs[0]).data.classes[:3] == names.split(", ")
-    with pytest.raises(ConfigError, match=r"--palette UAVid: the colors of the masks are those of .*SUIM"):
+    with pytest.raises(ConfigError, match=r"--palette UAVid: the colors of the masks match .*SUIM"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", palette="UAVid"))
 
 

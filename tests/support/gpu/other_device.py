@@ -93,7 +93,7 @@ class _OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if num_moved and is_left and name not in _TAKE_BOTH:
             raise LeftBehindError(
                 f"{name} has inputs on two devices: make tensors on the device of the input, "
-                "and register those of a module with register_buffer"
+                "and register tensors of a module with register_buffer"
             )
         is_moved = num_moved > 0
         if kwargs.get("device") is not None:
