@@ -240,7 +240,9 @@ def _check_shares(
     if sum(shares) == 0:
         raise ValueError(f"shares={list(shares)} gives no device anything: make one of them positive")
     if full_batch is not None and sum(shares) != full_batch:
-        raise ValueError(f"shares={list(shares)} add up to {sum(shares)}, the batch is {full_batch}: make them equal")
+        raise ValueError(
+            f"shares={list(shares)} add up to {sum(shares)}, but the batch is {full_batch}: make them equal"
+        )
     return shares
 
 

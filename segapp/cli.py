@@ -120,7 +120,7 @@ def train(
     if smoke and (resume is not None or detach):
         raise ConfigError("--smoke tries a new training in the foreground: leave --resume and --detach out")
     if json_out and not smoke:
-        raise ConfigError("--json belongs to --smoke: add it, or ask a run with segapp status RUN --json")
+        raise ConfigError("--json belongs to --smoke: add --smoke, or use segapp status RUN --json for a run")
     from segapp.config import explain_config
     from segapp.training.launchers import adopt_launcher, exit_code_for_launcher, loss_without_launch
     from segapp.training.request import plan_request
@@ -171,7 +171,12 @@ def launch(
         str, option("--nproc-per-node", "Ranks on this machine; gpu: one for each GPU.", "K|gpu")
     ] = "1",
     rdzv_endpoint: Annotated[
-        str | None, option("--rdzv-endpoint", "Meeting point of the machines: the address of one of them, and a free port.", "HOST:PORT")
+        str | None,
+        option(
+            "--rdzv-endpoint",
+            "Meeting point of the machines: the address of one of them, and a free port.",
+            "HOST:PORT",
+        ),
     ] = None,
     rdzv_id: Annotated[str | None, option("--rdzv-id", "Name of the job; by default the run folder's.", "NAME")] = None,
     local_addr: Annotated[
@@ -402,7 +407,9 @@ def predict(
     ] = "0",
     slide: SlideFlag = False,
     tta: TtaFlag = False,
-    batch: Annotated[str, typer.Option("--batch", metavar="N|auto", help="Images per batch; auto: by memory.")] = "auto",
+    batch: Annotated[
+        str, typer.Option("--batch", metavar="N|auto", help="Images per batch; auto: by memory.")
+    ] = "auto",
     config: WeightsConfig = None,
 ) -> None:
     """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/confidence, DIR/probabilities.

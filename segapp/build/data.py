@@ -212,7 +212,7 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
         unknown = [name for name in data.foreground_classes or () if name not in names]
         if unknown:
             raise ConfigError(
-                f"data.foreground_classes: {unknown[0]!r} is no class: {accepted_words(unknown[0], names)}",
+                f"data.foreground_classes: {unknown[0]!r} is not a class: {accepted_words(unknown[0], names)}",
                 key="data.foreground_classes",
             )
         chosen = data.foreground_classes

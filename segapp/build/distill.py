@@ -64,8 +64,8 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
     for key, library in (("model", config.model.library), ("distill.teacher", trained.config.model.library)):
         if library == "python":
             raise ConfigError(
-                f"{key} is own code (library python), of which distill does not know the features before the last "
-                "layer: use a network of torchvision or smp, or leave distill out",
+                f"{key} is a custom model (library python), and distill cannot find its features before the last "
+                "layer: use a model of torchvision or smp, or remove distill",
                 key=key,
             )
     own, taught = build_pixels(config.data), build_pixels(trained.config.data)

@@ -75,7 +75,7 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
         now = "no weights file gives it" if model.base is None else f"sha256 {model.base.sha256[:16]} now"
         raise CheckpointError(
             f"{checkpoint.path} holds only adapters and head, for a base from {', '.join(saved['sources'])} with "
-            f"sha256 {saved['sha256'][:16]}, and {now}: put the file of then back, or name a copy of it as "
+            f"sha256 {saved['sha256'][:16]}, and {now}: put the original file back, or name a copy of it as "
             "model.weights_backbone or model.weights (checkpoint.full=true saves the base too)",
             key="model.adapters",
             path=checkpoint.path,

@@ -113,7 +113,7 @@ def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> 
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigError(
-            f"optim.name = {section.name}: step() needs a closure, which no training has: use another",
+            f"optim.name = {section.name}: step() needs a closure, which segapp does not pass: use another optimizer",
             key="optim.name",
             value=section.name,
         )

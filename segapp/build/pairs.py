@@ -92,7 +92,7 @@ def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, 
         unknown = [name for name in names if name not in ids]
         if unknown:
             raise ConfigError(
-                f"data.groups: {group} names {unknown[0]!r}, which is no class: {accepted_words(unknown[0], ids)}",
+                f"data.groups: {group} names {unknown[0]!r}, which is not a class: {accepted_words(unknown[0], ids)}",
                 key="data.groups",
             )
     return {group: tuple(ids[name] for name in names) for group, names in groups.items()}

@@ -153,7 +153,7 @@ def _config_of(path: Path) -> RunConfig:
     """Return the config in the metadata of a safetensors file; raise CheckpointError without one."""
     text = read_metadata(path, "weights").get(CONFIG_KEY)
     if text is None:
-        raise CheckpointError(f"{path} holds no config: say which network the weights are of with --config", path=path)
+        raise CheckpointError(f"{path} holds no config: name the config of its model with --config", path=path)
     try:
         raw = json.loads(text)
         if not isinstance(raw, dict):

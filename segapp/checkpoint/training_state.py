@@ -219,8 +219,8 @@ def check_resumable(
     if differences:
         shown = "\n".join(f"  {line}" for line in differences)
         raise CheckpointError(
-            f"{path} cannot be resumed with this config, these keys differ (saved -> now):\n{shown}\n"
-            "  put them back, or start a new run",
+            f"{path} cannot be resumed with this config, because these keys differ (saved -> now):\n{shown}\n"
+            "  set them back, or start a new run",
             path=path,
         ).see("resume-refused")
     data: Any = state["data"]
@@ -288,7 +288,7 @@ def _load_named(store: CheckpointFolder, name: str, read: Reader) -> LoadedCheck
     entry = manifest.entry_named(name)
     if entry is None:
         known = accepted_words(name, sorted(manifest.names))
-        raise CheckpointError(f"{store.path / name}: no such checkpoint is committed: {known}", path=store.path / name)
+        raise CheckpointError(f"{store.path / name}: there is no such checkpoint: {known}", path=store.path / name)
     try:
         state, file = _read_entry(store, entry, read)
     except (DamagedError, OSError) as error:

@@ -32,7 +32,9 @@ def calibrate_target(target: str, *, split: str | None, picture: Path | None) ->
     trained = load_trained(target)
     folder = run_of_file(trained.path)
     if folder is None:
-        raise ConfigError(f"{printable(target)} is not a run, and a temperature is kept in the folder of its run")
+        raise ConfigError(
+            f"{printable(target)} is not a run: name a run, because the temperature is saved in the run folder"
+        )
     if trained.scheme.multilabel is not None:
         raise ConfigError(
             f"{printable(target)} knows several classes per pixel (data.multilabel), and calibrate works with one "

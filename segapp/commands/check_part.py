@@ -104,7 +104,7 @@ def follows(module: nn.Module, run: Callable[[Any, str], Tensor]) -> str | None:
     except Exception as error:
         if gpu is not None or isinstance(error, SegappError):
             raise
-        raise NotTriedError(f"there is no GPU here, and without one it fails with {shown_error(error)}") from error
+        raise NotTriedError(f"this machine has no GPU, and on the CPU it fails with {shown_error(error)}") from error
     return None if result.device.type == device else "the result stays on the CPU: compute it on the inputs' device"
 
 
@@ -470,7 +470,9 @@ def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> lis
     if found:
         return found
     if name is None:
-        raise ConfigError("no custom component is named: give package.module:factory, or --config FILE of a config with some")
+        raise ConfigError(
+            "no custom component is named: give package.module:factory, or --config FILE of a config with some"
+        )
     if not is_part(name):
         raise ConfigError(f"{name!r} names no custom component: write package.module:factory or file.py:factory")
     if kind is None:

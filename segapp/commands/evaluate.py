@@ -83,7 +83,7 @@ def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
     """Evaluate a network, or the mean of several; print the per-class table, and write the requested files."""
     if options.confusion is not None and options.confusion.suffix.lower() not in PICTURE_SUFFIXES:
         raise ConfigError(
-            f"--confusion {options.confusion} has none of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
+            f"--confusion {options.confusion} needs one of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
         )
     scored = score_target(target, options)
     found, trained = scored.found, scored.trained
@@ -145,7 +145,7 @@ def _load_ensemble(
     """Return several networks and the mean of their probabilities; ConfigError if they cannot be averaged."""
     for option, value in (("--config", options.config), ("--devices", options.devices)):
         if value is not None:
-            raise ConfigError(f"{option} {value} is for one network, and {len(targets)} are named: leave it out")
+            raise ConfigError(f"{option} {value} is for one model, and {len(targets)} are named: leave it out")
     networks: list[tuple[str, TrainedModel]] = []
 
     def members() -> Iterator[tuple[str, TrainedPredictor]]:
@@ -220,7 +220,7 @@ def _build_evaluators(
         names = [name.strip() for name in options.devices.split(",") if name.strip()]
         devices = choose_devices([int(name) if name.isdecimal() else name for name in names])[0]
         if not devices:
-            raise ConfigError("--devices names none: give one or more, e.g. 0,1 or cpu")
+            raise ConfigError("--devices names no device: give at least one, e.g. 0,1 or cpu")
     if ensemble is not None:
         # With one class per pixel, the mean probabilities come from a softmax, which gives no loss of a sigmoid.
         has_loss = not criterion.is_sigmoid or trained.inference.threshold is not None
@@ -266,7 +266,9 @@ def _boundary_lines(found: BoundaryScores) -> list[str]:
     )
     farthest = f"Hausdorff distance (95 %) {_mean_of(found.hausdorff_px)}, in pixels"
     if num_undefined := sum(found.num_undefined):
-        farthest += f"; {num_undefined} times an image has a class only in its mask or only in its prediction, and no distance"
+        farthest += (
+            f"; {num_undefined} times an image has a class only in its mask or only in its prediction, and no distance"
+        )
     return [means, farthest]
 
 

@@ -84,7 +84,7 @@ def print_models(pattern: str | None, size: str, *, with_memory: bool, with_spee
 def _parse_size(text: str) -> tuple[int, int]:
     height, _, width = text.lower().partition("x")
     if not (height.isdecimal() and width.isdecimal() and int(height) and int(width)):
-        raise ConfigError(f"--size {text}: HEIGHTxWIDTH in pixels is expected, e.g. 512x512")
+        raise ConfigError(f"--size {text}: write HEIGHTxWIDTH in pixels, e.g. 512x512")
     return int(height), int(width)
 
 

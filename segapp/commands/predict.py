@@ -64,7 +64,7 @@ def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
         num_networks += 1
     networks, paths = list(words[:num_networks]), [Path(word) for word in words[num_networks:]]
     if not paths:
-        raise ConfigError(f"{printable(networks[-1])} is a network, and no picture follows: name images or folders")
+        raise ConfigError(f"{printable(networks[-1])} is a model: name images or folders after it")
     return networks, paths
 
 

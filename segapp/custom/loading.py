@@ -44,7 +44,9 @@ def load_part(name: str, key: str) -> CustomComponent:
 
 def _load(name: str, key: str) -> CustomComponent:
     if not is_part(name):
-        raise ConfigError(f"{key} = {name!r} names no custom component: write package.module:factory or ./file.py:factory")
+        raise ConfigError(
+            f"{key} = {name!r} names no custom component: write package.module:factory or ./file.py:factory"
+        )
     where, attribute = split_name(name)
     source, what = find_source(name), f"{key} = {name}"
     module = _import_file(where, source, what) if is_file_name(where) else _import(where, what)
@@ -55,7 +57,7 @@ def _load(name: str, key: str) -> CustomComponent:
             raise ConfigError(f"{what}: {where} has no {word!r}: {hint or 'check the spelling'}")
         found = getattr(found, word)
     if not callable(found):
-        raise ConfigError(f"{what} is a {type(found).__name__}: name a class or a function that makes the part")
+        raise ConfigError(f"{what} is a {type(found).__name__}: name a class or a function that creates the component")
     file = getattr(module, "__file__", None)
     return CustomComponent(name, found, source if source is not None or file is None else Path(file).resolve())
 
@@ -67,7 +69,7 @@ def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
             f"({os.getcwd()})"
         )
     if not source.stem.isidentifier():
-        raise ConfigError(f"{what}: {source.stem} cannot be the name of a module: rename the file, e.g. my_parts.py")
+        raise ConfigError(f"{what}: {source.stem} is not a valid module name: rename the file, e.g. to my_parts.py")
     module = _import(source.stem, what, str(source.parent))
     own = getattr(module, "__file__", None)
     if own is None or Path(own).resolve() != source:
@@ -86,13 +88,15 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):
-            raise ConfigError(f"{what}: its import needs the module {error.name}: install it") from error
+            raise ConfigError(f"{what}: importing it needs the module {error.name}: install it") from error
         raise ConfigError(
             f"{what}: no module {error.name} on the Python path or in the current folder ({os.getcwd()}): start segapp "
-            "where it lies, add its folder to PYTHONPATH, or name the file: ./file.py:factory"
+            "in its folder, add its folder to PYTHONPATH, or name the file: ./file.py:factory"
         ).see("own-parts") from error
     except (Exception, SystemExit) as error:
-        raise ConfigError(f"{what}: its import fails with {shown_error(error)}: correct it").see("own-parts") from error
+        raise ConfigError(f"{what}: importing it fails with {shown_error(error)}: correct it").see(
+            "own-parts"
+        ) from error
 
 
 def option_problems(
@@ -162,7 +166,7 @@ def build_part(
         raise
     except Exception as error:
         raise ConfigError(
-            f"{key} = {name}: making it fails with {shown_error(error)}: correct it, or {options_key}",
+            f"{key} = {name}: creating it fails with {shown_error(error)}: correct it, or {options_key}",
             key=key,
             value=name,
         ).see("own-parts") from error

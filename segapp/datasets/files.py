@@ -160,7 +160,7 @@ def open_image(file: BinaryIO, path: Path, max_pixels: int = MAX_PIXELS) -> Imag
     except Exception as error:  # a damaged header is reported by Pillow as any of a dozen exception types
         raise DataError(
             f"{shown(path)}: no readable image ({_first_line(error)}): the file is damaged or of an unknown format; "
-            "replace it, or take it out of the split",
+            "replace it, or remove it from the split",
             path=path,
         ) from error
     if image.width * image.height > max_pixels:
@@ -364,7 +364,8 @@ def check_mask_format(path: Path, image_format: str) -> None:
     """Raise DataError for a mask saved as JPEG, which changes ids."""
     if image_format in {"JPEG", "MPO"}:
         raise DataError(
-            f"{shown(path)}: a mask saved as JPEG has wrong ids (lossy compression): export the masks as PNG", path=path
+            f"{shown(path)}: the mask is a JPEG, and lossy compression changes class ids: export the masks as PNG",
+            path=path,
         )
 
 

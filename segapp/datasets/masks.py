@@ -92,7 +92,7 @@ def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
         own = _label_sets(path, one)
         if sets is not None and own.shape != sets.shape:
             raise DataError(
-                f"{shown(path)}: the mask has {own.shape[1]}x{own.shape[0]} pixels, that of the first class "
+                f"{shown(path)}: the mask has {own.shape[1]}x{own.shape[0]} pixels, the mask of the first class "
                 f"{sets.shape[1]}x{sets.shape[0]}: make all the same size",
                 path=path,
             )
@@ -158,7 +158,7 @@ def _check_one_frame(image: Image.Image, path: Path) -> None:
     except Exception as error:  # a damaged directory of frames, as above
         raise damaged(path, error) from error
     if has_more:
-        raise DataError(f"{shown(path)}: a mask of several frames: save one frame per file", path=path)
+        raise DataError(f"{shown(path)}: the mask has several frames: save one frame per file", path=path)
 
 
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:

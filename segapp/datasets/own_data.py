@@ -62,7 +62,7 @@ class OwnData:
         except Exception as cause:
             raise error(
                 f"image_and_mask({index}) of data.format = {self.part} fails with {shown_error(cause)}: "
-                "correct it; segapp check-part --config FILE shows the component in every way that a training uses it"
+                "correct it; segapp check-part --config FILE checks the component"
             ) from cause
         image, mask = np.asarray(image), np.asarray(mask)
         if image.dtype != pixels.numpy_dtype or image.ndim != 3 or image.shape[2] != pixels.num_bands:

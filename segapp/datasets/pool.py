@@ -226,7 +226,7 @@ class BatchPool:
 
     def _check_current(self, number: int) -> None:
         if number != self._pass:
-            raise RuntimeError("this pass over the data ended when a later one started")
+            raise RuntimeError("this iterator over the data ended because a later one started")
 
     def _start(self, batches: list[list[SampleKey]]) -> Iterator[Any]:
         """Start a pass, with the workers of the last one if they still respond."""
@@ -286,7 +286,7 @@ class BatchPool:
         being_read = filter(None, map(self._name_in_slot, range(self._workers)))
         names = list(being_read) or [shown(self._dataset.pairs[key.image].image) for key in batch[:1]]
         return WorkerError(
-            f"the data workers gave no batch for {self.options.timeout_s:g} s, at {', '.join(names)}: "
+            f"no batch arrived from the data workers for {self.options.timeout_s:g} s, at {', '.join(names)}: "
             "check that the storage answers, or raise data.timeout_s",
             key="data.timeout_s",
             value=self.options.timeout_s,

@@ -217,7 +217,7 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
         value = scheme.file_ids[scheme.names.index(present[0])]
         what = "one color" if scheme.rgb else f"value {value}"
         return DataError(
-            f"{only} ({what}), and a network learns nothing from one class: "
+            f"{only} ({what}), and a model learns nothing from one class: "
             "check data.mask_dir and data.label_map, or add images with the other classes",
             key="data.mask_dir",
         )

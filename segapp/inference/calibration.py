@@ -86,7 +86,7 @@ def score_pixels(
         targets.append(target.reshape(-1)[place].astype(np.int64))
         progress(index + 1)
     if not sum(map(len, targets)):
-        raise DataError("no pixel of the split has a class: a temperature is fitted to labeled images")
+        raise DataError("no pixel of the split has a class: calibrate needs labeled images")
     return ScoredPixels(torch.from_numpy(np.concatenate(found)), torch.from_numpy(np.concatenate(targets)))
 
 
@@ -133,8 +133,8 @@ def fit_temperature(pixels: ScoredPixels) -> float:
     if not _LEAST < temperature < _MOST:
         bound = f"below {_LEAST:g}" if temperature <= _LEAST else f"above {_MOST:g}"
         raise DataError(
-            f"the temperature would be {bound}: the network is right at nearly every pixel of the split, or its "
-            "probabilities say nothing about the classes: use a split that it was not trained on, or train longer"
+            f"the temperature would be {bound}: the model is right at nearly every pixel of the split, or its "
+            "probabilities do not depend on the classes: use a split that it was not trained on, or train longer"
         )
     return temperature
 

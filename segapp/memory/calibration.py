@@ -73,7 +73,7 @@ def read_measurement(folder: RunFolder) -> Measurement:
     measurement = collect(EventReader(folder.events).read_raw())
     where = folder.path.name
     if measurement.devices and all(name.startswith("cpu") for name in measurement.devices):
-        raise ConfigError(f"{where} trained on the CPU, which cannot calibrate a plan for GPUs: leave out --run")
+        raise ConfigError(f"{where} trained on the CPU, so it cannot improve a plan for GPUs: leave out --run")
     if not measurement.peaks_mib:
         raise ConfigError(f"{where} has no measured peak yet: let it train for some steps, or leave out --run")
     return measurement

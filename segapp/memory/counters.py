@@ -150,7 +150,7 @@ def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], fir
     if len(limits) < len(devices):
         raise ConfigError(
             f"parallel.memory_budget_mib names {len(limits_mib)} budgets: device {first + len(limits)} has none: "
-            "give one a device",
+            "give one per device",
             key="parallel.memory_budget_mib",
         )
     gpus = [gpu for device in devices if (gpu := gpu_of(device))]

@@ -208,7 +208,7 @@ def build_eomt(
     (see `EomtModel`) and arguments of timm's model.
 
     Raises:
-        ConfigError: an unknown name, an encoder that is no plain vision transformer, or options that do not suit it.
+        ConfigError: an unknown name, an encoder that is not a plain vision transformer, or options that do not suit it.
     """
     if name.lower() != "eomt":
         raise unknown_name("model.name", name, "a model of segapp", ("eomt",))
@@ -253,7 +253,7 @@ def _build_transformer(encoder: str | None, options: Mapping[str, Any]) -> Any:
     is_plain = isinstance(net, VisionTransformer | Eva) and not getattr(net, "rope_mixed", False)
     if not is_plain or len(set(cast(Any, net).patch_embed.patch_size)) > 1:
         raise ConfigError(
-            f"model.encoder: {encoder} is no plain vision transformer with square patches: use one such as {example}",
+            f"model.encoder: {encoder} is not a plain vision transformer with square patches: use {example}",
             key="model.encoder",
         )
     return net

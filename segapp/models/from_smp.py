@@ -114,7 +114,8 @@ def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: li
     for option in options:
         if option in _RESERVED:
             raise ConfigError(
-                f"model.options: {option} is set by model.* and the data, or not used; drop it", key="model.options"
+                f"model.options: {option} is set by other keys of model or data, or is not used: remove it",
+                key="model.options",
             )
     # smp's PSPNet hands `output_stride` on to its encoder; DeepLabV3 has the option under the longer name.
     renamed = {"encoder_output_stride": "output_stride"} if name == "PSPNet" else {}

@@ -132,13 +132,13 @@ def _split_name(name: str, encoder: str | None) -> tuple[str, str]:
         raise unknown_name("model.name", name, "a model of torchvision", torchvision_names())
     if not backbone_name and encoder is None:
         raise ConfigError(
-            f"model.encoder: {name} needs a backbone; set one of {', '.join(torchvision_backbones())}, or a whole name "
+            f"model.encoder: {name} needs a backbone: set one of {', '.join(torchvision_backbones())}, or a whole name "
             f"such as {name}_mobilenet_v3_large",
             key="model.encoder",
         )
     if backbone_name and encoder not in (None, backbone_name):
         raise ConfigError(
-            f"model.encoder: {name} already names its backbone; drop {encoder!r}, or set name: {family}",
+            f"model.encoder: {name} already names its backbone: remove {encoder!r}, or set name: {family}",
             key="model.encoder",
         )
     backbone_name = backbone_name or str(encoder)

@@ -104,7 +104,7 @@ def _best_renaming(found: Shapes, wanted: Shapes, backbone: str) -> _Renaming:
     if rival is not None:
         pair = " and ".join(next(iter(names.values())) for names in (best_taken, rival))
         raise CheckpointError(
-            f"holds several networks that fit equally well (tensors such as {pair}): save only the one you want, "
+            f"holds several models that fit equally well (tensors such as {pair}): save only the one you want, "
             "with torch.save"
         )
     return best

@@ -227,9 +227,7 @@ def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict
             inner = [name for name, value in content.items() if isinstance(value, Mapping) and _tensors_in(value)]
             if len(inner) > 1:
                 names = some_names([str(name) for name in inner], 6)
-                raise _refused(
-                    key, path, f"{path} holds several state dicts ({names}); save only the one you want"
-                )
+                raise _refused(key, path, f"{path} holds several state dicts ({names}); save only the one you want")
         if not inner:
             break
         content = content[inner[0]]
@@ -298,7 +296,8 @@ def _refuse_compressed(file: BinaryIO) -> None:
             entries = archive.infolist()
         if any(e.compress_type != zipfile.ZIP_STORED for e in entries) or sum(e.file_size for e in entries) > size:
             raise CheckpointError(
-                "the file is compressed and would unpack to more than its size; torch.save does not compress"
+                "the file is compressed and would unpack to more than its size: "
+                "save it again with torch.save, which does not compress"
             )
     file.seek(0)
 

@@ -101,13 +101,15 @@ def find_by_expression(images: Sequence[str], pattern: str) -> tuple[str, ...]:
         expression = re.compile(pattern)
     except re.error as error:
         raise ConfigError(
-            f"--group {pattern}: no regular expression ({error}): write one such as '^([^/_]+)_'"
+            f"--group {pattern}: not a regular expression ({error}): write one such as '^([^/_]+)_'"
         ) from None
     groups = []
     for image in images:
         match = expression.search(image)
         if match is None:
-            raise ConfigError(f"--group {pattern}: matches nothing in {shown(image)}: it must match every image")
+            raise ConfigError(
+                f"--group {pattern}: matches nothing in {shown(image)}: write one that matches every image"
+            )
         groups.append(match[1] if expression.groups and match[1] is not None else match[0])
     return tuple(groups)
 

@@ -135,7 +135,7 @@ class SweepFolder:
             is_acquired = self._lock.acquire()
         if not is_acquired:
             raise RunBusyError(
-                f"{self.path} is carried out by another process: `segapp ls {self.name}` shows how far it is",
+                f"{self.path} is in use by another process: `segapp ls {self.name}` shows how far it is",
                 path=self.path,
             )
 

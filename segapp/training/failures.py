@@ -63,5 +63,5 @@ def as_segapp_error(
         is_alone = cause is not error and num_devices == 1
         return as_segapp_error(cause) if is_alone else DistributedError(first)
     if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
-        return DistributedError(f"another rank does not answer ({first}): look at its lines, and at stacks.log")
+        return DistributedError(f"another rank does not answer ({first}): read its lines and stacks.log")
     return RunError(f"unexpected {type(error).__name__}: {first}")

@@ -245,8 +245,8 @@ def _wait_for_folder(folder: RunFolder, rank: int) -> None:
     while not folder.path.is_dir():
         if time.monotonic() >= deadline_s:
             raise StorageError(
-                f"{folder.path}: rank {rank}, on {socket.gethostname()}, does not see this run folder of rank 0: "
-                "name one with --run that all machines share",
+                f"{folder.path}: rank {rank}, on {socket.gethostname()}, cannot see this run folder of rank 0: "
+                "name a folder with --run that all machines share",
                 path=folder.path,
             )
         time.sleep(0.5)

@@ -348,7 +348,9 @@ class Trainer:
         has_diverged, words = found
         if has_diverged:
             self._end_diverged(f"in epoch {self.position.epoch} {words}")
-        self.reporter.alert("diverged", f"in epoch {self.position.epoch} {words}: if it does not fall, lower optim.lr")
+        self.reporter.alert(
+            "diverged", f"in epoch {self.position.epoch} {words}: if it does not decrease, lower optim.lr"
+        )
 
     def _end_diverged(self, words: str) -> None:
         """Emit an alert and raise NonFiniteError; nothing is saved from here on."""

@@ -37,6 +37,6 @@ def test_init_refuses_lists_with_a_common_image(tiny_root: Path, tmp_path: Path)
     names = sorted(path.stem for path in (root / "images").iterdir())
     (root / "train.txt").write_text("\n".join(names))
     (root / "val.txt").write_text(names[0])
-    with pytest.raises(DataError, match=f"1 validation images are training images too, such as .*{names[0]}"):
+    with pytest.raises(DataError, match=f"1 validation images are also training images, such as .*{names[0]}"):
         propose_config(InitRequest(root, tmp_path / "made.yaml"))
     assert not (tmp_path / "made.yaml").exists()

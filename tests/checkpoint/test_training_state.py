@@ -741,7 +741,7 @@ def test_newer_manifest_and_folder_without_commit_are_refused(tmp_path):
 
 def test_unknown_checkpoint_name_error_lists_committed_ones(tmp_path):
     save(tmp_path, 10)
-    with pytest.raises(CheckpointError, match=r"no such checkpoint is committed: did you mean last\.pt\? use last\.pt"):
+    with pytest.raises(CheckpointError, match=r"there is no such checkpoint: did you mean last\.pt\? use last\.pt"):
         load_checkpoint(tmp_path, "best")
 
 

@@ -255,7 +255,7 @@ def test_what_cannot_be_tried_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> 
     check = tried("it moves", lambda: follows(nn.ReLU(), fails))
     assert (check.mark, check.what) == ("not tried", "it moves")
     assert check.problem.startswith(
-        "there is no GPU here, and without one it fails with NotImplementedError: no kernel"
+        "this machine has no GPU, and on the CPU it fails with NotImplementedError: no kernel"
     )
 
 

@@ -105,5 +105,5 @@ def test_mean_of_a_network_and_itself_is_the_network(runs: Path, options: dict[s
 def test_networks_that_cannot_be_averaged_are_refused(runs: Path) -> None:
     with pytest.raises(ConfigError, match="have different classes: class 0 is 'ground' and 'box'"):
         score_target([str(runs / "a"), str(runs / "c")], EvalOptions())
-    with pytest.raises(ConfigError, match=r"--devices cpu,cpu is for one network, and 2 are named: leave it out"):
+    with pytest.raises(ConfigError, match=r"--devices cpu,cpu is for one model, and 2 are named: leave it out"):
         score_target([str(runs / "a"), str(runs / "b")], EvalOptions(devices="cpu,cpu"))

@@ -60,7 +60,7 @@ def test_source_is_found_without_an_import(folder: Path) -> None:
     [
         ("", "no_such_module_here:f", "no module no_such_module_here on the Python path or in the current folder"),
         ("", "missing.py:f", "there is no file missing.py"),
-        ("import no_such_module_here", "own_a:f", "its import needs the module no_such_module_here"),
+        ("import no_such_module_here", "own_a:f", "importing it needs the module no_such_module_here"),
         ("def f(:", "own_b:f", "SyntaxError: .*own_b.py, line 1"),
         ("1 / 0", "own_c:f", "ZeroDivisionError: division by zero .own_c.py, line 1"),
         ("raise SystemExit(3)", "own_d:f", "its import fails with SystemExit: 3"),

@@ -99,7 +99,7 @@ def test_order_of_a_config_by_hand(dataset: SegmentationDataset) -> None:
     rare = loader(dataset, sampling="foreground", foreground_share=1, foreground_classes=["rare"])._order(1)
     assert {(key.image, key.aim) for key in rare} == {(5, 2)}
     assert len(rare) == 13
-    with pytest.raises(ConfigError, match=r"'raer' is no class: did you mean rare.* ground, road, rare, absent"):
+    with pytest.raises(ConfigError, match=r"'raer' is not a class: did you mean rare.* ground, road, rare, absent"):
         loader(dataset, sampling="foreground", foreground_classes=["raer"])
     with pytest.raises(ConfigError, match="no training mask contains absent"):
         loader(dataset, sampling="foreground", foreground_classes=["absent"])

@@ -246,7 +246,7 @@ def test_image_is_never_its_own_mask(tmp_path: Path) -> None:
 def test_listed_name_without_image_is_named(tmp_path: Path) -> None:
     touch(tmp_path, "images/1.jpg", "masks/1.png")
     (tmp_path / "train.txt").write_text("1\n2\n")
-    with pytest.raises(DataError, match=r"train\.txt: 1 of its names have no image below .*\(2\)"):
+    with pytest.raises(DataError, match=r"train\.txt: 1 of the names in it have no image below .*\(2\)"):
         find_pairs(DataLocation("folder", tmp_path), "train")
 
 
@@ -391,11 +391,11 @@ def test_target_types_hold_all_ids() -> None:
         ({"classes": ["a", "b"], "ignore_index": 0}, "must be outside the class ids"),
         ({"classes": ["a"], "ignore_index": 32_768}, "within -32767..32767"),
         ({"classes": ["a"], "ignore_index": -32_768}, "within -32767..32767"),
-        ({"classes": ["a", "b"], "label_map": {7: 2}}, "7 -> 2 is no class id"),
-        ({"classes": ["a", "b"], "label_map": {-1: 0}}, "no mask can hold the id -1"),
+        ({"classes": ["a", "b"], "label_map": {7: 2}}, "7 -> 2 is not a class id"),
+        ({"classes": ["a", "b"], "label_map": {-1: 0}}, "no mask can contain the id -1"),
         ({"classes": ["a", "b"], "palette": [[1, 2, 3]]}, "1 colors for 2 classes"),
         ({"classes": ["a", "b"], "rgb": True}, "need a palette"),
-        ({"classes": ["a", "b"], "rgb": True, "palette": [[1, 1, 1], [1, 1, 1]]}, "stands for two classes"),
+        ({"classes": ["a", "b"], "rgb": True, "palette": [[1, 1, 1], [1, 1, 1]]}, "is used for two classes"),
     ],
 )
 def test_inconsistent_class_schemes_are_refused(options: dict, message: str) -> None:

@@ -63,7 +63,7 @@ def test_black_and_white_masks_with_ignored_white_are_refused(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("masks", "options", "words"),
     [
-        ([[0, 0]], {}, "only one class has pixels, a (value 0), and a network learns nothing from one class"),
+        ([[0, 0]], {}, "only one class has pixels, a (value 0), and a model learns nothing from one class"),
         ([[255, 255]], {}, "every pixel is ignored: value 255 (data.ignore_index); check"),
         (
             [[1, 7]],

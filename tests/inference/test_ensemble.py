@@ -147,7 +147,7 @@ def test_words_are_networks_up_to_the_first_picture(tmp_path: Path, monkeypatch:
         split_networks(["one", "photos"])
     assert split_networks(["one", "runs/one/sample.png"]) == (["one"], [Path("runs/one/sample.png")])
     assert split_networks(["one", "*.jpg"]) == (["one"], [Path("*.jpg")])
-    with pytest.raises(ConfigError, match="two is a network, and no picture follows"):
+    with pytest.raises(ConfigError, match="two is a model: name images or folders"):
         split_networks(["one", "two"])
 
 

@@ -155,8 +155,8 @@ def test_masks_have_a_stride_of_about_four_pixels(patch_px, stride):
         (DINO_V3, {"num_queries": 0}, r"num_queries = 0 is not a whole number of at least 1"),
         (DINO_V3, {"num_blocks": 4}, r"num_blocks = 4, but .* has 3"),
         (DINO_V3, {"num_querys": 4}, "cannot be built .*num_querys"),
-        (DINO_V3, {"patch_size": (16, 8)}, "is no plain vision transformer with square patches"),
-        ("tu-vit_small_patch16_rope_mixed_224", {}, "is no plain vision transformer"),
+        (DINO_V3, {"patch_size": (16, 8)}, "is not a plain vision transformer with square patches"),
+        ("tu-vit_small_patch16_rope_mixed_224", {}, "is not a plain vision transformer"),
     ],
 )
 def test_what_cannot_be_built_is_refused_with_the_next_move(encoder, options, message):

@@ -153,7 +153,7 @@ def test_options_reach_backbone_and_head(name, encoder, options, stride):
     [
         ("deeplabv3_resnet5", {}, r"model\.name: 'deeplabv3_resnet5' is not .*: did you mean deeplabv3_resnet50"),
         ("Unet", {}, r"model\.name: 'Unet' is not"),
-        ("fcn", {}, r"model\.encoder: fcn needs a backbone; set one of mobilenet_v3_large"),
+        ("fcn", {}, r"model\.encoder: fcn needs a backbone: set one of mobilenet_v3_large"),
         ("fcn", {"encoder": "resnet60"}, r"model\.encoder: 'resnet60' is not .*did you mean .*resnet50"),
         ("fcn_resnet50", {"encoder": "resnet18"}, r"model\.encoder: fcn_resnet50 already names its backbone"),
         ("fcn", {**SMALL, "options": {"width_mul": 2}}, r"model\.options: 'width_mul' .*did you mean width_mult"),

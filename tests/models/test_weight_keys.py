@@ -217,7 +217,7 @@ def test_head_of_a_network_with_another_backbone_is_refused(tmp_path):
 def test_file_of_two_networks_is_refused_unless_one_fits_better(tmp_path, resnet18):
     state = resnet18.state_dict()
     both = {f"{who}.{name}": value for who in ("student", "teacher") for name, value in state.items()}
-    with pytest.raises(CheckpointError, match=r"several networks that fit equally well .*student.* and teacher"):
+    with pytest.raises(CheckpointError, match=r"several models that fit equally well .*student.* and teacher"):
         loaded("smp", "FPN", both, tmp_path, encoder="resnet18")
     both.pop("student.conv1.weight")
     _, keys = loaded("smp", "FPN", both, tmp_path, encoder="resnet18")

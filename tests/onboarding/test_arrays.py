@@ -163,7 +163,7 @@ def test_ids_beyond_8_bits_and_cut_files_are_named(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:4000])
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
     lines = "\n".join(result.lines)
-    assert "values from 0 to 300, which are no ids of 0 to 255" in lines
+    assert "values from 0 to 300, which are not ids of 0 to 255" in lines
     assert f"left out: images/{NAMES[4]}.npy" in lines
     assert len(names["train"] + names["val"]) == 8
 

@@ -214,7 +214,7 @@ def test_bitmap_that_is_no_png_is_left_out_and_named(tmp_path: Path) -> None:
     content["objects"][1]["bitmap"]["data"] = base64.b64encode(zlib.compress(b"no PNG")).decode()
     path.write_text(json.dumps(content))
     _, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert "its bitmap is no PNG" in "\n".join(result.lines)
+    assert "its bitmap is not a PNG" in "\n".join(result.lines)
     assert len(names["train"] + names["val"]) == 5
 
 

@@ -47,8 +47,8 @@ def test_corners_may_have_further_numbers() -> None:
     [
         ([(0, 0), (1, 1)], "a polygon of 2 corners"),
         ([(0,), (1,), (2,)], "a polygon of 3 corners"),
-        ([(0, 0), (1, math.nan), (2, 2)], "a corner that is no number"),
-        ([(0, 0), (1, 2.0**24 + 1), (2, 2)], "a corner that is no number"),
+        ([(0, 0), (1, math.nan), (2, 2)], "a corner is not a number"),
+        ([(0, 0), (1, 2.0**24 + 1), (2, 2)], "a corner is not a number"),
     ],
 )
 def test_polygon_that_cannot_be_filled_leaves_the_mask(ring: list[tuple[float, ...]], message: str) -> None:

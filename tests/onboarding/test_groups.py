@@ -210,7 +210,9 @@ def test_groups_are_what_an_expression_matches(pattern: str, groups: tuple[str, 
 
 
 def test_wrong_expressions_for_groups_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"--group \(: no regular expression"):
+    with pytest.raises(ConfigError, match=r"--group \(: not a regular expression"):
         group_pairs(pairs_of("a.png"), "(")
-    with pytest.raises(ConfigError, match=r"--group \^z: matches nothing in a\.png: it must match every image"):
+    with pytest.raises(
+        ConfigError, match=r"--group \^z: matches nothing in a\.png: write one that matches every image"
+    ):
         group_pairs(pairs_of("a.png"), "^z")

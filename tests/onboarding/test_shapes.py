@@ -89,7 +89,7 @@ def test_boxes_of_label_studio_are_percent_of_the_sides() -> None:
     value = {"x": 12.5, "y": 22.9167, "width": 35.0, "height": 33.3333, "rectanglelabels": ["road"]}
     _draw_label_studio(mask, {"type": "rectanglelabels", "value": value}, VALUES)
     np.testing.assert_array_equal(mask, BOX)  # 12.5 % of 20 is 2.5, half a pixel right of the second pixel's center
-    with pytest.raises(ValueError, match="a turned rectangle: draw it as a polygon"):
+    with pytest.raises(ValueError, match="a rotated rectangle cannot be read: draw it as a polygon"):
         _draw_label_studio(mask, {"type": "rectanglelabels", "value": {**value, "rotation": 5}}, VALUES)
 
 

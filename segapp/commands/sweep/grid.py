@@ -65,10 +65,12 @@ def parse_values(text: str, key: str) -> list[str]:
         if (found := _RANGE.fullmatch(piece)) is not None:
             first, last = int(found[1]), int(found[2])
             if not 0 <= last - first < MAX_RUNS:
-                raise ConfigError(f"{key}={piece}: a range goes up from a to b, with at most {MAX_RUNS} values")
+                raise ConfigError(f"{key}={piece}: a range must go up from a to b, with at most {MAX_RUNS} values")
             values += [str(value) for value in range(first, last + 1)]
         elif _OTHER_RANGE.fullmatch(piece):
-            raise ConfigError(f"{key}={piece}: a range has whole numbers, such as 0..4: list the values with commas")
+            raise ConfigError(
+                f"{key}={piece}: a range needs whole numbers, such as 0..4: list other values with commas"
+            )
         else:
             values.append(piece)
     return list(dict.fromkeys(values))

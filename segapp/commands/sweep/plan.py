@@ -79,7 +79,7 @@ class SweepPlan:
         """Write the configs of the new runs, then `sweep.json`, and remove the configs of dropped runs."""
         if not self.is_known and is_sweep(self.folder.path):
             raise RunBusyError(
-                f"{self.folder.path} was made by another command at this moment: try again", path=self.folder.path
+                f"{self.folder.path} was just created by another command: try again", path=self.folder.path
             )
         with storage_errors(self.folder.path, "free space or choose another folder"):
             for name, config in self.configs.items():
@@ -176,11 +176,13 @@ def _default_name(bases: Mapping[str, str]) -> str:
 
 def _new_path(name: str) -> Path:
     if re.fullmatch(r"[^/\\\x00-\x1f.-][^/\\\x00-\x1f]*", name) is None and os.sep not in name:
-        raise ConfigError(f"{name!r} is no name for a sweep: use letters, digits, dots and hyphens, or a folder")
+        raise ConfigError(
+            f"{name!r} is not a valid name for a sweep: use letters, digits, dots and hyphens, or a folder"
+        )
     path = Path(name) if os.sep in name else Path("runs") / name
     if path.exists() and (not path.is_dir() or any(not _BEGUN.fullmatch(each.name) for each in path.iterdir())):
         raise ConfigError(
-            f"{path} exists and is no sweep: name the sweep, e.g. segapp sweep NAME --config FILE", path=path
+            f"{path} exists and is not a sweep: name the sweep, e.g. segapp sweep NAME --config FILE", path=path
         )
     return path
 

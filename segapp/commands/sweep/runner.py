@@ -178,7 +178,7 @@ def parse_slots(text: str | None, environ: Mapping[str, str]) -> list[Slot]:
     numbers = {number for word in words if word != "cpu" for number in word.split("+")}
     wrong = sorted(number for number in numbers if not number.strip().isdecimal())
     if wrong:
-        raise ConfigError(f"--devices {text}: {wrong[0]!r} is no device: name GPUs as 0,1 or 0+1,2+3, or cpu,cpu")
+        raise ConfigError(f"--devices {text}: {wrong[0]!r} is not a device: name GPUs as 0,1 or 0+1,2+3, or cpu,cpu")
     visible = _visible_gpus(environ) if numbers else []
     missing = sorted(int(number) for number in numbers if int(number) >= len(visible))
     if missing:

@@ -83,7 +83,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         @classmethod
         def _ordered(cls, scale: tuple[float, float]) -> tuple[float, float]:
             if scale[0] > scale[1]:
-                raise ValueError("the smallest factor comes first")
+                raise ValueError("write the smallest factor first")
             return scale
 
     def __init__(

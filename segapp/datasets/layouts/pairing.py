@@ -56,8 +56,8 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
             images[key] = _only_one([path for path in found[key] if path.name == Path(line).name] or found[key])
     if missing:
         raise DataError(
-            f"{shown(list_file)}: {len(missing)} of its names have no image below {shown(folder)} ({_some(missing)}): "
-            "restore the images or take the names out",
+            f"{shown(list_file)}: {len(missing)} of the names in it have no image below {shown(folder)} "
+            f"({_some(missing)}): restore the images or remove the names",
             path=list_file,
         )
     if not images:
@@ -269,14 +269,14 @@ def listed_pairs(
             what = "a mask: write both" if num_masks == 1 else f"{num_masks} masks, one for each class: write all"
             raise DataError(
                 f"{shown(list_file)}: {shown(line[:200])} is not an image and {what} on one line, "
-                "with a tab between them if a name holds spaces",
+                "with a tab between them if a name contains spaces",
                 path=list_file,
             )
         image = images.listed(parts[0], list_file)
         mask, *others = (masks.listed(part, list_file) for part in parts[1:])
         name = images.name_of(image)
         if name in pairs:
-            raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: take one line out", path=list_file)
+            raise DataError(f"{shown(list_file)}: {shown(name)} is listed twice: remove one line", path=list_file)
         pairs[name] = ImagePair(image, mask, name, tuple(others))
     if not pairs:
         raise DataError(f"{shown(list_file)} lists no pair: {how_to_get}", path=list_file)

@@ -117,7 +117,7 @@ def check_names(format: str, names: tuple[str, ...]) -> None:
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         raise ConfigError(
-            f"classes: {twice[0]!r} is listed twice: give every class a name of its own",
+            f"classes: {twice[0]!r} is listed twice: give every class a different name",
             key="data.classes",
             value=twice[0],
         )
@@ -130,14 +130,14 @@ def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignor
     for file_id, train_id in (label_map or {}).items():
         if not 0 <= train_id < num_classes and train_id != ignore_index:
             raise ConfigError(
-                f"label_map: {file_id} -> {train_id} is no class id: map to 0..{num_classes - 1}, "
+                f"label_map: {file_id} -> {train_id} is not a class id: map to 0..{num_classes - 1}, "
                 f"or to ignore_index={ignore_index}",
                 key="data.label_map",
                 value={file_id: train_id},
             )
         if not 0 <= file_id <= 65_535:
             raise ConfigError(
-                f"label_map: no mask can hold the id {file_id}: ids in files are 0..65535",
+                f"label_map: no mask can contain the id {file_id}: ids in files are 0..65535",
                 key="data.label_map",
                 value={file_id: train_id},
             )
@@ -156,7 +156,7 @@ def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, decl
     twice = [color for color, count in Counter(colors).items() if count > 1]
     if rgb and twice:
         raise ConfigError(
-            f"palette: the color {list(twice[0])} stands for two classes: RGB masks need distinct ones",
+            f"palette: the color {list(twice[0])} is used for two classes: give each class a different color",
             key="data.palette",
             value=list(twice[0]),
         )

@@ -268,7 +268,7 @@ def _conversion(
     num_classes = mask.length(axes.mask, "C")
     is_sets = num_classes > 1 and not _is_one_hot(tree, mask, axes.mask)
     if is_sets and num_classes > MAX_SETS:
-        raise ValueError(f"{mask}: masks of sets hold {MAX_SETS} classes, not {num_classes}")
+        raise ValueError(f"{mask}: masks with several classes per pixel hold {MAX_SETS} classes, not {num_classes}")
     way = "-".join("file" if side.dtype is None else own for side, own in zip(pairs[0], axes, strict=True))
     made = [own for pair in pairs for own in _pairs_of(tree, pair, axes, is_sets, several=len(pairs) > 1)]
     files = tuple({side.path: None for pair in pairs for side in pair if side.dtype is not None})
@@ -368,7 +368,7 @@ def _dataset(file: Path, *, has_pixels: bool) -> Any:
     except (InvalidDicomError, OSError, EOFError) as error:
         raise ValueError(f"no DICOM file that can be read ({str(error).partition('. ')[0]})") from error
     if "Rows" not in dataset or "Columns" not in dataset:
-        raise ValueError("a DICOM file without pixels")
+        raise ValueError("the DICOM file has no pixels")
     return dataset
 
 

@@ -223,10 +223,10 @@ def as_ids(values: NDArray[Any], largest: int) -> WideMask:
         return values
     low, high = values.min(initial=0), values.max(initial=0)
     if not (low >= 0 and high <= largest):
-        raise ValueError(f"values from {low} to {high}, which are no ids of 0 to {largest}")
+        raise ValueError(f"values from {low} to {high}, which are not ids of 0 to {largest}")
     ids: WideMask = values.astype(np.uint8) if high <= 255 else values.astype(np.uint16)
     if not (ids == values).all():
-        raise ValueError("numbers with fractions, which are no ids")
+        raise ValueError("numbers with fractions, which are not ids")
     return ids
 
 
@@ -364,7 +364,7 @@ def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: 
         if points.ndim != 2 or points.shape[1] < 2 or len(points) < 3:
             raise ValueError(f"a polygon of {len(points)} corners")
         if not np.isfinite(points).all() or np.abs(points).max() > _MAX_CORNER:
-            raise ValueError("a corner that is no number")
+            raise ValueError("a corner is not a number")
         corners.append(np.rint(points[:, :2]).astype(np.int32))
     cv2.fillPoly(mask, corners, value)
 

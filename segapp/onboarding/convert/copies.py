@@ -84,7 +84,7 @@ def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Layout:
     content = read_contents(pairs)
     levels = dominant_levels(content)
     if not 2 <= len(levels) <= 64:
-        raise DataError(f"{layout.name}: the masks have {len(levels)} frequent values: nothing to clean them by")
+        raise DataError(f"{layout.name}: the masks have {len(levels)} frequent values: too few to clean the masks")
     as_rgb = bool(content.colors)
     classes = read_classes(
         _with_levels(content, levels),

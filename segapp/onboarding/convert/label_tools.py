@@ -176,7 +176,7 @@ def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Mapping[st
     corners = content.get("points")
     if region["type"] == "rectanglelabels":
         if content.get("rotation"):
-            raise ValueError("a turned rectangle: draw it as a polygon")
+            raise ValueError("a rotated rectangle cannot be read: draw it as a polygon")
         x, y, w, h = (float(content[key]) for key in ("x", "y", "width", "height"))
         corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
     ring = [(x / 100 * width - 0.5, y / 100 * height - 0.5) for x, y in corners]  # percent of the sides
@@ -263,7 +263,7 @@ def _piece(png: bytes, flags: int) -> NDArray[np.bool_]:
     """Return the pixels of a PNG that are not 0, (H, W); of several channels the last one counts."""
     piece = cv2.imdecode(np.frombuffer(png, np.uint8), flags)
     if piece is None:
-        raise ValueError("its bitmap is no PNG")
+        raise ValueError("its bitmap is not a PNG")
     pixels = np.asarray(piece)
     return np.asarray((pixels[..., -1] if pixels.ndim == 3 else pixels) > 0)
 

@@ -133,8 +133,8 @@ def both_readings(
     if len(names) > MAX_SETS:
         if share > MANY:
             raise DataError(
-                f"{said}, and masks of sets hold {MAX_SETS} classes, not {len(names)}: list a mask for each class with "
-                "data.multilabel: files (segapp docs multilabel)"
+                f"{said}, and masks with several classes per pixel hold {MAX_SETS} classes, not {len(names)}: "
+                "list a mask for each class with data.multilabel: files (segapp docs multilabel)"
             )
         return [replace(exclusive, evidence=(*base.evidence, said))]
     name = f"{base.name}-multilabel"

@@ -264,7 +264,7 @@ def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, orde
     """
     numbers = np.array(runs.split(), np.int64)
     if len(numbers) % 2:
-        raise ValueError(f"{len(numbers)} numbers, which are no pairs of a start and a length")
+        raise ValueError(f"{len(numbers)} numbers, which are not pairs of a start and a length")
     starts, lengths = numbers[0::2] - first, numbers[1::2]
     size = height_px * width_px
     if (wrong := (starts < 0) | (lengths < 0) | (starts + lengths > size)).any():

@@ -61,17 +61,19 @@ class InitRequest(MaskChoices):
     def check(self) -> None:
         """Raise ConfigError if the value of an option is not possible, or excludes another one."""
         if self.val_share is not None and not 0 < self.val_share < 1:
-            raise ConfigError(f"--val-share {self.val_share:g}: a share is above 0 and below 1, such as 0.15")
+            raise ConfigError(f"--val-share {self.val_share:g}: write a share above 0 and below 1, such as 0.15")
         if self.val_share is not None and self.folds is not None:
             raise ConfigError(
-                "--val-share and --folds: give one of them; the share of a fold follows from their number"
+                "--val-share and --folds: give only one of them, because the number of folds sets their share"
             )
         if self.folds is not None and self.folds < 2:
-            raise ConfigError(f"--folds {self.folds}: at least 2 folds are possible")
+            raise ConfigError(f"--folds {self.folds}: write 2 or more")
         others = {"--folds": self.folds, "--group": self.group, "--clean-masks": self.clean_masks or None}
         given = [option for option, value in others.items() if value is not None]
         if self.blocks is not None and given:
-            raise ConfigError(f"--blocks and {given[0]}: give one of them; a strip of each image validates")
+            raise ConfigError(
+                f"--blocks and {given[0]}: give only one, because with --blocks a strip of each image is for validation"
+            )
         for option, word, known in (
             ("--masks", self.masks, [*MASK_KINDS]),
             ("--unlabelled", self.unlabelled, UNLABELLED),
@@ -185,7 +187,7 @@ def _facts(
     )
     if both := shared_images(train, val):
         raise DataError(
-            f"{len(both)} validation images are training images too, such as {shown(both[0])}: take them out of "
+            f"{len(both)} validation images are also training images, such as {shown(both[0])}: take them out of "
             "one of the lists"
         )
     content = read_contents([*train, *val])
@@ -364,8 +366,8 @@ def _check_place(root: Path, out: Path) -> None:
     data, place = Path(os.path.realpath(root)), Path(os.path.realpath(out.parent))
     if place.is_relative_to(data):
         raise ConfigError(
-            f"{shown(out)} lies in the data folder {shown(root)}, and segapp writes nothing there: name a folder outside it, "
-            f"such as --out {shown(os.path.relpath(data.parent / out.name))}",
+            f"{shown(out)} lies in the data folder {shown(root)}, and segapp writes nothing there: name a folder "
+            f"outside it, such as --out {shown(os.path.relpath(data.parent / out.name))}",
             path=out,
         )
 

@@ -117,8 +117,8 @@ def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
     if len(stored) < 2:
         ignored = ", apart from ignored pixels" if len(content.pixels) > 1 else ""
         raise DataError(
-            f"the {content.num_masks} masks read hold one value{ignored}: {listed(stored)}: there is nothing to tell "
-            "apart; label the other pixels too, or take another folder with --layout"
+            f"the {content.num_masks} masks that were read contain only one value{ignored}: {listed(stored)}: label "
+            "the other pixels too, or choose another folder with --layout"
         )
 
 

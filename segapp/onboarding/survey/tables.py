@@ -336,7 +336,7 @@ def _divided(layout: Layout, lists: Mapping[str, _Said]) -> Layout | None:
 
 def _overlap(both: list[str]) -> str:
     return (
-        f"{len(both)} validation images are training images too, such as {both[0]}: take them out of one of the lists"
+        f"{len(both)} validation images are also training images, such as {both[0]}: remove them from one of the lists"
     )
 
 

@@ -45,11 +45,11 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
     section, mode = config.parallel, config.parallel.mode
     if mode == "single" and num_gpus > 1:
         raise ConfigError(
-            f"parallel.mode = single uses one GPU and --gpus names {num_gpus}: use dp, or name one", key="parallel.mode"
+            f"parallel.mode = single uses one GPU but --gpus names {num_gpus}: use dp, or name one", key="parallel.mode"
         )
     if mode == "model" and num_gpus < 2:
         raise ConfigError(
-            "parallel.mode = model needs two GPUs or more and --gpus names 1: name them all", key="parallel.mode"
+            "parallel.mode = model needs at least two GPUs but --gpus names 1: name all GPUs", key="parallel.mode"
         )
     if mode == "ddp" and 0 < config.train.batch_size < num_gpus:
         raise ConfigError(

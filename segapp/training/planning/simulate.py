@@ -214,7 +214,7 @@ class Simulator:
             order = list(dict.fromkeys(map(str, wanted.values())))
             if len(order) > len(devices):
                 raise ConfigError(
-                    f"parallel.stages names {len(order)} devices and --gpus {len(devices)}: name as many",
+                    f"parallel.stages names {len(order)} devices but --gpus {len(devices)}: make them equal",
                     key="parallel.stages",
                 )
             return {name: devices[order.index(str(device))] for name, device in wanted.items()}

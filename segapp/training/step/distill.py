@@ -315,7 +315,7 @@ class TeacherIdentity(StepParticipant):
         """
         if state is None or state["teacher_sha256"] != self.teacher.sha256:
             raise CheckpointError(
-                "distill.teacher is another checkpoint than the one that this training learned from: "
-                "put that one back, or start a new run",
+                "distill.teacher differs from the teacher at the start of this training: "
+                "put the original checkpoint back, or start a new run",
                 key="distill.teacher",
             )

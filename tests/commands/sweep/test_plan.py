@@ -141,5 +141,5 @@ def test_devices_become_the_gpus_that_a_trainer_sees(monkeypatch: pytest.MonkeyP
     assert [slot.environ["CUDA_VISIBLE_DEVICES"] for slot in parse_slots("cpu,cpu", {})] == ["", ""]
     with pytest.raises(ConfigError, match="there is no GPU 4: there are 4"):
         parse_slots("0,4", {})
-    with pytest.raises(ConfigError, match="'gpu0' is no device"):
+    with pytest.raises(ConfigError, match="'gpu0' is not a device"):
         parse_slots("gpu0", {})

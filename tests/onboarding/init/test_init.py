@@ -246,7 +246,7 @@ def test_scenes_and_groups_stay_on_one_side(tmp_path: Path) -> None:
     _, _, found = drawn_folders.proposed(tmp_path / "d", tmp_path / "b.yaml", val_share=0.25, group=r"_(\d+)\.")
     numbers = [{name.partition("_")[2] for name in found[split]} for split in ("train", "val")]
     assert (len(numbers[1]), numbers[0] & numbers[1]) == (1, set())
-    for expression, problem in (("(", "no regular expression"), ("xyz", "matches nothing in images/")):
+    for expression, problem in (("(", "not a regular expression"), ("xyz", "matches nothing in images/")):
         with pytest.raises(ConfigError, match=problem):
             propose_config(InitRequest(tmp_path / "d", tmp_path / "c.yaml", group=expression))
 
@@ -344,7 +344,7 @@ def test_folds_are_configs_that_together_validate_on_all(tmp_path: Path) -> None
         assert not scenes[0] & scenes[1]
         validated += lists[1]
     assert len(set(validated)) == len(validated) == 21
-    with pytest.raises(ConfigError, match="--folds 1: at least 2 folds"):
+    with pytest.raises(ConfigError, match="--folds 1: write 2 or more"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", folds=1))
     with pytest.raises(ConfigError, match="only 7 groups"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "b.yaml", folds=9))

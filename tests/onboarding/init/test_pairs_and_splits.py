@@ -131,7 +131,7 @@ def test_lists_that_share_an_image_are_refused(tmp_path: Path) -> None:
     root = tmp_path / "d"
     pseudo(root)
     (root / "splits" / "val.txt").write_text("\n".join(NAMES[7:]))
-    with pytest.raises(DataError, match=r"1 validation images are training images too, such as imgs/0007_img\.jpg"):
+    with pytest.raises(DataError, match=r"1 validation images are also training images, such as imgs/0007_img\.jpg"):
         init(root)
 
 
