@@ -1,7 +1,7 @@
 """Kinds of devices: the one place that asks torch about a GPU's memory, random states, streams and arithmetic.
 
 `accelerator_of` serves every device, `gpu_of` those with memory of their own. ROCm's devices are called "cuda" too.
-`wide_sum` adds in float64, or in pairs of float32 where the device has no float64 (Apple's, and some of Intel's). A
+`wide_sum` adds in float64, or in pairs of float32 if the device has no float64 (Apple's, and some of Intel's). A
 kind that is not in `ACCELERATORS`, such as the simulated devices of a memory plan, has no memory and no random states.
 """
 
@@ -75,7 +75,7 @@ class Accelerator:
         return False
 
     def new_graphs(self, device: torch.device) -> DeviceGraphs:
-        """Return what captures the work of a device; only where `can_capture`."""
+        """Return what captures the work of a device; only if `can_capture`."""
         raise NotImplementedError(f"work on {device} cannot be captured")
 
     def keep_with_graph(self, held: object) -> None:
@@ -267,7 +267,7 @@ class Xpu(Gpu):
     can_replicate = can_capture = False
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
-        """See the base class; without what other processes hold where the driver does not tell it."""
+        """See the base class; without what other processes hold if the driver does not tell it."""
         try:
             return super().free_and_total_bytes(device)
         except RuntimeError:
@@ -423,12 +423,12 @@ def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
-    """Return the widest floating-point type of a device: float64, or float32 where it has no float64."""
+    """Return the widest floating-point type of a device: float64, or float32 if it has no float64."""
     return torch.float64 if accelerator_of(device).has_float64(device) else torch.float32
 
 
 def wide(values: Tensor) -> Tensor:
-    """Return the values in float64; where the device has none, integers stay integers, and the others are float32."""
+    """Return the values in float64; if the device has none, integers stay integers, and the others are float32."""
     dtype = wide_dtype(values.device)
     return values.to(dtype) if dtype == torch.float64 or values.is_floating_point() else values
 
@@ -437,7 +437,7 @@ def wide_sum(values: Tensor, dim: int | None = None) -> Tensor:
     """Return a sum as if it were made in float64, differentiable; over all dimensions where `dim` is None.
 
     Returns:
-        float64. Where the device has none: int64 for integers and bools, exact; else float32, rounded once (6e-8 of
+        float64. If the device has none: int64 for integers and bools, exact; else float32, rounded once (6e-8 of
         the sum, if the values have one sign).
     """
     if wide_dtype(values.device) == torch.float64:

@@ -457,11 +457,11 @@ def export(
     argmax: Annotated[bool, typer.Option("--argmax", help="Give class ids instead of logits.")] = False,
     config: WeightsConfig = None,
 ) -> None:
-    """Write a network as a file that runs without segapp, and compare its output; or write its weights alone.
+    """Write a network as a file that runs without segapp, and compare its output; or write only its weights.
 
     The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
-    normalization, padding and upsampling are inside, class names and colors in its metadata. safetensors holds the
-    weights alone, under the names of the network's own library, with the same metadata.
+    normalization, padding and upsampling are inside, class names and colors in its metadata. safetensors holds only
+    the weights, under the names of the network's own library, with the same metadata.
     """
     from segapp.commands.export import export_target
 

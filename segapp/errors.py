@@ -172,7 +172,7 @@ def cannot_be_written(path: str | os.PathLike[str], error: Exception, advice: st
 
 @contextlib.contextmanager
 def storage_errors(path: str | os.PathLike[str], advice: str = "choose another --out") -> Iterator[None]:
-    """Raise StorageError about `path` in place of an OSError."""
+    """Raise StorageError about `path` instead of an OSError."""
     try:
         yield
     except OSError as error:

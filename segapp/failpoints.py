@@ -8,7 +8,7 @@
   `raise:WHAT` (an errno name such as `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`,
   `hang`, or any other word, which `failpoint` returns to its caller (`nan`, `oom`).
 
-Where `SEGAPP_FAILPOINT_MARKS` names a folder, every armed point gets an empty file of its name there, and a line in it
+If `SEGAPP_FAILPOINT_MARKS` names a folder, every armed point gets an empty file of its name there, and a line in it
 each time it acts: a test sees whether its fault took place. An unarmed point costs one dictionary lookup. The method is
 that of etcd's gofail.
 """

@@ -245,7 +245,7 @@ _STRAIGHT = np.array([0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0])
 
 
 def _surface(region: NDArray[np.bool_], is_ignored: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Return which pixels around each corner are inside, uint8 (H + 1, W + 1); 0 where no surface passes."""
+    """Return which pixels around each corner are inside, uint8 (H + 1, W + 1); 0 if no surface passes."""
     inside, unknown = np.pad(region, 1), np.pad(is_ignored, 1)
 
     def of_corners(pixels: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -274,7 +274,7 @@ def _distance_to(pixels: NDArray[np.bool_]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class BoundaryScores:
-    """Scores of the boundaries of each class; None where a class has none."""
+    """Scores of the boundaries of each class; None if a class has none."""
 
     iou: tuple[float | None, ...]
     surface_dice: tuple[float | None, ...]

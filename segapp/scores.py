@@ -24,7 +24,7 @@ class Score:
     larger_is_better: bool = True
     """Direction, for the best checkpoint and the plateau schedule."""
     is_headline: bool = False
-    """Shown where there is room for a few scores only."""
+    """Shown if there is room for a few scores only."""
 
 
 SCORES: Mapping[str, Score] = {
@@ -69,7 +69,7 @@ def scores_text(values: Mapping[str, float | None], iou: Sequence[float | None],
 
 
 NOT_FINITE = "not finite"
-"""Text in place of a number that was computed and was NaN or infinite; "-" stands for a number that does not exist."""
+"""Text instead of a number that was computed and was NaN or infinite; "-" stands for a number that does not exist."""
 
 
 def as_float(value: Any) -> float:

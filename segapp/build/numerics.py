@@ -145,7 +145,7 @@ def _algorithms_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(environ: MutableMapping[str, str], *, deterministic: bool) -> Iterator[None]:
-    """Set what CUDA reads when it starts, also in the ranks of this process, except where the user has set it."""
+    """Set what CUDA reads when it starts, also in the ranks of this process, unless the user has set it."""
     chosen = {}
     if deterministic:
         chosen[CUBLAS_VARIABLE] = _WORKSPACE

@@ -136,7 +136,7 @@ class DeviceBackend(Protocol):
     """The operations that differ between real and simulated devices."""
 
     has_values: bool
-    """False where tensors have no storage: nothing can be decided by running a module."""
+    """False if tensors have no storage: nothing can be decided by running a module."""
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
         """Return a copy of the module on a device."""
@@ -184,7 +184,7 @@ class RealDevices:
         return "threads" if len(set(devices)) == len(devices) else "lockstep"
 
     def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
-        """Return the network in `DistributedDataParallel`, which looks for unused parameters where there are any."""
+        """Return the network in `DistributedDataParallel`, which looks for unused parameters if there are any."""
         has_unused = bool(unused_parameters(network, example))
         return wrap_ddp(network, device, gradient_as_bucket_view=self._as_views, find_unused_parameters=has_unused)
 
@@ -208,7 +208,7 @@ class StepAssembler:
     Args:
         config: the complete config.
         scheme: of the classes.
-        teacher: of `distill`; needed where the config has that section. Its model is cast in place.
+        teacher: of `distill`; needed if the config has that section. Its model is cast in place.
 
     Raises:
         ConfigError: the teacher does not suit the student.
@@ -299,7 +299,7 @@ class StepAssembler:
         return criterion
 
     def build_critic(self, layout: StepLayout, device: torch.device) -> Critic | None:
-        """Build the critic of holistic distillation on a device; None where the config has none."""
+        """Build the critic of holistic distillation on a device; None if the config has none."""
         if self.config.distill is None:
             return None
         return build_critic(self.config, self.scheme.num_classes, device, is_synced=self._is_synced(layout))

@@ -70,7 +70,7 @@ def as_storable(state: Any) -> Any:
 def hold_own_state(optimizer: torch.optim.Optimizer) -> None:
     """Copy an optimizer's tensors on the CPU, one after another, into memory that is theirs alone.
 
-    `Optimizer.load_state_dict` keeps the tensors it is given where they need no conversion; they may be mapped.
+    `Optimizer.load_state_dict` keeps the tensors it is given if they need no conversion; they may be mapped.
     """
     for parameter, state in optimizer.state.items():
         optimizer.state[parameter] = _mapped(state, lambda t: t.clone() if t.device.type == "cpu" else t, "optimizer")

@@ -353,7 +353,7 @@ def read_state(file: BinaryIO, path: Path, label: str, read: Reader = load_tenso
     if not isinstance(about, dict) or not isinstance(state.get("model"), dict):
         raise CheckpointError(
             f"{label} is not a checkpoint of segapp (a dict with `model` and `checkpoint`): for bare weights, "
-            "say which network the weights are of with --config",
+            "name the config of its model with --config",
             path=path,
         )
     if not isinstance(about.get("format"), int) or about["format"] > FORMAT:

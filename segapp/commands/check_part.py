@@ -32,7 +32,7 @@ from segapp.models.inspection import probabilities_problem
 from segapp.run.words import printable
 
 NUM_CLASSES, IGNORED = 3, 255
-"""What parts are tried with where no config says it."""
+"""What parts are tried with if no config says it."""
 
 
 class Check(NamedTuple):

@@ -136,7 +136,7 @@ def _hint(loc: Sequence[str], value: object) -> str:
 
 
 def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
-    """Yield the key and the message of each value that is valid by itself but not together with others."""
+    """Yield the key and the message of each value that is valid on its own but not together with others."""
     data, train, parallel = config.data, config.train, config.parallel
     yield from _data_problems(data)
     yield from _multilabel_problems(config) if data.multilabel is not None else _sigmoid_problems(config.loss)

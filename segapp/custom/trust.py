@@ -2,7 +2,7 @@
 
 The config in a run folder or a checkpoint is data that may come from someone else, and `os:system` is a valid name. So
 the parts of such a config are imported only if a training, a check or `--trust-parts` has named them here before;
-`$XDG_STATE_HOME/segapp/parts` keeps their names and source files, one a line.
+`$XDG_STATE_HOME/segapp/parts` keeps their names and source files, one per line.
 """
 
 from __future__ import annotations

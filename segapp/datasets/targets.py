@@ -194,7 +194,7 @@ def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelForma
 def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> DataError | None:
     """Return the error that says why no network can be trained, or evaluated, with these masks; None if one can.
 
-    A validation split needs one valid pixel. A training split needs pixels of two classes; where a pixel may have
+    A validation split needs one valid pixel. A training split needs pixels of two classes; if a pixel may have
     several classes, one class that some valid pixels have and others do not is enough.
     """
     present = classes_present(targets, scheme)

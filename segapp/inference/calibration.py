@@ -57,7 +57,7 @@ def score_pixels(
     Args:
         predictor: of one class per pixel, with a temperature of 1.
         dataset: with the transform of an evaluation.
-        seed: of the pixels that are drawn where there are too many.
+        seed: of the pixels that are drawn if there are too many.
         max_values: probabilities to return at most, unless there are more images than that.
         progress: called with the number of images done.
 

@@ -163,7 +163,7 @@ class EvaluationCounts:
 def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
     """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
 
-    They are on the device, or on the host where the device has no float64. A rank without images takes part in the sum
+    They are on the device, or on the host if the device has no float64. A rank without images takes part in the sum
     over ranks, for which every rank needs the same shapes and types.
     """
     criterion = settings.criterion

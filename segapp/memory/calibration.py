@@ -118,7 +118,7 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
 def calibrated(
     measurement: Measurement, model: PlannedPeaks, assumed: OverheadEstimate
 ) -> tuple[OverheadEstimate, list[PeakError]]:
-    """Return the overhead with measured values in place of assumed ones, and the errors of the prediction."""
+    """Return the overhead with measured values instead of assumed ones, and the errors of the prediction."""
     scale = measured_scale(model, measurement.peaks_mib, len(assumed.context_mib))
     beside_mib = (*measurement.beside_mib, *[None] * len(scale))  # none was measured on GPUs that the run did not have
     context = tuple(

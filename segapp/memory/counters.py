@@ -112,7 +112,7 @@ class ProcessCounters:
         return {"used_mib": None, "utilization": None}
 
     def pop_peak_mib(self) -> float | None:
-        """Return the highest resident memory (VmHWM in proc(5)), and reset it where the system allows that."""
+        """Return the highest resident memory (VmHWM in proc(5)), and reset it if the system allows that."""
         try:
             status = Path(f"/proc/{self._pid}/status").read_bytes()
             peak = int(status.partition(b"VmHWM:")[2].split(None, 1)[0]) / 1024

@@ -35,7 +35,7 @@ class SplitVerdict:
     split: Split | None
     level: Level
     reason: str
-    """A sentence for the user, with the next move where there is one; never empty."""
+    """A sentence for the user, with the next move if there is one; never empty."""
     predicted_mib: tuple[float | None, ...] = ()
     """Peak of each device; empty without a split."""
 
@@ -280,7 +280,7 @@ def usable_mib(total_mib: float | None, used_mib: float | None, reserved_mib: fl
 
 
 def format_split(split: Sequence[int] | None) -> str:
-    """Return a split as users see it: `2·3·3`; `-` where there is none."""
+    """Return a split as users see it: `2·3·3`; `-` if there is none."""
     return "·".join(map(str, split)) if split else "-"
 
 

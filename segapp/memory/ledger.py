@@ -33,7 +33,7 @@ class Allocation:
     num_bytes: int
     """Rounded up as the device's allocator does."""
     kind: str
-    """Its use, such as "weights" or "activations"; the phase of its creation where no tag says better."""
+    """Its use, such as "weights" or "activations"; the phase of its creation if no tag says better."""
     what: str
     """The operation that created it, and the shape and dtype of the first tensor in it."""
     module: str = ""

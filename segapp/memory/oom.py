@@ -44,7 +44,7 @@ _PERHAPS_OUT_OF_MEMORY = re.compile(
     r"|CUDNN_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED_CUDART)"
     r"|STATUS_NOT_INITIALIZED[^\n]*Create\("
 )
-"""cuDNN and cuBLAS say the same where memory is short and where they do not support an operation."""
+"""cuDNN and cuBLAS say the same if memory is short and if they do not support an operation."""
 
 _STICKY = re.compile(
     r"illegal memory access|illegal instruction|device-side assert|misaligned address|launch failure|ECC error"

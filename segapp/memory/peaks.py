@@ -91,7 +91,7 @@ class LineFit(NamedTuple):
     slope: float | None
     """None if it was not given, and no group has points with different x."""
     fixed: tuple[float | None, ...]
-    """The constant of each group, for slope 0 where there is none; None for a group without points."""
+    """The constant of each group, for slope 0 if there is none; None for a group without points."""
 
 
 def fit_lines(groups: Sequence[Sequence[Point]], slope: float | None = None) -> LineFit:
@@ -156,7 +156,7 @@ class PlannedPeaks:
     first: Regimes
     """Device 0 with samples; in model mode the device of the first stage."""
     others: tuple[Regimes, ...] = ()
-    """Further devices with samples; the last entry holds for all that follow, and `first` where there is none."""
+    """Further devices with samples; the last entry holds for all that follow, and `first` if there is none."""
     idle: Regimes = ()
     """Device 0 without samples."""
 

@@ -102,7 +102,7 @@ class OverheadEstimate:
     room: float = FULL_FRAC
     """Share of the rest for tensors, 0 to 1; the allocator's rounding and fragments take the other part."""
     scale: tuple[float, ...] = ()
-    """Measured over predicted memory of tensors; empty or 1 where nothing was measured."""
+    """Measured over predicted memory of tensors; empty or 1 if nothing was measured."""
     source: Literal["assumed", "measured"] = "assumed"
 
     def tensors_mib(self, device: int, simulated_mib: float) -> float:
@@ -119,7 +119,7 @@ class PlanRow:
     """One split of a batch, its predicted memory and the verdict on it."""
 
     gpu0_bsz: int | None
-    """None where the mode has none."""
+    """None if the mode has none."""
     split: tuple[int, ...]
     peak_mib: tuple[float, ...]
     """Memory each GPU needs, overhead included."""
@@ -210,7 +210,7 @@ class MemoryPlan:
     keeps_images: bool = False
     """The config has `train.effective_batch_size`."""
     fits: tuple[Fit, ...] = ()
-    """Ways to make a step of the same images, the largest batch first; empty where none was looked for."""
+    """Ways to make a step of the same images, the largest batch first; empty if none was looked for."""
     chosen: Fit | None = None
     """With `train.recompute: auto`: the blocks that `model` computes again, and the split they were chosen for."""
 
@@ -467,7 +467,7 @@ class SavedMemoryPlan:
     batch_size: int
     accumulate: int
     gpu0_bsz: int | None
-    """Of the best split; None where the mode has none."""
+    """Of the best split; None if the mode has none."""
     best_split: tuple[int, ...]
     """Of the best `gpu0_bsz` where that is auto, else of the config."""
     splits: tuple[tuple[int, ...], ...]

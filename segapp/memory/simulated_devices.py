@@ -230,7 +230,7 @@ def _as_parameter(made: Tensor, old: Tensor) -> Tensor:
 
 
 def _fake(tensor: Tensor) -> Tensor:
-    """Return a fake tensor in place of a real one, such as the class weights of a criterion."""
+    """Return a fake tensor instead of a real one, such as the class weights of a criterion."""
     return tensor if isinstance(tensor, FakeTensor) else _like(tensor, str(tensor.device))
 
 
@@ -275,7 +275,7 @@ class Buckets:
     """Memory of DistributedDataParallel's reducer, which copies gradients into buckets in the reverse parameter order.
 
     With `gradient_as_bucket_view` a gradient becomes a view of its bucket; without it, buckets are additional memory. A
-    bucket is allocated with its first gradient (`lazy_bucket_allocation`, which `wrap_ddp` sets where torch has it) or
+    bucket is allocated with its first gradient (`lazy_bucket_allocation`, which `wrap_ddp` sets if torch has it) or
     at construction.
     """
 

@@ -37,7 +37,7 @@ def add_adapters(
         alpha: the adapters' outputs are multiplied by alpha / r.
         dropout: probability of dropout before the adapters.
         targets: names of layers, ends of names, or patterns; None: the linear layers of attention and MLPs, without the
-            MLPs where attention has reduced keys and values (MiT, PVT).
+            MLPs if attention has reduced keys and values (MiT, PVT).
 
     Raises:
         ConfigError: peft is missing, the network has no backbone, or a target matches nothing that can be adapted.

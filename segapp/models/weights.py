@@ -383,7 +383,7 @@ def load_weights(
 def _map_keys_and_stem(
     module: nn.Module, found: Shapes, wanted: Shapes, in_channels: int, **options: Any
 ) -> tuple[KeyMap, str | None]:
-    """Return the mapping, and the name of the first convolution's weight where the file has it for RGB instead."""
+    """Return the mapping, and the name of the first convolution's weight if the file has it for RGB instead."""
     name = None if in_channels == RGB else first_conv_name(module, in_channels)
     if name is not None:
         stem = f"{name}.weight"

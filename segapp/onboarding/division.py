@@ -399,7 +399,7 @@ def divide_into_folds(grouping: Grouping, num_folds: int, seed: int) -> list[int
 
 
 def split_word_of(pairs: Sequence[Pair], split: str) -> str:
-    """Return the word of a split on disk; the split itself where pairs have different words or none."""
+    """Return the word of a split on disk; the split itself if pairs have different words or none."""
     words = {pair.split_word for pair in pairs if pair.split == split}
     only = words.pop() if len(words) == 1 else None
     return only if only is not None and only.lower() in SPLIT_WORDS else split

@@ -51,7 +51,7 @@ def machine_id() -> str:
     """Return a name for all processes whose process ids can be compared with those of this one.
 
     It is the boot of the kernel with the namespace of process ids. Host names do not tell: those of two machines may be
-    equal, and containers of one kernel have process ids of their own. Where the system has neither, the host name.
+    equal, and containers of one kernel have process ids of their own. If the system has neither, the host name.
     """
     with contextlib.suppress(OSError):
         if boot := boot_id():
@@ -242,7 +242,7 @@ def free_bytes(directory: Path) -> int:
 
 @contextlib.contextmanager
 def storage_errors_of(action: str, path: Path) -> Iterator[None]:
-    """Raise the `storage_error` in place of an OSError."""
+    """Raise the `storage_error` instead of an OSError."""
     try:
         yield
     except OSError as error:

@@ -1,6 +1,6 @@
 """A lock on a file that ends with the process that holds it and can be queried without being taken.
 
-Where the file system has no locks, a lease beside the file takes the place of the lock.
+If the file system has no locks, a lease next to the file replaces the lock.
 """
 
 import contextlib

@@ -25,7 +25,7 @@ def as_segapp_error(
 ) -> SegappError:
     """Return the error that tells a user what failed; an unforeseen one becomes a RunError that names its type.
 
-    `parts` has the custom component of each key of the config. Where the process has one device, the error of a replica
+    `parts` has the custom component of each key of the config. If the process has one device, the error of a replica
     is shown as the error within it.
     """
     if isinstance(error, SegappError):

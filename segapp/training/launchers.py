@@ -62,8 +62,8 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
             if missing:
                 raise DistributedError(
                     f"{launcher.name} started {found['WORLD_SIZE']} tasks, and {', '.join(missing)} is not known: "
-                    f"each task would train the whole run on its own: set {', '.join(missing)} for all tasks, start one task "
-                    "per machine with torchrun, or set parallel.mode=single for separate runs"
+                    f"each task would train the whole run on its own: set {', '.join(missing)} for all tasks, "
+                    "start one task per machine with torchrun, or set parallel.mode=single for separate runs"
                 ).see("several-machines")
             environ.update({name: value for name, value in found.items() if value})
             if here := re.match(r"\d+", environ.get(launcher.ranks_here, "")):

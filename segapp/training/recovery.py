@@ -90,7 +90,7 @@ class MemoryFallbacks:
 def next_eval_fallback(
     fallbacks: MemoryFallbacks, inference: Inference, batch_size: int, crop_px: tuple[int, int], *, is_fixed: bool
 ) -> tuple[MemoryFallbacks, str] | None:
-    """Return the next way to evaluate, which needs less memory, and a sentence about it; None where there is none.
+    """Return the next way to evaluate, which needs less memory, and a sentence about it; None if there is none.
 
     `inference` is as it is under the present fallbacks; the first window has the size of a training crop. `is_fixed`
     says that the network takes windows of one size only.
@@ -249,7 +249,7 @@ class OomPolicy:
             self._later = [(step, replace(each, is_recomputed=False)) for step, each in self._later]
 
     def handle_step_failure(self, error: Exception, position: Position) -> None:
-        """After a step ran out of memory: revert to the last good split where there is one, else need less memory.
+        """After a step ran out of memory: revert to the last good split if there is one, else need less memory.
 
         The first way is to compute all blocks again in the backward pass, the next one to cut micro-batches. What the
         error holds is freed.
@@ -323,7 +323,7 @@ class OomPolicy:
         return replace(self.fallbacks, num_pieces=num_pieces)
 
     def make_evaluation(self, evaluate: Callable[[MemoryFallbacks], Evaluation], position: Position) -> Evaluation:
-        """Evaluate; where memory does not suffice, begin again in a way that needs less.
+        """Evaluate; if memory does not suffice, begin again in a way that needs less.
 
         Raises:
             OutOfMemoryError: no way needs little enough.

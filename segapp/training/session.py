@@ -92,7 +92,7 @@ def run_session(
     Args:
         request: what to train and where.
         arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
-        listener: gets the events in place of the console.
+        listener: gets the events instead of the console.
         signals: stop requests; None: those of the signals to the process, which only the main thread can take over.
 
     Raises:
@@ -137,7 +137,7 @@ def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequenc
     """Start the ranks and wait for them; a checkpoint request that reaches this process goes to their inbox.
 
     A rank that runs out of memory ends all ranks, because the others wait for it in an exchange. If it has reported a
-    way to go on with less, they start again and continue from the last checkpoint in that way.
+    way to continue with less, they start again and continue from the last checkpoint in that way.
     """
     print(f"{devices.description}, one rank each", flush=True)
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)

@@ -105,7 +105,7 @@ def test_bare_weights_with_config_are_evaluated_and_exported(folder: Path, tmp_p
 @pytest.mark.parametrize(
     ("words", "code", "message"),
     [
-        (("predict", "bare.safetensors", "x.png", "--out", "o"), 4, "holds no config: say which network"),
+        (("predict", "bare.safetensors", "x.png", "--out", "o"), 4, "holds no config: name the config"),
         (("predict", "bare.pth", "x.png", "--out", "o"), 4, "name the config of its model with --config"),
         (("predict", "head.pth", "x.png", "--out", "o", "--config", "T"), 4, "without a value, such as backbone"),
         (("export", "run", "--out", "a.safetensors", "--argmax"), 2, "safetensors file holds weights only"),

@@ -118,7 +118,7 @@ class SweepRunner:
         self._running.append(_Running(run, slot, trainer, events, time.monotonic()))
 
     def _follow(self, each: _Running, *, is_time: bool) -> None:
-        """Print a trainer's progress; where it has ended, note how and free its slot."""
+        """Print a trainer's progress; if it has ended, note how and free its slot."""
         code = each.trainer.exit_code
         if is_time or code is not None:
             for raw in each.events.read_raw():

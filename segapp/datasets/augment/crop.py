@@ -164,7 +164,7 @@ def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[
 
 
 def largest_share(ids: Pixels, ignore_index: int) -> float:
-    """Return the most frequent class's share of the valid pixels, 0 to 1; 1.0 where no pixel is valid."""
+    """Return the most frequent class's share of the valid pixels, 0 to 1; 1.0 if no pixel is valid."""
     if ids.dtype == np.int32:  # sets of classes, of which a pixel may have several
         return 0.0
     if ids.dtype == np.uint8:

@@ -130,7 +130,7 @@ class TransformBuilder:
             self.problems.append(f"{place}.mask_interpolation would mix class ids: leave it out")
 
     def _defaults(self, kind: type, resize_px: tuple[int, int] | None) -> dict[str, Any]:
-        """Return the arguments that differ from the class's own defaults where an entry does not give them."""
+        """Return the arguments that differ from the class's own defaults if an entry does not give them."""
         given: dict[str, Any] = {"crop_px": self.crop_px, "ignore_index": self.ignore_index, "resize_px": resize_px}
         parameters = _parameters(kind)
         if kind is ScaledCrop:

@@ -79,7 +79,7 @@ def has_rasterio() -> bool:
 
 
 def is_tiff(start: bytes) -> bool:
-    """Return True if the first bytes of a file are those of a TIFF."""
+    """Return True if the first bytes of a file are from a TIFF."""
     return start[:4] in _MAGIC
 
 

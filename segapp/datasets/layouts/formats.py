@@ -105,7 +105,7 @@ def class_scheme(
     Args:
         format: A key of `DATASETS`.
         classes: Names in the order of their train ids; required for `folder` and `list`.
-        palette: RGB colors of 0..255, one a class. With `rgb` more may follow: further colors are ignored pixels, or
+        palette: RGB colors of 0..255, one per class. With `rgb` more may follow: further colors are ignored pixels, or
             classes if `label_map` maps their position to one.
         label_map: Id in the mask file (with `rgb`: position in the palette) -> train id or `ignore_index`.
         ignore_index: Target value of pixels that count nowhere; None: 255, or -1 with more than 255 classes.
@@ -252,13 +252,13 @@ def _choose_layout(known: DatasetFormat, location: DataLocation, split: str) -> 
 
 
 def _for_class(layout: FolderLayout, name: str) -> FolderLayout:
-    """Return the layout of a class's own masks: its name in place of `{class}`."""
+    """Return the layout of a class's own masks: its name instead of `{class}`."""
     suffixes = tuple(suffix.replace("{class}", name) for suffix in layout.mask_suffixes)
     return replace(layout, mask_dir=layout.mask_dir.replace("{class}", name), mask_suffixes=suffixes)
 
 
 def _fill_in(layout: FolderLayout, location: DataLocation, base: Path, split: str) -> FolderLayout:
-    """Return the layout with the user's folders and endings, and the split's name in place of `{split}`.
+    """Return the layout with the user's folders and endings, and the split's name instead of `{split}`.
 
     The images of a split lie in a folder of their own, or its file names them; masks may lie in one folder for all
     splits.

@@ -258,7 +258,7 @@ def _some(names: Sequence[str]) -> str:
 def listed_pairs(
     list_file: Path, images: RootGuard, masks: RootGuard, how_to_get: str, *, num_masks: int = 1
 ) -> tuple[ImagePair, ...]:
-    """Return the pairs that a text file lists, one a line; their names are the images' paths below their root.
+    """Return the pairs that a text file lists, one per line; their names are the images' paths below their root.
 
     A line names an image and `num_masks` masks, relative to the roots of `images` and `masks`.
     """

@@ -238,7 +238,7 @@ def _is_one_hot(tree: Tree, mask: _Side, axes: str) -> bool:
 
 @lru_cache(maxsize=2)
 def _array(file: Path, key: str) -> NDArray[Any]:
-    """Return an array, mapped into memory where the format allows it."""
+    """Return an array, mapped into memory if the format allows it."""
     suffix = file.suffix.lower()
     if suffix == ".dcm":
         return dicom_array(file)
@@ -301,7 +301,7 @@ def _side_words(side: _Side, axes: str, what: str) -> str:
 
 
 def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *, several: bool) -> Iterator[Pair]:
-    """Yield the images of two arrays with their masks; those of one array are a scene where there are several."""
+    """Yield the images of two arrays with their masks; those of one array are a scene if there are several."""
     image, mask = pair
     files = [tree.root / side.path for side in pair]
     states = [(side.path, side.key, *file_state(file)) for side, file in zip(pair, files, strict=True)]

@@ -415,7 +415,7 @@ def repair_aliases(folder: Path, objects: Path, manifest: Manifest) -> list[str]
 
 
 def _point(alias: Path, source: Path, entry: CheckpointEntry) -> None:
-    """Make a path a link to a file, or a copy where there are no hard links."""
+    """Make a path a link to a file, or a copy if there are no hard links."""
     temporary = alias.parent / temporary_name(entry.step)
     try:
         failpoint("ckpt.before_link")

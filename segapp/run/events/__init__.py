@@ -1,4 +1,4 @@
-"""The events of a run, written by the trainer and read by viewers: one JSON object a line in `events.jsonl`.
+"""The events of a run, written by the trainer and read by viewers: one JSON object per line in `events.jsonl`.
 
 Every line is `{"v":1,"seq":n,"t":unix_s,"type":...,...}`. `seq` counts lines from 1 without a gap, across restarts.
 One process writes (the holder of the run's lock); any number of processes read, at any time and from any offset.

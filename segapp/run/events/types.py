@@ -22,7 +22,7 @@ Count = Annotated[int, Field(ge=0, lt=2**53)]
 
 
 AsNull = Field(json_schema_extra={"is_written_as_null": True})
-"""Marks an optional field that is in every line of its type, as null where it has no value; others are left out."""
+"""Marks an optional field that is in every line of its type, as null if it has no value; others are left out."""
 
 
 class _Model(BaseModel):

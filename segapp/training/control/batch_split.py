@@ -54,7 +54,7 @@ class BatchSplitController:
 
     @property
     def current(self) -> tuple[int, ...] | None:
-        """Samples of a full batch for each device; None where there is nothing to split."""
+        """Samples of a full batch for each device; None if there is nothing to split."""
         return None if self._divider is None else self._divider.plan(self.batch_size)
 
     def judge_with(self, usable_mib: Sequence[float | None]) -> SplitJudge:

@@ -155,7 +155,7 @@ class CriticTrainer(StepParticipant):
 
     @torch.no_grad()
     def apply(self, is_step_bad: Tensor) -> None:
-        """Update the critic, except where its own gradients are not finite or the student's step is skipped."""
+        """Update the critic, unless its own gradients are not finite or the student's step is skipped."""
         is_skipped = torch.maximum(self._is_bad, is_step_bad)
         self.optimizer.found_inf = is_skipped  # type: ignore[attr-defined]
         self.optimizer.step()

@@ -107,7 +107,7 @@ class StepEngine:
         self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
         self.guard = BufferGuard(model)
         self.is_whole = True
-        """False only where an update broke off in the middle; else the state is that of a step boundary."""
+        """False only if an update broke off in the middle; else the state is that of a step boundary."""
         frozen = () if thawed is None else model.frozen_parameters
         self.num_frozen = sum(model.get_parameter(name).numel() for name in frozen)
         self._rng_before_step: TorchRng | None = None

@@ -43,7 +43,7 @@ class StepParticipant:
         """Unscale its gradients and decide whether they are finite; without waiting for the device."""
 
     def apply(self, is_step_bad: Tensor) -> None:
-        """Update its own parameters in place, except where its gradients or the step's are not finite."""
+        """Update its own parameters in place, unless its gradients or the step's are not finite."""
 
     def rollback(self) -> None:
         """Restore the state at `begin` and drop gradients and outputs."""

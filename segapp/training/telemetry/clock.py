@@ -78,7 +78,7 @@ class Clock:
         self._seconds[activity] += seconds
 
     def steps(self) -> Spent:
-        """Return the steps that were counted, and their time up to now: call it where the device has done them."""
+        """Return the steps that were counted, and their time up to now: call it if the device has done them."""
         self._count(0)
         return self._steps
 

@@ -1,6 +1,6 @@
 """A sweep as a SLURM array: `python submitit_sweep.py --config demo.yaml optim.lr=0.005,0.014 seed=0..4`.
 
-Where there is no SLURM, submitit trains the runs on this machine, all at the same time. `pip install segapp[submitit]`.
+If there is no SLURM, submitit trains the runs on this machine, all at the same time. `uv sync --extra submitit`.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ class TrainOne:
         self.pid: int | None = None
 
     def __call__(self, index: int, folder: str) -> int:
-        """Return the exit code, as `segapp requeue-code` says it: 0 also where a person stopped the run."""
+        """Return the exit code, as `segapp requeue-code` says it: 0 also if a person stopped the run."""
         process = subprocess.Popen(["segapp", "sweep", *self.words, "--only", str(index)])
         self.pid = process.pid
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # process.wait() holds a lock, which `checkpoint` needs
