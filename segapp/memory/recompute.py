@@ -70,7 +70,7 @@ class DeviceCourse:
 
         None if not even all blocks are enough. Exact as long as the program over the blocks has at most `MOST_STATES`
         states at a time, which is always so for 12 blocks, and for any number of blocks with equal costs; otherwise the
-        set still fits, and of states within 1 / `MOST_STATES` of the memory wanted only the fastest is kept. Blocks with
+        set still fits, and of states within 1 / `MOST_STATES` of the memory only the fastest is kept. Blocks with
         several calls are tried in all combinations, or as one if there are more than `MOST_REPEATED`.
         """
         counts = Counter(call.name for call in self.calls)

@@ -46,7 +46,7 @@ def test_good_parts_pass(name: str, kind: str, capsys: pytest.CaptureFixture[str
         (f"{PARTS}:WrongChannels", "model", "return (1, 3, h, w)"),
         (f"{PARTS}:MixingNet", "model", "depend on the others in its batch"),
         (f"{PARTS}:NoisyNet", "model", "draws numbers in evaluation"),
-        (f"{PARTS}:PixelOfChunk", "loss", "divide in finalize alone"),
+        (f"{PARTS}:PixelOfChunk", "loss", "divide only in finalize"),
         (f"{PARTS}:negative", "schedule", "give a number from 0 on"),
         (f"{PARTS}:counting", "schedule", "depends on earlier calls"),
         (f"{PARTS}:still", "optim", "a step leaves weights as they are"),
@@ -212,7 +212,7 @@ def test_loss_whose_shapes_depend_on_values_passes(name: str, capsys: pytest.Cap
         warnings.simplefilter("error")
         code, said = said_of(name, "loss", None, capsys)
     assert code == 0, said
-    assert "  not tried it can be copied and moved to another device: there is no GPU here" in said
+    assert "  not tried it can be copied and moved to another device: this machine has no GPU" in said
 
 
 @pytest.mark.parametrize(

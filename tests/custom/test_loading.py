@@ -63,7 +63,7 @@ def test_source_is_found_without_an_import(folder: Path) -> None:
         ("import no_such_module_here", "own_a:f", "importing it needs the module no_such_module_here"),
         ("def f(:", "own_b:f", "SyntaxError: .*own_b.py, line 1"),
         ("1 / 0", "own_c:f", "ZeroDivisionError: division by zero .own_c.py, line 1"),
-        ("raise SystemExit(3)", "own_d:f", "its import fails with SystemExit: 3"),
+        ("raise SystemExit(3)", "own_d:f", "importing it fails with SystemExit: 3"),
         ("def make(): pass", "own_e:mak", "has no 'mak': did you mean make?"),
         ("WIDTH = 3", "own_f:WIDTH", "is a int: name a class or a function"),
         ("x = 1", "own-g.py:x", "rename the file"),
@@ -96,7 +96,7 @@ def test_factory_gets_only_what_it_takes(folder: Path) -> None:
 
 def test_failing_factory_is_a_config_error(folder: Path) -> None:
     (folder / "own_failing.py").write_text("def make():\n    raise ValueError('no width')")
-    with pytest.raises(ConfigError, match=r"making it fails with ValueError: no width \(own_failing.py, line 2\)"):
+    with pytest.raises(ConfigError, match=r"creating it fails with ValueError: no width \(own_failing.py, line 2\)"):
         build_part("own_failing:make", "model.name", {})
 
 

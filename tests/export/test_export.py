@@ -187,7 +187,7 @@ def test_missing_packages_are_named_in_one_error(tmp_path: Path, monkeypatch: py
     find = runner.importlib.util.find_spec
     monkeypatch.setattr(runner.importlib.util, "find_spec", lambda name: None if "onnx" in name else find(name))
     model = SmallNet()
-    with pytest.raises(ConfigError, match=r"onnx, onnxscript, onnxruntime: pip install 'segapp\[export\]'"):
+    with pytest.raises(ConfigError, match=r"onnx, onnxscript, onnxruntime: run `uv sync --extra export`"):
         write_export(model, info_of(model), tmp_path / "x.onnx", "onnx")
     assert list(tmp_path.iterdir()) == []
 

@@ -202,5 +202,5 @@ def test_dicom_without_pydicom_names_the_extra(tmp_path: Path, monkeypatch: pyte
     draw_image(tmp_path / "d" / "masks" / "0001.png")
     (tmp_path / "d" / "dicom").mkdir()
     (tmp_path / "d" / "dicom" / "0001.dcm").write_bytes(b"\0" * 128 + b"DICM")
-    with pytest.raises(SegappError, match=r"DICOM files need pydicom.*segapp\[dicom\]"):
+    with pytest.raises(SegappError, match=r"DICOM files need pydicom.*uv sync --extra dicom"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))

@@ -352,7 +352,7 @@ def test_unreadable_annotations_are_named_with_their_kind(tmp_path: Path) -> Non
     content = json.loads(path.read_text())
     del content["categories"][0]["id"]
     path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match="look like those of COCO, but cannot be read: 'id' is missing"):
+    with pytest.raises(DataError, match="look like COCO, but cannot be read: 'id' is missing"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 

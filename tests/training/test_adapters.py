@@ -298,5 +298,5 @@ def test_targets_are_names_ends_or_patterns() -> None:
 def test_missing_peft_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_model("segapp", "eomt", 3, encoder=VIT["encoder"], options=SMALL)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"needs the package peft: pip install 'segapp\[lora\]'"):
+    with pytest.raises(ConfigError, match=r"needs the package peft: run `uv sync --extra lora`"):
         add_adapters(model, rank=4, alpha=4.0)

@@ -112,7 +112,7 @@ def test_missing_config_and_foreign_folder_are_refused(base: Path) -> None:
         plan_sweep(["seed=0,1"], [])
     Path("runs/tiny-sweep").mkdir(parents=True)
     Path("runs/tiny-sweep/notes.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="exists and is no sweep"):
+    with pytest.raises(ConfigError, match="exists and is not a sweep"):
         plan_sweep(["seed=0,1"], ["tiny.yaml"])
 
 

@@ -249,7 +249,7 @@ def test_smoothed_opacity_is_refused_in_words(tmp_path: Path) -> None:
 @pytest.mark.parametrize("value", [0, 7])
 def test_masks_of_one_value_are_refused_in_words(value: int, tmp_path: Path) -> None:
     drawn(tmp_path / "d", lambda number: np.full(SIZE, value, np.uint8))
-    with pytest.raises(DataError, match=rf"the 10 masks read hold one value: value {value}: there is nothing"):
+    with pytest.raises(DataError, match=rf"the 10 masks that were read contain only one value: value {value}: label"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
     assert not (tmp_path / "made.yaml").exists()
 
