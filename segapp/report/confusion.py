@@ -27,6 +27,33 @@ _FILE_STYLE = f"""text {{ font: 11px sans-serif; fill: {_INK}; }}
 text.value {{ font-size: 10px; }} text.on {{ fill: {_PAPER}; }}"""
 
 
+class Confusion(NamedTuple):
+    """Pixels of one class that are predicted as another."""
+
+    target: str
+    prediction: str
+    share: float
+    """Of the pixels of `target`."""
+    wrong_share: float
+    """Of all pixels that are wrong."""
+
+
+def top_confusions(
+    matrix: NDArray[np.int64], names: Sequence[str], count: int, *, by_pixels: bool = False
+) -> list[Confusion]:
+    """Return the most frequent confusions of a matrix (C, C), by their share of the class or by their pixels."""
+    wrong = matrix * ~np.eye(len(matrix), dtype=bool)
+    totals, num_wrong = matrix.sum(1, keepdims=True), max(1, wrong.sum())
+    shares = np.divide(wrong, totals, out=np.zeros(matrix.shape), where=totals > 0)
+    order = np.argsort(-(wrong if by_pixels else shares), axis=None, kind="stable")[:count]
+    pairs = [divmod(int(at), len(names)) for at in order]
+    return [
+        Confusion(names[a], names[b], float(shares[a, b]), float(wrong[a, b] / num_wrong))
+        for a, b in pairs
+        if wrong[a, b] > 0
+    ]
+
+
 class _Cell(NamedTuple):
     row: int
     column: int

@@ -89,7 +89,7 @@ def count_split(
     for index in range(len(dataset)):
         own = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
         total.counts += own.counts
-        rows.append(_class_counts(own.matrix, scheme.ignore_index))
+        rows.append(class_counts(own.matrix, scheme.ignore_index))
         progress(index + 1)
     names = tuple(pair.name for pair in dataset.pairs)
     new = ImageCounts(names, scheme.names, split, trained.sha256, np.stack(rows), total.matrix.numpy())
@@ -118,7 +118,7 @@ def counts_of(trained: TrainedModel, target: NDArray[Any], labels: NDArray[Any])
     return own
 
 
-def _class_counts(matrix: Tensor, unscored: int) -> NDArray[np.int64]:
+def class_counts(matrix: Tensor, unscored: int) -> NDArray[np.int64]:
     """Return the counts (C, 3) of a matrix (C, C), or of several (C, 2, 2)."""
     is_sets = matrix.ndim == 3
     parts = (matrix[:, 1, 1], matrix[:, 1].sum(1), matrix[:, :, 1].sum(1)) if is_sets else (

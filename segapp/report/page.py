@@ -16,7 +16,7 @@ from segapp.build.trained import load_trained
 from segapp.errors import SegappError
 from segapp.report import charts
 from segapp.report.charts import ChartCurve, Frame
-from segapp.report.confusion import confusion_figure
+from segapp.report.confusion import confusion_figure, top_confusions
 from segapp.report.pictures import SplitEvaluation, evaluate_split
 from segapp.report.render import render, save_page
 from segapp.report.run_report import RunReport, read_run_report
@@ -42,6 +42,7 @@ class ReportedClass:
     recall: float | None
     precision: float | None
     frequency: float | None
+    color: tuple[int, int, int] | None = None
 
 
 def write_report(
@@ -53,7 +54,7 @@ def write_report(
         run: name or folder.
         out: the file.
         split: of the data set, for the confusion matrix and the pictures; None: the run's own validation split.
-        num_worst: number of images shown, those with the lowest mIoU.
+        num_worst: number of images shown, of those with the lowest mIoU and of those that would raise mIoU most.
         has_pictures: False: leave out the parts that need the model and the data.
 
     Raises:
@@ -106,7 +107,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "scores": [score for name, score in SCORES.items() if name not in ("miou", "loss")],
         "why_not": why_not,
         "confusion": _confusion(evaluation, names),
-        "top": top_confusions(evaluation.matrix, names) if evaluation and evaluation.matrix is not None else [],
+        "top": top_confusions(evaluation.matrix, names, 12) if evaluation and evaluation.matrix is not None else [],
         "memory": _memory_rows(report),
         "topologies": [(each.step, wording.topology(each)) for each in report.view.topologies],
         "recomputed": "" if report.view.recompute is None else wording.recomputed(report.view.recompute),
@@ -181,7 +182,8 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
             iou, recall, precision = scores.iou[i], scores.recall[i], scores.precision[i]
             frequency = scores.frequency[i]
         dice = None if iou is None else 2 * iou / (1 + iou)
-        rows.append(ReportedClass(name, iou, change, dice, recall, precision, frequency))
+        color = view.start.palette[i] if view.start and view.start.palette and i < len(view.start.palette) else None
+        rows.append(ReportedClass(name, iou, change, dice, recall, precision, frequency, color))
     return sorted(rows, key=lambda row: (row.iou is None, row.iou or 0.0))
 
 
@@ -199,16 +201,6 @@ def _confusion(evaluation: SplitEvaluation | None, names: list[str]) -> Markup |
     if not 0 < len(occurs) <= MAX_PICTURED_CLASSES:
         return None
     return confusion_figure(evaluation.matrix[np.ix_(occurs, occurs)], [names[i] for i in occurs])
-
-
-def top_confusions(matrix: np.ndarray[Any, np.dtype[np.int64]], names: Sequence[str], count: int = 12) -> list[Any]:
-    """Return (target, prediction, share of the target's pixels) of the most frequent confusions."""
-    totals = matrix.sum(1, keepdims=True)
-    shares = np.divide(matrix, totals, out=np.zeros(matrix.shape), where=totals > 0)
-    np.fill_diagonal(shares, 0.0)
-    order = np.argsort(shares, axis=None)[::-1][:count]
-    pairs = [divmod(int(at), len(names)) for at in order]
-    return [(names[a], names[b], float(shares[a, b])) for a, b in pairs if shares[a, b] > 0]
 
 
 def _memory_rows(report: RunReport) -> list[dict[str, Any]]:

@@ -1,10 +1,10 @@
-"""Evaluation of a split for the report: scores, confusion matrix, and pictures of the images with the lowest mIoU.
+"""Evaluation of a data split for the report: scores, confusion matrix, and pictures of the images to look at.
 
-Shapes: H x W pixels of an image, C classes.
+Shapes: H x W pixels of an image, N images, C classes.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cv2
@@ -14,16 +14,27 @@ from numpy.typing import NDArray
 
 from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.inference.predict import blend, colorize
+from segapp.datasets.layouts.schemes import ClassScheme, Color
+from segapp.inference.predict import colorize
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for
-from segapp.report.image_counts import ImageCounts, count_split, counts_of, iou_of, mean_of_known, predict_pair
+from segapp.report.confusion import Confusion, top_confusions
+from segapp.report.image_counts import (
+    ImageCounts,
+    class_counts,
+    count_split,
+    counts_of,
+    iou_of,
+    mean_of_known,
+    predict_pair,
+)
 from segapp.report.render import data_url
 from segapp.scores import count_scored, of_classes
 
-PICTURE_PX = 480
+PICTURE_PX = 720
 WRONG_RGB = (214, 39, 140)
+_STRIPES = (110, 190)
+"""Greys of ignored pixels, in stripes of 4 px; the style sheet has them as `swatch ignored`."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +47,34 @@ class EvaluatedImage:
     """Number of classes that `miou` is the mean of: the classes of the image and its prediction."""
     pixel_accuracy: float | None
     pictures: dict[str, str]
+    id: str = ""
+    """In the page."""
+    files: tuple[str, ...] = ()
+    """The image and its masks."""
+    gain: float = 0.0
+    """Rise of the split's mIoU if each pixel of this image were right."""
+    confusions: Sequence[Confusion] = ()
+    """Those of the most pixels; none with several classes per pixel."""
+    legend: Sequence[tuple[str, Color]] = ()
+    """Classes of the target or the prediction, those of the most target pixels first."""
+    has_ignored: bool = False
 
 
 @dataclass(frozen=True)
 class SplitEvaluation:
-    """Scores of a split, and its images with the lowest mIoU."""
+    """Scores of a split, and its images to look at."""
 
     split: str
     scores: SegmentationScores
     matrix: NDArray[np.int64] | None
     """(C, C) counts of (target, prediction); None with several classes per pixel."""
     worst: list[EvaluatedImage]
+    """Those with the lowest mIoU."""
     num_images: int
     images: ImageCounts
     """Counts of every image."""
+    costly: Sequence[EvaluatedImage] = ()
+    """Those that would raise mIoU most if each of their pixels were right."""
 
 
 def evaluate_split(
@@ -59,7 +84,7 @@ def evaluate_split(
     num_worst: int,
     progress: Callable[[int], None] = lambda _: None,
 ) -> SplitEvaluation:
-    """Return the scores of a data set, and pictures of the images with the lowest mIoU.
+    """Return the scores of a data set, and pictures of the images with the lowest mIoU and with the largest gain.
 
     Every image is predicted, unless the run folder still has valid counts; those with pictures are predicted again.
     """
@@ -69,11 +94,26 @@ def evaluate_split(
     total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
     total.matrix.copy_(torch.from_numpy(images.total))
     miou = mean_of_known(iou_of(images.counts))
-    order = [int(index) for index in np.argsort(miou, kind="stable") if np.isfinite(miou[index])]
-    host = HostLimit()
-    worst = [evaluate_image(trained, dataset, index, host) for index in order[:num_worst]]
+    gains, host = gains_of(images.counts), HostLimit()
+    order = [index for index in np.argsort(miou, kind="stable").tolist() if np.isfinite(miou[index])][:num_worst]
+    costly = [index for index in np.argsort(-gains, kind="stable").tolist() if gains[index] > 0][:num_worst]
+    pictured = {
+        index: replace(evaluate_image(trained, dataset, index, host), gain=float(gains[index]))
+        for index in dict.fromkeys([*costly, *order])
+    }
+    worst, most = ([pictured[index] for index in indices] for indices in (order, costly))
     matrix = None if multilabel else images.total
-    return SplitEvaluation(split, total.scores(), matrix, worst, len(dataset), images)
+    return SplitEvaluation(split, total.scores(), matrix, worst, len(dataset), images, most)
+
+
+def gains_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return the rise of mIoU if each pixel of an image were right and those of the others as they are, (N,).
+
+    `counts` is (N, C, 3), as in `ImageCounts`. A class that only wrong pixels of the image have leaves the mean.
+    """
+    total = counts.sum(0)
+    right = counts[..., [1, 1, 1]]  # intersection and prediction are the target
+    return mean_of_known(iou_of(total - counts + right)) - mean_of_known(iou_of(total))
 
 
 def evaluate_image(
@@ -81,20 +121,30 @@ def evaluate_image(
 ) -> EvaluatedImage:
     """Predict one image with a valid pixel, and return its scores and pictures."""
     image, target, labels = predict_pair(trained, dataset, index, host)
-    scores = counts_of(trained, target, labels).scores()
+    counts, scheme, pair = counts_of(trained, target, labels), trained.scheme, dataset.pairs[index]
+    scores = counts.scores()
+    own = class_counts(counts.matrix, scheme.ignore_index)
+    order = [i for i in np.argsort(-own[:, 1], kind="stable").tolist() if own[i].any()]
+    is_single = scheme.multilabel is None
     return EvaluatedImage(
-        dataset.pairs[index].image.name,
+        pair.image.name,
         scores.miou or 0.0,
-        of_classes(count_scored(scores.iou), trained.scheme.num_classes),
+        of_classes(count_scored(scores.iou), scheme.num_classes),
         scores.pixel_accuracy,
-        pictures_of(dataset.pixels.as_rgb(image), target, labels, trained.scheme),
+        pictures_of(dataset.pixels.as_rgb(image), target, labels, scheme),
+        f"image-{index}",
+        tuple(dict.fromkeys(map(str, pair.files))),
+        confusions=top_confusions(counts.matrix.numpy(), scheme.names, 3, by_pixels=True) if is_single else (),
+        legend=[(scheme.names[i], scheme.palette[i]) for i in order],
+        has_ignored=bool((target == scheme.ignore_index).any()),
     )
 
 
 def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:
-    """Return reduced pictures of input, target, prediction and errors as `data:` addresses, by name.
+    """Return reduced pictures of image, target, prediction and errors as `data:` addresses, by name.
 
-    The image is uint8 (H, W, 3), RGB; `target` and `labels` are (H, W) class ids.
+    Target and prediction have the colors of the classes, and stripes where the target is ignored. The image is uint8
+    (H, W, 3), RGB; `target` and `labels` are (H, W) class ids.
     """
     factor = min(1.0, PICTURE_PX / max(image.shape[:2]))
     size = max(1, round(image.shape[1] * factor)), max(1, round(image.shape[0] * factor))
@@ -104,12 +154,13 @@ def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any],
     )
     valid = target != scheme.ignore_index
     truth = colorize(np.where(valid, target, 0), scheme)
-    truth[~valid] = 0
+    stripes = np.add.outer(np.arange(size[1]), np.arange(size[0])) // 4 % 2
+    truth[~valid] = np.array(_STRIPES, np.uint8)[stripes][~valid, None]
     grey = np.repeat(cv2.cvtColor(small, cv2.COLOR_RGB2GRAY)[..., None], 3, axis=2)
-    errors = np.where((valid & (labels != target))[..., None], np.array(WRONG_RGB, np.uint8), grey // 2 + 96)
+    errors = np.where((valid & (labels != target))[..., None], np.array(WRONG_RGB, np.uint8), grey // 3 + 160)
     return {
-        "input": data_url(small, ".jpg"),
+        "image": data_url(small, ".jpg"),
         "target": data_url(truth, ".png"),
-        "prediction": data_url(blend(small, labels, scheme), ".jpg"),
+        "prediction": data_url(colorize(labels, scheme), ".png"),
         "wrong pixels": data_url(errors.astype(np.uint8), ".jpg"),
     }

@@ -28,35 +28,36 @@ def decoded(address: str, at: tuple[int, int]) -> NDArray[Any]:
 
 
 def test_pictures_show_target_prediction_and_wrong_pixels() -> None:
-    """Quarters: ignored, right, wrong, right; 960 x 320 px, shown at half the size."""
-    image = np.full((320, 960, 3), 100, np.uint8)
-    target, labels = np.zeros((320, 960), np.uint8), np.ones((320, 960), np.uint8)
-    target[:, :240], target[:, 240:480], target[:, 480:720] = 255, 1, 0
-    target[:, 720:] = labels[:, 720:] = 0
+    """Quarters: ignored, right, wrong, right; 1440 x 320 px, shown at half the size."""
+    image = np.full((320, 1440, 3), 100, np.uint8)
+    target, labels = np.zeros((320, 1440), np.uint8), np.ones((320, 1440), np.uint8)
+    target[:, :360], target[:, 360:720], target[:, 720:1080] = 255, 1, 0
+    target[:, 1080:] = labels[:, 1080:] = 0
     found = pictures_of(image, target, labels, ClassScheme(("road", "sky"), (ROAD, SKY)))
-    grey = (100 // 2 + 96,) * 3
+    grey = (100 // 3 + 160,) * 3
     expected: dict[str, list[Any]] = {
-        "input": [(100,) * 3] * 4,
-        "target": [(0, 0, 0), SKY, ROAD, ROAD],
-        "prediction": [*[(60, 80, 160)] * 3, (150, 70, 70)],  # the mean of image and class
+        "image": [(100,) * 3] * 4,
+        "target": [(110,) * 3, SKY, ROAD, ROAD],
+        "prediction": [SKY, SKY, SKY, ROAD],
         "wrong pixels": [grey, grey, WRONG_RGB, grey],
     }
     assert list(found) == list(expected)
     for name, colors in expected.items():
         for i, color in enumerate(colors):
-            np.testing.assert_allclose(decoded(found[name], (80, 60 + 120 * i)), color, atol=4)
+            np.testing.assert_allclose(decoded(found[name], (80, 88 + 180 * i)), color, atol=4)
         with pytest.raises(IndexError):
             decoded(found[name], (160, 0))
-        assert decoded(found[name], (159, 479)).shape == (3,)
+        assert decoded(found[name], (159, 719)).shape == (3,)
+    assert decoded(found["target"], (80, 92)).tolist() == [190] * 3  # the next of the stripes of ignored pixels
 
 
-def test_prediction_of_no_class_leaves_the_image_as_it_is() -> None:
+def test_prediction_has_the_mean_color_of_its_classes() -> None:
     scheme = ClassScheme(("road", "sky"), (ROAD, SKY), ignore_index=-1, multilabel="bits")
     labels = np.zeros((32, 64), np.int32)
     labels[:, 32:] = 0b11
     found = pictures_of(np.full((32, 64, 3), 100, np.uint8), labels, labels, scheme)["prediction"]
-    np.testing.assert_allclose(decoded(found, (16, 8)), (100,) * 3, atol=4)
-    np.testing.assert_allclose(decoded(found, (16, 56)), (105, 75, 115), atol=4)
+    np.testing.assert_allclose(decoded(found, (16, 8)), (0,) * 3)
+    np.testing.assert_allclose(decoded(found, (16, 56)), (110, 50, 130))
 
 
 def test_key_figures_are_those_of_the_best_evaluation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,9 +22,10 @@ from segapp.errors import ConfigError, RunError, StorageError
 from segapp.inference.predict import predict_image
 from segapp.report import charts, compare_runs, write_report
 from segapp.report.charts import ChartCurve, Frame
+from segapp.report.confusion import top_confusions
 from segapp.report.image_counts import _key, count_split, iou_of, mean_of_known, read_counts
-from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves, top_confusions
-from segapp.report.pictures import SplitEvaluation, evaluate_split
+from segapp.report.page import _confusion, _memory_rows, class_rows, loss_chart, miou_curves
+from segapp.report.pictures import SplitEvaluation, evaluate_split, gains_of
 from segapp.report.run_report import read_run_report
 from segapp.run.events import DeviceMemory, Gpu0Bsz, Memory, Recompute, Step, Topology, Val
 from segapp.run.folder import RunFolder
@@ -115,7 +116,20 @@ def test_report_shows_the_values_of_run_and_model(trained: Path, tmp_path: Path)
     for name in ("ground", "box", "disc"):
         assert name in page.text
     pictures = [attributes["src"] for tag, attributes in page.tags if tag == "img"]
-    assert len(pictures) == 3 * 4
+    model = load_trained(str(trained))
+    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+    found = evaluate_split(model, dataset, "val", 3)
+    pictured = {image.name: image for image in (*found.costly, *found.worst)}
+    assert len(found.costly) == len(found.worst) == 3
+    assert len(pictures) == len(pictured) * 4  # once, even if it is in both lists
+    ids = {attributes.get("id") for _, attributes in page.tags}
+    links = [str(attributes["href"]) for tag, attributes in page.tags if tag == "a"]
+    assert {link.removeprefix("#") for link in links} <= ids
+    for image in pictured.values():
+        assert Path(image.files[0]).name == image.name
+        assert all(file in page.text for file in image.files)
+        first = image.confusions[0]
+        assert f"{first.target} read as {first.prediction}, {100 * first.share:.1f} % of its pixels" in page.text
     for address in pictures:
         data = base64.b64decode(str(address).split(",", 1)[1])
         assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
@@ -175,6 +189,28 @@ def test_counts_of_images_are_kept_until_a_file_changes(trained: Path, tmp_path:
     assert read_counts(file, _key(model, dataset, "train")) is None
     np.savez(tmp_path / "pickled.npz", key=np.array(None, dtype=object))
     assert read_counts(tmp_path / "pickled.npz", "") is None
+
+
+def test_gains_are_those_of_the_split_with_one_right_image() -> None:
+    rng = np.random.default_rng(0)
+    targets, labels = rng.integers(0, 3, (2, 4, 6, 6))
+    labels[2, 0, :2] = 3  # a class that only wrong pixels of one image have
+
+    def counts_of(labels: Any) -> Any:
+        masks = [[(t == c, p == c) for c in range(4)] for t, p in zip(targets, labels, strict=True)]
+        return np.array([[[(t & p).sum(), t.sum(), p.sum()] for t, p in image] for image in masks])
+
+    def miou(labels: Any) -> float:
+        pairs = [(targets == c, labels == c) for c in range(4)]
+        return float(np.mean([(t & p).sum() / (t | p).sum() for t, p in pairs if (t | p).any()]))
+
+    expected = []
+    for i in range(4):
+        right = labels.copy()
+        right[i] = targets[i]
+        expected.append(miou(right) - miou(labels))
+    np.testing.assert_allclose(gains_of(counts_of(labels)), expected, atol=1e-12)
+    assert np.argmax(expected) == 2
 
 
 def test_iou_of_counts_leaves_out_classes_without_pixels() -> None:
@@ -325,8 +361,9 @@ def test_classes_without_a_training_pixel_are_above_the_table(tmp_path: Path) ->
 
 def test_most_frequent_confusions_are_shares_of_the_target() -> None:
     matrix = np.array([[6, 3, 1], [0, 0, 0], [2, 0, 2]])
-    expected = [("c", "a", 0.5), ("a", "b", 0.3), ("a", "c", 0.1)]
-    assert top_confusions(matrix, "abc") == expected
+    expected = [("c", "a", 0.5, 2 / 6), ("a", "b", 0.3, 3 / 6), ("a", "c", 0.1, 1 / 6)]
+    assert top_confusions(matrix, "abc", 12) == expected
+    assert top_confusions(matrix, "abc", 12, by_pixels=True) == [expected[1], expected[0], expected[2]]
     assert top_confusions(matrix, "abc", 2) == expected[:2]
 
 
@@ -336,13 +373,19 @@ def test_class_table_shows_scores_changes_and_absent_classes(tmp_path: Path) -> 
     run.write(
         Val(epoch=2, step=2, loss=1.0, miou=0.4, iou=[0.6, None, 0.25, 0.0], recall=[0.7, None, 0.3], precision=[0.8])
     )
-    rows = class_rows(read_run_report(str(run.folder.path)), None)
+    report = read_run_report(str(run.folder.path))
+    assert report.view.start is not None
+    colors = [(i, 0, 0) for i in range(4)]
+    report.view.start = report.view.start.model_copy(update={"palette": colors})
+    rows = class_rows(report, None)
     assert [tuple(vars(row).values()) for row in rows] == [
-        ("d", 0.0, None, 0.0, None, None, None),
-        ("c", 0.25, -0.25, 0.4, 0.3, None, None),  # dice of 2 * 0.25 / 1.25
-        ("a", 0.6, pytest.approx(0.2), pytest.approx(0.75), 0.7, 0.8, None),
-        ("b", None, None, None, None, None, None),
+        ("d", 0.0, None, 0.0, None, None, None, (3, 0, 0)),
+        ("c", 0.25, -0.25, 0.4, 0.3, None, None, (2, 0, 0)),  # dice of 2 * 0.25 / 1.25
+        ("a", 0.6, pytest.approx(0.2), pytest.approx(0.75), 0.7, 0.8, None, (0, 0, 0)),
+        ("b", None, None, None, None, None, None, (1, 0, 0)),
     ]
+    words = read(write_report(str(run.folder.path), has_pictures=False)).text
+    assert "Absent from targets and predictions: b." in words
 
 
 def test_memory_table_has_each_split_and_device(tmp_path: Path) -> None:
@@ -392,7 +435,7 @@ def test_report_command_writes_the_page(trained: Path, tmp_path: Path) -> None:
     done = segapp("report", str(trained), "--out", "page.html", "--worst", "1", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "written: page.html" in done.stdout
-    assert len([1 for tag, _ in read(tmp_path / "page.html").tags if tag == "img"]) == 4
+    assert len([1 for tag, _ in read(tmp_path / "page.html").tags if tag == "img"]) in (4, 8)  # one image, or two
     done = segapp("compare", str(trained), str(trained), "--json", cwd=tmp_path)
     assert len(json.loads(done.stdout)["runs"]) == 2
     done = segapp("compare", str(trained), str(trained), cwd=tmp_path)
