@@ -116,7 +116,7 @@ def _value_table(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
 
 
 def _picture(curves: Sequence[ChartCurve], frame: Frame, width_px: int, style: str) -> Markup:
-    max_chars = 18 if width_px > HALF_PX else 12
+    max_chars = 18 if width_px > HALF_PX else 14
     names = [clip(printable(curve.name or curve.label), max_chars) for curve in curves]
     right_px = _RIGHT + 14 + round(6.2 * max(map(len, names))) if len(curves) > 1 else _RIGHT
     left, right = (float(edge([edge(curve.x) for curve in curves])) for edge in (np.min, np.max))

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from segapp.build.trained import TrainedModel
 from segapp.datasets.dataset import SegmentationDataset
-from segapp.datasets.layouts.schemes import ClassScheme, Color
+from segapp.datasets.layouts.published_classes import Color
+from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.inference.predict import colorize
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import SegmentationScores, counts_for
