@@ -474,6 +474,9 @@ def check(
     config: ConfigOption = None,
     json_out: JsonFlag = False,
     html_file: Annotated[Path | None, option("--html", "Write a page with pictures of what was found.")] = None,
+    suspects_file: Annotated[
+        Path | None, option("--suspects", "Name the masks of a list of segapp suspects too.", "suspects.json")
+    ] = None,
 ) -> None:
     """Examine the data: every file, every id, duplicate images. Exit code 3 if something is wrong."""
     from segapp.config import load_config, named_config
@@ -481,7 +484,7 @@ def check(
     loaded = load_config(named_config(config, overrides or []), overrides or [])
     from segapp.commands.check import check_data
 
-    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file))
+    sys.exit(check_data(loaded, as_json=json_out, html_file=html_file, suspects=suspects_file))
 
 
 @app.command()
@@ -595,6 +598,28 @@ def compare(
         print(json.dumps(found, indent=2))
     else:
         print_comparison(found)
+
+
+@app.command()
+def suspects(
+    runs: Annotated[list[str], typer.Argument(metavar="RUN|SWEEP...", help="Names or folders; a sweep for its folds.")],
+    split: Annotated[
+        str | None, option("--split", "Split to judge; by default the validation split of each run.", "NAME")
+    ] = None,
+    out: Annotated[Path | None, option("--out", "Folder of the files; by default that of the run.", "DIR")] = None,
+    min_area: Annotated[
+        int | None,
+        typer.Option("--min-area", metavar="PX", min=1, help="Smallest region; by default 0.05 % of the image."),
+    ] = None,
+    most: Annotated[int, typer.Option("--most", metavar="N", min=0, help="Regions with pictures on the page.")] = 100,
+) -> None:
+    """Find masks that are probably wrong, with runs that were not trained on them.
+
+    Writes suspects.html with pictures, suspects.csv, and suspects.json, which Label Studio and segapp check read.
+    """
+    from segapp.commands.suspects import write_suspects
+
+    write_suspects(runs, split=split, out=out, min_area_px=min_area, most_pictured=most)
 
 
 @app.command("ls")

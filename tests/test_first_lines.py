@@ -34,6 +34,7 @@ COMMANDS = {
     "requeue-code": "requeue-code demo 75",
     "schema": "schema",
     "status": "status demo",
+    "suspects": "suspects demo",
     "sweep": "sweep --config demo seed=0,1 --devices 0",
     "train": "train --config demo --plain",
 }

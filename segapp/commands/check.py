@@ -35,7 +35,7 @@ from segapp.datasets.layouts.root_guard import OutsideError, PartialError
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.resources import usable_cores
 from segapp.datasets.sampling import uniform_order
-from segapp.errors import DataError, storage_errors
+from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.onboarding.division import find_shared_groups
 from segapp.onboarding.survey.accounting import Account, Uses, account_for
 from segapp.onboarding.survey.tree import survey_tree
@@ -47,15 +47,18 @@ if TYPE_CHECKING:
 _MAX_SHOWN = 5
 
 
-def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None) -> int:
+def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None, suspects: Path | None = None) -> int:
     """Examine the data of a config, report the findings, and return the exit code: 0, or 3 if there are errors.
 
+    `suspects` is a list of `segapp suspects`, whose masks are named.
+
     Raises:
-        ConfigError: `data.augment` or `data.sampling` does not fit the data.
+        ConfigError: `data.augment` or `data.sampling` does not fit the data, or `suspects` cannot be used.
         DataError: there is no data to examine.
     """
     data, scheme = config.data, build_scheme(config.data)
     splits, before = _collect(data)
+    before += [] if suspects is None else _suspected(suspects, splits)
     measured, problem = _measure(data, next(name for name in splits if splits[name]), splits)
     if problem is not None:
         before.append(problem)
@@ -125,6 +128,30 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
     if problem is not None and not data.allow_overlap:
         findings.append(DataProblem("error", "leak", val, problem))
     return splits, findings
+
+
+def _suspected(path: Path, splits: Mapping[str, Sequence[ImagePair]]) -> list[DataProblem]:
+    """Return a warning for each mask that a list of `segapp suspects` names; ConfigError if it cannot be used."""
+    named: dict[Path, list[tuple[str, int]]] = {}
+    try:
+        for row in json.loads(path.read_text(encoding="utf-8")):
+            named.setdefault(Path(row["image"]).resolve(), []).append((str(row["reason"]), int(row["area_px"])))
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"--suspects {path} is no list of segapp suspects ({error!r}): name its .json") from None
+    found = []
+    for split, pair in ((split, pair) for split, pairs in splits.items() for pair in pairs):
+        if regions := named.get(pair.image.resolve()):
+            more = f", and {len(regions) - 1} more regions" if len(regions) > 1 else ""
+            message = f"{shown(pair.mask or pair.image)}: {regions[0][0]}{more}"
+            num_px = sum(area_px for _, area_px in regions)
+            found.append(DataProblem("warning", "suspect", split, message, pair, num_px=num_px))
+    if named and not found:
+        raise ConfigError(
+            f"--suspects {path} names no image of the splits, but for instance {next(iter(named))}: run check in the "
+            "folder in which segapp suspects ran, with a config of the same data",
+            path=path,
+        )
+    return found
 
 
 def _samples(

@@ -138,3 +138,21 @@ def attack(path: str, **_: Any) -> nn.Module:
     """Leave a trace that the code ran."""
     Path(path).write_text(str(os.getpid()))
     return Net(3)
+
+
+class ColorNet(nn.Module):
+    """A network that knows the colors of the drawn scenes as their files hold them; its parameter is a scale."""
+
+    COLORS = ((60, 110, 70), (80, 90, 150), (190, 80, 60))
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        colors = torch.tensor(self.COLORS[:num_classes]) / 255
+        mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
+        self.register_buffer("colors", (colors - mean) / std)
+        self.scale = nn.Parameter(torch.tensor(5.0))
+
+    def forward(self, images: Tensor) -> dict[str, Tensor]:
+        smooth = F.avg_pool2d(F.pad(images, (1, 1, 1, 1), mode="replicate"), 3, 1)
+        colors: Any = self.colors
+        return {"out": -self.scale * (smooth[:, None] - colors[None, :, :, None, None]).square().sum(2)}

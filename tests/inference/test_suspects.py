@@ -1,0 +1,225 @@
+"""Suspicious regions against the published formulas, a search pixel by pixel, and errors drawn into masks."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import io
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import cv2
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from segapp.commands.check import check_data
+from segapp.commands.suspects import judge_masks, write_suspects
+from segapp.config import load_config, validate_config
+from segapp.custom.trust import TRUST_VARIABLE
+from segapp.errors import ConfigError, DataError
+from segapp.inference.suspects import ClassCounts, Region, find_regions, image_quality, label_quality, rank_regions
+from tests.support.label_errors import InjectedError, inject
+from tests.support.runs import train
+
+
+def test_soft_minimum_of_two_pixels_by_hand() -> None:
+    """The formula of Lad and Mueller with temperature 0.1: the sum of q * softmax((1 - q) / 0.1)."""
+    weights = math.exp((1 - 0.9) / 0.1), math.exp((1 - 0.2) / 0.1)
+    expected = (0.9 * weights[0] + 0.2 * weights[1]) / sum(weights)
+    assert image_quality(np.array([0.9, 0.2], np.float32)) == pytest.approx(expected, rel=1e-6)
+    assert image_quality(np.array([], np.float32)) == 1.0
+
+
+def drawn(seed: int, num_classes: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    """Return a mask (H, W) with coarse parts, 255 in some, and probabilities (C, H, W) that mostly agree with it."""
+    rng = np.random.default_rng(seed)
+    ids = rng.choice([*range(num_classes), 255], (6, 5), p=[*[0.9 / num_classes] * num_classes, 0.1])
+    mask = np.kron(ids, np.ones((3, 3), int)).astype(np.uint8)
+    logits = rng.normal(0, 0.7, (num_classes, *mask.shape))
+    shown = np.roll(np.where(mask == 255, 0, mask), int(rng.integers(-2, 3)), 1)
+    np.put_along_axis(logits, shown[None].astype(int), 2.5, 0)
+    values = np.exp(logits)
+    return mask, (values / values.sum(0)).astype(np.float32)
+
+
+def flooded(mask: np.ndarray, labels: np.ndarray) -> list[set[tuple[int, int]]]:
+    """Return the sets of neighbors whose classes in mask and prediction differ in the same way, pixel by pixel."""
+    left = {(y, x) for y, x in np.ndindex(*mask.shape) if mask[y, x] != 255 and mask[y, x] != labels[y, x]}
+    found = []
+    while left:
+        part, edge = set(), [min(left)]
+        pair = mask[edge[0]], labels[edge[0]]
+        while edge:
+            y, x = edge.pop()
+            if (y, x) in left and (mask[y, x], labels[y, x]) == pair:
+                left.discard((y, x))
+                part.add((y, x))
+                edge += [(y + 1, x), (y - 1, x), (y, x + 1), (y, x - 1)]
+        found.append(part)
+    return found
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 10_000), st.integers(1, 4))
+def test_regions_equal_a_search_pixel_by_pixel(seed: int, least_px: int) -> None:
+    mask, probabilities = drawn(seed)
+    labels, quality = probabilities.argmax(0), label_quality(probabilities, mask, 255)
+    found = list(find_regions(mask, labels, quality, probabilities.max(0), 255, min_area_px=least_px))
+    expected = []
+    for part in flooded(mask, labels):
+        if len(part) >= least_px:
+            ys, xs = zip(*part, strict=True)
+            at = ys[0], xs[0]
+            mean = float(np.mean([probabilities[mask[y, x], y, x] for y, x in part]))
+            box = min(xs), min(ys), max(xs) - min(xs) + 1, max(ys) - min(ys) + 1
+            expected.append((int(mask[at]), int(labels[at]), len(part), box, pytest.approx(mean, rel=1e-4)))
+    got = [(each.given, each.suggested, each.area_px, each.box, each.quality) for each in found]
+    assert sorted(got, key=lambda row: row[:4]) == sorted(expected, key=lambda row: row[:4])
+
+
+def test_thresholds_equal_their_definition() -> None:
+    """The mean probability of a class over the pixels to which masks give it; no class without pixels is suggested."""
+    counts, sums = ClassCounts(5), [[] for _ in range(5)]
+    for seed in range(3):
+        mask, probabilities = drawn(seed)
+        valid = mask != 255
+        counts.add(mask[valid], probabilities.argmax(0)[valid], label_quality(probabilities, mask, 255)[valid])
+        for y, x in zip(*np.nonzero(valid), strict=True):
+            sums[mask[y, x]].append(probabilities[mask[y, x], y, x])
+    assert counts.thresholds[:4] == pytest.approx([np.mean(values) for values in sums[:4]], rel=1e-5)
+    assert counts.thresholds[4] == math.inf
+
+
+def test_rare_confusions_come_first() -> None:
+    """By hand: regions with the same probabilities; 0 is read as 1 at one in four pixels, 2 as 1 never."""
+    counts = ClassCounts(3)
+    for mask_id, seen, num_px in ((0, 0, 75), (0, 1, 25), (1, 1, 100), (2, 2, 100)):
+        counts.add(np.full(num_px, mask_id), np.full(num_px, seen), np.full(num_px, 0.8))
+    common, rare, doubtful = (
+        Region(mask_id, 1, "class", 9, (0, 0, 3, 3), np.zeros((1, 2), np.int32), 0.1, confidence)
+        for mask_id, confidence in ((0, 0.9), (2, 0.9), (2, 0.79))
+    )
+    ranked = rank_regions(counts, [("common", common), ("rare", rare), ("doubtful", doubtful)])
+    assert [name for name, _, _ in ranked] == ["rare", "common"]
+    assert [score for _, _, score in ranked] == pytest.approx([0.8, 0.8 * 0.75])
+
+
+CASES = {
+    "class": (np.s_[2:8, 2:8], np.s_[2:8, 2:8]),  # the mask has all of a square as another class
+    "missing": (None, np.s_[12:16, 12:16]),
+    "outline": (np.s_[2:8, 2:8], np.s_[2:8, 2:10]),
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_kind_of_a_region_by_hand(kind: str) -> None:
+    in_mask, seen = CASES[kind]
+    mask, labels = np.zeros((20, 20), np.uint8), np.zeros((20, 20), np.uint8)
+    labels[seen] = 1
+    if in_mask is not None:
+        mask[in_mask] = 2 if kind == "class" else 1
+    (region,) = find_regions(mask, labels, np.zeros((20, 20)), np.ones((20, 20)), 255, min_area_px=1)
+    assert (region.kind, region.suggested, region.given) == (kind, 1, 2 if kind == "class" else 0)
+
+
+@pytest.fixture(autouse=True)
+def _trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TRUST_VARIABLE, "1")
+
+
+@pytest.fixture(scope="module")
+def folds(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[InjectedError]]:
+    """Two runs of a network that knows the colors, each validated on other images, and the errors in the masks."""
+    root = tmp_path_factory.mktemp("folds")
+    (root / "images").mkdir()
+    (root / "masks").mkdir()
+    masks = {}
+    for path in sorted(tiny_root.glob("masks/*/*.png")):
+        name = f"{path.parent.name}{path.name}"
+        masks[name] = cv2.imread(str(path), cv2.IMREAD_UNCHANGED)
+        shutil.copy(tiny_root / "images" / path.parent.name / path.name, root / "images" / name)
+    errors = inject(masks, 3, 0.25, seed=1, ignored=255)
+    for name, mask in masks.items():
+        cv2.imwrite(str(root / "masks" / name), mask)
+    for fold in (0, 1):
+        for split, parity in (("train", fold), ("val", 1 - fold)):
+            lines = [f"images/{name} masks/{name}" for name in list(masks)[parity::2]]
+            (root / f"{split}{fold}.txt").write_text("\n".join(lines) + "\n")
+        config = {
+            "name": "fold",
+            "data": {
+                "format": "list", "root": str(root), "classes": ["ground", "box", "disc"], "crop_px": [32, 32],
+                "workers": 0, "train_split": f"train{fold}", "val_split": f"val{fold}",
+            },
+            "model": {"library": "python", "name": "tests.support.own_parts:ColorNet"},
+            "optim": {"name": "adamw", "lr": 1e-6}, "train": {"epochs": 1, "batch_size": 4},
+            "log": {"tensorboard": False},
+        }  # fmt: skip
+        assert train(validate_config(config), root / f"fold{fold}") == 0
+    return root, errors
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the rows of suspects.json, which are those of suspects.csv."""
+    rows: list[dict[str, Any]] = json.loads((folder / "suspects.json").read_text())
+    with (folder / "suspects.csv").open(newline="") as file:
+        assert [list(row.values()) for row in csv.DictReader(file)] == [[str(v) for v in row.values()] for row in rows]
+    return rows
+
+
+def test_drawn_errors_are_the_regions_that_are_found(
+    folds: tuple[Path, list[InjectedError]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, errors = folds
+    runs = [str(root / "fold0"), str(root / "fold1")]
+    write_suspects(runs, split=None, out=root / "out", min_area_px=20, most_pictured=3)
+    rows = rows_of(root / "out")
+    assert {row["run"] for row in rows} == set(runs)
+    found = dict.fromkeys(range(len(errors)), 0)
+    for row in rows:
+        box = np.s_[row["top"] : row["top"] + row["height"], row["left"] : row["left"] + row["width"]]
+        hits = [i for i, e in enumerate(errors) if e.image == Path(row["mask"]).name and e.changed[box].any()]
+        assert hits, row
+        for hit in hits:
+            found[hit] += 1
+    assert min(found.values()) > 0
+    assert f"{len(rows)} regions of" in capsys.readouterr().out
+    page = (root / "out" / "suspects.html").read_text()
+    assert page.count("<figure id=") == 4 * 3
+    assert rows[0]["reason"] in page
+
+
+def test_only_images_that_a_run_left_out_are_judged(
+    folds: tuple[Path, list[InjectedError]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, _ = folds
+    found = judge_masks([str(root / "fold0")], None, 20)
+    names = {line.split()[0] for line in (root / "val0.txt").read_text().splitlines()}
+    assert {f"images/{image.pair.image.name}" for image in found.images} == names
+    assert {path.name for path in found.unjudged} == {
+        Path(line.split()[0]).name for line in (root / "train0.txt").read_text().splitlines()
+    }
+    with pytest.raises(DataError, match="a run was not trained on"):
+        judge_masks([str(root / "fold0")], "train0", 20)
+
+
+def test_check_names_the_masks_of_the_list(folds: tuple[Path, list[InjectedError]], tmp_path: Path) -> None:
+    root, _ = folds
+    write_suspects([str(root / "fold0")], split=None, out=tmp_path, min_area_px=20, most_pictured=0)
+    config = load_config(root / "fold0" / "config.yaml")
+    with contextlib.redirect_stdout(io.StringIO()) as text:
+        check_data(config, as_json=True, html_file=None, suspects=tmp_path / "suspects.json")
+    named = {f["mask"]: f for f in json.loads(text.getvalue())["findings"] if f["kind"] == "suspect"}
+    assert named.keys() == {row["mask"] for row in rows_of(tmp_path)}
+    assert {finding["severity"] for finding in named.values()} == {"warning"}
+    (tmp_path / "other.json").write_text('[{"image": "elsewhere.png", "reason": "x", "area_px": 1}]')
+    with pytest.raises(ConfigError, match="names no image of the splits"):
+        check_data(config, as_json=True, html_file=None, suspects=tmp_path / "other.json")
+    (tmp_path / "wrong.json").write_text("[1]")
+    with pytest.raises(ConfigError, match="no list of segapp suspects"):
+        check_data(config, as_json=True, html_file=None, suspects=tmp_path / "wrong.json")
