@@ -22,7 +22,7 @@ def test_devices_are_untested_as_doctor_says() -> None:
         assert (own == "not yet") == (trained_on == "untested"), name
         assert own == "not yet" or trained_on.startswith("yes")
         assert set(others) <= {"not yet"} or trained_on.startswith("yes")
-    assert PAGE.splitlines()[2].startswith("segapp has run on CPUs only.") == (
+    assert PAGE.splitlines()[2].startswith("So far, segapp has run only on CPUs.") == (
         {kind for kind, (_, trained_on) in TESTED_ON.items() if trained_on != "untested"} == {"cpu"}
     )
 

@@ -154,17 +154,18 @@ def run_folder_page() -> str:
     assert rows
     return "\n".join(
         [
-            "# What is in the folder of a run?\n",
-            "```sh\nsegapp status demo\n```\n",
-            "Everything that a run writes lies in `runs/NAME`, or in the folder given with `--run`. Any program "
-            "may read it; commands to the trainer are files in `commands/`. `stacks.log`: all stacks, after a hang.\n",
+            "# The run folder\n",
+            "A run writes all its files into `runs/NAME`, or into the folder given with `--run`. Any program may read "
+            "them. Commands to the trainer are files in `commands/`. After a hang, `stacks.log` has the stacks of all "
+            "processes.\n",
             "| path | content |",
             "|---|---|",
             *rows,
             "",
-            "A checkpoint is one file of tensors and plain values; without segapp, "
+            "A checkpoint is one file of tensors and plain values. Without segapp, "
             '`torch.load("runs/demo/checkpoints/best.pt", weights_only=True)["model"]` is the state dict. '
-            "`segapp ckpt list RUN` names the checkpoints that can be resumed ([train](../tasks/train.md)).\n",
+            "`segapp ckpt list RUN` lists the checkpoints from which a run can resume ([train](../tasks/train.md)). "
+            "`segapp status RUN` summarizes the folder.\n",
         ]
     )
 
@@ -175,13 +176,14 @@ def events_page() -> str:
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
     shared = [name for name in classes if name not in {model.__name__ for model in event_types.EVENT_TYPES.values()}]
     parts = [
-        "# What does events.jsonl hold?\n",
-        "```sh\nsegapp status demo --json\n```\n",
-        "`events.jsonl` has one JSON object a line, which the trainer appends; lines are never changed. Readers keep "
-        "a torn last line back and skip types and fields that they do not know. Numbers that are not finite are null. "
-        "A `memory` event is written every 2 s and a `heartbeat` every 5 s, by a thread of the trainer. "
-        "Fields without *required* may be missing. From Python: `segapp.run.events.EventReader`, or `on_event` "
-        "([python](../tasks/python.md)).\n",
+        "# Events: the lines of events.jsonl\n",
+        "`events.jsonl` has one JSON object per line. The trainer appends lines and never changes one. A resume "
+        "removes the lines that its checkpoint does not contain: a program that follows the file must start again when "
+        "the file becomes shorter. Readers must ignore an incomplete last line, and skip types and fields that they do "
+        "not know. Numbers that are not finite are null. A thread of the trainer writes a `memory` event every 2 s and "
+        "a `heartbeat` every 5 s. Fields without *required* may be missing.\n",
+        "From Python, use `segapp.run.events.EventReader`, or `on_event` ([python](../tasks/python.md)). "
+        "`segapp status RUN --json` prints the state that follows from the events.\n",
         "Every line has:\n",
         _fields(classes["_Event"]),
     ]
@@ -220,19 +222,19 @@ def exit_codes_page() -> str:
     for kind in _error_classes():
         rows.setdefault(kind.exit_code, (kind.__doc__ or "").splitlines()[0])
     rows[1] = (
-        "The run failed, and no other code says why; `compare`, `ctl --wait`, `doctor` and `sweep`: see their `--help`."
+        "The run failed, and no other code says why. `ctl --wait`: the command was not applied. `doctor`: a training "
+        "would fail here. `sweep`: a run failed. `export`: the file differs from the model."
     )
     rows[2] = "A config, an option, a command or a name that cannot be used."
     topics = {kind.exit_code: kind.topic for kind in _error_classes() if kind.topic}
     lines = [f"| {code} | {text} | {_link(topics.get(code))} |" for code, text in sorted(rows.items())]
     return "\n".join(
         [
-            "# What does an exit code mean?\n",
-            "```sh\nsegapp ckpt verify demo\n```\n",
-            "Errors go to stderr as one line that begins with `error:` and names what is wrong, the value, and what to "
-            "do. `--debug` adds the traceback. Where a page says more, the last line names it. With `--json`, stdout "
-            'has the same for programs: `{"error": {...}}` with `type`, `message`, `exit_code`, `topic`, and, if they '
-            "are known, `key`, `path`, `value` and `problems`.\n",
+            "# Exit codes\n",
+            "Every command ends with one of these codes. An error is printed to stderr as one line that begins with "
+            "`error:` and names the problem, the value, and the fix. `--debug` adds the traceback. If a page says "
+            'more, the last line names it. With `--json`, stdout has the same for programs: `{"error": {...}}` with '
+            "`type`, `message`, `exit_code`, `topic`, and, if they are known, `key`, `path`, `value` and `problems`.\n",
             "| code | meaning | page |",
             "|---|---|---|",
             *lines,
@@ -257,19 +259,21 @@ def _link(topic: str | None) -> str:
 ENVIRONMENT = {
     "SEGAPP_FAILPOINTS": "For tests: faults to inject at named places (`segapp/failpoints.py`).",
     "SEGAPP_FAILPOINT_MARKS": "For tests: a folder; each armed fault writes a line whenever it acts.",
-    "SEGAPP_TRUST_PARTS": "`1`: import own code that a run or a checkpoint names, as `--trust-parts`.",
+    "SEGAPP_TRUST_PARTS": "`1`: import the custom components that a run or a checkpoint names, as with "
+    "`--trust-parts`.",
     "SEGAPP_PEER_TIMEOUT_S": "Seconds without a sign of life after which another machine counts as lost, and "
     "the ranks of this one end with 8; the same on all machines. Default: 30; 0: never. `segapp launch` waits as long "
     "for a rendezvous that does not answer.",
-    "XDG_CACHE_HOME": "Caches lie in `$XDG_CACHE_HOME/segapp`: decoded images, class weights. Default: `~/.cache`.",
-    "XDG_CONFIG_HOME": "Settings of the screen lie in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",
-    "XDG_STATE_HOME": "`$XDG_STATE_HOME/segapp` remembers trusted own code and seen alerts. Default: `~/.local/state`.",
-    "NO_COLOR": "Set to anything: the screen uses no color.",
-    "TERM": "`dumb` or empty: no screen; `train` prints lines.",
-    "CUDA_VISIBLE_DEVICES": "The GPUs that segapp sees; numbers in `parallel.devices` count within it.",
+    "XDG_CACHE_HOME": "Decoded images and class weights are cached in `$XDG_CACHE_HOME/segapp`. Default: `~/.cache`.",
+    "XDG_CONFIG_HOME": "Settings of the TUI are in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",
+    "XDG_STATE_HOME": "Trusted custom components and seen alerts are noted in `$XDG_STATE_HOME/segapp`. Default: "
+    "`~/.local/state`.",
+    "NO_COLOR": "Set to any value: the TUI uses no color.",
+    "TERM": "`dumb` or empty: no TUI; `train` prints lines.",
+    "CUDA_VISIBLE_DEVICES": "The GPUs that segapp may use; numbers in `parallel.devices` count within it.",
     "CC": "C compiler for Triton; `doctor` reports it.",
-    "PATH": "Where `nvidia-smi` and the C compiler are looked for.",
-    "RANK": "With `WORLD_SIZE`: set by torchrun; `train` is then one rank and shows no screen.",
+    "PATH": "segapp looks for `nvidia-smi` and the C compiler here.",
+    "RANK": "With `WORLD_SIZE`: set by torchrun; `train` is then one rank and shows no TUI.",
     "WORLD_SIZE": "Set by torchrun: the number of ranks.",
     "LOCAL_RANK": "Set by torchrun: the rank within its machine, which selects the GPU.",
     "LOCAL_WORLD_SIZE": "Set by torchrun: the ranks of a machine, which share its processors for `data.workers: auto`; "
@@ -284,7 +288,7 @@ ENVIRONMENT = {
     "SLURM_LOCALID": "Set by srun: the rank within its machine.",
     "SLURM_STEP_TASKS_PER_NODE": "Set by srun: the ranks of each machine.",
     "SLURM_STEP_NODELIST": "Set by srun: the machines; rank 0 is on the first, unless `MASTER_ADDR` is set.",
-    "SLURM_JOB_NODELIST": "Set by SLURM: the machines of the job, if those of the step are not known.",
+    "SLURM_JOB_NODELIST": "Set by SLURM: the machines of the job, if the machines of the step are not known.",
     "SLURM_JOB_ID": "Set by SLURM: the port of rank 0 follows from it, unless `MASTER_PORT` is set.",
     "SLURM_RESTART_COUNT": "Set by SLURM: above 0, `train` waits for the process that still holds the run.",
     "TORCHELASTIC_RESTART_COUNT": "Set by torchrun: the round of the job; above 0 as `SLURM_RESTART_COUNT`.",
@@ -293,7 +297,7 @@ ENVIRONMENT = {
     "ACCELERATE_MIXED_PRECISION": "Set by `accelerate launch`, which `train` then names as its launcher.",
     "TORCHELASTIC_RUN_ID": "Set by torchrun: the job; `train` waits for a holder of the run that is of the same one.",
     "OMPI_COMM_WORLD_RANK": "Set by Open MPI: the rank, unless `RANK` is set; `MASTER_ADDR` and `MASTER_PORT` are "
-    "needed beside it.",
+    "needed too.",
     "OMPI_COMM_WORLD_SIZE": "Set by Open MPI: the number of ranks.",
     "OMPI_COMM_WORLD_LOCAL_RANK": "Set by Open MPI: the rank within its machine.",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "Set by Open MPI: the ranks of a machine.",
@@ -333,9 +337,8 @@ def environment_page() -> str:
     rows = [f"| `{name}` | {_cell(text)} |" for name, text in ENVIRONMENT.items()]
     return "\n".join(
         [
-            "# Which environment variables matter?\n",
-            "```sh\nsegapp doctor\n```\n",
-            "Nothing has to be set. These are read:\n",
+            "# Environment variables\n",
+            "You do not have to set any of them. segapp, or a library that it configures, reads:\n",
             "| variable | effect |",
             "|---|---|",
             *rows,

@@ -97,16 +97,16 @@ class RunStart(_Event):
     mode: str | None = None
     """Parallel mode: single, dp, ddp or model."""
     mode_reason: Text | None = None
-    """Why `parallel.mode: auto` chose it; None where the config names the mode."""
+    """Why `parallel.mode: auto` chose it; None if the config names the mode."""
     steps: int | None = None
     """Steps of the whole run, which may end within an epoch (`train.steps`); None: whole epochs."""
     num_trainable: int | None = None
-    """Parameters that are trained; fewer than `num_params` where `model.freeze` holds."""
+    """Parameters that are trained; fewer than `num_params` if `model.freeze` applies."""
     freeze_epochs: int | None = None
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
     param_groups: list[ParamGroup] | None = None
     palette: list[tuple[int, int, int]] | None = None
-    """RGB color of each class in the sample pictures."""
+    """RGB color of each class in the sample images."""
     judge: dict[str, Any] | None = None
     """Everything that decides about a split of the batch, as JSON: the rules of this training, the memory of each
     device, the measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
@@ -121,13 +121,13 @@ class Weights(_Event):
     message: Text
     """A summary in two lines."""
     num_taken: int
-    """Tensors of the network that are in the file."""
+    """Tensors of the model that are in the file."""
     num_tensors: int
-    """Tensors of the network, or of its backbone if the file holds only a backbone."""
+    """Tensors of the model, or of its backbone if the file holds only a backbone."""
     left_out: dict[Text, Text] = {}
     """Name in the file -> why it is not used; the first hundred."""
     missing: dict[Text, Text] = {}
-    """Name in the network -> why it keeps its initialization; the first hundred."""
+    """Name in the model -> why it keeps its initialization; the first hundred."""
 
 
 class EpochStart(_Event):
@@ -142,7 +142,7 @@ class EpochStart(_Event):
     num_thawed: int | None = None
     """Parameters that were frozen and are trained from this epoch on; None: as before."""
     judge: dict[str, Any] | None = None
-    """Replaces that of `run_start`."""
+    """Replaces the value in `run_start`."""
 
 
 class Step(_Event):
@@ -169,13 +169,13 @@ class Step(_Event):
     eta_run_s: float | None = None
     """Seconds until the training ends."""
     terms: dict[Text, float | None] | None = None
-    """Terms of the loss to plot beside it, by name, such as the distillation loss."""
+    """Terms of the loss to plot together with it, by name, such as the distillation loss."""
     peaks_mib: list[float | None] | None = None
     """Highest allocation of each device in training under the split in force; None without a split."""
 
 
 class DeviceMemory(_Model):
-    """Memory and load of one device; None where unknown."""
+    """Memory and load of one device; None if unknown."""
 
     device: Text | None = None
     uuid: Text | None = None
@@ -293,7 +293,7 @@ class Gpu0Bsz(_Event):
     step: int | None = None
     """Updates made with the split before."""
     judge: dict[str, Any] | None = None
-    """Replaces that of the last event with one."""
+    """Replaces the value of the last event that has one."""
 
     @property
     def ran_out_of_memory(self) -> bool:
@@ -307,7 +307,7 @@ class Gpu0Bsz(_Event):
 
 
 class Recompute(_Event):
-    """Other blocks of the network are computed again in the backward pass; a start of the run begins without any."""
+    """Other blocks of the model are computed again in the backward pass; a start of the run begins without any."""
 
     type: Literal["recompute"] = "recompute"
     step: int
@@ -317,7 +317,7 @@ class Recompute(_Event):
     blocks: list[list[Text]]
     """Names of the blocks for each device."""
     num_blocks: int
-    """Blocks of the network."""
+    """Blocks of the model."""
     reason: Text
     """train.recompute, out of memory, or by hand."""
     saved_mib: list[float] | None = None
@@ -402,7 +402,7 @@ class Oom(_Event):
     path: Text | None = None
     """The file of the report, relative to the run folder."""
     judge: dict[str, Any] | None = None
-    """Replaces that of the last event with one."""
+    """Replaces the value of the last event that has one."""
 
 
 class Heartbeat(_Event):
@@ -416,7 +416,7 @@ class Heartbeat(_Event):
     saving_s: float | None = None
     """Seconds since the write of a checkpoint began; None if none is being written."""
     num_evaluated: int | None = None
-    """Images done in the running evaluation; None where unknown."""
+    """Images done in the running evaluation; None if unknown."""
     num_images: int | None = None
     """Images of the running evaluation."""
 
