@@ -1,7 +1,11 @@
-"""segapp: semantic segmentation that is exact at any GPU split, small in memory, and steerable while it runs.
+"""Train, evaluate and use semantic segmentation models.
 
-`from segapp import train, evaluate, predict, load` gives the functions of `segapp.api`, which load torch when they are
-called.
+    >>> import segapp
+    >>> result = segapp.train("demo.yaml")  # doctest: +SKIP
+    >>> segapp.evaluate(result.run).miou  # doctest: +SKIP
+
+`segapp.train`, `evaluate`, `predict`, `load` and `history` load torch when they are called. `segapp.losses` and
+`segapp.parallel` are libraries for your own training loop. Every error is a `segapp.errors.SegappError`.
 """
 
 from importlib import import_module as _import_module
@@ -14,9 +18,11 @@ _OF_API = (
     "Evaluated",
     "History",
     "Network",
+    "PredictResult",
     "StopTraining",
     "TrainResult",
     "evaluate",
+    "history",
     "load",
     "predict",
     "train",

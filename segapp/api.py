@@ -1,6 +1,7 @@
-"""segapp from Python: `from segapp import train, evaluate, predict, load`; errors are those of `segapp.errors`.
+"""segapp from Python: `from segapp import train, evaluate, predict, load, history`.
 
-The module itself loads no torch: the functions import what they need.
+Every error that a function raises for its input is a `segapp.errors.SegappError`. Importing this module does not load
+torch; the functions import it when they are called.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
@@ -18,12 +19,14 @@ from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.scores import SCORES, EpochLoss, count_scored
 
 if TYPE_CHECKING:
+    import torch
     from numpy.typing import NDArray
+    from PIL.Image import Image as PILImage
     from torch import nn
 
     from segapp.build.trained import TrainedModel
     from segapp.config import RunConfig
-    from segapp.inference.predict.pipeline import Tally
+    from segapp.datasets.layouts.schemes import ClassScheme
     from segapp.run.events import Event, RunEnd
     from segapp.training.signals import StopSignals
 
@@ -33,19 +36,23 @@ Picture: TypeAlias = "str | Path | NDArray[Any] | Any"
 """An image: a file, an array (H, W, B) as it is stored, by default uint8 RGB, or a PIL image."""
 
 
+LEGEND_CELL_PX = (20, 150)
+"""Height and width of an entry of the legend of `Network.plot`."""
+
+
 class StopTraining(Exception):  # noqa: N818 - it is a request, not an error
     """Raise it in `on_event` to stop a training: it saves a checkpoint, and `train` returns with the message."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Scored:
-    """Scores of an evaluation; each is an attribute too, such as `miou`, `mean_dice` and `loss`.
+    """Scores of an evaluation; each score is an attribute too, such as `miou`, `mean_dice` and `loss`.
 
     Attributes:
-        scores: name -> score, those of `segapp.scores.SCORES`; None where a value is not known: a mean over no class,
-            a loss that was not finite, or that of networks of different losses.
+        scores: name -> score, for each name of `segapp.scores.SCORES`; None if a value does not exist: a mean over no
+            class, a loss that was not finite, or the loss of an ensemble of models with different losses.
         iou: class -> IoU; None for a class that does not occur.
-        num_images: of the split.
+        num_images: number of evaluated images.
     """
 
     scores: dict[str, float | None]
@@ -89,23 +96,30 @@ class Evaluated(_Scored):
 class History(tuple[Evaluated, ...]):
     """The evaluations of a run, in order."""
 
-    def to_pandas(self) -> Any:
-        """Return a pandas DataFrame: a row per evaluation, a column `iou NAME` per class.
-
-        Raises:
-            ConfigError: pandas is not installed.
-        """
-        try:
-            import pandas  # type: ignore[import-untyped, unused-ignore]
-        except ImportError:
-            raise ConfigError("to_pandas needs pandas: pip install pandas, or use the rows as they are") from None
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dictionary per evaluation, with a key `iou NAME` per class: `pandas.DataFrame(history.rows())`."""
         plain = ("epoch", "step", "train_loss", "num_images", "val_s", "num_scored")
-        rows = [
+        return [
             {**{name: getattr(row, name) for name in plain}, **row.scores}
             | {f"iou {name}": value for name, value in row.iou.items()}
             for row in self
         ]
-        return pandas.DataFrame(rows)
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame.
+
+        Raises:
+            ConfigError: pandas is not installed.
+        """
+        return _data_frame(self.rows())
+
+
+def _data_frame(rows: list[dict[str, Any]]) -> Any:
+    try:
+        import pandas  # type: ignore[import-untyped, unused-ignore]
+    except ImportError:
+        raise ConfigError("to_pandas needs pandas: pip install pandas, or use rows()") from None
+    return pandas.DataFrame(rows)
 
 
 @dataclass(frozen=True)
@@ -117,7 +131,7 @@ class TrainResult:
         is_finished: False if it was stopped before its end.
         reason: why it ended.
         step: optimizer updates made.
-        history: all evaluations of the run, those before a resume too.
+        history: all evaluations of the run, including the ones before a resume.
     """
 
     run: Path
@@ -134,23 +148,76 @@ class TrainResult:
 
 @dataclass(frozen=True, kw_only=True)
 class EvalResult(_Scored):
-    """Result of an evaluation, with its scores.
+    """Result of an evaluation: everything that `segapp eval` prints; `print(result)` shows the same table.
+
+    With `boundary=True`, `scores` has `boundary_miou`, `mean_surface_dice` and `mean_hausdorff95_px` too, and with
+    groups of classes `groups_miou`. Each of them is an attribute.
 
     Attributes:
-        split: name of the split.
-        confusion: pixels (C, C), row: target's class, column: predicted class.
+        split: name of the data split.
+        confusion: pixels (C, C); the row is the class of the target, the column the predicted class. With several
+            classes per pixel (C, 2, 2).
+        dice: class -> Dice score (F1); None for a class that does not occur, as in the next two.
+        precision: class -> precision.
+        recall: class -> recall.
+        groups: group of classes -> its IoU; empty if the data set has no groups.
+        boundary: boundary_iou, surface_dice or hausdorff95_px -> class -> value; empty without `boundary=True`.
+        checkpoints: the evaluated checkpoints; several of an ensemble.
     """
 
     split: str
     confusion: NDArray[np.int64]
+    dice: dict[str, float | None]
+    precision: dict[str, float | None]
+    recall: dict[str, float | None]
+    groups: dict[str, float | None]
+    boundary: dict[str, dict[str, float | None]]
+    checkpoints: list[Path]
+    text: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        """Return the lines that `segapp eval` prints."""
+        return self.text
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a dictionary of scores per class, worst IoU first: `pandas.DataFrame(result.rows())`."""
+        columns = {"iou": self.iou, "dice": self.dice, "precision": self.precision, "recall": self.recall}
+        columns |= self.boundary
+        names = sorted(self.iou, key=lambda name: (self.iou[name] is None, self.iou[name] or 0.0))
+        return [{"class": name, **{key: values[name] for key, values in columns.items()}} for name in names]
+
+    def to_pandas(self) -> Any:
+        """Return the rows as a pandas DataFrame; ConfigError if pandas is not installed."""
+        return _data_frame(self.rows())
+
+
+@dataclass(frozen=True)
+class PredictResult:
+    """Result of a prediction of files.
+
+    Attributes:
+        paths: the files that were written, in the order of the images.
+        problems: a sentence for each file that could not be read.
+        notes: sentences about the prediction, such as the use of tiles.
+        num_images: number of predicted images and frames.
+        num_px: their pixels.
+        seconds: duration.
+    """
+
+    paths: list[Path]
+    problems: list[str]
+    notes: list[str]
+    num_images: int
+    num_px: int
+    seconds: float
 
 
 class Network:
-    """A trained network, ready to predict.
+    """A trained model, ready to predict.
 
     Attributes:
-        trained: the network itself, its config and its classes.
-        classes: names in the order of their ids.
+        classes: class names in the order of their ids.
+        trained: the model with its config, checkpoint and device.
     """
 
     def __init__(self, trained: TrainedModel) -> None:
@@ -162,30 +229,49 @@ class Network:
 
     @property
     def module(self) -> nn.Module:
-        """The `nn.Module`, in eval mode: normalised images (N, B, H, W) to a tuple, low-resolution logits first."""
+        """The `nn.Module`, in eval mode: normalized images (N, B, H, W) to a tuple, low-resolution logits first."""
         return self.trained.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes."""
+        return self.trained.device
 
     def predict(self, image: Picture | list[Picture]) -> Any:
         """Return the class ids (H, W), uint8 (uint16 for more than 256 classes), of an image.
 
         Args:
-            image: a file, an array (H, W, B) of stored values, by default uint8 RGB, or a PIL image. A list gives a
+            image: a path, an array (H, W, B) of stored values (by default uint8 RGB), or a PIL image. A list gives a
                 list, and a batch (N, H, W, B) gives (N, H, W).
 
         Raises:
             DataError: the file cannot be read.
-            ValueError: it is no such image.
+            ValueError: the image has another type or shape.
+
+        Example:
+            `network.predict("photo.jpg")`, `network.predict(batch)`
         """
         return self._each(image, self._predictor.labels)
 
     def probabilities(self, image: Picture | list[Picture]) -> Any:
-        """Return float32 (C, H, W), with sum 1 over C, of an image; of lists and batches as `predict` does.
+        """Return the probabilities, float32 (C, H, W), with sum 1 over C, of an image; arguments as for `predict`.
 
         Raises:
             DataError: the file cannot be read.
-            ValueError: it is no such image.
+            ValueError: the image has another type or shape.
         """
         return self._each(image, self._predictor.probabilities)
+
+    def plot(self, image: Picture) -> PILImage:
+        """Return a PIL image of an image next to its overlay, with a legend of the classes in it; a notebook shows it.
+
+        Raises:
+            DataError: the file cannot be read.
+            ValueError: the image has another type or shape.
+        """
+        pixels = self._checked(self._pixels_of(image))
+        labels = self._predictor.labels(pixels[None])[0]
+        return _side_by_side(self._predictor.pixels.as_rgb(pixels), labels, self.trained.scheme)
 
     def _each(self, image: Any, compute: Callable[[NDArray[Any]], NDArray[Any]]) -> Any:
         if isinstance(image, list):
@@ -222,18 +308,64 @@ class Network:
         return image
 
 
+def _side_by_side(image: NDArray[np.uint8], labels: NDArray[Any], scheme: ClassScheme) -> PILImage:
+    """Return an RGB image (H, W, 3) next to its overlay, above a legend of the classes in its class ids (H, W)."""
+    from PIL import Image, ImageDraw
+
+    from segapp.inference.predict.outputs import blend
+
+    found = np.unique(labels)
+    sets = [np.flatnonzero((found >> number) & 1).size for number in range(scheme.num_classes)]
+    shown = [i for i in range(scheme.num_classes) if (i in found if scheme.multilabel is None else sets[i])]
+    height, width = image.shape[0], 2 * image.shape[1]
+    per_row = max(1, width // LEGEND_CELL_PX[1])
+    rows = -(-len(shown) // per_row)
+    canvas = Image.new("RGB", (width, height + rows * LEGEND_CELL_PX[0]), "white")
+    canvas.paste(Image.fromarray(np.hstack([image, blend(image, labels, scheme)])))
+    draw = ImageDraw.Draw(canvas)
+    for at, number in enumerate(shown):
+        x, y = at % per_row * LEGEND_CELL_PX[1] + 4, height + at // per_row * LEGEND_CELL_PX[0] + 4
+        draw.rectangle((x, y, x + 12, y + 12), fill=tuple(scheme.palette[number]), outline="black")
+        draw.text((x + 18, y), scheme.names[number], fill="black")
+    return canvas
+
+
 class _Events:
-    """Passes the events of a training on, keeps its end, and stops it if the listener asks for that."""
+    """Passes the events of a training to the caller, keeps its end, shows its progress, and stops it on request."""
 
     def __init__(
-        self, on_event: Callable[[Event], None] | None, types: Collection[str] | None, signals: StopSignals
+        self,
+        on_event: Callable[[Event], None] | None,
+        types: Collection[str] | None,
+        signals: StopSignals,
+        *,
+        title: str | None,
     ) -> None:
         self.end: RunEnd | None = None
-        self._on_event, self._types, self._signals = on_event, types, signals
+        self._on_event, self._types, self._signals, self._title = on_event, types, signals, title
+        self._bar: Any = None
+        self._shown: dict[str, str] = {}
+
+    def _show(self, event: Event) -> None:
+        """Show an event on a bar of steps, with the loss and the mIoU."""
+        if event.type == "run_start":
+            from tqdm.auto import tqdm
+
+            self.close()
+            steps = event.steps or event.epochs * event.steps_per_epoch
+            self._bar = tqdm(total=steps, initial=event.resumed_from_step or 0, desc=self._title, unit="step")
+        elif self._bar is not None and event.type in ("step", "val"):
+            name, value = ("loss", event.loss) if event.type == "step" else ("mIoU", event.miou)
+            self._shown[name] = "-" if value is None else f"{value:.4f}"
+            self._bar.set_postfix(self._shown, refresh=False)
+            self._bar.update(event.step - self._bar.n)
 
     def handle(self, event: Event) -> None:
+        if self._title is not None:
+            self._show(event)
         if event.type == "run_end":
             self.end = event
+            self.close()
         if self._on_event is None or (self._types is not None and event.type not in self._types):
             return
         try:
@@ -242,7 +374,10 @@ class _Events:
             self._signals.request_stop(str(stop) or "on_event raised StopTraining")
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Leave the bar as it is."""
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
 
 def train(
@@ -254,22 +389,29 @@ def train(
     on_event: Callable[[Event], None] | None = None,
     event_types: Collection[str] | None = None,
     handle_signals: bool = False,
+    progress: bool | None = None,
 ) -> TrainResult:
-    """Train in this process, and return when the training has ended; works in a notebook and in a thread.
+    """Train a model in this process, and return when the training has ended; works in a notebook and in a thread.
 
     Args:
-        config: the config; may be left out if a run is resumed.
-        overrides: `KEY=VALUE` words.
+        config: path or name of a config, nested dictionaries, or a `RunConfig`. Leave it out to resume a run.
+        overrides: config keys to change, as `KEY=VALUE`.
         run: folder of the run; None: runs/NAME.
-        resume: auto, a run, or a checkpoint file, with a config file or none; None: a new training.
-        on_event: called with each event of the run (`segapp.run.events`), most of them in the thread that trains.
-            `raise StopTraining("reason")` in it stops the training at the next step with a checkpoint; any other
-            exception ends the training as failed.
-        event_types: the types of events that `on_event` gets, such as `["step", "val"]`; None: all.
-        handle_signals: let Ctrl-C and SIGTERM stop the training with a checkpoint; in the main thread only.
+        resume: what to continue: "auto" (the newest run of the config), a run, or a checkpoint file; None: begin anew.
+        on_event: called with each event of the run (`segapp.run.events`), usually in the thread that trains. Raise
+            `StopTraining("reason")` in it to stop the training at the next step with a checkpoint. Any other exception
+            ends the training as failed.
+        event_types: types of events that `on_event` gets, such as `["step", "val"]`; None: all.
+        handle_signals: stop the training with a checkpoint on Ctrl-C and SIGTERM; only in the main thread.
+        progress: show a progress bar; None: in a notebook or a terminal.
 
     Raises:
-        SegappError: the training could not begin, or failed; its class says why.
+        SegappError: the training could not begin, or it failed. The subclass distinguishes the causes: `ConfigError`,
+            `DataError`, `OutOfMemoryError` and so on.
+
+    Example:
+        >>> result = train("demo.yaml", ["train.epochs=2"])  # doctest: +SKIP
+        >>> result.val.miou, result.history.to_pandas()  # doctest: +SKIP
     """
     from segapp.build.devices import plan_devices
     from segapp.run.folder import RunFolder
@@ -277,6 +419,7 @@ def train(
     from segapp.training.request import TrainRequest, plan_request
     from segapp.training.session import run_session
     from segapp.training.signals import StopSignals
+    from segapp.training.telemetry.console import has_progress_bar
 
     _check_event_types(event_types)
     folder = None if run is None else Path(run)
@@ -307,12 +450,33 @@ def train(
     else:
         path = request.folder.path
     signals = StopSignals(is_active=handle_signals)
-    listener = _Events(on_event, event_types, signals)
-    run_session(request, listener=listener, signals=signals)
-    history, end = _read_history(path), listener.end
+    has_bar = has_progress_bar() if progress is None else progress
+    listener = _Events(on_event, event_types, signals, title=path.name if has_bar else None)
+    try:
+        run_session(request, listener=listener, signals=signals)
+    finally:
+        listener.close()
+    evaluations, end = _read_history(path), listener.end
     if end is None:
-        return TrainResult(path, True, "already complete", 0, history)
-    return TrainResult(path, end.status == "finished", end.reason or "", end.step or 0, history)
+        return TrainResult(path, True, "already complete", 0, evaluations)
+    return TrainResult(path, end.status == "finished", end.reason or "", end.step or 0, evaluations)
+
+
+def history(run: str | Path) -> History:
+    """Return the evaluations of a run, while it trains or afterwards, without loading torch.
+
+    Args:
+        run: name or folder of the run.
+
+    Raises:
+        RunError: there is no such run.
+
+    Example:
+        >>> history("demo").to_pandas()  # doctest: +SKIP
+    """
+    from segapp.run.folder import find_run
+
+    return _read_history(find_run(str(run)).path)
 
 
 def _check_event_types(types: Collection[str] | None) -> None:
@@ -354,29 +518,56 @@ def _read_history(path: Path) -> History:
 
 
 def evaluate(
-    target: str | Path | Sequence[str | Path], *, split: str | None = None, slide: bool = False, tta: bool = False
+    target: str | Path | Sequence[str | Path],
+    *,
+    split: str | None = None,
+    slide: bool = False,
+    tta: bool = False,
+    boundary: bool = False,
+    tolerance_px: float = 2.0,
+    data_root: str | Path | None = None,
+    devices: str | None = None,
 ) -> EvalResult:
-    """Evaluate a run (its best checkpoint), a checkpoint, or the mean of several networks on a split.
+    """Evaluate a run (its best checkpoint), a checkpoint, or an ensemble on a data split.
 
     Args:
-        target: a run's name or folder, or a checkpoint; several in a list are scored as `predict` averages them.
-        split: name of the split; None: the run's own for validation.
-        slide: sliding window instead of the whole image.
-        tta: average over a flip and several scales.
+        target: name or folder of a run, or a checkpoint. The probabilities of several in a list are averaged.
+        split: name of the data split; None: the validation split of the run.
+        slide: use a sliding window instead of the whole image.
+        tta: average over flipped and scaled copies.
+        boundary: also compute boundary IoU, surface Dice and Hausdorff distances.
+        tolerance_px: tolerance of the surface Dice, in pixels.
+        data_root: folder of the data set, if it has moved.
+        devices: divide the images among devices, such as "0,1" or "cpu,cpu"; None: the first device of the run.
 
     Raises:
-        SegappError: the network or the data cannot be used.
-    """
-    from segapp.commands.evaluate import EvalOptions, score_target
+        SegappError: the model or the data cannot be used.
 
-    scored = score_target(_listed(target), EvalOptions(split, slide, tta))
-    evaluation = scored.found.evaluation
+    Example:
+        >>> result = evaluate("demo", boundary=True)  # doctest: +SKIP
+        >>> result.miou, result.dice["road"], result.boundary_miou  # doctest: +SKIP
+    """
+    from segapp.commands.evaluate import EvalOptions, as_json, score_lines, score_target
+
+    root = None if data_root is None else str(data_root)
+    scored = score_target(_listed(target), EvalOptions(split, slide, tta, root, boundary, tolerance_px, devices))
+    raw = as_json(scored)
+    means = ("groups_miou", "boundary_miou", "mean_surface_dice", "mean_hausdorff95_px")
+    by_class: dict[str, dict[str, float | None]] = {
+        key: dict(zip(raw["classes"], raw[key], strict=True))
+        for key in ("iou", "dice", "precision", "recall", "boundary_iou", "surface_dice", "hausdorff95_px")
+        if key in raw
+    }
     return EvalResult(
         split=scored.split,
-        num_images=evaluation.num_images,
-        iou=dict(zip(scored.trained.scheme.names, evaluation.scores.iou, strict=True)),
+        num_images=raw["num_images"],
         confusion=scored.found.matrix.numpy(),
-        scores=evaluation.values(),
+        scores={name: raw[name] for name in (*SCORES, *means) if name in raw},
+        groups=raw.get("groups", {}),
+        checkpoints=[Path(each["checkpoint"]) for each in raw["networks"]],
+        text="\n".join(score_lines(scored)),
+        **{key: by_class.pop(key) for key in ("iou", "dice", "precision", "recall")},
+        boundary=by_class,
     )
 
 
@@ -386,47 +577,70 @@ def predict(
     out: str | Path,
     *,
     save: Sequence[str] = (),
+    slide: bool = False,
     tta: bool = False,
-) -> Tally:
+    batch: int | None = None,
+    min_confidence: float = 0.0,
+    config: str | Path | None = None,
+) -> PredictResult:
     """Predict image files and write the results, as `segapp predict` does.
 
     Args:
-        target: a run's name or folder, a checkpoint, or an exported file; the probabilities of several are averaged.
+        target: name or folder of a run, a checkpoint, or an exported .onnx or .safetensors file. The probabilities of
+            several in a list are averaged.
         paths: images, videos, folders or globs; one or several.
         out: folder of the results.
-        save: labels, color, overlay, probabilities; empty: all but the last.
-        tta: average over a flip and several scales.
-
-    Returns:
-        `paths`: the files written, in the order of the images; numbers of images and pixels, seconds, and `problems`:
-        the files that could not be read.
+        save: labels, color, overlay, confidence, probabilities; empty: the first three.
+        slide: use a sliding window instead of the whole image.
+        tta: average over flipped and scaled copies.
+        batch: images per batch; None: as many as fit into memory.
+        min_confidence: mark pixels as ignored if the probability of their class is lower than this.
+        config: config of the model, if the target holds only weights.
 
     Raises:
-        SegappError: the network cannot be used, or a path does not exist.
+        SegappError: the model cannot be used, or a path does not exist.
+
+    Example:
+        >>> predict("demo", "photos/", "out", save=["overlay"]).paths  # doctest: +SKIP
     """
     from segapp.commands.predict import PredictOptions, build_predictor, output_plan
     from segapp.inference.predict import find_images, parse_saved, predict_files
 
     files = find_images([Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)])
-    options = PredictOptions(parse_saved([save] if isinstance(save, str) else list(save)), tta=tta)
+    options = PredictOptions(
+        parse_saved([save] if isinstance(save, str) else list(save)),
+        slide=slide,
+        tta=tta,
+        batch=batch,
+        min_confidence=min_confidence,
+        config=None if config is None else str(config),
+    )
     predictor = build_predictor(_listed(target), options)
-    return predict_files(predictor, files, output_plan(Path(out), predictor, options))
+    tally = predict_files(predictor, files, output_plan(Path(out), predictor, options), batch=batch)
+    return PredictResult(**{each.name: getattr(tally, each.name) for each in fields(PredictResult)})
 
 
-def load(target: str | Path, *, slide: bool = False, tta: bool = False) -> Network:
-    """Return the network of a run (its best checkpoint), of a checkpoint, or of an exported safetensors file.
+def load(
+    target: str | Path, *, device: str | torch.device | None = None, slide: bool = False, tta: bool = False
+) -> Network:
+    """Return the model of a run (its best checkpoint), of a checkpoint, or of an exported .safetensors file.
 
     Args:
-        target: a run's name or folder, or a file.
-        slide: sliding window instead of the whole image.
-        tta: average over a flip and several scales.
+        target: name or folder of a run, or a file.
+        device: where to compute, such as "cuda:1" or "cpu"; None: the first device of `parallel.devices` of the run.
+        slide: use a sliding window instead of the whole image.
+        tta: average over flipped and scaled copies.
 
     Raises:
-        SegappError: it cannot be used.
+        SegappError: the target or the device cannot be used.
+
+    Example:
+        >>> network = load("demo", device="cpu")  # doctest: +SKIP
+        >>> network.predict("photo.jpg").shape, network.module  # doctest: +SKIP
     """
     from segapp.build.trained import load_trained
 
-    return Network(load_trained(str(target), slide=slide, tta=tta))
+    return Network(load_trained(str(target), slide=slide, tta=tta, device=None if device is None else str(device)))
 
 
 def _listed(target: str | Path | Sequence[str | Path]) -> list[str]:

@@ -161,7 +161,7 @@ def check_split(
         gpu0_bsz: Samples of device 0, or None.
         shares: Samples of every device, or None.
         smallest_chunk: Samples that a device needs if it has any: 2 where a BatchNorm layer over one value per sample
-            is not synchronized (see `segapp.parallel.smallest_chunk`), else 1.
+            is not synchronized (see `segapp.parallel.batchnorm_guard.smallest_chunk`), else 1.
 
     Returns:
         The split, or the reasons of the refusal.

@@ -1,7 +1,7 @@
-"""The command line: one function a command, one parameter an option; the commands in the order of the help.
+"""The command line: one function per command, one parameter per option, in the order of the help.
 
 Functions here take as many parameters as their command has options; what they call gets a dataclass or few arguments.
-Heavy imports are inside the functions, so that `segapp --help` answers at once.
+Heavy imports are inside the functions, so that `segapp --help` is fast.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from segapp.errors import ConfigError, storage_errors
 
 app = typer.Typer(
     name="segapp",
-    help="Train, evaluate and use semantic-segmentation networks.\n\nWith any command: --debug prints the traceback of "
-    "an error; --trust-parts imports the own code that a run or a checkpoint names.",
+    help="Train, evaluate and use semantic segmentation models.\n\nEvery command accepts --debug, which prints the "
+    "traceback of an error, and --trust-parts, which imports the custom code that a run or a checkpoint names.",
     invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -33,20 +33,18 @@ def option(flag: str, help: str, metavar: str = "FILE") -> Any:
     return typer.Option(flag, metavar=metavar, help=help)
 
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Dotted config keys.")]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="A run's name or folder.")]
-Target = Annotated[
-    str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, a checkpoint, or weights.")
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, e.g. optim.lr=0.02.")
 ]
-ConfigOption = Annotated[str | None, option("--config", "A path, or the name of a config.")]
-WeightsConfig = Annotated[str | None, option("--config", "For bare weights: the config of their network.")]
+RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
+Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, a checkpoint, or a weights file.")]
+ConfigOption = Annotated[str | None, option("--config", "Config file, or the name of a shipped config.")]
+WeightsConfig = Annotated[str | None, option("--config", "Config of the model, if the file holds weights only.")]
 RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the run.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-SplitOption = Annotated[
-    str | None, option("--split", "Split to evaluate; by default the run's own for validation.", "NAME")
-]
-SlideFlag = Annotated[bool, typer.Option("--slide", help="Sliding window instead of the whole image.")]
-TtaFlag = Annotated[bool, typer.Option("--tta", help="Average over a flip and several scales.")]
+SplitOption = Annotated[str | None, option("--split", "Data split. Default: the run's validation split.", "NAME")]
+SlideFlag = Annotated[bool, typer.Option("--slide", help="Use a sliding window instead of the whole image.")]
+TtaFlag = Annotated[bool, typer.Option("--tta", help="Average over flipped and scaled copies.")]
 
 
 def _version(value: bool) -> None:
@@ -72,8 +70,8 @@ def _main(
 
 
 _COMMANDS = (
-    "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | set recompute=all | pause | resume | checkpoint | stop | "
-    "cancel [ID]"
+    "set gpu0_bsz=3 [force] | set shares=2,3,3 | set lr_factor=0.5 | set recompute=all | pause | resume | checkpoint | "
+    "stop | cancel [ID]"
 )
 
 
@@ -96,23 +94,23 @@ def train(
     run: RunOption = None,
     resume: Annotated[
         str | None,
-        option("--resume", "Continue from the run's last good checkpoint, or from the one named.", "[auto|RUN|FILE]"),
+        option("--resume", "Continue from the last checkpoint, or from this one.", "[auto|RUN|FILE]"),
     ] = None,
     plain: Annotated[bool, typer.Option("--plain", help="Train in the foreground and print lines.")] = False,
-    detach: Annotated[bool, typer.Option("--detach", help="Train in the background; segapp attach shows it.")] = False,
-    print_config: Annotated[bool, typer.Option("--print-config", help="Print the complete config and exit.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Train in the background, without the TUI.")] = False,
+    print_config: Annotated[bool, typer.Option("--print-config", help="Print the config with its defaults.")] = False,
     smoke: Annotated[
-        bool, typer.Option("--smoke", help="Run a few steps on the real data and print what the whole run would need.")
+        bool, typer.Option("--smoke", help="Run a few steps and predict the time, memory and disk space of the run.")
     ] = False,
-    json_out: Annotated[bool, typer.Option("--json", help="With --smoke: print JSON.")] = False,
+    json_out: Annotated[bool, typer.Option("--json", help="Print JSON (requires --smoke).")] = False,
 ) -> None:
-    """Train a network.
+    """Train a model.
 
-    The run folder is runs/NAME (or --run DIR). In a terminal, the training is a process of its own, which
-    continues when its screen is left. Without a terminal, or with --plain, it runs in the foreground: Ctrl-C
-    saves and exits with code 75. --resume continues from the last checkpoint, bit for bit on the CPU and, with
-    train.deterministic, on GPUs. --smoke trains, evaluates, saves and resumes
-    with a few images in a temporary folder, and reports time, memory and disk space of the whole run.
+    The run folder is runs/NAME unless you give --run DIR. In a terminal, segapp trains in a background process and
+    shows the TUI; the training continues when you leave the TUI. Without a terminal, or with --plain, it trains in the
+    foreground, and Ctrl-C saves a checkpoint and exits with code 75. A run that you continue with --resume ends with
+    the same bits as an uninterrupted run on the same machine, software and devices. On GPUs this requires
+    train.deterministic. --smoke trains, evaluates, saves and resumes with a few images in a temporary folder.
     """
     _ignore_early_signals()
     if plain and detach:
@@ -164,33 +162,30 @@ def _ignore_early_signals() -> None:
 @app.command(context_settings={"ignore_unknown_options": True})
 def launch(
     words: Annotated[
-        list[str], typer.Argument(metavar="[--] train [TRAIN OPTION]...", help="The training; --run is required.")
+        list[str], typer.Argument(metavar="[--] train [TRAIN OPTION]...", help="The training command. It needs --run.")
     ],
-    nnodes: Annotated[str, option("--nnodes", "Machines, or their least and largest number.", "N|MIN:MAX")] = "1",
+    nnodes: Annotated[str, option("--nnodes", "Number of machines, or its minimum and maximum.", "N|MIN:MAX")] = "1",
     nproc_per_node: Annotated[
-        str, option("--nproc-per-node", "Ranks on this machine; gpu: one for each GPU.", "K|gpu")
+        str, option("--nproc-per-node", "Ranks on this machine. gpu: one rank per GPU.", "K|gpu")
     ] = "1",
     rdzv_endpoint: Annotated[
-        str | None,
-        option(
-            "--rdzv-endpoint",
-            "Meeting point of the machines: the address of one of them, and a free port.",
-            "HOST:PORT",
-        ),
+        str | None, option("--rdzv-endpoint", "One of the machines, and a free port.", "HOST:PORT")
     ] = None,
-    rdzv_id: Annotated[str | None, option("--rdzv-id", "Name of the job; by default the run folder's.", "NAME")] = None,
+    rdzv_id: Annotated[
+        str | None, option("--rdzv-id", "Name of the job. Default: the name of the run folder.", "NAME")
+    ] = None,
     local_addr: Annotated[
-        str | None, option("--local-addr", "Address of this machine; by default by the route to HOST.", "ADDRESS")
+        str | None, option("--local-addr", "Address of this machine that the others can reach.", "ADDRESS")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Restarts without a new checkpoint between them.")
+        int, typer.Option("--max-restarts", min=0, help="Maximum restarts without a new checkpoint.")
     ] = 3,
 ) -> None:
     """Train on several machines: run this command on each of them.
 
-    The ranks of all machines start together. If one is lost, the others save or start again from the last
-    checkpoint; machines that come join. Every machine ends with the exit code of the run. Further options are those of
-    torchrun, as --NAME=VALUE.
+    The ranks of all machines start together. If a machine is lost, the others save, or restart from the last
+    checkpoint. New machines join at a restart. Every machine ends with the exit code of the run. Further options are
+    passed to torchrun as --NAME=VALUE.
     """
     _ignore_early_signals()
     at = words.index("train") if "train" in words else len(words)
@@ -231,29 +226,32 @@ def launch(
 def sweep(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[SWEEP] [KEY=VALUES]...", help="Values: A,B,C or a range of whole numbers 0..4."),
+        typer.Argument(
+            metavar="[SWEEP] [KEY=VALUES]...", help="Values to try: a list A,B,C, or a range of integers 0..4."
+        ),
     ] = None,
     config: Annotated[
-        list[str] | None, option("--config", "A path, the name of a config, or a glob; again for several (folds).")
+        list[str] | None, option("--config", "Config file, name, or glob. Repeat the option for folds.")
     ] = None,
     devices: Annotated[
-        str | None, option("--devices", "One training on each: 0,1 or 0+1,2+3 or cpu,cpu.", "LIST")
+        str | None, option("--devices", "One run at a time on each: 0,1 or 0+1,2+3 or cpu,cpu.", "LIST")
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Train failed runs again.")] = False,
-    report: Annotated[bool, typer.Option("--report", help="Train nothing; write the page.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Train and write nothing; list the runs.")] = False,
+    report: Annotated[bool, typer.Option("--report", help="Write the page without training.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="List the runs without training.")] = False,
     only: Annotated[
         int | None, typer.Option("--only", metavar="I", help="Train only run I of the list, in this process.")
     ] = None,
     json_out: Annotated[
-        bool, typer.Option("--json", help="Print the results as JSON at the end; with --dry-run, the runs.")
+        bool, typer.Option("--json", help="Print the results, or with --dry-run the runs, as JSON.")
     ] = False,
 ) -> None:
-    """Train every combination of settings, each a run runs/SWEEP/RUN, and compare them on one page, sweep.html.
+    """Train every combination of settings and compare the runs on one page, sweep.html.
 
-    The same command again, or segapp sweep SWEEP, continues what was stopped; further values or keys add runs. Ctrl-C
-    stops at the next safe point with a checkpoint and exits with code 75. A failed run does not stop the others: exit
-    code 1. For schedulers: --dry-run lists the runs, --only trains one of them and exits with its code.
+    Each run is in runs/SWEEP/RUN. Repeat the command, or run segapp sweep SWEEP, to continue runs that were stopped.
+    More values or keys add runs. Ctrl-C stops at the next safe point with a checkpoint and exits with code 75. If a run
+    fails, the others continue, and the exit code is 1. For schedulers: --dry-run lists the runs, and --only trains one
+    of them and exits with its code.
     """
     _ignore_early_signals()
     words, configs = overrides or [], config or []
@@ -277,13 +275,13 @@ def sweep(
 def attach(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="A run's name or folder; else the newest that trains, else the newest."),
+        typer.Argument(metavar="[RUN]", help="Name or folder of a run. Default: the newest, if possible a live one."),
     ] = None,
-    readonly: Annotated[bool, typer.Option("--readonly", help="Show only; send no commands.")] = False,
-    theme: Annotated[str | None, typer.Option(metavar="NAME", help="Colors of the screen.")] = None,
-    ascii_only: Annotated[bool, typer.Option("--ascii", help="Draw without Unicode.")] = False,
+    readonly: Annotated[bool, typer.Option("--readonly", help="Show the run without sending commands.")] = False,
+    theme: Annotated[str | None, typer.Option(metavar="NAME", help="Color theme of the TUI.")] = None,
+    ascii_only: Annotated[bool, typer.Option("--ascii", help="Use ASCII characters only.")] = False,
 ) -> None:
-    """Show a run on the screen, past and live; leaving does not stop it."""
+    """Show a run in the TUI, while it trains or afterwards. Leaving the TUI does not stop the run."""
     from segapp.commands.control import run_to_attach
     from segapp.tui.start import run_ui
 
@@ -295,12 +293,12 @@ def attach(
 def ctl(
     run: RunArgument,
     words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help=_COMMANDS)],
-    after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: at the end of this epoch.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="set: also a split that is not expected to fit.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait for the answer; exit code 1 unless applied.")] = False,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Longest wait in seconds; 0: no limit.")] = 0.0,
+    after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: at the end of the epoch.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="set: even if it is not expected to fit.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait; exit with 1 unless the command is applied.")] = False,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Maximum wait in seconds; 0: no limit.")] = 0.0,
 ) -> None:
-    """Send a command to a running training."""
+    """Send a command to a run while it trains."""
     from segapp.commands.control import control_run
 
     sys.exit(control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout))
@@ -311,13 +309,13 @@ def requeue_code(
     run: RunArgument,
     code: Annotated[
         int | None,
-        typer.Argument(metavar="[CODE]", help="Exit code of the training; else the one in the run's last event."),
+        typer.Argument(metavar="[CODE]", help="Exit code of the training. Default: from the last event."),
     ] = None,
 ) -> None:
-    """Exit with the code by which a scheduler starts a job again, or does not; for the last line of a job's script.
+    """Exit with the code that tells a scheduler to restart the job or not. End a job script with it.
 
-    75: a signal stopped the run, which has saved: start the job again. 0: the run has finished, or segapp ctl, the
-    screen or a program stopped it. Otherwise CODE, or 1 where the run was stopped twice without a new step.
+    75: a signal stopped the run, which saved a checkpoint; restart the job. 0: the run has finished, or segapp ctl, the
+    TUI or a program stopped it. Otherwise the exit code is CODE, or 1 if the run was stopped twice without a new step.
     """
     from segapp.commands.requeue import print_requeue_code
 
@@ -328,31 +326,35 @@ def requeue_code(
 def evaluate(
     targets: Annotated[
         list[str],
-        typer.Argument(
-            metavar="RUN|CHECKPOINT...", help="A run's name or folder, or a checkpoint; several: their mean."
-        ),
+        typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs or checkpoints. Several are averaged."),
     ],
     split: SplitOption = None,
-    json_file: Annotated[Path | None, option("--json", "Write the result as JSON.")] = None,
+    json_file: Annotated[Path | None, option("--json", "Write the result to a JSON file.")] = None,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
-    data_root: Annotated[str | None, typer.Option(metavar="DIR", help="Data set folder, if it has moved.")] = None,
+    data_root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="Folder of the data set, if it has moved.")
+    ] = None,
     boundary: Annotated[
-        bool, typer.Option("--boundary", help="Compute boundary IoU, surface Dice, and Hausdorff distances too.")
+        bool, typer.Option("--boundary", help="Also compute boundary IoU, surface Dice and Hausdorff distances.")
     ] = False,
     tolerance_px: Annotated[
-        float, typer.Option("--tolerance", min=0, metavar="PX", help="Tolerance of surface Dice in pixels.")
+        float, typer.Option("--tolerance", min=0, metavar="PX", help="Tolerance of the surface Dice in pixels.")
     ] = 2.0,
-    per_image: Annotated[Path | None, option("--per-image", "Write the scores of every image.", "FILE.csv")] = None,
-    confusion: Annotated[Path | None, option("--confusion", "Draw the confusion matrix.", "FILE.png|.svg")] = None,
+    per_image: Annotated[
+        Path | None, option("--per-image", "Write the scores of each image to a CSV file.", "FILE.csv")
+    ] = None,
+    confusion: Annotated[
+        Path | None, option("--confusion", "Write a chart of the confusion matrix.", "FILE.png|.svg")
+    ] = None,
     devices: Annotated[
-        str | None, option("--devices", "Share the images over devices, e.g. 0,1 or cpu,cpu.", "LIST")
+        str | None, option("--devices", "Divide the images among devices, e.g. 0,1 or cpu,cpu.", "LIST")
     ] = None,
     config: WeightsConfig = None,
 ) -> None:
-    """Evaluate a run's best checkpoint, or the one named, or with --config any file of weights.
+    """Evaluate the best checkpoint of a run, a checkpoint, or (with --config) a weights file.
 
-    With several networks, the mean of their class probabilities is evaluated, as segapp predict averages them.
+    If you list several models, segapp evaluates the mean of their class probabilities, as segapp predict does.
     """
     from segapp.commands.evaluate import EvalOptions, evaluate_target
 
@@ -377,44 +379,45 @@ def predict(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="RUN|CHECKPOINT|FILE", help="A run's name or folder, a checkpoint, weights, or an exported file."
+            metavar="RUN|CHECKPOINT|FILE", help="A run, a checkpoint, or a weights, .onnx or .safetensors file."
         ),
     ],
     paths: Annotated[
         list[str],
-        typer.Argument(metavar="[NETWORK]... PATH...", help="Further networks; images, videos, folders, or globs."),
+        typer.Argument(
+            metavar="[MODEL]... PATH...", help="More models to average, then images, videos, folders or globs."
+        ),
     ],
-    out: Annotated[Path, option("--out", "Folder for the results.", "DIR")],
+    out: Annotated[Path, option("--out", "Folder of the results.", "DIR")],
     save: Annotated[
         list[str] | None,
         typer.Option(
             "--save",
             metavar="KIND",
-            help="labels, color, overlay, confidence, probabilities; several with commas, or again. [default: the first"
-            " three]",
+            help="labels, color, overlay, confidence, probabilities, separated by commas. [default: the first three]",
         ),
     ] = None,
     label_ids: Annotated[
-        bool, typer.Option("--label-ids", help="Write the data set's own ids (Cityscapes labelIds).")
+        bool, typer.Option("--label-ids", help="Write the ids of the data set, such as Cityscapes labelIds.")
     ] = False,
     min_confidence: Annotated[
         str,
         typer.Option(
             "--min-confidence",
             metavar="P",
-            help="Write pixels whose likeliest class has a lower probability as ignored (data.ignore_index).",
+            help="Set pixels below this probability to data.ignore_index.",
         ),
     ] = "0",
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     batch: Annotated[
-        str, typer.Option("--batch", metavar="N|auto", help="Images per batch; auto: by memory.")
+        str, typer.Option("--batch", metavar="N|auto", help="Images per batch. auto: as many as fit into memory.")
     ] = "auto",
     config: WeightsConfig = None,
 ) -> None:
-    """Predict images and videos: DIR/labels (class ids), DIR/color, DIR/overlay, DIR/confidence, DIR/probabilities.
+    """Predict images and videos, and write the results to DIR/labels (class ids), DIR/color, DIR/overlay and so on.
 
-    With several networks, the class probabilities are averaged; their classes must be the same.
+    If you list several models, segapp averages their class probabilities. The models must have the same classes.
     """
     from segapp.commands.predict import (
         PredictOptions,
@@ -434,14 +437,15 @@ def predict(
 @app.command()
 def calibrate(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's name or folder, or one of its checkpoints.")
+        str, typer.Argument(metavar="RUN|CHECKPOINT", help="Name or folder of a run, or one of its checkpoints.")
     ],
-    split: Annotated[str | None, option("--split", "Split to fit to; by default the validation split.", "NAME")] = None,
-    picture: Annotated[Path | None, option("--picture", "Draw the reliability diagram.", "FILE.svg")] = None,
+    split: Annotated[str | None, option("--split", "Data split to fit to. Default: validation.", "NAME")] = None,
+    picture: Annotated[Path | None, option("--picture", "Write a reliability diagram.", "FILE.svg")] = None,
 ) -> None:
-    """Fit a temperature, so that the probabilities of a run say how often they are right.
+    """Fit a temperature, so that a predicted probability of 0.9 is right about 90 % of the time.
 
-    It is kept in the run folder; segapp predict and segapp export use it. The predicted classes stay the same.
+    The temperature is saved in the run folder, and segapp predict and segapp export use it. The predicted classes do
+    not change.
     """
     from segapp.commands.calibrate import calibrate_target
 
@@ -451,17 +455,20 @@ def calibrate(
 @app.command()
 def export(
     target: Target,
-    out: Annotated[Path, option("--out", "The file to write.")],
-    format: Annotated[str | None, option("--format", "Else by the ending of --out.", "onnx|pt2|safetensors")] = None,
-    half: Annotated[bool, typer.Option("--half", help="Weights and arithmetic in float16.")] = False,
-    argmax: Annotated[bool, typer.Option("--argmax", help="Give class ids instead of logits.")] = False,
+    out: Annotated[Path, option("--out", "File to write.")],
+    format: Annotated[
+        str | None, option("--format", "Default: from the suffix of --out.", "onnx|pt2|safetensors")
+    ] = None,
+    half: Annotated[bool, typer.Option("--half", help="Use float16 weights and arithmetic.")] = False,
+    argmax: Annotated[bool, typer.Option("--argmax", help="Return class ids instead of logits.")] = False,
     config: WeightsConfig = None,
 ) -> None:
-    """Write a network as a file that runs without segapp, and compare its output; or write only its weights.
+    """Export a model to a file that runs without segapp, and check that its output is the same.
 
-    The file takes uint8 RGB images (batch, height, width, 3) of any size and gives float32 logits at that size;
-    normalization, padding and upsampling are inside, class names and colors in its metadata. safetensors holds only
-    the weights, under the names of the network's own library, with the same metadata.
+    The exported model takes uint8 RGB images (batch, height, width, 3) of any size and returns float32 logits of that
+    size. Normalization, padding and upsampling are included, and the metadata has the class names and colors. A
+    safetensors file has only the weights, with the parameter names of the model's library, and the same metadata.
+    If the outputs differ, nothing is written and the exit code is 1.
     """
     from segapp.commands.export import export_target
 
@@ -473,12 +480,12 @@ def check(
     overrides: Overrides = None,
     config: ConfigOption = None,
     json_out: JsonFlag = False,
-    html_file: Annotated[Path | None, option("--html", "Write a page with pictures of what was found.")] = None,
+    html_file: Annotated[Path | None, option("--html", "Write a page with images of the problems.")] = None,
     suspects_file: Annotated[
         Path | None, option("--suspects", "Name the masks of a list of segapp suspects too.", "suspects.json")
     ] = None,
 ) -> None:
-    """Examine the data: every file, every id, duplicate images. Exit code 3 if something is wrong."""
+    """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are problems."""
     from segapp.config import load_config, named_config
 
     loaded = load_config(named_config(config, overrides or []), overrides or [])
@@ -489,9 +496,9 @@ def check(
 
 @app.command()
 def doctor(json_out: JsonFlag = False) -> None:
-    """Show what this machine offers for training, what is missing, and the command that installs it.
+    """Check what this machine offers for training, what is missing, and the command that installs it.
 
-    Exit code 1 if something is missing without which training with default settings fails.
+    The exit code is 1 if something is missing that a training with default settings needs.
     """
     from segapp.commands.doctor import print_doctor
 
@@ -501,54 +508,50 @@ def doctor(json_out: JsonFlag = False) -> None:
 @app.command()
 def init(
     root: Annotated[
-        Path, typer.Argument(metavar="FOLDER", help="Folder of the images and their masks or annotations.")
+        Path, typer.Argument(metavar="FOLDER", help="Folder with your images and their masks or annotations.")
     ],
     out: Annotated[
-        Path | None, option("--out", "The config; by default FOLDER's name with .yaml, in the current folder.")
+        Path | None, option("--out", "Config file to write. Default: FOLDER.yaml in the current folder.")
     ] = None,
-    layout: Annotated[
-        str | None, option("--layout", "The layout to take, where several are possible: name or number.", "NAME")
-    ] = None,
+    layout: Annotated[str | None, option("--layout", "Name or number of the layout, if several fit.", "NAME")] = None,
     val_share: Annotated[
         float | None,
-        option("--val-share", "Share of the validation images, for data without splits; by default 0.2.", "SHARE"),
+        option("--val-share", "Share of images for validation if there are no splits. Default: 0.2.", "SHARE"),
     ] = None,
     group: Annotated[
         str | None,
-        option("--group", "Images with the same match in their path stay together; by default a scene.", "REGEX"),
+        option("--group", "Images with the same match stay in one data split. Default: by scene.", "REGEX"),
     ] = None,
-    folds: Annotated[
-        int | None, option("--folds", "Write this many folds for cross-validation, each a config.", "NUMBER")
-    ] = None,
+    folds: Annotated[int | None, option("--folds", "Write one config per fold for cross-validation.", "NUMBER")] = None,
     blocks: Annotated[
         int | None,
-        option("--blocks", "Cut large images and masks into blocks of this side; a strip of each validates.", "PX"),
+        option("--blocks", "Cut large images into blocks of this side; a strip of each is for validation.", "PX"),
     ] = None,
-    seed: Annotated[int, option("--seed", "Of the division into splits or folds.", "NUMBER")] = 0,
-    html_file: Annotated[Path | None, option("--html", "Write a page with pictures of each possible layout.")] = None,
+    seed: Annotated[int, option("--seed", "Random seed for splits and folds.", "NUMBER")] = 0,
+    html_file: Annotated[Path | None, option("--html", "Write a page with images of each layout.")] = None,
     clean_masks: Annotated[
         bool,
         typer.Option(
-            "--clean-masks", help="Write copies of JPEG or smoothed masks, each pixel the nearest frequent value."
+            "--clean-masks", help="Write copies of the masks with stray values replaced by the closest class value."
         ),
     ] = False,
     masks: Annotated[
         str | None,
         option(
             "--masks",
-            "What the values of the masks are: ids, instances (value // 1000 is the class), panoptic or object.",
+            "Meaning of mask values: ids, instances (class = value // 1000), panoptic, object.",
             "KIND",
         ),
     ] = None,
     unlabelled: Annotated[
-        str | None, option("--unlabelled", "Pixels without a class name: ignore them, or make them a class.", "HOW")
+        str | None, option("--unlabelled", "Pixels without a class name: ignore, or class.", "HOW")
     ] = None,
     palette: Annotated[
-        str | None, option("--palette", "Published data set whose colors the masks have; none: no known one.", "NAME")
+        str | None, option("--palette", "Public data set with the same mask colors, or none.", "NAME")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Overwrite the config and the lists next to it.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite the config and its file lists.")] = False,
 ) -> None:
-    """Write a config for a data folder, each choice with its reason; the folder itself stays as it is."""
+    """Write a config for your data folder, with the reason for each choice. The folder itself is not changed."""
     from segapp.onboarding.init import InitRequest, init_folder
 
     chosen = {"masks": masks, "unlabelled": unlabelled, "palette": palette}
@@ -560,14 +563,14 @@ def init(
 @app.command()
 def report(
     run: RunArgument,
-    out: Annotated[Path | None, option("--out", "File to write; by default report.html in the run folder.")] = None,
+    out: Annotated[Path | None, option("--out", "File to write. Default: report.html in the run folder.")] = None,
     split: SplitOption = None,
-    worst: Annotated[int, typer.Option("--worst", min=0, help="Number of images to show, the worst first.")] = 8,
+    worst: Annotated[int, typer.Option("--worst", min=0, help="Number of images to show, worst first.")] = 8,
     no_images: Annotated[
         bool, typer.Option("--no-images", help="Use only the events of the run: no model, no data.")
     ] = False,
 ) -> None:
-    """Write a run's report: one HTML file with curves, classes, confusion matrix, worst images, memory, settings."""
+    """Write an HTML report of a run: curves, classes, confusion matrix, worst images, memory and settings."""
     from segapp.report import write_report
 
     written = write_report(run, out, split=split, num_worst=worst, has_pictures=not no_images)
@@ -576,18 +579,18 @@ def report(
 
 @app.command()
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders.")],
-    html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and pictures.")] = None,
+    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders of runs.")],
+    html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and images.")] = None,
     split: SplitOption = None,
     images: Annotated[int, typer.Option("--images", min=0, help="Number of images to show that differ most.")] = 6,
     no_images: Annotated[
-        bool, typer.Option("--no-images", help="Use the events of the runs only: no model, no data.")
+        bool, typer.Option("--no-images", help="Use only the events of the runs: no model, no data.")
     ] = False,
     json_out: JsonFlag = False,
 ) -> None:
     """Compare runs: settings that differ, results, speed, memory, and the scores on the same images.
 
-    The differences are those from the first run, with a 95 % confidence interval over the images.
+    Each difference is from the first run, with a 95 % confidence interval over the images.
     """
     import json
 
@@ -625,11 +628,11 @@ def suspects(
 @app.command("ls")
 def list_runs(
     folder: Annotated[
-        Path, typer.Argument(metavar="[DIR|SWEEP]", help="Folder of the runs, or a sweep.", show_default=False)
+        Path, typer.Argument(metavar="[DIR|SWEEP]", help="Folder of runs, or a sweep.", show_default=False)
     ] = Path("runs"),
     json_out: JsonFlag = False,
 ) -> None:
-    """List the runs and sweeps under runs/, or under another folder, or of a sweep, with the reasons of failures."""
+    """List the runs and sweeps of a folder, by default runs/, or the runs of a sweep, with the reasons of failures."""
     from segapp.commands.runs import print_runs
 
     print_runs(folder, as_json=json_out)
@@ -643,13 +646,13 @@ def status(run: RunArgument, json_out: JsonFlag = False) -> None:
     print_status(run, as_json=json_out)
 
 
-ckpt = typer.Typer(help="Checkpoints that can be resumed.", no_args_is_help=True)
+ckpt = typer.Typer(help="List and verify the checkpoints of a run.", no_args_is_help=True)
 app.add_typer(ckpt, name="ckpt")
 
 
 @ckpt.command("list")
 def ckpt_list(run: RunArgument, json_out: JsonFlag = False) -> None:
-    """List a run's committed checkpoints, newest first."""
+    """List the checkpoints of a run from which it can resume, newest first."""
     from segapp.commands.runs import print_checkpoints
 
     print_checkpoints(run, as_json=json_out, hashes=False)
@@ -657,14 +660,14 @@ def ckpt_list(run: RunArgument, json_out: JsonFlag = False) -> None:
 
 @ckpt.command("verify")
 def ckpt_verify(run: RunArgument, json_out: JsonFlag = False) -> None:
-    """Read every byte of a run's checkpoints; exit code 4 if one is damaged."""
+    """Read every byte of the checkpoints of a run. The exit code is 4 if a checkpoint is damaged."""
     from segapp.commands.runs import print_checkpoints
 
     sys.exit(print_checkpoints(run, as_json=json_out, hashes=True))
 
 
 @app.command()
-def schema(out: Annotated[Path | None, option("--out", "Write it to this file instead.")] = None) -> None:
+def schema(out: Annotated[Path | None, option("--out", "File to write. Default: standard output.")] = None) -> None:
     """Print the JSON schema of a config file, for editors."""
     import json
 
@@ -680,7 +683,7 @@ def schema(out: Annotated[Path | None, option("--out", "Write it to this file in
 
 @app.command()
 def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
-    """Print the script that completes commands, options, config keys, runs and configs in a shell."""
+    """Print the shell completion script for commands, options, config keys, runs and configs."""
     from segapp.completion import completion_script
 
     print(completion_script(shell), end="")
@@ -691,15 +694,15 @@ def plan(
     overrides: Overrides = None,
     config: ConfigOption = None,
     gpus: Annotated[
-        str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here (this machine's).", "LIST")
+        str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here for this machine.", "LIST")
     ] = None,
-    run: Annotated[str | None, option("--run", "Calibrate with the memory that this run has measured.", "RUN")] = None,
+    run: Annotated[str | None, option("--run", "Correct the prediction by this run's measured memory.", "RUN")] = None,
     fit: Annotated[
-        bool, typer.Option("--fit", help="Find the batch and train.recompute with which a step fits and is fastest.")
+        bool, typer.Option("--fit", help="Find the fastest batch size and train.recompute that fit.")
     ] = False,
     json_out: JsonFlag = False,
 ) -> None:
-    """Predict each GPU's peak memory for every split of the batch, without a GPU."""
+    """Predict the peak memory of each GPU for every batch split. No GPU is needed."""
     from segapp.commands.plan import print_plan
 
     print_plan(config, overrides or [], gpus, run, fit=fit, as_json=json_out)
@@ -708,14 +711,14 @@ def plan(
 @app.command()
 def models(
     pattern: Annotated[
-        str | None, typer.Argument(metavar="[PATTERN]", help="A part of a name or a glob, e.g. 'smp/Unet/*convnext*'.")
+        str | None, typer.Argument(metavar="[PATTERN]", help="Part of a name, or a glob: 'smp/Unet/*convnext*'.")
     ] = None,
-    size: Annotated[str, option("--size", "Size of the images, HEIGHTxWIDTH in pixels.", "HxW")] = "512x512",
-    memory: Annotated[bool, typer.Option("--memory", help="Simulate training steps: memory per image.")] = False,
-    speed: Annotated[bool, typer.Option("--speed", help="Time forward passes here: images per second.")] = False,
+    size: Annotated[str, option("--size", "Height and width of the images in pixels.", "HxW")] = "512x512",
+    memory: Annotated[bool, typer.Option("--memory", help="Also predict the training memory per image.")] = False,
+    speed: Annotated[bool, typer.Option("--speed", help="Also time forward passes on this machine.")] = False,
     json_out: JsonFlag = False,
 ) -> None:
-    """List the models that a config can name: parameters, GFLOPs, stride, memory, speed, weights in local caches."""
+    """List the models that a config can name, with parameters, GFLOPs, stride, memory, speed and local weights."""
     from segapp.commands.models import print_models
 
     print_models(pattern, size, with_memory=memory, with_speed=speed, as_json=json_out)
@@ -725,10 +728,10 @@ def models(
 def profile(
     overrides: Overrides = None,
     config: ConfigOption = None,
-    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Steps to time.")] = 3,
+    steps: Annotated[int, typer.Option("--steps", metavar="N", min=1, help="Number of steps to time.")] = 3,
     json_out: JsonFlag = False,
 ) -> None:
-    """Run a few real steps and show where their time and memory go."""
+    """Run a few training steps and show where their time and memory go."""
     from segapp.commands.profile import print_profile
 
     print_profile(config, overrides or [], steps, as_json=json_out)
@@ -738,12 +741,16 @@ def profile(
 def check_part(
     words: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[MODULE:FACTORY] [KEY=VALUE]...", help="A custom component; dotted config keys."),
+        typer.Argument(
+            metavar="[MODULE:FACTORY] [KEY=VALUE]...", help="A custom component, and config keys to change."
+        ),
     ] = None,
-    kind: Annotated[str | None, option("--as", "What it is.", "model|loss|data|optim|schedule|transform")] = None,
+    kind: Annotated[
+        str | None, option("--as", "Kind of component.", "model|loss|data|optim|schedule|transform")
+    ] = None,
     config: ConfigOption = None,
 ) -> None:
-    """Try own parts as a training uses them: all those of a config, or the one named. Exit code 2 if a check fails."""
+    """Test the custom components of a config, or one of them. The exit code is 2 if a check fails."""
     from segapp.commands.check_part import check_part as run_checks
     from segapp.commands.check_part import sorted_words
     from segapp.config import load_config, named_config
@@ -757,10 +764,12 @@ def check_part(
 
 @app.command()
 def docs(
-    topic: Annotated[str | None, typer.Argument(metavar="[TOPIC]", help="A page; by default their list.")] = None,
-    search: Annotated[str | None, option("--search", "Find the pages with these words.", "WORDS")] = None,
+    topic: Annotated[
+        str | None, typer.Argument(metavar="[TOPIC]", help="Name of a page. Default: list all pages.")
+    ] = None,
+    search: Annotated[str | None, option("--search", "Find the pages that have these words.", "WORDS")] = None,
 ) -> None:
-    """Show the documentation: the list of pages, one page, or the pages with some words."""
+    """Show the documentation: list the pages, show a page, or search them."""
     from segapp.commands.docs import show_docs
 
     show_docs(topic, search)

@@ -7,6 +7,7 @@ import inspect
 import multiprocessing
 import pickle
 import pydoc
+import re
 import signal
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.run.events import Event
 from segapp.scores import SCORES
+from segapp.training.telemetry.console import has_progress_bar
 from tests.support.runs import events
 from tests.support.runs import train as train_plainly
 
@@ -87,13 +89,18 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert (first.step, again.step) == (5, 10)
     assert [(row.epoch, row.step) for row in again.history] == [(1, 5), (2, 10)]
     assert again.history[0] == first.val
-    found = evaluate(run)
+    assert api.history(run) == again.history
+    found = evaluate(run, boundary=True, devices="cpu")
     assert list(found.iou) == list(again.val.iou) == ["ground", "box", "disc"]
     assert (found.num_scored, found.num_classes) == (3, 3)
     best = max(again.history, key=lambda row: row.miou)
     assert found.iou == pytest.approx(best.iou)
     assert found.confusion.sum() == 4 * 48 * 62  # two columns of each mask are ignored
-    network = load(run)
+    check_scores(found)
+    network = load(run, device="cpu")
+    assert (network.device.type, network.module.training) == ("cpu", False)
+    with pytest.raises(ConfigError, match="cuda:7"):
+        load(run, device="cuda:7")
     path = tiny_root / "images" / "val" / "00.png"
     image = cv2.cvtColor(cv2.imread(str(path)), cv2.COLOR_BGR2RGB)
     labels, probabilities = network.predict(image), network.probabilities(image)
@@ -108,7 +115,10 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     with pytest.raises(ValueError, match="image is a dict: give a path, an array, a PIL image, or a list"):
         network.predict({})
     assert network.module is network.trained.model
-    done = predict(run, str(path), tmp_path / "out", save=["labels", "color"])
+    plot = network.plot(path)
+    assert plot.size == (128, 48 + 20 * len(np.unique(labels)))  # one entry of the legend per row: the image is narrow
+    assert np.array_equal(np.asarray(plot)[:48, :64], image)
+    done = predict(run, str(path), tmp_path / "out", save=["labels", "color"], batch=1)
     assert (done.num_images, done.problems) == (1, [])
     assert done.paths == [tmp_path / "out" / kind / "00.png" for kind in ("labels", "color")]
     assert all(each.is_file() for each in done.paths)
@@ -117,6 +127,26 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)
     with pytest.raises(ValueError, match=r"float64 of shape \(2, 2\): give uint8 RGB"):
         network.predict(np.zeros((2, 2)))
+
+
+def check_scores(found: segapp.EvalResult) -> None:
+    """Compare the scores of a result with those of its confusion matrix, by their definitions."""
+    matrix = found.confusion.astype(np.float64)
+    own, target, predicted = np.diag(matrix), matrix.sum(1), matrix.sum(0)
+    assert list(found.dice.values()) == pytest.approx(list(2 * own / (target + predicted)))
+    assert list(found.recall.values()) == pytest.approx(list(own / target))
+    known = {name: own[at] / predicted[at] if predicted[at] else None for at, name in enumerate(found.iou)}
+    assert found.precision == pytest.approx(known)
+    assert found.mean_dice == pytest.approx(np.mean(list(found.dice.values())))
+    edges = [value for value in found.boundary["boundary_iou"].values() if value is not None]
+    assert found.boundary_miou == pytest.approx(np.mean(edges))
+    rows = found.rows()
+    assert [row["iou"] for row in rows] == sorted(found.iou.values())  # type: ignore[type-var]
+    assert {row["class"]: row["dice"] for row in rows} == found.dice
+    lines = str(found).splitlines()
+    assert [line.split()[0] for line in lines[1:4]] == [row["class"] for row in rows], "as segapp eval prints them"
+    assert lines[-1].startswith(f"val: mIoU {found.miou:.4f} over 3 of 3 classes")
+    assert [path.name for path in found.checkpoints] == ["best.pt"]
 
 
 def test_errors_are_segapp_errors_and_none_ends_the_process(tiny: dict[str, Any], tmp_path: Path) -> None:
@@ -128,7 +158,9 @@ def test_errors_are_segapp_errors_and_none_ends_the_process(tiny: dict[str, Any]
         load(tmp_path / "nothing")
 
 
-def test_program_stops_a_training_and_chooses_its_events(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_program_stops_a_training_and_chooses_its_events(
+    tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     seen: list[tuple[str, int]] = []
 
     def stop_at_three(event: Event) -> None:
@@ -137,7 +169,8 @@ def test_program_stops_a_training_and_chooses_its_events(tiny: dict[str, Any], t
             raise StopTraining("three are enough")
 
     run = tmp_path / "run"
-    result = train(small(tiny), run=run, on_event=stop_at_three, event_types=["step", "val"])
+    result = train(small(tiny), run=run, on_event=stop_at_three, event_types=["step", "val"], progress=True)
+    assert re.search(r"run: +60%.*3/5.*loss=\d\.\d{4}", capsys.readouterr().err.replace("\r", "\n")), "a bar of steps"
     assert (result.is_finished, result.step) == (False, 3)
     assert result.reason == "three are enough: a checkpoint was saved", "the banner adds how to resume it"
     assert seen == [("step", 1), ("step", 2), ("step", 3)]
@@ -158,6 +191,7 @@ def test_history_is_a_table_or_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     pandas = types.ModuleType("pandas")
     pandas.DataFrame = tables.append  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "pandas", pandas)
+    assert History(rows).rows()[1]["iou b"] == 0.0
     History(rows).to_pandas()
     (table,) = tables
     assert [(row["epoch"], row["train_loss"], row["loss"], row["num_scored"]) for row in table] == [
@@ -166,7 +200,7 @@ def test_history_is_a_table_or_says_what_is_missing(monkeypatch: pytest.MonkeyPa
     ]
     assert [(row["iou a"], row["iou b"]) for row in table] == [(0.5, None), (0.5, 0.0)]
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match="to_pandas needs pandas: pip install pandas"):
+    with pytest.raises(ConfigError, match="to_pandas needs pandas: pip install pandas, or use rows"):
         History(rows).to_pandas()
 
 
@@ -186,9 +220,19 @@ def test_names_and_signatures_are_those_of_the_functions() -> None:
     assert inspect.signature(segapp.train) == inspect.signature(api.train)
     assert list(inspect.signature(train).parameters)[:3] == ["config", "overrides", "run"]
     text = pydoc.render_doc(segapp.train, renderer=pydoc.plaintext)
-    assert "Train in this process, and return when the training has ended" in text
+    assert "Train a model in this process, and return when the training has ended" in text
     assert "train(config: 'Config | None' = None, overrides: 'Sequence[str]' = ()" in text
-    assert "handle_signals: let Ctrl-C and SIGTERM stop the training" in text
+    assert "handle_signals: stop the training with a checkpoint on Ctrl-C" in text
+    for name in ("train", "evaluate", "predict", "load", "history"):
+        assert "Example:" in (inspect.getdoc(getattr(segapp, name)) or ""), name
+
+
+def test_bars_are_shown_in_a_terminal_or_a_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not has_progress_bar()
+    ipython = types.ModuleType("IPython")
+    ipython.get_ipython = lambda: types.SimpleNamespace(kernel=object())  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython", ipython)
+    assert has_progress_bar()
 
 
 def test_importing_the_functions_loads_no_torch() -> None:

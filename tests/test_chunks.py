@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from segapp.chunks import replan_shares
-from segapp.parallel import check_split, plan_chunks
+from segapp.chunks import check_split, replan_shares
+from segapp.parallel import plan_chunks
 
 
 @pytest.mark.parametrize("num_devices", range(1, 6))

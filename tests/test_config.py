@@ -105,7 +105,7 @@ def test_all_problems_are_reported_with_place_and_nearest_key(tmp_path: Path) ->
         ("loss={name: focal, options: {gamma: x}}", "loss.options.gamma = 'x': a number is expected"),
         ("optim={name: adam, options: {betas: [0.9, 1]}}", "optim.options.betas.1 = 1: input should be less than 1"),
         ("schedule={name: plateau, options: {gamma: 1}}", "schedule.options.gamma = 1: input should be less than 1"),
-        ("optim.groups=[{}]", "optim.groups.0.pattern is missing: backbone, or a pattern of names"),
+        ("optim.groups=[{}]", "optim.groups.0.pattern is missing: backbone, or a pattern of parameter or module names"),
         ("loss.plus=[{class_weights: [-1]}]", "loss.plus.0.class_weights = -1: input should be greater than or equal"),
         ("loss=3", "loss = 3: a mapping of keys is expected"),
         (f"schedule={'x' * 58}", f"schedule = '{'x' * 58}': a mapping of keys is expected"),
@@ -356,6 +356,28 @@ def test_schema_describes_every_field() -> None:
 
 def test_keys_and_defaults_are_those_of_the_reference() -> None:
     assert config_reference() in (Path(segapp.__file__).parent / "docs" / "reference" / "config.md").read_text()
+
+
+def test_each_key_has_values_and_says_when_to_change_it() -> None:
+    entries = re.findall(r"^- `([\w.]+)`†? \((.+?)\): (.+)$", config_reference(), re.M)
+    assert len(entries) > 140
+    silent = {key for key, facts, text in entries if "required" not in facts and "**Change it** " not in text}
+    assert silent == {"distill", "model.adapters.kind"}
+    facts = {key: each for key, each, _ in entries}
+    assert facts["data.crop_px"] == "2 × integer ≥ 1; pixels; default `[512, 512]`"
+    assert facts["train.ema"] == "number > 0 and < 1 or `null`; default `null`"
+    assert facts["data.workers"] == 'integer from 0 to 512 or `auto`; processes; default `"auto"`'
+    assert facts["schedule.options.final_div_factor"] == "number > 0; default `10000`"
+    assert facts["loss.name"].startswith("`ce`, `ohem`, `bce`, `dice`, `tversky`, `focal`, `lovasz`, `boundary`, ")
+
+
+def test_lower_bounds_of_the_reference_are_those_of_the_check() -> None:
+    bound = r"^- `((?:train|optim|eval|log|checkpoint)\.\w+)`†? \((?:integer|number) (≥|>) (\d+)"
+    found = re.findall(bound, config_reference(), re.M)
+    assert len(found) > 25
+    for key, sign, least in found:
+        with pytest.raises(ConfigError, match=re.escape(key)):
+            config_of({**MINIMAL, "data": {**MINIMAL["data"]}}, [f"{key}={int(least) - (sign == '≥')}"])
 
 
 def test_every_shipped_config_passes_the_schema() -> None:

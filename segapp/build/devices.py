@@ -15,7 +15,8 @@ from segapp.config import RunConfig
 from segapp.config.modes import auto_mode, check_mode
 from segapp.errors import ConfigError, did_you_mean
 from segapp.memory.gpus import cuda_uuids, order_by_free_memory, query_gpus
-from segapp.parallel import is_launched, resolve_devices
+from segapp.parallel.distributed import is_launched
+from segapp.parallel.scatter_gather import resolve_devices
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from segapp.build.numerics import uses_channels_last
 from segapp.build.optimizer import build_optimizer, build_parameter_groups
 from segapp.build.pairs import build_pixels
 from segapp.build.trained import TrainedState
-from segapp.chunks import Mode
+from segapp.chunks import Mode, RankSplit
 from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
@@ -49,23 +49,11 @@ from segapp.models.inspection import refusal
 from segapp.models.normalizer import Normalizer
 from segapp.models.surgery import replace_adaptive_pooling
 from segapp.optim.optimizers import WeightAverage
-from segapp.parallel import (
-    DataParallelModel,
-    RankSplit,
-    SampleMasks,
-    Shards,
-    balance_stages,
-    check_batchnorm,
-    convert_sync_batchnorm,
-    mask_by_sample,
-    no_samples_problem,
-    place_stages,
-    set_recompute,
-    smallest_chunk,
-    unused_parameters,
-    wrap_ddp,
-)
-from segapp.parallel.distributed import Ranks
+from segapp.parallel import DataParallelModel, SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
+from segapp.parallel.batchnorm_guard import check_batchnorm, no_samples_problem, smallest_chunk, unused_parameters
+from segapp.parallel.distributed import Ranks, wrap_ddp
+from segapp.parallel.model_parallel import balance_stages, place_stages
+from segapp.parallel.shards import Shards
 from segapp.precision import Precision
 from segapp.training.step.distill import DistilledInput
 from segapp.training.step.engine import StepEngine

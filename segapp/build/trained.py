@@ -62,21 +62,23 @@ class TrainedModel(TrainedState):
     device: torch.device = field(kw_only=True)
 
 
-def load_trained(target: str, config: str | None = None, *, slide: bool = False, tta: bool = False) -> TrainedModel:
-    """Return the network of `read_trained` on its device, with its inference; print its messages."""
+def load_trained(
+    target: str, config: str | None = None, *, slide: bool = False, tta: bool = False, device: str | None = None
+) -> TrainedModel:
+    """Return the model of `read_trained` on a device, by default the run's, with its inference; print its messages."""
     trained = read_trained(target, config)
     for message in trained.messages:
         print(f"note: {printable(message)}", file=sys.stderr)
     model, own = trained.model, trained.config
     overrides = {key: True for key, is_on in (("slide", slide), ("tta", tta)) if is_on}
     evaluation = own.eval.model_copy(update=overrides)
-    device = choose_devices(own.parallel.devices)[0][0]
-    precision = Precision(own.train.precision, device)
-    precision.prepare(model.to(device))
+    place = choose_devices(own.parallel.devices if device is None else device)[0][0]
+    precision = Precision(own.train.precision, place)
+    precision.prepare(model.to(place))
     inference = build_inference(own.data, evaluation, model, precision, own.loss.align_corners)
     inference = replace(inference, temperature=trained.temperature)
     model.eval()
-    return TrainedModel(**vars(trained), inference=inference, device=device)
+    return TrainedModel(**vars(trained), inference=inference, device=place)
 
 
 def read_trained(target: str, config: str | None = None) -> TrainedState:

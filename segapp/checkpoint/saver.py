@@ -20,7 +20,7 @@ from segapp.checkpoint.snapshot import snapshot
 from segapp.checkpoint.training_state import SavedCheckpoint, save_checkpoint
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
-from segapp.parallel import Ranks
+from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.events import Alert, Checkpoint, EventLog
 

@@ -87,7 +87,7 @@ def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
         )
     scored = score_target(target, options)
     found, trained = scored.found, scored.trained
-    _print_scores(scored)
+    print("\n".join(score_lines(scored)))
     if options.json_file is not None:
         _write(options.json_file, json.dumps(as_json(scored), indent=1, allow_nan=False) + "\n")
     if options.per_image is not None:
@@ -241,21 +241,19 @@ def _build_evaluators(
     return [first] if devices == [trained.device] else [first.on(device) for device in devices]
 
 
-def _print_scores(scored: ScoredSplit) -> None:
+def score_lines(scored: ScoredSplit) -> list[str]:
+    """Return the lines that state the scores: classes, groups, boundaries, and the means."""
     found, trained, groups, split = scored.found, scored.trained, scored.groups, scored.split
     evaluation = found.evaluation
-    for line in class_table(trained.scheme.names, evaluation.scores):
-        print(line)
+    lines = class_table(trained.scheme.names, evaluation.scores)
     if groups:
         iou = group_iou(found.matrix, tuple(groups.values()))
-        print(f"groups: mIoU {_mean_of(iou, 'groups')}")
-        for line in iou_table(tuple(groups), iou):
-            print(f"  {line}")
+        lines.append(f"groups: mIoU {_mean_of(iou, 'groups')}")
+        lines += [f"  {line}" for line in iou_table(tuple(groups), iou)]
     if found.boundary is not None:
-        for line in _boundary_lines(found.boundary):
-            print(line)
+        lines += _boundary_lines(found.boundary)
     scores = scores_text(evaluation.values(), evaluation.scores.iou, has_loss=scored.has_loss)
-    print(f"{printable(split)}: {scores}  {evaluation.num_images} images  ({_made_by(scored)})")
+    return [*lines, f"{printable(split)}: {scores}  {evaluation.num_images} images  ({_made_by(scored)})"]
 
 
 def _boundary_lines(found: BoundaryScores) -> list[str]:

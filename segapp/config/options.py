@@ -1,4 +1,4 @@
-"""The built-in losses, optimizers and schedules: name -> what makes one, and the options that belong to it alone.
+"""The built-in losses, optimizers and schedules: name -> what makes one, and its own options.
 
 A new one is its own file and an entry here.
 """
@@ -26,122 +26,122 @@ from segapp.errors import accepted_words
 
 
 class NoOptions(Section):
-    """No options of its own."""
+    """No options."""
 
 
 class CrossEntropyOptions(Section):
     """Cross-entropy."""
 
     implementation: Literal["auto", "reference"] = "auto"
-    """auto: fused, Triton on GPUs; reference: from full-resolution logits."""
+    """auto: fused (Triton on GPUs); reference: from full-resolution logits. Change it to compare both."""
 
 
 class OhemOptions(Section):
     """Cross-entropy of the hard pixels."""
 
     threshold: PositiveFraction = 0.7
-    """A pixel is hard if the probability of its target class is below this."""
+    """A pixel is hard if the probability of its target class is below this. Change it to 0.9 for more pixels."""
     min_kept: Count = 100_000
-    """Smallest number of valid pixels of a step that contribute."""
+    """Smallest number of valid pixels per step that contribute. Change it to about 5 % of the pixels of a step."""
 
 
 class BinaryOptions(Section):
     """Binary cross-entropy."""
 
     pos_weight: PositiveFloat = 1.0
-    """Factor of the pixels that are of a class."""
+    """Factor on the pixels that have a class. Change it to 2 to 10 if the class is rare and recall is low."""
 
 
 class DiceOptions(Section):
     """Dice loss."""
 
     smooth: NonNegativeFloat = 1.0
-    """Added to numerator and denominator."""
+    """Added to numerator and denominator. Change it to 0 to weight tiny objects more."""
 
 
 class TverskyOptions(DiceOptions):
     """Tversky loss."""
 
     alpha: NonNegativeFloat = 0.3
-    """Weight of false positives."""
+    """Weight of false positives. Change it above beta if precision is low."""
     beta: NonNegativeFloat = 0.7
-    """Weight of false negatives."""
+    """Weight of false negatives. Change it to more if recall is low."""
     gamma: PositiveFloat = 1.0
-    """Exponent; 0.75 is the focal Tversky loss."""
+    """Exponent. Change it to 0.75 for the focal Tversky loss."""
 
 
 class FocalOptions(Section):
     """Focal loss."""
 
     gamma: NonNegativeFloat = 2.0
-    """Focusing exponent."""
+    """Focusing exponent; 0 is cross-entropy. Change it to less if training is unstable."""
 
 
 class MaskClassificationOptions(Section):
     """The loss of eomt."""
 
     class_factor: NonNegativeFloat = 2.0
-    """Factor of the cross-entropy of the queries' classes."""
+    """Factor on the cross-entropy of the queries' classes. Change it if you reproduce a recipe."""
     bce_factor: NonNegativeFloat = 5.0
-    """Factor of the masks' binary cross-entropy."""
+    """Factor on the binary cross-entropy of the masks. Change it if you reproduce a recipe."""
     dice_factor: NonNegativeFloat = 5.0
-    """Factor of the masks' Dice loss."""
+    """Factor on the Dice loss of the masks. Change it if you reproduce a recipe."""
     no_object: NonNegativeFloat = 0.1
-    """Weight of queries without a match in the cross-entropy of the classes."""
+    """Weight of queries without a match in the cross-entropy of the classes. Change it if you reproduce a recipe."""
 
 
 class SgdOptions(Section):
     """SGD."""
 
     nesterov: bool = False
-    """Nesterov momentum."""
+    """Use Nesterov momentum. Change it if you reproduce a recipe."""
 
 
 class AdamOptions(Section):
     """Adam and AdamW."""
 
     betas: tuple[Decay, Decay] = (0.9, 0.999)
-    """Decay rates of the first and second moment."""
+    """Decay rates of the first and second moment. Change it if you reproduce a recipe."""
 
 
 class StepOptions(Section):
     """Steps down."""
 
     epochs: list[PositiveInt] = []
-    """Epochs after which the learning rate is multiplied by gamma."""
+    """Epochs after which the learning rate is multiplied by gamma. Change it to e.g. [60, 80] of 100 epochs."""
     steps: list[PositiveInt] = []
-    """Steps after which the learning rate is multiplied by gamma."""
+    """Steps after which the learning rate is multiplied by gamma. Change it if you plan by steps."""
     gamma: PositiveFloat = 0.1
-    """Factor at each of epochs and steps."""
+    """Factor at each of these epochs and steps. Change it if the reductions are too strong."""
 
 
 class OneCycleOptions(Section):
     """One cycle."""
 
     pct_start: OpenFraction = 0.3
-    """Share of the steps in which the learning rate rises."""
+    """Share of the steps in which the learning rate rises. Change it if you reproduce a recipe."""
     div_factor: PositiveFloat = 25.0
-    """optim.lr divided by the first learning rate."""
+    """optim.lr divided by the first learning rate. Change it if you reproduce a recipe."""
     final_div_factor: PositiveFloat = 1e4
-    """First learning rate divided by the last."""
+    """First learning rate divided by the last. Change it if you reproduce a recipe."""
 
 
 class WsdOptions(Section):
     """Warm-up, stable, decay."""
 
     decay_ratio: PositiveFraction = 0.2
-    """Share of the steps, the last ones, in which the learning rate falls."""
+    """Share of the steps, at the end, in which the learning rate falls. Change it to 0.1 for very long runs."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "linear"
-    """Shape of the fall; sqrt: 1 - sqrt(t), t from 0 to 1."""
+    """Shape of the fall. sqrt: 1 - sqrt(t), with t from 0 to 1. Change it if you reproduce a recipe."""
 
 
 class PlateauOptions(Section):
     """Reductions when evaluations stop improving."""
 
     gamma: OpenFraction = 0.1
-    """Factor of a reduction."""
+    """Factor of a reduction. Change it to 0.5 for gentler ones."""
     patience: Count = 10
-    """Evaluations without a better result that are accepted before a reduction."""
+    """Evaluations without a better score before a reduction. Change it to fewer if evaluations are rare."""
 
 
 @dataclass(frozen=True)

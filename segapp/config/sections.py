@@ -54,106 +54,135 @@ MAX_LABELS = 31
 
 
 class MixConfig(Section):
-    """`data.mix:` training samples mixed with the sample of another image; at most one of the three ways at once."""
+    """`data.mix:` mixes each training image with another one. At most one of the three kinds applies to an image."""
 
     cutmix: Fraction = 0.0
-    """Probability of CutMix: a rectangle of the other image and mask is pasted."""
+    """Probability of CutMix, which pastes a rectangle of another image and mask. Change it to 0.5 if the model
+    overfits."""
     mixup: Fraction = 0.0
-    """Probability of MixUp: images are blended; each pixel has one of the two classes, drawn by the same weights."""
+    """Probability of MixUp, which blends two images; each pixel gets the class of one of them, drawn by the same
+    weights. Change it if the model overfits and CutMix does not help."""
     classmix: Fraction = 0.0
-    """Probability of ClassMix: the pixels of half of the other mask's classes are pasted."""
+    """Probability of ClassMix, which pastes the pixels of half of the classes of another mask. Change it if rare
+    classes need more contexts."""
     mixup_alpha: PositiveFloat = 0.2
-    """Parameter of the Beta distribution of MixUp's weight."""
+    """Parameter of the Beta distribution of MixUp's weight. Change it to 1.0 for a stronger, uniform blend."""
 
 
 class DataConfig(Section):
     """`data:` the data set, its augmentation and its loading."""
 
     format: Literal["cityscapes", "camvid", "voc", "ade20k", "folder", "list"] | PartName
-    """Layout of the files on disk, or an own part: a class with `__len__` and `image_and_mask(index)`."""
+    """Layout of the files: cityscapes, camvid, voc, ade20k, folder (images/ and masks/), list (text or CSV files), or a
+    custom component: a class with `__len__` and `image_and_mask(index)`. segapp init writes it."""
     options: dict[str, Any] = {}
-    """Keyword arguments of an own part."""
+    """Keyword arguments of a custom data set. Change it if data.format is a custom component with arguments."""
     root: Annotated[str, OnResume]
     """Folder of the data set, relative to the current folder."""
     train_split: str | None = None
-    """Split used for training; null: train."""
+    """Data split for training; null: train. Change it if your split has another name."""
     val_split: Annotated[str | None, OnResume] = None
-    """Split used for evaluation; null: val."""
+    """Data split for evaluation; null: val. Change it if your split has another name."""
     crop_px: HeightWidth = (512, 512)
-    """Height and width of a training crop, in pixels."""
+    """Height and width of a training crop, after resize_px and scale. Most models need multiples of 32. Change it if
+    objects are larger than a crop, or to trade context for memory."""
     resize_px: HeightWidth | None = None
-    """Resize every image and mask to this height and width first (training and evaluation); null: as on disk."""
+    """Height and width to which each image and mask is resized first, in training and evaluation; null: the size on
+    disk. Change it if images are much larger than a crop and the details do not matter."""
     scale: tuple[PositiveFloat, PositiveFloat] = (0.5, 2.0)
-    """Range of the random scale before the crop."""
+    """Smallest and largest random zoom factor of an image before the crop. Change it if all objects have the same
+    distance; [1.0, 1.0] turns it off."""
     hflip: Fraction = 0.5
-    """Probability of a horizontal flip."""
+    """Probability of a horizontal flip. Change it to 0 if left and right differ, e.g. for text or organs."""
     cat_max_ratio: PositiveFraction = 0.75
-    """A crop in which one class has more than this share of the pixels is drawn again, at most ten times."""
+    """Largest share of one class in a crop. A crop above it is drawn again, at most ten times. Change it to 1.0 if the
+    background covers nearly everything."""
     photometric: bool | NonNegativeFloat = True
-    """Jitter of brightness, contrast, saturation and hue: true, false, or a strength (1.0 is the same as true)."""
+    """Random changes of brightness, contrast, saturation and hue: true, false, or a strength (1.0 equals true). Change
+    it to false if colors carry the class."""
     augment: Transforms = None
-    """Transforms in order: a list of names in albumentations or own parts, or a file of A.save; null: crop, flip and
-    colors as scale, hflip, cat_max_ratio and photometric say (segapp train --print-config shows that list)."""
+    """Transforms in order: a list of albumentations names or custom components, or a file written by A.save; null: the
+    built-in crop, flip and color changes. Change it for rotations, blur, noise or custom transforms."""
     mix: MixConfig = MixConfig()
-    """Training samples mixed with the sample of another image."""
+    """Mixes training images with each other."""
     sampling: Literal["uniform", "class-balanced", "foreground"] = "uniform"
-    """An epoch has each image once, or crops aimed at all classes equally often, or a share aimed at the foreground."""
+    """uniform: each image once per epoch. class-balanced: each crop contains a chosen class, all classes equally often.
+    foreground: the same for foreground_share of the crops and foreground_classes. Change it if rare classes have a low
+    IoU."""
     foreground_classes: list[str] | None = None
-    """Classes that crops are aimed at, equally often (foreground); null: every class but the first, the background."""
+    """Classes that the chosen crops contain, equally often (sampling: foreground); null: every class except the first,
+    the background. Change it to name the classes that matter."""
     foreground_share: PositiveFraction = 0.33
-    """Share of the crops that are aimed at foreground_classes (foreground)."""
+    """Share of the crops that are chosen to contain one of foreground_classes (sampling: foreground). Change it to 0.5
+    or more if the foreground is tiny."""
     bands: Annotated[tuple[PositiveInt, ...], Field(min_length=1)] | None = None
-    """Bands of the image files that the network gets, in this order, e.g. [1, 2, 3, 4]; pictures show the first three
-    of them as RGB; null: any 8-bit image, as RGB."""
+    """Bands of the image files that the model gets, in this order, e.g. [1, 2, 3, 4]. Reports show the first three as
+    RGB; null: any 8-bit image, as RGB. Change it for multispectral, depth or 16-bit data."""
     dtype: Literal["uint8", "uint16", "int16", "float32"] = "uint8"
-    """Type of the values in the image files; another type than uint8 needs data.bands and data.value_range."""
+    """Data type of the values in the image files. Types other than uint8 need data.bands and data.value_range. Change
+    it for 16-bit or float images."""
     value_range: Annotated[tuple[tuple[Number, Number], ...], Field(min_length=1)] | None = None
-    """Lowest and highest value of each band, or one pair for all, which become 0 and 1 before mean and std, as values
-    beyond them do; segapp check measures them; null: [[0, 255]]."""
+    """Lowest and highest pixel value of each band, or one pair for all bands. They are mapped to 0 and 1 before mean
+    and std, and values outside are clipped; null: [[0, 255]]. Change it to the range that segapp check measures."""
     mean: Annotated[tuple[Number, ...], Field(min_length=1)] = (0.485, 0.456, 0.406)
-    """Mean subtracted in normalization, of each band in 0..1; default: ImageNet's for RGB, whose mean any further band
-    gets, and every band of fewer than three."""
+    """Mean that normalization subtracts, one number per band, for values from 0 to 1. The default is ImageNet's for
+    RGB; bands beyond RGB get the average of the three, and so do images with fewer than three bands. Change it if
+    pretrained weights expect other values."""
     std: Annotated[tuple[PositiveFloat, ...], Field(min_length=1)] = (0.229, 0.224, 0.225)
-    """Standard deviation divided by in normalization, as data.mean; default: ImageNet's."""
+    """Standard deviation by which normalization divides, one number per band, as for data.mean. Change it together with
+    data.mean."""
     classes: list[str] | None = None
-    """Class names in the order of their ids; required by the formats folder and list."""
+    """Class names in the order of their ids. Required by the formats folder and list. Change it to your classes."""
     palette: list[tuple[Byte, Byte, Byte]] | None = None
-    """RGB color of each class, for pictures and for RGB masks; further colors of RGB masks are ignored pixels."""
+    """RGB color of each class, in reports, overlays and RGB masks. Other colors in RGB masks are ignored pixels. Change
+    it if your masks are colored, or if two classes look alike."""
     rgb_masks: bool = False
-    """Masks are RGB images with the colors of data.palette."""
+    """Masks are RGB images with the colors of data.palette. Change it to true for colored masks."""
     multilabel: Literal["files", "channels", "bits"] | None = None
-    """A pixel may have several of the classes, or none. Of each class: a mask file ({class} in mask_dir or mask_suffix,
-    or a column of a list), a channel (or page of a TIFF), or a bit of the value. One class: binary with one logit."""
+    """A pixel may have several classes, or none. files: one mask file per class ({class} in mask_dir or mask_suffix, or
+    one column of a list). channels: one channel or TIFF page per class. bits: one bit per class. One class: binary
+    segmentation with one logit. Change it if classes overlap."""
     groups: dict[str, list[str]] | None = None
-    """Group name -> classes, for which evaluation reports an IoU of the group too; null: as the format defines them."""
+    """Group name -> classes. Evaluation also reports the IoU of each group; null: the groups of the format. Change it
+    if confusing two classes of a group is not an error."""
     label_map: dict[int, int] | None = None
-    """Value in the mask file -> class id; other values must be class ids or ignore_index."""
+    """Value in the mask file -> class id. Other values must be class ids or ignore_index. Change it if mask values are
+    not 0, 1, 2, ..., e.g. {255: 1}."""
     ignore_index: int | None = None
-    """Class id of pixels excluded from loss and metrics; null: as the format defines it, usually 255."""
+    """Class id of unlabeled pixels, which loss and scores leave out; null: the id of the format, usually 255. Change it
+    if your masks use another value."""
     image_dir: str | None = None
-    """Folder of the images below root (folder); null: images."""
+    """Folder of the images below root (format: folder); null: images. Change it to the name of your folder."""
     mask_dir: str | None = None
-    """Folder of the masks below root (folder); null: masks."""
+    """Folder of the masks below root (format: folder); null: masks. Change it to the name of your folder."""
     image_suffix: str | None = None
-    """End of the image file names, replaced by mask_suffix to find the mask; null: any image extension."""
+    """End of the image file names, which is replaced by mask_suffix to find the mask; null: any image extension. Change
+    it if image and mask names differ."""
     mask_suffix: str | None = None
-    """End of the mask file names, e.g. "_mask.png"; null: .png."""
+    """End of the mask file names; null: .png. Change it if image and mask names differ, e.g. to _mask.png."""
     list_dir: Annotated[str | None, OnResume] = None
-    """Folder of the files that list the splits (list), relative to the current folder; null: root."""
+    """Folder of the files that list the data splits (format: list), relative to the current folder; null: root. Change
+    it if the lists are not in root."""
     mask_root: Annotated[str | None, OnResume] = None
-    """Folder that masks are listed relative to (list), relative to the current folder; null: root."""
+    """Folder to which mask paths in a list are relative (format: list), relative to the current folder; null: root.
+    Change it if masks are not below root."""
     allow_overlap: Annotated[bool, OnResume] = False
-    """Accept images that are in the training and in the validation split, to overfit on purpose."""
+    """Accept images that are in the training and the validation split. Change it to true to overfit on purpose, as a
+    test."""
     allow_outside_root: Annotated[bool, OnResume] = False
-    """Accept files outside root, reached by links or named in a list file; root itself may be a link in any case."""
+    """Accept files outside root that a link or a list names. root itself may always be a link. Change it to true if
+    your data set links to other folders."""
     workers: Annotated[Workers, OnResume] = "auto"
-    """Data loading processes of each rank; auto: by processors and the measured cost of a sample; 0: none."""
+    """Data loading processes per rank; auto: from the number of processors and the measured time per image; 0: load in
+    the main process. Change it if GPUs wait for data, or if memory is short."""
     cache: Annotated[Literal["none", "ram", "disk"], OnResume] = "none"
-    """Keep decoded images and masks from their first read on, for all workers and ranks: ram, or disk (cache_dir)."""
+    """Keep decoded images and masks after the first read: ram, disk (cache_dir), or none. All workers and ranks share
+    the cache. Change it if loading is slower than training."""
     cache_dir: Annotated[str | None, OnResume] = None
-    """Folder of data.cache = disk, on a local disk outside data.root; null: $XDG_CACHE_HOME/segapp/pixels."""
+    """Folder of data.cache: disk, on a local disk outside data.root; null: $XDG_CACHE_HOME/segapp/pixels. Change it if
+    that disk is small or slow."""
     timeout_s: Annotated[NonNegativeFloat, OnResume] = 120.0
-    """Seconds to wait for a data worker before the run fails; 0: no limit."""
+    """Maximum wait for a data worker before the run fails; 0: no limit. Change it if your storage is sometimes slow."""
 
     @property
     def transforms(self) -> list[dict[str, dict[str, Any]]]:
@@ -166,73 +195,92 @@ class DataConfig(Section):
 
 
 class AdapterConfig(Section):
-    """`model.adapters:` low-rank adapters in a frozen backbone; needs the package peft (`uv sync --extra lora`)."""
+    """`model.adapters:` low-rank adapters in a frozen backbone. Needs the package peft (uv sync --extra lora)."""
 
     kind: Literal["lora"] = "lora"
-    """LoRA: a layer W x becomes W x + (alpha / rank) B A x, of which A and B are trained."""
+    """lora: a layer W x becomes W x + (alpha / rank) B A x, and only A and B are trained."""
     rank: PositiveInt = 16
-    """Rows of A and columns of B."""
+    """Rows of A and columns of B. Change it to 4 or 8 for less memory, to 32 or 64 for more capacity."""
     alpha: PositiveFloat = 16.0
-    """Factor on the adapters, divided by rank."""
+    """Scale of the adapters, divided by rank. Change it together with rank."""
     targets: list[Text] | None = None
-    """Layers of the backbone by their names, ends of names (qkv) or patterns; null: those of attention and MLPs."""
+    """Layers of the backbone that get adapters: names, ends of names (qkv) or patterns; null: the layers of attention
+    and MLPs. Change it to adapt fewer layers."""
     dropout: Decay = 0.0
-    """Probability of dropout before the adapters."""
+    """Dropout probability before the adapters. Change it to 0.05 or 0.1 if the model overfits."""
 
 
 class ModelConfig(Section):
-    """`model:` the network."""
+    """`model:` the model."""
 
     library: Literal["torchvision", "smp", "segapp", "python"] = "torchvision"
-    """torchvision.models.segmentation, segmentation_models_pytorch, segapp (eomt), or python: own code."""
+    """torchvision (torchvision.models.segmentation), smp (segmentation_models_pytorch), segapp (eomt), or python (a
+    custom component). Change it together with name; segapp models lists all."""
     name: str = "deeplabv3_resnet50"
-    """Name of the model in its library; with library python an own part: package.module:factory, ./file.py:factory."""
+    """Model name in its library, or for library python a custom component: package.module:factory or ./file.py:factory.
+    Change it to trade accuracy for speed and memory."""
     encoder: str | None = None
-    """Encoder of an smp model, e.g. resnet34, or tu- and a model of timm; for eomt a vision transformer of timm."""
+    """Encoder of an smp model, e.g. resnet34, or tu- and a timm model; for eomt a timm vision transformer. Change it to
+    trade accuracy for speed and memory."""
     weights: Annotated[str | None, OnResume] = None
-    """Initial weights of the whole model: name of a torchvision weights enum, a file, or a run; null: random."""
+    """Initial weights of the whole model: name of a torchvision weights enum, a file, or a run; null: random. Change it
+    to fine-tune a trained model."""
     weights_backbone: Annotated[str | None, OnResume] = None
-    """Initial weights of the backbone: IMAGENET1K_V1 (torchvision), imagenet (smp, eomt), or a file; null: random."""
+    """Initial weights of the backbone: IMAGENET1K_V1 or DEFAULT (torchvision), imagenet (smp, eomt; DEFAULT for a timm
+    model), or a file; null: random. Change it from null unless you have tens of thousands of images."""
     partial_weights: Annotated[bool, OnResume] = False
-    """Take the tensors of a weights file that match, also of another backbone or of a part of one."""
+    """Load only the tensors of a weights file that match the model. Change it to true for weights with another number
+    of classes or another backbone."""
     freeze: list[Text] = []
-    """Parts that are not trained, BatchNorm and dropout in evaluation mode: backbone, or names or patterns of names."""
+    """Modules that are not trained: backbone, or names or patterns, e.g. [encoder.layer1]. Their BatchNorm and dropout
+    stay in evaluation mode. Change it to [backbone] if you have few images."""
     freeze_epochs: PositiveInt | None = None
-    """Epochs for which model.freeze holds; null: the whole run."""
+    """Epochs for which model.freeze applies; null: the whole run. Change it to train the head first and the whole model
+    later."""
     adapters: AdapterConfig | None = None
-    """Train low-rank adapters instead of the backbone, and the head as a whole; null: train all."""
+    """Train low-rank adapters instead of the backbone; the head is trained completely; null: train all weights. Change
+    it if a large transformer does not fit into memory."""
     aux: bool = True
-    """Build the auxiliary head, if the model has one; for eomt: also learn from the queries before each block."""
+    """Build the auxiliary head if the model has one; eomt: also learn from the queries before each block. Change it to
+    false to save memory."""
     options: dict[str, Any] = {}
-    """Further keyword arguments for the library's constructor; eomt: num_queries, num_blocks, mask_steps, timm's."""
+    """More keyword arguments of the model's constructor in its library, e.g. {decoder_channels: 128}. eomt has
+    num_queries, num_blocks, mask_steps and the arguments of timm. Change it to resize the head."""
 
 
 class LossTerm(Section):
     """A criterion with its weight in the sum of the terms."""
 
     name: LossName | PartName = "ce"
-    """Criterion: (binary) cross-entropy, hard pixels (ohem), overlap, boundary, eomt's, or an own part."""
+    """ce: cross-entropy. ohem: cross-entropy of the hard pixels. bce: binary cross-entropy. dice and tversky: overlap.
+    focal: down-weights easy pixels. lovasz: IoU surrogate. boundary: distance to the contour. mask_classification: the
+    loss of eomt. Or a custom component. Change it for rare classes, thin structures or overlapping classes."""
     options: dict[str, Any] = Field({}, json_schema_extra=options_schema(LOSSES))
-    """Options of this criterion alone, or keyword arguments of an own part."""
+    """Options of this loss, or keyword arguments of a custom component. Change it to tune the loss."""
     weight: NonNegativeFloat = 1.0
-    """Weight of this term in the sum."""
+    """Weight of this term in the sum. Change it to balance several terms."""
     align_corners: bool = True
-    """align_corners of the bilinear upsampling of the logits; evaluation uses the first term's."""
+    """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation uses the value of the
+    first term. true is the convention of the original PSPNet and DeepLab code; false is the convention of torchvision,
+    smp, SegFormer and eomt. Change it to false if you start from weights that were trained so."""
     aux_weight: NonNegativeFloat = 0.4
-    """Weight of the auxiliary head's loss."""
+    """Weight of the loss of the auxiliary head. Change it if you reproduce a recipe."""
     label_smoothing: Decay = 0.0
-    """Share of the target probability spread evenly over all classes (ce), or over yes and no (bce)."""
+    """Share of the target probability that is spread evenly over all classes (ce), or over yes and no (bce). Change it
+    to 0.1 if the model is overconfident or the masks have errors."""
     class_weights: list[NonNegativeFloat] | Literal["inverse", "enet", "median-frequency"] | None = None
-    """Weight of each class, or a rule that computes them from the training masks (ce, ohem, bce, focal)."""
+    """Weight of each class, or a rule that computes the weights from the training masks (ce, ohem, bce, focal).
+    inverse: 1 / pixel share, the strongest rule. enet: 1 / ln(1.02 + share), a bounded one. median-frequency: by pixels
+    per image with the class. Change it if rare classes have a low IoU; begin with enet."""
 
     _checked = checked_options(LOSSES)
 
 
 class LossConfig(LossTerm):
-    """`loss:` a criterion, and further ones added to it."""
+    """`loss:` the loss, and more terms that are added to it."""
 
     plus: list[LossTerm] = []
-    """Further terms; the loss is the weighted sum of all."""
+    """More terms; the loss is the weighted sum of all terms. Change it to combine losses, e.g. ce with dice."""
 
     def by_key(self) -> dict[str, LossTerm]:
         """Return all terms by their keys: `loss`, `loss.plus.0` and so on."""
@@ -243,38 +291,47 @@ class ParamGroupConfig(Section):
     """An entry of `optim.groups`."""
 
     pattern: Text
-    """backbone, or a pattern of names of parameters and modules, e.g. "decoder.*"; the first that matches holds."""
+    """backbone, or a pattern of parameter or module names, e.g. "decoder.*". The first entry that matches applies."""
     lr_factor: PositiveFloat | None = None
-    """Factor on optim.lr, instead of head_lr_factor, backbone_lr_factor and layer_decay; null: as these say."""
+    """Factor on optim.lr, instead of head_lr_factor, backbone_lr_factor and layer_decay; null: these apply. Change it
+    to train these parameters faster or slower."""
     weight_decay: NonNegativeFloat | None = None
-    """Weight decay; null: as optim.weight_decay and decay_norm_and_bias say."""
+    """Weight decay of these parameters; null: optim.weight_decay and decay_norm_and_bias apply. Change it to 0 for
+    embeddings."""
 
 
 class OptimConfig(Section):
     """`optim:` the optimizer."""
 
     name: OptimizerName | PartName = "sgd"
-    """Optimizer; adam: weight decay as part of the gradient (L2), adamw: beside it; or an own part."""
+    """sgd: with momentum. adam: weight decay is part of the gradient (L2). adamw: decoupled weight decay. Or a custom
+    component. Change it to adamw for transformers."""
     options: dict[str, Any] = Field({}, json_schema_extra=options_schema(OPTIMIZERS))
-    """Options of this optimizer alone, or keyword arguments of an own part."""
+    """Options of this optimizer, or keyword arguments of a custom component. Change it to tune the optimizer."""
     lr: PositiveFloat = 0.01
-    """Learning rate, before the factors of backbone, head and groups."""
+    """Learning rate of a step over all GPUs, before the factors of backbone, head and groups. It is not scaled by the
+    batch size. Usual values: 0.01 for sgd, 0.0001 for adamw with a pretrained backbone. Change it first of all keys:
+    lower if the loss jumps, higher if it falls slowly."""
     momentum: Decay = 0.9
-    """Momentum (sgd)."""
+    """Momentum (sgd). Change it if you reproduce a recipe."""
     weight_decay: NonNegativeFloat = 0.0005
-    """Weight decay."""
+    """Weight decay. Change it to about 0.01 to 0.05 for adamw, and to more if the model overfits."""
     decay_norm_and_bias: bool = True
-    """Apply weight decay to normalization layers and biases too."""
+    """Apply weight decay to normalization layers and biases too. Change it to false for transformers."""
     head_lr_factor: PositiveFloat = 1.0
-    """Factor on the learning rate of the head."""
+    """Factor on the learning rate of the head. Change it to 10 to train a new head on a pretrained backbone."""
     backbone_lr_factor: PositiveFloat = 1.0
-    """Factor on the learning rate of the backbone."""
+    """Factor on the learning rate of the backbone. Change it to 0.1 to preserve pretrained weights."""
     layer_decay: PositiveFraction | None = None
-    """Factor on the learning rate from each block of a transformer or ConvNeXt backbone to the one before; null: 1."""
+    """Factor on the learning rate from each block of a transformer or ConvNeXt backbone to the one before it. With 0.75
+    each block learns at 75 % of the rate of the next; null: 1. Change it to 0.65 to 0.9 to fine-tune a vision
+    transformer."""
     groups: list[ParamGroupConfig] = []
-    """Learning-rate factor and weight decay of parameters by pattern, e.g. [{pattern: "decoder.*", lr_factor: 10}]."""
+    """Learning-rate factor and weight decay of parameters by pattern, e.g. [{pattern: "decoder.*", lr_factor: 10}].
+    Change it if parts of the model need other rates."""
     clip_grad_norm: PositiveFloat | None = None
-    """Largest norm of the total gradient; null: no clipping."""
+    """Largest norm of the total gradient; null: no clipping. Change it to 1.0 if the loss jumps, and for
+    transformers."""
 
     _checked = checked_options(OPTIMIZERS)
 
@@ -283,18 +340,20 @@ class ScheduleConfig(Section):
     """`schedule:` the learning rate as a function of the step."""
 
     name: ScheduleName | PartName = "poly"
-    """Shape, or an own part; plateau: falls when the evaluations of checkpoint.monitor stop improving; wsd: warm-up,
-    stable, decay, which more epochs lengthen without a jump."""
+    """poly: (1 - t)^power. cosine: half a cosine. step: falls at given epochs or steps. constant. onecycle: rises, then
+    falls. plateau: falls when checkpoint.monitor stops improving. wsd: warm-up, stable, decay; more epochs extend it
+    without a jump. Or a custom component. Change it to wsd or constant if you may extend the run."""
     options: dict[str, Any] = Field({}, json_schema_extra=options_schema(SCHEDULES))
-    """Options of this shape alone, or keyword arguments of an own part."""
+    """Options of this schedule, or keyword arguments of a custom component. Change it to tune the schedule."""
     power: PositiveFloat = 0.9
-    """Exponent of the decay (poly)."""
+    """Exponent of the decay (poly). Change it to 1.0 for a linear decay."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end (poly, cosine, wsd), or the lowest (plateau)."""
+    """Learning rate at the end (poly, cosine, wsd), or the lowest one (plateau). Change it if the last epochs bring
+    nothing."""
     warmup_steps: Count = 0
-    """Number of steps of linear warm-up."""
+    """Steps of linear warm-up. Change it to 500 to 1500 for transformers, and if the loss jumps at the beginning."""
     warmup_factor: Fraction = 0.001
-    """Factor on the learning rate at the first warm-up step."""
+    """Factor on the learning rate at the first warm-up step. Change it if you reproduce a recipe."""
 
     _checked = checked_options(SCHEDULES)
 
@@ -303,76 +362,105 @@ class TrainConfig(Section):
     """`train:` duration, batch size, precision and stability."""
 
     epochs: Annotated[PositiveInt, OnResume] = 100
-    """Number of passes over the training set."""
+    """Passes over the training set. Change it until the validation mIoU no longer rises."""
     steps: Annotated[PositiveInt | None, OnResume] = None
-    """Number of steps, instead of epochs: the run ends after so many, also within an epoch; null: by epochs."""
+    """Steps of the run, instead of epochs; the run may end within an epoch; null: use epochs. Change it to compare runs
+    at the same number of updates."""
     batch_size: BatchSize = 8
-    """Images of a micro-batch over all devices; auto: the largest predicted to fit, for training and evaluation."""
+    """Images per step (all GPUs together); with accumulate, images per micro-batch. auto: the largest batch that is
+    predicted to fit. Change it to what fits, and optim.lr with it."""
     accumulate: PositiveInt = 1
-    """Micro-batches per step: a step processes batch_size x accumulate images."""
+    """Micro-batches per step: a step processes batch_size x accumulate images. Change it if the batch that you want
+    does not fit."""
     effective_batch_size: PositiveInt | None = None
-    """Images per step, a multiple of batch_size: sets accumulate to effective_batch_size / batch_size; null: unused."""
+    """Images per step, a multiple of batch_size. It sets accumulate to effective_batch_size / batch_size; null:
+    accumulate applies. Change it to keep the same step on machines with less memory."""
     recompute: Annotated[Literal["off", "auto", "all"] | list[Text], OnResume] = "off"
-    """Blocks of the network that keep their inputs alone and are computed again in the backward pass: the same result
-    in less memory and more time. auto: the cheapest set that fits the GPUs by the memory plan; or names and patterns of
-    blocks, e.g. ["encoder.layer1.*"]."""
+    """Blocks of the model whose activations are computed again in the backward pass (activation checkpointing): the
+    same result with less memory and more time. auto: the cheapest blocks with which the memory plan fits; all; or names
+    and patterns, e.g. ["encoder.layer1.*"]. Change it to auto if the run is out of memory."""
     offload: Annotated[bool, OnResume] = False
-    """Keep the activations of the other blocks in host memory until their backward pass; slower if the GPU's bus is."""
+    """Keep the activations of the other blocks in host memory until their backward pass. Change it to true if recompute
+    does not suffice; a slow bus makes it slow."""
     precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
-    """fp16: half weights, fp32 masters; amp-*: autocast; auto: amp-bf16, or what the device of the first start has."""
+    """amp-bf16 and amp-fp16: autocast. fp16: half-precision weights with fp32 master weights. auto: amp-bf16 if the GPU
+    supports it, else amp-fp16; fp32 on the CPU. Change it to auto: about twice as fast on Ampere and later GPUs, with
+    less memory."""
     ema: OpenFraction | None = None
-    """Decay of the exponential moving average of the weights, which evaluation uses; less in the first steps; null: no
-    average."""
+    """Decay of the moving average of the weights, which evaluation uses and best.pt contains; the first steps use a
+    smaller decay; null: no average. Change it to 0.999 for long runs; it needs the memory of one copy of the
+    weights."""
     bn_momentum: PositiveFraction | None = None
-    """Momentum of all BatchNorm layers; null: the model's own, usually 0.1."""
+    """Momentum of all BatchNorm layers; null: the model's own, usually 0.1. Change it if the model's is 0.01, as
+    MobileNetV3's, and the run has only hundreds of steps."""
     precise_bn: Count = 0
-    """Micro-batches from which BatchNorm statistics are recomputed before each evaluation; 0: keep the running ones."""
+    """Micro-batches with which BatchNorm statistics are computed again before each evaluation; 0: use the running
+    statistics. Change it to 100 or 200 if the run has few steps or tiny batches."""
     max_bad_steps: Annotated[PositiveInt, OnResume] = 10
-    """The run fails after this many consecutive steps with a non-finite loss or gradient."""
+    """The run fails after this number of consecutive steps with a non-finite loss or gradient. Change it if rare bad
+    images interrupt a run."""
     hang_timeout_s: Annotated[NonNegativeFloat, OnResume] = 600.0
-    """Seconds without progress after which the run fails, with all stacks in RUN/stacks.log; 0: never."""
+    """Time without progress after which the run fails and writes all stacks to RUN/stacks.log; 0: never. Change it if a
+    step or an evaluation batch takes minutes."""
     early_stop: Annotated[PositiveInt | None, OnResume] = None
-    """Stop after this many evaluations without improvement of checkpoint.monitor; null: never."""
+    """Stop after this number of evaluations without a better checkpoint.monitor; null: never. Change it to 10 or 20 to
+    end runs that no longer improve."""
     channels_last: Annotated[bool | Literal["auto"], OnResume] = "auto"
-    """Memory format NHWC; auto: on GPUs, for convolutional networks in half precision or TF32."""
+    """Use the NHWC memory format. auto: on GPUs, for convolutional models in half precision or TF32. Change it if
+    segapp profile shows that the other value is faster."""
     compile: Annotated[bool, OnResume] = False
-    """Compile the network's forward and backward pass with torch.compile; not with dp, model or distill."""
+    """Compile the forward and backward pass with torch.compile; not with the modes dp and model, nor with distill.
+    Change it to true for long runs on a GPU; the first step takes minutes."""
     cuda_graph: Annotated[bool, OnResume] = False
-    """Replay forward and backward pass as one CUDA graph, for small networks on one GPU, whose steps wait for the host;
-    only with single, not with compile, distill or a custom network or loss."""
+    """Replay the forward and backward pass as one CUDA graph. Needs parallel.mode: single; not with compile, distill,
+    or a custom model or loss. Change it to true for small models whose GPU waits for the CPU."""
     keep_freed_memory: Annotated[bool, OnResume] = True
-    """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak."""
+    """On the CPU, keep freed memory for reuse (glibc only): fewer page faults, a slightly higher peak. Change it to
+    false if host memory is short."""
     cudnn_benchmark: Annotated[bool, OnResume] = True
-    """Let cuDNN benchmark its algorithms for each shape of a training; never in an evaluation."""
+    """Let cuDNN time its algorithms for each shape in training. Change it to false if a run begins slowly or memory is
+    short."""
     deterministic: Annotated[bool, OnResume] = False
-    """On GPUs, use algorithms that repeat their results bit for bit only; slower, without cudnn_benchmark."""
+    """On GPUs, use only algorithms that give the same bits each time; slower, and without cudnn_benchmark. Change it to
+    true if two runs must agree exactly."""
     tf32: Annotated[bool, OnResume] = True
-    """On GPUs, float32 convolutions and matrix products round their inputs to TF32; false: full float32, slower."""
+    """On GPUs, round the inputs of float32 convolutions and matrix products to TF32. Change it to false for full
+    float32 precision, which is slower."""
 
 
 class ParallelConfig(Section):
     """`parallel:` the devices, and how a batch is divided among them."""
 
     mode: Literal["auto", "single", "dp", "ddp", "model"] = "auto"
-    """auto: single on one device, one process per GPU (ddp) on several; with gpu0_bsz or shares, dp if by an estimate
-    it reaches 95% of ddp's speed; another mode if the config asks for something that works there only."""
+    """single: one device. dp: one process for several devices. ddp: one process per GPU. model: layers on several
+    devices. auto: single on one device and ddp on several; dp if gpu0_bsz or shares is set and dp is predicted to reach
+    95 % of the speed of ddp; another mode if the config needs it. Change it to force a mode."""
     devices: str | list[int | str] = "auto"
-    """auto, one device ("cuda:1", "mps", "xpu"), or a list ([0, 1], [cpu, cpu])."""
+    """auto (all visible GPUs, the one with the most free memory first), one device ("cuda:1", "mps", "xpu"), or a list
+    ([0, 1], [cpu, cpu]). The first is "GPU 0" of this documentation. Change it to use only some GPUs."""
     gpu0_bsz: Count | Literal["auto"] | None = None
-    """Images of a batch on the first device (dp, ddp); null: even split; 0: weights only; auto: balanced by memory."""
+    """Images of a batch on GPU 0, the first of parallel.devices (dp, ddp). With mode: auto it may select dp. null: an
+    even batch split; 0: GPU 0 holds weights only; auto: balanced by memory. Change it if GPU 0 runs out of memory
+    first."""
     shares: list[Count] | None = None
-    """Images of a full batch on each device (dp, ddp), for GPUs of different size; null: gpu0_bsz applies."""
+    """Images of a full batch on each device (dp, ddp); null: gpu0_bsz applies. Change it if your GPUs have different
+    sizes or speeds."""
     stages: dict[str, int | str] | None = None
-    """Module -> device (model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory."""
+    """Module -> device (mode: model), e.g. {backbone: cuda:0, classifier: cuda:1}; null: balanced by memory. Change it
+    to place modules by hand."""
     memory_budget_mib: list[PositiveFloat] | None = None
-    """Limit of tensor memory in MiB for each GPU (ddp: rank); null: no limit."""
+    """Limit of tensor memory for each GPU, or for each rank in ddp; null: no limit. Change it to leave memory for other
+    programs, or to rehearse a smaller GPU."""
     sync_bn: bool = True
-    """Synchronize BatchNorm statistics over devices (dp, ddp)."""
+    """Compute BatchNorm statistics over all devices (dp, ddp). Change it to false for speed if each device has 8 images
+    or more."""
     gradient_as_bucket_view: bool = True
-    """Gradients are views into DDP's buckets, which saves their memory (ddp)."""
+    """Let gradients share the memory of DDP's buckets (ddp). Change it to false if a custom optimizer replaces
+    gradients."""
     shard_optimizer: bool | Literal["auto"] = "auto"
-    """Divide the optimizer's state and the average of the weights (train.ema) over the ranks (ddp): the same weights,
-    less memory; the weights are sent in each step. auto: if both take 1 GiB or more on a rank."""
+    """Divide the optimizer state and the moving average of the weights (train.ema) among the ranks (ddp): the same
+    weights with less memory, but each step sends the weights. auto: if both take 1 GiB or more per rank. Change it to
+    true if a large model does not fit."""
 
     @property
     def has_split(self) -> bool:
@@ -384,91 +472,110 @@ class EvalConfig(Section):
     """`eval:` when and how the model is evaluated."""
 
     every_epochs: PositiveInt = 1
-    """Epochs between evaluations; the end of the training is always evaluated."""
+    """Epochs between evaluations. The end of the training is always evaluated. Change it if evaluations take much of
+    the time."""
     every_steps: PositiveInt | None = None
-    """Steps between evaluations, instead of every_epochs; null: by epochs."""
+    """Steps between evaluations, instead of every_epochs; null: use every_epochs. Change it if an epoch is very
+    long."""
     batch_size: PositiveInt = 1
-    """Images evaluated at once, if they have the same size."""
+    """Images evaluated together, if they have the same size. Change it to evaluate small images faster."""
     slide: bool = False
-    """Sliding window instead of the whole image."""
+    """Use a sliding window instead of the whole image. Change it to true for images much larger than the crops, and for
+    models with a fixed size."""
     slide_px: HeightWidth | None = None
-    """Height and width of the window, in pixels; null: data.crop_px."""
+    """Height and width of the window; null: data.crop_px. Change it if a larger window fits into memory."""
     slide_overlap: Decay = 1 / 3
-    """Overlap of neighboring windows, as a share of the window."""
+    """Overlap of neighboring windows, as a share of the window. Change it to 0.5 for smoother borders, to 0 for
+    speed."""
     slide_weighting: Literal["uniform", "gaussian"] = "uniform"
-    """Weight of a window where windows overlap: uniform, or largest at its center (gaussian)."""
+    """Weight of a window where windows overlap. uniform, or gaussian: largest at the center. Change it to gaussian if
+    borders of windows are visible."""
     threshold: OpenFraction = 0.5
-    """A class is predicted where its probability is above this (data.multilabel)."""
+    """Probability above which a class is predicted (data.multilabel). Change it to trade precision for recall."""
     tta: bool = False
-    """Test-time augmentation: average over a horizontal flip and eval.scales."""
+    """Test-time augmentation: average over a horizontal flip and eval.scales. Change it to true for a slightly higher
+    mIoU at about six times the time."""
     scales: list[PositiveFloat] = [0.75, 1.0, 1.25]
-    """Image scales of test-time augmentation."""
+    """Image scales of test-time augmentation. Change it to [1.0] to average over the flip only."""
 
 
 class CheckpointConfig(Section):
     """`checkpoint:` when checkpoints are saved and which are kept."""
 
     every_epochs: PositiveInt | None = 1
-    """Epochs between checkpoints; null: not by epochs."""
+    """Epochs between checkpoints; null: not by epochs. Change it if a checkpoint is large and an epoch is short."""
     every_steps: PositiveInt | None = None
-    """Steps between checkpoints; null: not by steps."""
+    """Steps between checkpoints; null: not by steps. Change it if an epoch takes hours."""
     every_minutes: PositiveFloat | None = None
-    """Minutes between checkpoints; null: not by time."""
+    """Minutes between checkpoints; null: not by time. Change it to limit the work that an interruption can lose."""
     keep: Count = 3
-    """Number of epoch_*.pt files kept, besides last.pt and best.pt."""
+    """Number of epoch_*.pt files to keep, besides last.pt and best.pt. Change it if disk space is short."""
     grace_s: PositiveFloat = 30.0
-    """Seconds between SIGTERM and SIGKILL (SLURM, Kubernetes: 30); a save that takes longer raises an alert."""
+    """Time between SIGTERM and SIGKILL on your scheduler (SLURM, Kubernetes: 30). A save that takes longer raises an
+    alert. Change it to the value of your scheduler."""
     monitor: ScoreName = "miou"
-    """Evaluation result that selects best.pt."""
+    """Evaluation score that selects best.pt. Lower is better for loss. Change it to
+    mean_dice or another score that you report."""
     full: bool = False
-    """With model.adapters: also save the backbone that the weights files give, instead of its sha256."""
+    """With model.adapters: also save the backbone, instead of the sha256 of its weights file. Change it to true to
+    share a checkpoint as one file."""
 
 
 class LogConfig(Section):
     """`log:` what is recorded during training."""
 
     every_steps: PositiveInt = 10
-    """Steps between `step` events."""
+    """Steps between `step` events. Change it to 1 for a detailed chart of a short run."""
     tensorboard: bool = True
-    """Write scalars, memory, sample images and settings for TensorBoard into the run folder."""
+    """Write scalars, memory, sample images and settings for TensorBoard to the run folder. Change it to false to save
+    disk space."""
     wandb: Text | None = None
-    """Weights & Biases project; needs the package wandb (WANDB_MODE=offline: no upload); null: off."""
+    """Weights & Biases project. Needs the package wandb (WANDB_MODE=offline: no upload); null: off. Change it to track
+    runs on wandb.ai."""
     mlflow: Text | None = None
-    """MLflow tracking URI, e.g. sqlite:///mlflow.db; needs the package mlflow-skinny or mlflow; null: off."""
+    """MLflow tracking URI, e.g. sqlite:///mlflow.db. Needs the package mlflow-skinny or mlflow; null: off. Change it to
+    track runs with MLflow."""
 
 
 class CriticConfig(Section):
-    """`distill.critic:` the network that scores prediction maps in the holistic term, and its training."""
+    """`distill.critic:` the model that scores prediction maps in the holistic term, and its training."""
 
     penalty: Literal["wgan-gp", "wgan-lp", "dragan"] = "wgan-gp"
-    """Gradient penalty."""
+    """Gradient penalty: wgan-gp (norm 1 between real and generated maps), wgan-lp (only norms above 1), dragan (norm 1
+    near real maps). Change it if the critic's loss diverges."""
     penalty_weight: NonNegativeFloat = 10.0
-    """Weight of the gradient penalty."""
+    """Weight of the gradient penalty. Change it if the critic's loss diverges."""
     width: PositiveInt = 64
-    """Channels of the first stage."""
+    """Channels of the first stage. Change it to 32 to save memory."""
     batchnorm: bool = True
-    """Normalize the input over the whole batch."""
+    """Normalize the input over the whole batch. Change it if you reproduce a recipe."""
     lr: PositiveFloat = 0.0004
-    """Initial learning rate (Adam); it follows the schedule."""
+    """Initial learning rate (Adam). It follows the schedule. Change it if the critic learns much faster than the
+    student."""
     betas: tuple[Decay, Decay] = (0.9, 0.99)
-    """Decay rates of the first and second moment (Adam)."""
+    """Decay rates of the first and second moment (Adam). Change it if you reproduce a recipe."""
 
 
 class DistillConfig(Section):
-    """`distill:` knowledge distillation from a trained model; modes single, dp and ddp."""
+    """`distill:` knowledge distillation from a trained model, in the modes single, dp and ddp."""
 
     teacher: Annotated[Text, OnResume]
-    """Teacher with the same classes: a run (name or folder; its best checkpoint is used) or a checkpoint file."""
+    """Teacher with the same classes: name or folder of a run (its best checkpoint is used), or a checkpoint file."""
     pixel_wise: NonNegativeFloat = 10.0
-    """Weight of the KL divergence between the class probabilities of each pixel; 0: off."""
+    """Weight of the KL divergence between the class probabilities of each pixel; 0: off. Change it to balance the
+    terms."""
     temperature: PositiveFloat = 1.0
-    """Temperature by which the logits are divided in the pixel-wise term."""
+    """Temperature by which the logits are divided in the pixel-wise term. Change it to 2 to 4 if the teacher is very
+    confident."""
     pair_wise: NonNegativeFloat = 10.0
-    """Weight of the squared difference between the similarities of pairs of image regions; 0: off."""
+    """Weight of the squared difference between the similarities of pairs of image regions; 0: off. Change it to balance
+    the terms."""
     pair_grid: HeightWidth = (8, 8)
-    """Number of regions along height and width, for the pair-wise term."""
+    """Number of regions along height and width, for the pair-wise term. Change it if objects are much smaller than a
+    region."""
     holistic: NonNegativeFloat = 0.1
-    """Weight of the critic's score of whole prediction maps (adversarial term); 0: off."""
+    """Weight of the critic's score of whole prediction maps (adversarial term); 0: off. Change it to 0 to train without
+    a critic, which is faster."""
     critic: CriticConfig = CriticConfig()
     """The critic of the holistic term."""
 
@@ -479,7 +586,7 @@ class RunConfig(Section):
     name: Annotated[RunName, OnResume]
     """Name of the run folder: letters, digits, dot, underscore, hyphen."""
     seed: Seed = 0
-    """Random seed of initial weights, sample order and augmentation."""
+    """Random seed of initial weights, sample order and augmentation. Change it to measure how much results vary."""
     data: DataConfig
     model: ModelConfig = ModelConfig()
     loss: LossConfig = LossConfig()

@@ -56,9 +56,9 @@ class AdditiveCriterion(nn.Module):
     `forward` is `finalize(statistics(...))`: on one device a criterion is used like any other loss module.
 
     Attributes:
-        is_sigmoid: the loss takes each logit by itself (sigmoid); otherwise those of a pixel together (softmax).
+        is_sigmoid: the loss takes each logit on its own (sigmoid); otherwise the logits of a pixel together (softmax).
         needs_distances: the target holds the distance maps of the classes behind the class ids (`labels_of`).
-        is_linear: `finalize` is linear in the differentiable entries, and the others are fixed by the target alone.
+        is_linear: `finalize` is linear in the differentiable entries, and only the target determines the others.
             Then `target_statistics` gives the denominators of a step before any logits exist.
         num_statistics: number of entries of `statistics`.
     """
@@ -72,7 +72,7 @@ class AdditiveCriterion(nn.Module):
         """Return the sums of a chunk, with the same shapes for every chunk of a step.
 
         Args:
-            outputs: logits (N, C, h, w) at any resolution, alone, in a sequence or in a mapping (see `heads_of`).
+            outputs: logits (N, C, h, w) at any resolution: a tensor, a sequence or a mapping (see `heads_of`).
             target: class ids (N, H, W), uint8 or a signed integer type; with distance maps (N, 1 + C, H, W).
         """
         raise NotImplementedError
@@ -87,7 +87,7 @@ class AdditiveCriterion(nn.Module):
         return {}
 
     def target_statistics(self, target: Tensor) -> Statistics:
-        """Return `statistics` with numerators 0, from the target (N, H, W) alone.
+        """Return `statistics` with numerators 0, from only the target (N, H, W).
 
         Raises:
             TypeError: the criterion is not linear.
@@ -95,7 +95,7 @@ class AdditiveCriterion(nn.Module):
         raise TypeError(f"{type(self).__name__} is not linear: its statistics need the logits")
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Return the scalar loss of the summed statistics; 0 with zero gradient where no pixel was valid."""
+        """Return the scalar loss of the summed statistics; 0 with zero gradient if no pixel was valid."""
         raise NotImplementedError
 
     def forward(self, outputs: Outputs, target: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class AdditiveCriterion(nn.Module):
 
 
 class MeanCriterion(AdditiveCriterion):
-    """Criterion of the form sum / count, where the count depends on the target alone.
+    """Criterion of the form sum / count, where the count depends only on the target.
 
     Statistics: (loss sum over all heads, count). Each auxiliary head's loss is multiplied by `aux_weight`.
     """
@@ -121,7 +121,7 @@ class MeanCriterion(AdditiveCriterion):
         raise NotImplementedError
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Return the denominator of `head_sums`, a float64 scalar, from the target (N, H, W) alone."""
+        """Return the denominator of `head_sums`, a float64 scalar, from only the target (N, H, W)."""
         raise NotImplementedError
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
@@ -147,17 +147,18 @@ class PlainLossError(TypeError):
 
 
 class PlainCriterion(MeanCriterion):
-    """A loss (logits, target) -> mean over the valid pixels, as an additive criterion.
+    """An additive criterion from a function (logits, target) -> mean over the valid pixels.
 
-    The loss of a step is the mean of its chunks' losses weighted by their numbers of valid pixels. That is the loss of
-    the whole step only if the function is a mean over valid pixels; on one device, without `accumulate`, it always is.
+    Use it for a loss of your own or of another library. The loss of a step is the mean of the losses of its chunks,
+    weighted by their numbers of valid pixels. On several devices or with micro-batches, this equals the loss of the
+    whole step only if the function is a mean over valid pixels. A step of one chunk is always exact.
 
     Args:
         function: takes logits (N, C, H, W), float32 or float64, at the target's resolution and int64 targets (N, H, W)
             with `ignore_index`; returns a scalar. A module's buffers follow the device.
         ignore_index: target value of the pixels that are not valid.
-        align_corners: of the bilinear upsampling of the logits.
-        aux_weight: factor of each auxiliary head's loss.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
     """
 
     def __init__(
@@ -226,13 +227,22 @@ class HeadCriterion(AdditiveCriterion):
 
 
 class CriterionSum(AdditiveCriterion):
-    """Weighted sum of criteria; its statistics are theirs, concatenated.
+    """Weighted sum of criteria; its statistics are the concatenated statistics of the criteria.
+
+    Use it when one loss is not enough, such as cross-entropy with Dice. It takes the outputs and the target of its
+    terms.
 
     Args:
         terms: (factor, criterion) pairs.
 
     Raises:
         ValueError: no terms.
+
+    Example:
+        >>> from segapp.losses import CriterionCE, CriterionDice
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionSum([(1.0, CriterionCE()), (0.5, CriterionDice(smooth=0.0))])(logits, target)), 4)
+        1.3486
     """
 
     def __init__(self, terms: Sequence[tuple[float, AdditiveCriterion]]) -> None:
@@ -276,19 +286,20 @@ class CriterionSum(AdditiveCriterion):
 
 
 def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Statistics) -> Tensor:
-    """A scalar whose gradient is this chunk's exact share of the gradient of `finalize(totals)`.
+    """Return a scalar whose gradient is this chunk's exact share of the gradient of the loss of the whole step.
 
-    Sum over entries s of (d finalize / d s at `totals`) . s, by the chain rule: the totals are sums of the chunks'
-    statistics. So micro-batches and ranks are exact for any `finalize`, not only for means. The *value* is not the
-    loss. Second derivatives are exact for linear criteria only.
+    Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
+    micro-batches to `totals`, and call `backward()` on the surrogate of each chunk. The value is not the loss, which is
+    `criterion.finalize(totals)`. The result is the sum over statistics s of (d finalize / d s at `totals`) times s, so
+    it is exact for any `finalize` by the chain rule. Second derivatives are exact for linear criteria only.
 
     Args:
-        criterion: whose `finalize` it is.
-        statistics: the chunk's, with their graph.
-        totals: the whole step's, from everywhere; taken as constants.
+        criterion: the criterion of the statistics.
+        statistics: statistics of this chunk, with their graph.
+        totals: statistics of the whole step, added over all chunks and ranks; they are constants here.
 
     Returns:
-        A scalar on the statistics' device.
+        A scalar on the device of the statistics.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""Binary cross-entropy of each class by itself (sigmoid), against one class or several classes per pixel.
+"""Binary cross-entropy of each class on its own (sigmoid), against one class or several classes per pixel.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -61,21 +61,27 @@ def normalised(weight: Tensor | Sequence[float] | None) -> Tensor | None:
 
 
 class CriterionBCE(MeanCriterion):
-    """Binary cross-entropy: mean over valid pixels and classes, by class weight; classes do not compete.
+    """Binary cross-entropy: the class-weighted mean over valid pixels and classes; each class has its own sigmoid.
 
-    Statistics: (loss sum, number of valid pixels). With one class it is that of binary segmentation with one logit.
+    Use it when a pixel may have several classes, or for binary segmentation with one logit (C = 1). It takes logits
+    (N, C, h, w) and class ids (N, H, W). Statistics: (loss sum, number of valid pixels).
 
     Args:
-        weight: one factor for each class, (C,), or None; a buffer. The loss is divided by their sum.
-        pos_weight: factor of the pixels of the class, above 0.
+        weight: factor of each class, (C,), or None for equal factors. The loss is divided by their sum.
+        pos_weight: factor on the pixels that have the class, above 0.
         label_smoothing: the targets 0 and 1 become s / 2 and 1 - s / 2.
-        multilabel: the target holds sets of classes: bit c of an id is class c.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss.
+        multilabel: bit c of a target id is class c; otherwise a target id is one class.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
 
     Raises:
         ValueError: weight, pos_weight or label_smoothing out of range.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionBCE()(logits, target)), 4)
+        0.6931
     """
 
     is_sigmoid = True

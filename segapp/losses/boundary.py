@@ -47,16 +47,21 @@ class BoundarySum:
 class CriterionBoundary(MeanCriterion):
     """Boundary loss: mean over valid pixels and classes of probability x signed distance to the class's boundary.
 
-    It may be negative, and is meant to be added to a loss of regions such as Dice or cross-entropy.
-
-    Statistics: (loss sum, number of valid pixels). The target is (N, 1 + C, H, W): class ids, then the squared signed
-    distances of each class (`signed_distance`).
+    Use it when thin or small structures have wrong contours, and add it with a small weight to Dice or cross-entropy:
+    it may be negative, and does not train on its own. It takes logits (N, C, h, w) and a target (N, 1 + C, H, W): class
+    ids, then the squared signed distances of each class (`signed_distance`). Statistics: (loss sum, number of valid
+    pixels).
 
     Args:
-        multilabel: the ids are sets of classes, and probabilities are sigmoids.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss.
+        multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
+
+    Example:
+        >>> target = torch.tensor([0, 4, 4, 4], dtype=torch.int32).view(1, 4, 1, 1).expand(1, 4, 32, 32)
+        >>> round(float(CriterionBoundary()(torch.zeros(1, 3, 8, 8), target)), 4)
+        0.6667
     """
 
     needs_distances = True

@@ -49,7 +49,7 @@ def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, a
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
-        align_corners: as in `F.interpolate`.
+        align_corners: as in `F.interpolate`, but True by default.
 
     Returns:
         (N, H, W) class ids, uint8 (int64 for more than 256 classes).
@@ -81,7 +81,7 @@ def upsample_sets(
         logits: (N, C, h, w), or views; at most 31 classes.
         size: (H, W).
         threshold: probability, 0 to 1.
-        align_corners: as in `F.interpolate`.
+        align_corners: as in `F.interpolate`, but True by default.
 
     Returns:
         (N, H, W) int32, bit c for class c.
@@ -109,13 +109,13 @@ def upsample_label_counts(
     align_corners: bool = True,
     ignore_index: int = -1,
 ) -> Tensor:
-    """Return the confusion matrix of each class by itself, of predictions above a threshold.
+    """Return the confusion matrix of each class on its own, of predictions above a threshold.
 
     Args:
         logits: (N, C, h, w), or views.
         target: (N, H, W) sets of classes: bit c for class c.
         threshold: probability (sigmoid), 0 to 1.
-        align_corners: as in `F.interpolate`.
+        align_corners: as in `F.interpolate`, but True by default.
         ignore_index: value of pixels that count nowhere.
 
     Returns:
@@ -153,8 +153,8 @@ def upsample_probabilities(
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
-        align_corners: as in `F.interpolate`.
-        is_sigmoid: of each logit by itself the sigmoid.
+        align_corners: as in `F.interpolate`, but True by default.
+        is_sigmoid: return the sigmoid of each logit.
     """
     return _join_bands(partial(probability_bands, is_sigmoid=is_sigmoid), check_views(logits), size, align_corners)
 
@@ -165,13 +165,13 @@ def upsample_logits(
 ) -> Tensor:
     """Return upsampled logits (N, C, H, W), up to an additive constant per pixel, to which softmax is invariant.
 
-    For several views, those of the mean probability. For criteria that need all pixels at once.
+    For several views, the logits of the mean probability. For criteria that need all pixels together.
 
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
-        align_corners: as in `F.interpolate`.
-        is_sigmoid: the logits are those of sigmoids, without such a constant.
+        align_corners: as in `F.interpolate`, but True by default.
+        is_sigmoid: the logits belong to sigmoids, without such a constant.
     """
     return _join_bands(partial(logit_bands, is_sigmoid=is_sigmoid), check_views(logits), size, align_corners)
 
@@ -206,7 +206,7 @@ def upsample_confusion(
     Args:
         logits: (N, C, h, w), any floating dtype, or views.
         target: (N, H, W) class ids, uint8 or a signed integer type.
-        align_corners: as in `F.interpolate`.
+        align_corners: as in `F.interpolate`, but True by default.
         ignore_index: id that counts nowhere.
         weight: (C,) factor of each class in the loss, or None.
         label_smoothing: of the loss, 0 to 1.

@@ -46,7 +46,7 @@ SMALL_BYTES_PER_THREAD = 6 << 20
 MIN_CLASSES = 4
 """With fewer classes the passes over (N, H, W) dominate the time, and bands take more of them."""
 LARGE_BYTES = 64 << 20
-"""Upsampled logits above this size are never computed whole for speed alone."""
+"""Upsampled logits above this size are never computed whole only for speed."""
 
 
 def upsample_cross_entropy(
@@ -61,16 +61,17 @@ def upsample_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the cross-entropy of bilinearly upsampled logits, as two sums.
 
-    `loss_sum / weight_sum` is `F.cross_entropy(F.interpolate(logits, size=(H, W), mode="bilinear"), target)` with
-    `reduction="mean"`, the same weights, smoothing and ignored pixels. Sums may be added over chunks of a batch.
-    No tensor of size (N, C, H, W) is allocated, except where `plain_reason` returns a reason. Second derivatives are
+    `loss_sum / weight_sum` equals `F.cross_entropy(full, target)` with the same weights, smoothing and ignored pixels,
+    for `full = F.interpolate(logits, size=(H, W), mode="bilinear", align_corners=align_corners)`. You may add the sums
+    of chunks of a batch before the division. No tensor of size (N, C, H, W) is allocated, unless `plain_reason` returns
+    a reason. Second derivatives are
     exact; they are computed at full resolution. The result is deterministic.
 
     Args:
         logits: (N, C, h, w), any floating dtype and memory layout; half precision is accumulated in float32.
         target: (N, H, W) class ids, uint8 or a signed integer type; or (N, C, H, W) probabilities.
-        align_corners: as in `F.interpolate`.
-        ignore_index: id that counts nowhere.
+        align_corners: as in `F.interpolate`, but True by default. Give False for logits of models trained so.
+        ignore_index: id of the pixels that are left out.
         weight: (C,) factor of each class, or None.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
         implementation: "auto"; "bands" (CPU); "triton" (CUDA; where "auto" chooses it and it fails, "sums" takes its
@@ -88,12 +89,13 @@ def upsample_cross_entropy(
         KernelError: implementation="triton", and its kernels cannot run.
 
     Example:
-        >>> import torch
+        >>> import torch, torch.nn.functional as F
         >>> from segapp.losses import upsample_cross_entropy
-        >>> logits = torch.zeros(1, 2, 4, 4)
-        >>> loss_sum, weight_sum = upsample_cross_entropy(logits, torch.ones(1, 32, 32, dtype=torch.uint8))
-        >>> f"{loss_sum / weight_sum:.4f}"
-        '0.6931'
+        >>> logits, target = torch.randn(1, 2, 4, 4), torch.ones(1, 32, 32, dtype=torch.int64)
+        >>> loss_sum, weight_sum = upsample_cross_entropy(logits, target)
+        >>> full = F.interpolate(logits, size=(32, 32), mode="bilinear", align_corners=True)
+        >>> torch.allclose(loss_sum / weight_sum.float(), F.cross_entropy(full, target), atol=1e-5)
+        True
     """
     check_label_smoothing(label_smoothing)
     if target.is_floating_point() and target.dim() == 4:
@@ -287,18 +289,24 @@ _operator.register_autograd(_backward, setup_context=_keep_for_backward)
 class CriterionCE(MeanCriterion):
     """Cross-entropy on bilinearly upsampled logits: the class-weighted mean over all valid pixels of a step.
 
-    Statistics: (loss sum, weight sum). Auxiliary heads share the denominator.
+    Use it first: it is stable, fast, and small in memory. It takes logits (N, C, h, w) and class ids (N, H, W), or
+    probabilities (N, C, H, W). Statistics: (loss sum, weight sum). Auxiliary heads share the denominator.
 
     Args:
-        ignore_index: target id that counts nowhere.
-        weight: one factor for each class, (C,), or None; a buffer.
-        align_corners: as in `F.interpolate`.
+        ignore_index: target id of the pixels that are left out.
+        weight: factor of each class, (C,), or None for equal factors.
+        align_corners: as in `F.interpolate`, but True by default.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
-        aux_weight: factor of each auxiliary head's loss.
-        implementation: see `upsample_cross_entropy`.
+        aux_weight: weight of the loss of each auxiliary head.
+        implementation: "auto", or another one of `upsample_cross_entropy`, to compare them.
 
     Raises:
         ValueError: weight or label_smoothing out of range.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionCE()(logits, target)), 4)
+        1.0986
     """
 
     weight: Tensor | None

@@ -1,6 +1,6 @@
 """Distillation losses between a student's and a teacher's maps, one value per image, and the criterion that adds them.
 
-The terms are those of Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI
+The terms are defined by Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI
 2020), sections 3.1 and 3.2. The published code takes means or sums over a device's chunk; here each term is one value
 per image, so that the loss does not depend on the split.
 
@@ -32,7 +32,7 @@ def pixel_wise_divergence(
         student: logits (N, C, h, w).
         teacher: logits (N, C, h', w'), resized bilinearly to the student's size; no gradient flows into them.
         temperature: divisor of the logits, > 0.
-        align_corners: as in `F.interpolate`.
+        align_corners: as in `F.interpolate`, but True by default.
 
     Returns:
         (N,) in float32 or better, >= 0.
@@ -54,11 +54,11 @@ def pixel_wise_divergence(
 
 
 def node_features(features: Tensor, grid: tuple[int, int]) -> Tensor:
-    """Return one feature vector per cell of a grid: the maximum over the cell, normalised to length 1.
+    """Return one feature vector per cell of a grid: the maximum over the cell, normalized to length 1.
 
     Args:
         features: (N, K, h, w).
-        grid: cells along height and width; cells overlap where the map has fewer pixels.
+        grid: cells along height and width; cells overlap if the map has fewer pixels.
 
     Returns:
         (N, K, cells).
@@ -92,13 +92,14 @@ def pair_wise_difference(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 class CriterionDistilled(AdditiveCriterion):
-    """Criterion of the target, plus weighted means over the images of distillation terms.
+    """Criterion of the target, plus the weighted mean of each distillation term over the images.
 
-    Its outputs are (outputs for `task`, the terms' values (N, terms)); further elements are ignored.
+    Use it when a larger trained model can teach a smaller one. It takes outputs (outputs for `task`, values of the
+    terms (N, terms)), ignores further elements, and takes the target of `task`.
 
     Args:
         task: the criterion of the target.
-        factors: name -> weight of each term, in the order of the values.
+        factors: name of each distillation term -> its weight, in the order of the values.
 
     Example:
         >>> from segapp.losses import CriterionCE

@@ -52,19 +52,25 @@ class FocalSum:
 class CriterionFocal(MeanCriterion):
     """Focal loss: cross-entropy weighted by (1 - p_t)^gamma, so that well-classified pixels count less.
 
-    Statistics: (loss sum, sum of alpha over valid pixels). With gamma = 0 it is `CriterionCE`. With `multilabel`, the
-    mean over pixels and classes, (loss sum, number of valid pixels), and with gamma = 0 `CriterionBCE`.
+    Use it when easy background pixels dominate the loss. It takes logits (N, C, h, w) and class ids (N, H, W).
+    Statistics: (loss sum, sum of alpha over valid pixels). With gamma = 0 it equals `CriterionCE`. With `multilabel`,
+    the statistics are (loss sum, number of valid pixels), and gamma = 0 gives `CriterionBCE`.
 
     Args:
         gamma: focusing exponent, at least 0.
-        weight: alpha, one factor for each class, (C,), or None; a buffer.
-        multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss.
+        weight: alpha, the factor of each class, (C,), or None for equal factors.
+        multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
 
     Raises:
         ValueError: gamma or weight out of range.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionFocal(gamma=2.0)(logits, target)), 4)
+        0.4883
     """
 
     alpha: Tensor | None

@@ -19,7 +19,7 @@ from segapp.losses.fused.reference import compute_dtype, upsample
 from segapp.losses.overlap import check_classes
 
 HELD_BYTES = 64 << 20
-"""Probabilities that are held at a time: those of as many images as fit, at least one."""
+"""Probabilities that are held at a time: as many images as fit, at least one."""
 SORT_BYTES = 256 << 20
 """Temporary memory of one sort: as many classes of the held images as fit are sorted together, at least one."""
 CPU_SORT_BYTES = 16 << 20
@@ -170,16 +170,23 @@ class _Images:
 class CriterionLovasz(MeanCriterion):
     """Lovász-softmax, averaged over the images with a valid pixel.
 
-    Statistics: (sum of the images' losses, number of images with a valid pixel).
+    Use it when mIoU is the score that counts, added to cross-entropy or for the last epochs; it sorts the pixels of
+    each class, which takes time. It takes logits (N, C, h, w) and class ids (N, H, W). Statistics: (sum of
+    the images' losses, number of images with a valid pixel).
 
     Args:
         classes: "present": an image's loss is the mean over the classes in its target; "all": over every class.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
 
     Raises:
         ValueError: classes has another value.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionLovasz()(logits, target)), 4)
+        0.6667
     """
 
     def __init__(

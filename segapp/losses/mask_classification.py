@@ -29,25 +29,32 @@ from segapp.losses.fused.reference import compute_dtype
 class CriterionMaskClassification(AdditiveCriterion):
     """Cross-entropy of the queries' classes, and binary cross-entropy and Dice loss of the matched masks.
 
-    Statistics: (class loss sum, BCE sum, Dice sum, number of masks, weight sum of the classes). The last two follow
-    from the target alone: an image with k classes has min(k, Q) matches. The masks' terms are divided by the number of
-    masks of the whole step, the classes' term by its weight sum. Images without a valid pixel count nowhere.
+    Use it with eomt, or with another model of queries. Statistics: (class loss sum, BCE sum, Dice sum, number of masks,
+    weight sum of the classes). The last two depend only on the target: an image with k classes has min(k, Q) matches.
+    The masks' terms are divided by the number of masks of the whole step, the classes' term by its weight sum.
+    Images without a valid pixel are left out.
 
-    Its outputs are (mask logits (N, Q, h, w), class logits (N, Q, C + 1)) of the last prediction, then the same pair of
-    each earlier block.
+    It takes outputs (mask logits (N, Q, h, w), class logits (N, Q, C + 1)) of the last prediction, then the same pair
+    of each earlier block, and class ids (N, H, W).
 
     Args:
         num_queries: Q.
+        num_classes: C, without "no object".
         class_factor: factor of the cross-entropy of the queries' classes, here and in the cost of a match.
         bce_factor: factor of the binary cross-entropy of the masks.
         dice_factor: factor of the Dice loss of the masks.
         no_object: weight of the class "no object", which queries without a match learn, in the cross-entropy.
-        ignore_index: target id that counts nowhere.
+        ignore_index: target id of the pixels that are left out.
         align_corners: of the upsampling of the semantic logits in an evaluation.
-        aux_weight: factor of each earlier block's loss.
+        aux_weight: weight of the loss of each earlier block.
 
     Raises:
         ValueError: num_queries is less than 1, or a factor is negative.
+
+    Example:
+        >>> outputs, target = (torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 4)), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionMaskClassification(num_queries=2, num_classes=3)(outputs, target)), 4)
+        7.8878
     """
 
     is_linear = True
@@ -126,7 +133,7 @@ class CriterionMaskClassification(AdditiveCriterion):
         return zero, zero, zero, num_masks.sum(), torch.where(num_masks > 0, weights, 0.0).sum()
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Return the weighted sum of the terms; 0 where no pixel was valid."""
+        """Return the weighted sum of the terms; 0 if no pixel was valid."""
         loss = sum(factor * mean for factor, mean in zip(self.factors.values(), _means(totals), strict=True))
         assert isinstance(loss, Tensor)
         return loss.to(totals[0].dtype)
@@ -144,7 +151,7 @@ class CriterionMaskClassification(AdditiveCriterion):
         return areas / cells.shape[1], poison
 
     def _cost(self, pairs: tuple[Tensor, Tensor], logs: Tensor) -> Tensor:
-        """Return the cost of each match, (N, Q, C): the loss, with -probability in place of the cross-entropy."""
+        """Return the cost of each match, (N, Q, C): the loss, with -probability instead of the cross-entropy."""
         bce, dice = pairs
         pixels = self.factors["bce"] * bce + self.factors["dice"] * dice
         return (pixels - self.factors["class"] * logs[..., :-1].exp()).detach()
@@ -196,7 +203,7 @@ def match_queries(costs: Tensor, is_present: Tensor) -> Tensor:
     """Return the query that is matched to each present class, at least total cost.
 
     The Hungarian method runs on the host (scipy), so this waits for the device: once per call, with one copy of all
-    costs. Every image is matched by itself; the result does not depend on the images beside it.
+    costs. Every image is matched on its own; the result does not depend on the other images.
 
     Costs (N, P, Q, C) that are not finite count as large ones; `is_present` (N, C) says which classes an image has. The
     result is (N, P, C), -1 for classes that are absent or, where an image has more than Q classes, left over.

@@ -42,10 +42,10 @@ def _bin_of(loss: float) -> int:
 def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_columns: int) -> list[Tensor]:
     """Return the sum of each term by bin, (num_bins,) each; differentiable any number of times, and deterministic.
 
-    Accumulating `index_put` sorts the indices on CUDA, in place of atomics on one address: early in a training all
+    Accumulating `index_put` sorts the indices on CUDA, instead of atomics on one address: early in a training all
     pixels are in one bin. A bin is spread over columns, because equal indices are added one after the other.
 
-    The terms are (P,) each, float64; other dtypes are added in parallel on the CPU, in any order. Where the device has
+    The terms are (P,) each, float64; other dtypes are added in parallel on the CPU, in any order. If the device has
     no float64, each column of a bin is added in float32: 2e-6 of the loss for 3e5 pixels (measured). The bins are (P,).
     """
     place = bins
@@ -91,20 +91,26 @@ class HardnessHistogram:
 class CriterionOHEM(HeadCriterion):
     """Cross-entropy averaged over the hard pixels of the step, by class weight.
 
-    Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree to 0.4 %)
-    are kept or dropped together, so the kept set is the same for every split of the step, and holds at least `min_kept`
-    pixels where there are as many.
+    Use it when large easy areas, such as road and sky, hide the errors. It takes logits (N, C, h, w) and class ids (N,
+    H, W). Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree to
+    0.4 %) are kept or dropped together, so the kept set is the same for every split of the step, and holds at least
+    `min_kept` pixels if there are enough.
 
     Args:
         threshold: pixels whose target probability is below this are hard, in (0, 1].
         min_kept: at least this many valid pixels of the *step* are kept.
-        weight: one factor for each class, (C,), or None; a buffer.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss; each head selects its own hard pixels.
+        weight: factor of each class, (C,), or None for equal factors.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head; each head selects its own hard pixels.
 
     Raises:
         ValueError: threshold, min_kept or weight out of range.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionOHEM(threshold=0.7)(logits, target)), 4)
+        1.0986
     """
 
     num_statistics = 3

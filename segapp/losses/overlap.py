@@ -61,7 +61,7 @@ class _OverlapCriterion(HeadCriterion):
         return upsampled_sums(OverlapSums(self.options.multilabel), logits, target, self.options)
 
     def finalize_head(self, totals: Statistics) -> Tensor:
-        """Return the loss of one head; 0 where no pixel was valid."""
+        """Return the loss of one head; 0 if no pixel was valid."""
         intersection, mass, count = totals
         counted = count > 0 if self.classes == "present" else (count.sum() > 0).expand_as(count)
         losses = torch.where(counted, self.class_losses(intersection, mass, count), 0.0)
@@ -71,18 +71,25 @@ class _OverlapCriterion(HeadCriterion):
 class CriterionDice(_OverlapCriterion):
     """Dice loss: 1 - mean over classes of (2 intersection + smooth) / (cardinality + smooth), for the whole step.
 
-    Statistics, each (heads, C): intersection, probability mass, pixel count; cardinality is the sum of the last two.
+    Use it when the foreground is small, usually added to cross-entropy. It takes logits (N, C, h, w) and class ids
+    (N, H, W). Statistics, each (heads, C): intersection, probability mass, pixel count; cardinality is the sum of the
+    last two.
 
     Args:
         smooth: added to numerator and denominator, at least 0.
         classes: "present": mean over the classes in the step's target; "all": over every class.
-        multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss.
+        multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
 
     Raises:
         ValueError: smooth or classes out of range.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionDice(smooth=0.0)(logits, target)), 4)
+        0.5
     """
 
     def __init__(
@@ -106,22 +113,28 @@ class CriterionTversky(_OverlapCriterion):
     """Tversky loss: mean over classes of (1 - T)^gamma, for the whole step.
 
     T = (TP + smooth) / (TP + alpha FP + beta FN + smooth), with sums of probabilities. With alpha = beta = 0.5 and
-    gamma = 1 it is the Dice loss of twice the `smooth`.
+    gamma = 1 it equals the Dice loss with twice the `smooth`.
 
-    Statistics: those of `CriterionDice`.
+    Use it when a missed pixel costs more than a false alarm (beta above alpha), or less. Shapes and statistics are the
+    same as for `CriterionDice`.
 
     Args:
         alpha: weight of false positives, at least 0.
         beta: weight of false negatives, at least 0.
         gamma: exponent, above 0; below 1 the focal Tversky loss, which weights classes that are nearly right more.
         smooth: added to numerator and denominator, at least 0.
-        multilabel: the target holds sets of classes (bit c of an id is class c), and probabilities are sigmoids.
-        ignore_index: target id that counts nowhere.
-        align_corners: as in `F.interpolate`.
-        aux_weight: factor of each auxiliary head's loss.
+        multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
+        ignore_index: target id of the pixels that are left out.
+        align_corners: as in `F.interpolate`, but True by default.
+        aux_weight: weight of the loss of each auxiliary head.
 
     Raises:
         ValueError: alpha, beta, gamma or smooth out of range.
+
+    Example:
+        >>> logits, target = torch.zeros(1, 3, 8, 8), torch.zeros(1, 32, 32, dtype=torch.uint8)
+        >>> round(float(CriterionTversky(alpha=0.3, beta=0.7, smooth=0.0)(logits, target)), 4)
+        0.5833
     """
 
     def __init__(

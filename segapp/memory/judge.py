@@ -76,7 +76,7 @@ class SplitJudge:
     mode: str = "dp"
     """`dp` and `ddp` have a split that can be chosen."""
     smallest_chunk: int = 1
-    """Samples that a device with samples needs at least (`segapp.parallel.smallest_chunk`)."""
+    """Samples that a device with samples needs at least (`segapp.parallel.batchnorm_guard.smallest_chunk`)."""
     needs_samples: str | None = None
     """Why no device can be left without samples; None if one can."""
     current: Split | None = None

@@ -40,7 +40,7 @@ LOST = 8
 """Exit code of an agent that cannot meet the others."""
 
 _PATIENCE_S = 10.0
-"""Seconds for the ranks to end by themselves, and for the other agents to follow, once the job has ended."""
+"""Seconds for the ranks to end on their own, and for the other agents to follow, once the job has ended."""
 _LOOK_S = 1.0
 """Seconds between looks at the store."""
 _STORE_ERRORS = (RuntimeError, ValueError, TimeoutError, RendezvousError)
@@ -216,7 +216,7 @@ class Agent(LocalElasticAgent):
             raise JobEndedError(of_job)
 
     def _look_for_end(self) -> None:
-        """Raise JobEndedError some seconds after another agent has ended the job: the ranks may end by themselves."""
+        """Raise JobEndedError some seconds after another agent has ended the job: the ranks may end on their own."""
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return

@@ -1,7 +1,7 @@
 """Find what a network cannot train on: a single value per channel in BatchNorm, or a rank's batch without samples.
 
 BatchNorm cannot train on one value: a chunk of one sample behind image-wide pooling (1 x 1 pixels, as in DeepLab's
-ASPP) has no variance. Synchronised over the batch it has.
+ASPP) has no variance. Synchronized over the batch it has.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def no_samples_problem(
     """Return why a rank cannot train this module without samples; None if it can.
 
     Without samples a rank still runs its forward and backward pass, because it takes part in the ranks' exchanges.
-    The check runs both, as the training does; synchronised BatchNorm uses its running statistics, because no other
+    The check runs both, as the training does; synchronized BatchNorm uses its running statistics, because no other
     rank takes part. Gradients, buffers and torch's random states are left as they are.
 
     Args:
@@ -83,11 +83,11 @@ def no_samples_problem(
     Example:
         >>> no_samples_problem(nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8))
         >>> no_samples_problem(nn.BatchNorm2d(3), torch.zeros(2, 3, 8, 8))
-        "BatchNorm layer '' is not synchronised (sync_bn: true), and its statistics need samples"
+        "BatchNorm layer '' is not synchronized (sync_bn: true), and its statistics need samples"
     """
     for name, layer in _plain_batchnorms(module).items():
         if layer.training:
-            return f"BatchNorm layer {name!r} is not synchronised (sync_bn: true), and its statistics need samples"
+            return f"BatchNorm layer {name!r} is not synchronized (sync_bn: true), and its statistics need samples"
     synced = [layer for layer in module.modules() if isinstance(layer, SyncBatchNorm) and layer.training]
     kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

@@ -78,13 +78,13 @@ def _replicator_of(module: nn.Module, known: Replicator | None = None) -> Replic
 class DataParallelModel(nn.Module):
     """Run a module on several devices; each output stays on the device that computed it.
 
-    State dicts have the bare module's keys, when saved and when loaded. The first four parameters are those of
-    `torch.nn.DataParallel`, with `gpu0_bsz` in place of `output_device`; the others are options by keyword.
+    State dicts have the bare module's keys, when saved and when loaded. The first four parameters are the same as for
+    `torch.nn.DataParallel`, with `gpu0_bsz` instead of `output_device`; the others are options by keyword.
 
     Args:
         module: the module, its parameters on device 0.
         device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
-            CPU where there is none.
+            CPU if there is none.
         gpu0_bsz: device 0's samples of a full batch; see `plan_chunks`.
         dim: the dimension of the samples in inputs and outputs.
         shares: every device's samples of a full batch, instead of `gpu0_bsz`.
@@ -227,7 +227,7 @@ class BalancedDataParallel(DataParallelModel):
     """`torch.nn.DataParallel` with a set share for device 0: the outputs are gathered on one device.
 
     Gathering puts the whole batch's outputs on `output_device`; `DataParallelModel` with `DataParallelCriterion` does
-    not. The name and the order of the arguments are those of transformer-xl's class; unlike it, this class accepts
+    not. The name and the order of the arguments are taken from transformer-xl's class; unlike it, this class accepts
     every `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments.
 
     Args:

@@ -70,7 +70,7 @@ def is_launched(environ: Mapping[str, str] | None = None) -> bool:
     """Return True if torchrun, or a similar launcher, started this process as a rank, or made a process group of it.
 
     Args:
-        environ: environment variables; by default those of the process.
+        environ: environment variables; by default the environment of the process.
     """
     if environ is None and dist.is_available() and dist.is_initialized():
         return True
@@ -91,10 +91,10 @@ def init_from_env(
 ) -> RankInfo:
     """Join the process group of torchrun's ranks, and end this process when its launcher dies.
 
-    A process group that exists, such as that of a worker of Ray Train, is used as it is, and `shutdown` leaves it.
+    A process group that exists, such as the group of a worker of Ray Train, is used as it is, and `shutdown` leaves it.
 
     Args:
-        device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU where there is none.
+        device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU if there is none.
         backend: "nccl" or "gloo"; by default nccl on CUDA, which refuses two ranks on one GPU.
         start_timeout_s: seconds to wait for the other ranks, whose imports, caches and compilers differ by minutes,
             and for any exchange until `tighten_timeout`.
@@ -191,7 +191,7 @@ def abandon(exit_code: int) -> None:
 
 
 def end_now(exit_code: int) -> None:
-    """End this process and its children at once."""
+    """End this process and its children immediately."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
@@ -236,7 +236,7 @@ def wrap_ddp(
 ) -> DistributedDataParallel:
     """Return the module in `DistributedDataParallel`, with the options that save memory where this torch has them.
 
-    `gradient_as_bucket_view` saves the gradients' own copy, `lazy_bucket_allocation` delays that of the buckets until
+    `gradient_as_bucket_view` saves the gradients' own copy, `lazy_bucket_allocation` delays the buckets' memory until
     the first backward pass: memory in parameter sizes is 1 after wrapping and 2 in backward, instead of 2 and 3.
 
     A module whose gradients come from `torch.autograd.grad(create_graph=True)`, such as a critic with a gradient
@@ -361,7 +361,7 @@ class Ranks:
         return next((each for each in self.gather(value) if each is not None), None)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """Replace a tensor on its device by that of the rank `source`, in place."""
+        """Replace a tensor on its device by the tensor of the rank `source`, in place."""
         if self.world_size > 1:
             dist.broadcast(tensor, source)
 

@@ -1,8 +1,8 @@
 """Dropout whose masks follow from (seed, epoch, place of the sample in it, layer, call): the same on any device.
 
 torch's layers draw from the generator of their device, so that a sample's mask depends on the samples that share the
-device. Here each sample of a batch comes with a key for each layer, and a layer makes the sample's mask from its key
-alone, by integer arithmetic that is exact on every device. So loss and gradient are those of one device at any split
+device. Here each sample of a batch comes with a key for each layer, and a layer makes the sample's mask only from its
+key, by integer arithmetic that is exact on every device. So loss and gradient equal one device's at any split
 over devices, ranks and micro-batches, and when activations are computed again; and generators are left as they are.
 
 Keys and masks are numbers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
@@ -137,7 +137,7 @@ def sample_masks(keys: Tensor | None) -> Iterator[None]:
 
 
 def _keys_of_call(layer: int, device: torch.device) -> Tensor | None:
-    """Return the keys (N) of a layer's call; those of the first pass where activations are computed again."""
+    """Return the keys (N) of a layer's call; the keys of the first pass if activations are computed again."""
     tape, current = current_tape(), getattr(_thread_local, "current", None)
     if tape is not None and tape.is_second_pass:
         kept: Tensor | None = tape.take()

@@ -23,7 +23,7 @@ def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
         *tensors: this part's summands, each on the part's device.
 
     Returns:
-        One sum per tensor, on the same device. Each part's gradient is the sum of all parts' gradients: that of the
+        One sum per tensor, on the same device. Each part's gradient is the sum of all parts' gradients: the one of the
         sum of all parts' losses.
 
     Raises:
@@ -48,11 +48,11 @@ def _sum_of_parts(parts: list[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
 
 
 _layers_group: dist.ProcessGroup | None = None
-"""The group of synchronised layers; None is the default one."""
+"""The group of synchronized layers; None is the default one."""
 
 
 def use_layers_group(group: dist.ProcessGroup | None) -> None:
-    """Let synchronised layers exchange through a process group of their own, on all ranks; None: the default one.
+    """Let synchronized layers exchange through a process group of their own, on all ranks; None: the default one.
 
     NCCL has one queue for each group and GPU. In the default one, the small exchange of a layer in the backward pass
     would wait behind each bucket of gradients that DDP has begun to reduce.
@@ -62,7 +62,7 @@ def use_layers_group(group: dist.ProcessGroup | None) -> None:
 
 
 def layers_group() -> dist.ProcessGroup | None:
-    """Return the process group of synchronised layers; None is the default one."""
+    """Return the process group of synchronized layers; None is the default one."""
     return _layers_group
 
 

@@ -98,7 +98,7 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def signal_when_parent_dies(number: int, parent: int | None = None) -> None:
     """Ask the Linux kernel to send this process a signal when the thread that created it ends.
 
-    If the process `parent`, which created this one, is dead already, the signal is sent at once.
+    If the process `parent`, which created this one, is dead already, the signal is sent immediately.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -139,13 +139,13 @@ def end_with_peers(
     """End this process when another rank on this machine is gone, in case it waits for that rank for ever.
 
     A collective operation on a GPU does not notice that a peer has died, and a thread that waits for it handles no
-    signals. Where the operation fails by itself, as with gloo, this process ends before that.
+    signals. If the operation fails on its own, as with gloo, this process ends before that.
 
     Args:
         pids: process ids of the other ranks.
         exit_code: of this process.
         before: called before it ends.
-        grace_s: seconds from the end of the peer, in which this process may end by itself.
+        grace_s: seconds from the end of the peer, in which this process may end on its own.
 
     Returns:
         A function that ends the watch; to be called when no rank waits for another any more.

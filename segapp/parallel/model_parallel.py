@@ -1,6 +1,6 @@
 """One model over several devices: stages on different devices, with tensors moved between them.
 
-For models that do not fit one device. Results and state-dict keys are those of one device.
+For models that do not fit one device. Results and state-dict keys equal one device's.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StagePlacement:
         self.hooks.clear()
 
     def device_of(self, name: str) -> torch.device:
-        """Return the device of a part of the module, by its dotted name: that of the innermost stage with it."""
+        """Return the device of a part of the module, by its dotted name: the device of the innermost stage with it."""
         holders = [stage for stage in self.stages if name == stage or name.startswith(f"{stage}.")]
         return self.stages[max(holders, key=len)] if holders else self.rest
 
@@ -65,7 +65,7 @@ def place_stages(
     Args:
         module: the model, changed in place.
         stages: dotted names of sub-modules and their devices; an inner name wins over an outer one.
-        rest: the device of everything else; by default that of the first stage.
+        rest: the device of everything else; by default the device of the first stage.
         output_device: device that the module's outputs are moved to; None: they are not moved.
 
     Returns:

@@ -2,7 +2,7 @@
 
 A machine that loses its power or its network sends no packet that says so, and an exchange waits for it until a timeout
 of many minutes. So one rank of each machine counts in the store of the process group, and reads the counts of the
-others. A machine whose count stands still is lost. Only this process's own clock is used.
+others. A machine whose count does not change is lost. Only this process's own clock is used.
 """
 
 from __future__ import annotations

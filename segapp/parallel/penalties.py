@@ -1,6 +1,6 @@
 """Gradient penalties of critics, exact at any split: second derivatives include replicas and ranks.
 
-The penalty is computed in the caller's thread, over all replicas in one autograd call, because with synchronised
+The penalty is computed in the caller's thread, over all replicas in one autograd call, because with synchronized
 BatchNorm a sample's gradient depends on samples of the other replicas.
 """
 

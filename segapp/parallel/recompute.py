@@ -1,6 +1,6 @@
 """Activation checkpointing of a network's blocks, exact in every parallel mode.
 
-A block keeps its inputs alone and computes its activations again in the backward pass, by torch's non-reentrant
+A block keeps only its inputs and computes its activations again in the backward pass, by torch's non-reentrant
 `checkpoint`. Everything that a second forward pass could change stays as in the first one:
 
 - Random numbers: the second pass begins with the generator's state of the first.

@@ -1,4 +1,4 @@
-"""Running replicas: one thread each, synchronised at exchanges, with an abort when a replica fails.
+"""Running replicas: one thread each, synchronized at exchanges, with an abort when a replica fails.
 
 A *group* runs one call per replica. Inside a call, `current_replica().exchange(...)` is a barrier with values: every
 replica passes a value, replica 0 combines all of them in replica order, each gets its result. So the autograd graph,
@@ -38,7 +38,7 @@ DEFAULT_TIMEOUT_S = 300.0
 _GRACE_S = 1.0
 """Seconds to wait for replicas that may hang, after a timeout or Ctrl-C; their threads are daemons."""
 
-_SAME_LAYERS = "every replica must run the same synchronised layers, whatever its samples are"
+_SAME_LAYERS = "every replica must run the same synchronized layers, whatever its samples are"
 
 
 class ReplicaError(RuntimeError):
@@ -55,7 +55,7 @@ class ReplicaError(RuntimeError):
 
 
 class ReplicaOutOfMemoryError(ReplicaError, torch.OutOfMemoryError):
-    """A replica ran out of memory; also caught as `torch.OutOfMemoryError`, like that of a single device."""
+    """A replica ran out of memory; also caught as `torch.OutOfMemoryError`, like the error of a single device."""
 
 
 class ReplicaDesyncError(RuntimeError):

@@ -6,7 +6,7 @@ the same code runs as on distinct ones. Copies are differentiable, twice where t
 Weights travel in flat buckets from one device to the next, and so do the sums of their gradients: no device sends or
 receives a bucket more than once. All of this is copies between two streams, ordered by events. There is no collective,
 because the kernels of one wait for each other: if another thread puts a copy between their launches, as the backward
-pass of synchronised BatchNorm may, the devices wait for each other for ever (`tests/parallel/test_order_graph.py`).
+pass of synchronized BatchNorm may, the devices wait for each other for ever (`tests/parallel/test_order_graph.py`).
 """
 
 from __future__ import annotations

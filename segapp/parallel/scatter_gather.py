@@ -25,7 +25,7 @@ def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[tor
 
     Args:
         device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
-            CPU where there is none.
+            CPU if there is none.
 
     Raises:
         TypeError: an entry has another type.

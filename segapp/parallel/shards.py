@@ -19,13 +19,13 @@ from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.parallel.scatter_gather import buckets
 
 _BUCKET_BYTES = 25 * 2**20
-"""A message is sent when it has this size, as DDP's buckets: the memory of one is needed beside the tensors."""
+"""A message is sent when it has this size, as DDP's buckets: one needs memory in addition to the tensors."""
 
 
 class Shards:
     """Owners of tensors, and exchanges between them. Every rank must make the same calls.
 
-    The tensors are the same on every rank, in order and sizes, and `num_shards` ranks share them. Where there is one
+    The tensors are the same on every rank, in order and sizes, and `num_shards` ranks share them. If there is one
     rank, nothing is sent, and it takes the place of the rank with the most bytes, as a memory plan wants it.
     """
 
@@ -73,7 +73,7 @@ class Shards:
 
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Replace the tensors of all ranks, dense and of the same layout on each, by those of the ranks `owners`."""
+        """Replace the tensors of all ranks, dense and of the same layout on each, from the ranks `owners`."""
         for owner in sorted(set(owners)):
             owned = [tensor for tensor, its_owner in zip(tensors, owners, strict=True) if its_owner == owner]
             for indices in buckets(owned, _BUCKET_BYTES):

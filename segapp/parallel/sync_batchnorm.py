@@ -1,9 +1,9 @@
-"""The synchronised BatchNorm layer, and the conversion of a module's BatchNorm layers to it and back.
+"""The synchronized BatchNorm layer, and the conversion of a module's BatchNorm layers to it and back.
 
 Replicas exchange once per layer in the forward pass and share one autograd node, so the backward pass has no barrier.
 Ranks exchange one tensor per layer and pass.
 
-Forward, each part of the batch has two moments per channel; the joined ones normalise every part. Backward, two sums
+Forward, each part of the batch has two moments per channel; the joined ones normalize every part. Backward, two sums
 per channel are added over the parts. Only the input is saved, as in `nn.BatchNorm2d`. On CUDA these are kernels of
 torch's own SyncBatchNorm; elsewhere the moments are joined by Chan, Golub and LeVeque's formula (1983, "Algorithms for
 computing the sample variance") in float64, without the cancellation of E[x^2] - E[x]^2.
@@ -95,7 +95,7 @@ def split_rows(rows_PK: Tensor) -> tuple[Sequence[Tensor], Tensor]:
 
 
 def join_moments(moments: Sequence[Tensor], shares_P1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the means and variances (C,) of all parts from those of each (P, C), by Chan's formula; differentiable."""
+    """Return the means and variances (C,) of all parts from each part's (P, C), by Chan's formula; differentiable."""
     means_PC, variances_PC = moments
     mean_C = (shares_P1 * means_PC).sum(0)
     centred_PC = means_PC - mean_C
@@ -135,7 +135,7 @@ class Counts:
 
     @cached_property
     def shares(self) -> Tensor:
-        """The parts' shares of all values, (P, 1), in float64 where the device has it."""
+        """The parts' shares of all values, (P, 1), in float64 if the device has it."""
         shares_P: Tensor = wide(self.of_parts_P) / self.total
         return shares_P.unsqueeze(1)
 
@@ -170,7 +170,7 @@ class Kernels(NamedTuple):
     eps: float
 
     def normalize(self, x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None) -> Tensor:
-        """Return the normalised part."""
+        """Return the normalized part."""
         return torch.batch_norm_elemt(x, weight_C, bias_C, self.mean, self.invstd, self.eps)
 
     def sums(self, grad: Tensor, x: Tensor, weight_C: Tensor | None) -> Sums:
@@ -198,7 +198,7 @@ class Composed(NamedTuple):
     """The same by operators that every device has; `count` is the number of values per channel of all parts.
 
     With n = (x - mean) / deviation, the input's gradient is weight / deviation * (grad - E[grad] - n * E[grad * n]).
-    The last two terms are a normalisation of the input, with another weight and bias.
+    The last two terms are a normalization of the input, with another weight and bias.
     """
 
     mean: Tensor
@@ -207,7 +207,7 @@ class Composed(NamedTuple):
     eps: float
 
     def normalize(self, x: Tensor, weight_C: Tensor | None, bias_C: Tensor | None) -> Tensor:
-        """Return the normalised part."""
+        """Return the normalized part."""
         return torch.native_batch_norm(x, weight_C, bias_C, self.mean, self.variance, False, 0.0, self.eps)[0]
 
     def sums(self, grad: Tensor, x: Tensor, weight_C: Tensor | None) -> Sums:
@@ -219,7 +219,7 @@ class Composed(NamedTuple):
         return Sums((of_bias_C, of_weight_C), of_weight_C, of_bias_C, of_x)
 
     def shared(self, total_2C: Tensor, weight_C: Tensor | None) -> Tensor:
-        """Return the bias and the weight of the normalisation that is subtracted."""
+        """Return the bias and the weight of the normalization that is subtracted."""
         factor_C = torch.rsqrt(self.variance + self.eps)
         shared_2C: Tensor = total_2C * (factor_C if weight_C is None else factor_C * weight_C) / self.count
         return shared_2C
@@ -242,7 +242,7 @@ class Pass(NamedTuple):
 
 
 class Normalize(torch.autograd.Function):
-    """P inputs, weights and biases -> P normalised inputs, with the statistics of all parts."""
+    """P inputs, weights and biases -> P normalized inputs, with the statistics of all parts."""
 
     @staticmethod
     def forward(ctx: Any, layer: Pass, *tensors: Tensor | None) -> tuple[Tensor, ...]:
@@ -316,7 +316,7 @@ class _Tie(torch.autograd.Function):
 
 
 class _NormalizePart(torch.autograd.Function):
-    """A part's input, weight, bias and tie -> its normalised input, with the statistics of all parts."""
+    """A part's input, weight, bias and tie -> its normalized input, with the statistics of all parts."""
 
     @staticmethod
     def forward(ctx: Any, link: _Link, x: Tensor, weight: Tensor | None, bias: Tensor | None, tie_2C: Tensor) -> Tensor:
@@ -472,12 +472,12 @@ class _BatchPart(NamedTuple):
 
 
 class SyncBatchNorm(BatchNorm):
-    """BatchNorm whose statistics are those of the whole batch.
+    """BatchNorm with the statistics of the whole batch.
 
     In training it equals `nn.BatchNorm1d`, `2d` or `3d` on the whole batch, in outputs, in gradients of any order and
     in running statistics, whether the batch is split over replicas, over ranks (gloo or nccl), or not at all; a rank or
     a replica may have a single value per channel, and a rank none. For an undivided batch, and in evaluation, it calls
-    torch's BatchNorm. Half inputs are normalised with float32 statistics.
+    torch's BatchNorm. Half inputs are normalized with float32 statistics.
 
     Takes `num_features`, `eps`, `momentum`, `affine` and `track_running_stats` like `nn.BatchNorm2d`, and inputs of
     shape (N, C) or (N, C, ...).
@@ -495,7 +495,7 @@ class SyncBatchNorm(BatchNorm):
     """True once this rank, without values of its own, has found two or more in the whole batch."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalised input (N, C, ...), of the same shape and dtype; see `nn.BatchNorm2d`."""
+        """Return the normalized input (N, C, ...), of the same shape and dtype; see `nn.BatchNorm2d`."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -516,7 +516,7 @@ class SyncBatchNorm(BatchNorm):
         return super().forward(input)
 
     def _normalize_tied(self, part: _BatchPart, replica: ReplicaContext, key: str) -> Tensor:
-        """Return a replica's output, by nodes of its own, so that its activations can be computed again by themselves.
+        """Return a replica's output, by nodes of its own, so that its activations can be computed again on their own.
 
         The sums of the backward pass are exchanged along ties, which `_JoinTies` joins.
         """
@@ -558,7 +558,7 @@ class SyncBatchNorm(BatchNorm):
             return None
         if has_other_ranks():
             raise RuntimeError(
-                f"{self._name()} would synchronise over replicas and ranks at once: give every rank one device"
+                f"{self._name()} would synchronize over replicas and ranks at the same time: give every rank one device"
             )
         return replica
 
@@ -702,7 +702,7 @@ class _SyncBatchNormAct(SyncBatchNorm):
     act: nn.Module
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the activation of the normalised input."""
+        """Return the activation of the normalized input."""
         return cast(Tensor, self.act(self.drop(super().forward(input))))
 
 
@@ -718,7 +718,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         The same module.
 
     Raises:
-        TypeError: a layer is a subclass of BatchNorm with further behaviour.
+        TypeError: a layer is a subclass of BatchNorm with further behavior.
 
     Example:
         >>> type(convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))[1]).__name__
@@ -736,7 +736,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         else:
             raise TypeError(
                 f"{name or 'the module'} is a {original.__name__}, which extends BatchNorm in a way that cannot be"
-                " synchronised: replace it with nn.BatchNorm2d, or use sync_bn: false"
+                " synchronized: replace it with nn.BatchNorm2d, or use sync_bn: false"
             )
         layer.__class__ = converted
         layer.__dict__["_batchnorm_class"] = original

@@ -106,7 +106,7 @@ def take_workers(devices: Sequence[torch.device]) -> list[Worker]:
 def equal_numbers(workers: Sequence[Worker]) -> tuple[list[Worker], int]:
     """Return workers and the number at which the nodes of each have to begin (`skip_numbers`).
 
-    If one of them is too far behind, such as that of a device that was not used for long, all are replaced.
+    If one of them is too far behind, such as the worker of a device that was not used for long, all are replaced.
     """
     numbers = [worker.next_number for worker in workers]
     if max(numbers) - min(numbers) <= MAX_SKIPPED_NUMBERS:

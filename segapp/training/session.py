@@ -42,15 +42,16 @@ from segapp.errors import (
 )
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.parallel import (
+from segapp.parallel.distributed import (
     DistributedSetupError,
+    Ranks,
     abandon,
+    end_now,
     init_from_env,
     is_launched,
-    launch_local,
     shutdown,
 )
-from segapp.parallel.distributed import Ranks, end_now
+from segapp.parallel.launch import launch_local
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd

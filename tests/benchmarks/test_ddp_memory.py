@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from segapp.parallel import launch_local
+from segapp.parallel.launch import launch_local
 
 pytestmark = [
     pytest.mark.benchmark,
@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
-from segapp.parallel import init_from_env, shutdown, wrap_ddp
+from segapp.parallel.distributed import init_from_env, shutdown, wrap_ddp
 
 def used_bytes():
     gc.collect()

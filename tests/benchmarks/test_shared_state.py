@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from segapp.parallel import launch_local
+from segapp.parallel.launch import launch_local
 from tests.support import ROOT
 
 pytestmark = [
@@ -29,7 +29,7 @@ import torch
 from segapp.checkpoint import sharing
 from segapp.checkpoint.snapshot import hold_own_state
 from segapp.checkpoint.training_state import load_checkpoint
-from segapp.parallel import Ranks, init_from_env, shutdown
+from segapp.parallel.distributed import Ranks, init_from_env, shutdown
 from segapp.run.files import machine_id
 
 def own_mib():

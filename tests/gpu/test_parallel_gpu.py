@@ -16,13 +16,11 @@ from segapp.parallel import (
     SyncBatchNorm,
     convert_sync_batchnorm,
     gradient_penalty,
-    init_from_env,
     offload,
-    place_stages,
     set_recompute,
-    shutdown,
-    wrap_ddp,
 )
+from segapp.parallel.distributed import init_from_env, shutdown, wrap_ddp
+from segapp.parallel.model_parallel import place_stages
 from segapp.parallel.replicas import replicate
 from tests.support.parallel_cases import Critic, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 from tests.support.replica_checks import check_channels_last, check_step, check_threads

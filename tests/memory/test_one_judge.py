@@ -11,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from segapp.chunks import RankSplit
 from segapp.commands.control import split_problem
 from segapp.config import LiveSettings
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker
 from segapp.memory.judge import SplitVerdict
 from segapp.memory.peaks import Line, PlannedPeaks
 from segapp.memory.plan import GpuSpec, OverheadEstimate, Planner
-from segapp.parallel import DataParallelModel, RankSplit
+from segapp.parallel import DataParallelModel
 from segapp.run.commands import SetCommand, parse_command, send_command
 from segapp.run.events import Device, EpochStart, EventReader, EventWriter, RunStart, Step
 from segapp.run.events.writer import EventLog

@@ -2,14 +2,8 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import (
-    SyncBatchNorm,
-    check_batchnorm,
-    convert_sync_batchnorm,
-    no_samples_problem,
-    smallest_chunk,
-    unused_parameters,
-)
+from segapp.parallel import SyncBatchNorm, convert_sync_batchnorm
+from segapp.parallel.batchnorm_guard import check_batchnorm, no_samples_problem, smallest_chunk, unused_parameters
 
 
 class Pooled(nn.Module):
@@ -82,7 +76,7 @@ def test_network_without_samples_runs_or_says_why_not():
     assert no_samples_problem(net, x) is None
     assert net.training
     assert all(module.training for module in net.modules())
-    assert "is not synchronised" in no_samples_problem(Pooled(), x)
+    assert "is not synchronized" in no_samples_problem(Pooled(), x)
     assert no_samples_problem(Flat(), x) == "Flat cannot compute a batch of 0 samples"
     inner = nn.Sequential(nn.Conv2d(3, 4, 1), nn.Sequential(nn.Identity(), Flat()))
     assert no_samples_problem(inner, x) == "Flat '1.1' cannot compute a batch of 0 samples"

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from segapp.parallel import SyncBatchNorm, allreduce, convert_sync_batchnorm, wrap_ddp
+from segapp.parallel import SyncBatchNorm, allreduce, convert_sync_batchnorm
+from segapp.parallel.distributed import wrap_ddp
 from tests.support import ROOT
 from tests.support.gpu.issue_order import Action, unordered_reads
 from tests.support.parallel_cases import PlainCE, SmallNet, make_batch

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from segapp.parallel import launch, launch_local
+from segapp.parallel import launch
+from segapp.parallel.launch import launch_local
 from tests.support import ROOT
 
 LAUNCH = f"""

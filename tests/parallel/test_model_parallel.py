@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import balance_stages, measure_stages, place_stages, plan_stages
+from segapp.parallel.model_parallel import balance_stages, measure_stages, place_stages, plan_stages
 from segapp.parallel.scatter_gather import to_device
 from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error
 

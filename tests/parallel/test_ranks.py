@@ -11,17 +11,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from segapp.parallel import (
-    DistributedSetupError,
-    SyncBatchNorm,
-    distributed,
-    init_from_env,
-    is_launched,
-    launch_local,
-    wrap_ddp,
-)
-from segapp.parallel.distributed import Ranks
+from segapp.parallel import SyncBatchNorm, distributed
+from segapp.parallel.distributed import DistributedSetupError, Ranks, init_from_env, is_launched, wrap_ddp
 from segapp.parallel.exchange import has_other_ranks, layers_group, stack_ranks, sum_over_ranks, use_layers_group
+from segapp.parallel.launch import launch_local
 from tests.support import ROOT
 
 

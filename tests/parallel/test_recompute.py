@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from segapp.accelerator import Accelerator, ParkedTensor
-from segapp.parallel import DataParallelModel, convert_sync_batchnorm, offload, set_recompute, unused_parameters
+from segapp.parallel import DataParallelModel, convert_sync_batchnorm, offload, set_recompute
+from segapp.parallel.batchnorm_guard import unused_parameters
 from segapp.parallel.recompute import RecomputedBlock
 
 

@@ -7,17 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from segapp.parallel import (
-    DataParallelModel,
-    gather,
-    reduce_add,
-    replicas,
-    replicate,
-    resolve_devices,
-    run_replicas,
-    scatter,
-)
-from segapp.parallel.replicas import _Layout, _pack, _unpack
+from segapp.parallel import DataParallelModel, replicas
+from segapp.parallel.replicas import _Layout, _pack, _unpack, replicate, run_replicas
+from segapp.parallel.scatter_gather import gather, reduce_add, resolve_devices, scatter
 
 CPU = torch.device("cpu")
 Pair = namedtuple("Pair", ["left", "right"])

@@ -15,10 +15,10 @@ from segapp.parallel import (
     allreduce,
     convert_sync_batchnorm,
     revert_sync_batchnorm,
-    scatter,
     sync_batchnorm,
 )
 from segapp.parallel.rendezvous import ReplicaGroup
+from segapp.parallel.scatter_gather import scatter
 from segapp.parallel.sync_batchnorm import join_moments
 from tests.support.parallel_cases import BATCHNORM_OPTIONS, grads_of, relative_error, state_error
 

@@ -16,22 +16,17 @@ import torch.distributed as dist
 from torch.nn import functional as F
 
 from segapp.parallel import (
-    RankInfo,
-    Ranks,
     SyncBatchNorm,
     all_reduce_gradients,
     allreduce,
     convert_sync_batchnorm,
     distributed,
     gradient_penalty,
-    init_from_env,
     plan_chunks,
     set_recompute,
-    shutdown,
     sum_over_ranks,
-    tighten_timeout,
-    wrap_ddp,
 )
+from segapp.parallel.distributed import RankInfo, Ranks, init_from_env, shutdown, tighten_timeout, wrap_ddp
 from segapp.parallel.exchange import use_layers_group
 from tests.support.parallel_cases import (
     IGNORE,

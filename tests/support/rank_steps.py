@@ -25,6 +25,7 @@ from timm.layers import DropPath
 from torch import Tensor, nn
 
 from segapp.build.optimizer import build_optimizer
+from segapp.chunks import RankSplit
 from segapp.config import OptimConfig
 from segapp.datasets.pool import Batch
 from segapp.inference.normalize import NormalizedInput
@@ -40,17 +41,8 @@ from segapp.losses import (
 )
 from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
-from segapp.parallel import (
-    RankSplit,
-    SampleMasks,
-    convert_sync_batchnorm,
-    init_from_env,
-    mask_by_sample,
-    set_recompute,
-    shutdown,
-    wrap_ddp,
-)
-from segapp.parallel.distributed import Ranks
+from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
+from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.participant import UpdateCount

@@ -12,12 +12,13 @@ import itertools
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import typer.main
 from pydantic import BaseModel
+from pydantic.fields import FieldInfo
 from rich.console import Console
 from rich.text import Text
 
@@ -26,6 +27,7 @@ from segapp.cli import app
 from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
+from segapp.custom import PART_PATTERN
 from segapp.run import folder as folder_module
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
@@ -42,7 +44,7 @@ def cli_page() -> str:
     """Return the page of all commands with their arguments and options."""
     root = typer.main.get_command(app)
     parts = [
-        "# Which commands and options are there?\n",
+        "# Commands and options\n",
         "```sh\nsegapp --help\n```\n",
         "Every command has `--help`. With any command, `--debug` prints the traceback of an error, and `--trust-parts` "
         "imports the own code that a run or a checkpoint names ([own-parts](../tasks/own-parts.md)).\n",
@@ -84,11 +86,13 @@ def config_page() -> str:
     """Return the page of all keys of a config."""
     return "\n".join(
         [
-            "# Which keys does a config have?\n",
+            "# Config reference\n",
             "```sh\nsegapp train --config demo.yaml --print-config\nsegapp schema --out segapp.schema.json\n```\n",
-            "The first command prints a config with all its defaults, the second writes the JSON schema for editors "
-            "([train](../tasks/train.md#editor-and-shell-completion)). On the command line a key is `KEY=VALUE` with "
-            "dots: `train.batch_size=4`.\n",
+            "The first command prints a config with all its defaults. The second command writes the JSON schema for "
+            "editors ([train](../tasks/train.md#editor-and-shell-completion)). On the command line, write a key as "
+            "`KEY=VALUE` with dots: `train.batch_size=4`.\n",
+            "Each entry has the allowed values, the unit, the default, the meaning, and when to change the key. A "
+            "dagger (†) marks a key that you may change when you resume a run.\n",
             config_reference(),
             "",
         ]
@@ -96,43 +100,111 @@ def config_page() -> str:
 
 
 def config_reference() -> str:
-    """Return every key with its default and meaning, as Markdown tables."""
-    parts = [_config_table(_config_rows("", RunConfig)), *_sections("", RunConfig)]
-    parts.append(f"An entry of `loss.plus` has the keys of `loss` down to `{list(LossTerm.model_fields)[-1]}`.")
-    parts += ["An entry of `optim.groups` has:", _config_table(_config_rows("", ParamGroupConfig))]
-    parts.append("Options that belong to one loss, optimizer or schedule:")
-    of_one = (
-        f"| `{section}.name: {name}` {row}"
-        for section, table in BUILT_INS.items()
-        for name, built_in in table.items()
-        for row in _config_rows(f"{section}.options.", built_in.options)
-    )
-    parts.append(_config_table(of_one, "of"))
+    """Return every key with its allowed values, unit, default, meaning and when to change it, a heading per section."""
+    parts = [_config_keys("", RunConfig), *_sections("", RunConfig)]
+    for section, table in BUILT_INS.items():
+        for name, built_in in table.items():
+            if built_in.options.model_fields:
+                parts += [f"## {section}.options of {name}", _config_keys(f"{section}.options.", built_in.options)]
     return "\n\n".join(parts)
 
 
-def _sections(prefix: str, model: type[BaseModel]) -> Iterator[str]:
-    for name in model.model_fields:
-        section = section_of(model, name)
-        if section is not None:
-            yield _config_table(_config_rows(f"{prefix}{name}.", section))
-            yield from _sections(f"{prefix}{name}.", section)
+ENTRIES = {
+    "loss": (
+        f"## loss.plus\n\nEach entry of `loss.plus` has the keys of `loss` down to `{list(LossTerm.model_fields)[-1]}`."
+    ),
+    "optim": "## optim.groups",
+}
+"""Section -> what follows it about the entries of its list."""
 
 
-def _config_table(rows: Iterable[str], *first: str) -> str:
-    columns = [*first, "key", "default", "meaning"]
-    return "\n".join([f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *rows])
-
-
-def _config_rows(prefix: str, model: type[BaseModel]) -> Iterator[str]:
+def _sections(prefix: str, model: type[BaseModel], *, may_change: bool = False) -> Iterator[str]:
     for name, field in model.model_fields.items():
-        if section_of(model, name) is None or field.default is None:
-            default = "*required*" if field.is_required() else f"`{_shown(field.default)}`"
-            meaning = " ".join((field.description or "").split()).replace("|", chr(92) + "|")
-            yield f"| `{prefix}{name}` | {default} | {meaning} |"
+        section = section_of(model, name)
+        if section is None:
+            continue
+        is_changeable = may_change or _may_change(field)
+        text = " ".join((section.__doc__ or "").split()).partition(":` ")[2]
+        yield f"## {prefix}{name}\n\n{text[0].upper()}{text[1:]}"
+        yield _config_keys(f"{prefix}{name}.", section, may_change=is_changeable)
+        yield from _sections(f"{prefix}{name}.", section, may_change=is_changeable)
+        if not prefix and name in ENTRIES:
+            yield ENTRIES[name]
+        if not prefix and name == "optim":
+            yield _config_keys("", ParamGroupConfig)
+
+
+def _may_change(field: FieldInfo) -> bool:
+    return isinstance(field.json_schema_extra, dict) and "may_change_on_resume" in field.json_schema_extra
+
+
+def _config_keys(prefix: str, model: type[BaseModel], *, may_change: bool = False) -> str:
+    """Return a list with an entry per key of a section; sections within it have a heading of their own."""
+    schema, entries = model.model_json_schema(), []
+    for name, field in model.model_fields.items():
+        if section_of(model, name) is not None and field.default is not None:
+            continue
+        default = "required" if field.is_required() else f"default `{_shown(field.default)}`"
+        values = values_of(schema["properties"][name], schema.get("$defs", {}))
+        unit = unit_of(f"{prefix}{name}")
+        facts = "; ".join(filter(None, (values, unit, default)))
+        meaning, change, when = " ".join((field.description or "").split()).partition(" Change it ")
+        mark = "†" if may_change or _may_change(field) else ""
+        entries.append(f"- `{prefix}{name}`{mark} ({facts}): {meaning}" + (f" **Change it** {when}" if change else ""))
+    return "\n".join(entries)
+
+
+def values_of(node: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """Return the values that a JSON schema accepts, in words: "integer ≥ 1 or `null`"."""
+    if "$ref" in node:
+        return values_of(definitions[node["$ref"].rsplit("/", 1)[1]], definitions)
+    if "anyOf" in node:
+        return " or ".join(dict.fromkeys(values_of(each, definitions) for each in node["anyOf"]))
+    if words := node.get("enum", [node["const"]] if "const" in node else []):
+        return ", ".join(f"`{word}`" for word in words)
+    kind = node.get("type", "")
+    if kind == "array":
+        if "prefixItems" in node:
+            items = [values_of(each, definitions) for each in node["prefixItems"]]
+            return f"{len(items)} × {items[0]}" if len(set(items)) == 1 else f"[{', '.join(items)}]"
+        return f"list of {_in_brackets(values_of(node['items'], definitions))}"
+    if kind == "object":
+        inner = node.get("additionalProperties")
+        is_plain = "properties" in node or not isinstance(inner, dict)
+        return "mapping" if is_plain else f"mapping to {_in_brackets(values_of(inner, definitions))}"
+    if kind == "string":
+        return "custom component" if node.get("pattern") == PART_PATTERN else "text"
+    signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
+    bounds = [f"{sign} {node[key]}" for key, sign in signs.items() if key in node]
+    if "minimum" in node and "maximum" in node:
+        bounds = [f"from {node['minimum']} to {node['maximum']}"]
+    return {"null": "`null`", "boolean": "`true`, `false`"}.get(kind, " ".join([kind, " and ".join(bounds)]).strip())
+
+
+def _in_brackets(text: str) -> str:
+    return f"({text})" if " or " in text else text
+
+
+UNITS = {
+    "batch_size": "images", "effective_batch_size": "images", "gpu0_bsz": "images", "shares": "images",
+    "accumulate": "micro-batches", "precise_bn": "micro-batches", "workers": "processes", "early_stop": "evaluations",
+    "patience": "evaluations", "keep": "files", "max_bad_steps": "steps", "min_kept": "pixels", "width": "channels",
+    "pair_grid": "regions",
+}  # fmt: skip
+"""Last word of a key -> unit of its numbers, if the word does not end with one."""
+UNITS_BY_ENDING = {"px": "pixels", "s": "seconds", "mib": "MiB", "epochs": "epochs", "steps": "steps",
+                   "minutes": "minutes"}  # fmt: skip
+
+
+def unit_of(key: str) -> str:
+    """Return the unit of the numbers of a key; "" for words, factors, shares and probabilities."""
+    name = key.rpartition(".")[2]
+    return UNITS.get(name) or UNITS_BY_ENDING.get(name.rpartition("_")[2], "")
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}" if value < 1 else f"{value:g}"
     return json.dumps(list(value) if isinstance(value, tuple) else value)
 
 

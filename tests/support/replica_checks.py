@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, current_replica, replicate
+from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, current_replica
+from segapp.parallel.replicas import replicate
 from tests.support.parallel_cases import PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 
 DeviceIds = Sequence[Any]

@@ -14,7 +14,8 @@ from segapp.checkpoint import sharing
 from segapp.checkpoint.snapshot import hold_own_state
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint, save_checkpoint
 from segapp.errors import SegappError
-from segapp.parallel import Ranks, distributed
+from segapp.parallel import distributed
+from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
 
 

@@ -17,8 +17,7 @@ import torch
 
 from segapp.build.devices import DevicePlan, plan_devices
 from segapp.errors import DistributedError, OutOfMemoryError, StorageError
-from segapp.parallel import DistributedSetupError
-from segapp.parallel.distributed import Ranks
+from segapp.parallel.distributed import DistributedSetupError, Ranks
 from segapp.run.files import machine_id
 from segapp.run.folder import RunFolder
 from segapp.training import session

@@ -18,7 +18,8 @@ from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
-from segapp.parallel import Ranks, Shards
+from segapp.parallel.distributed import Ranks
+from segapp.parallel.shards import Shards
 from segapp.training.step.engine import StepEngine
 from tests.support import ROOT
 from tests.support.rank_runs import ranks_of, trained_by_ranks

@@ -8,7 +8,7 @@ softmax and argmax are invariant to a shift of all classes, and interpolation is
 without a pass over the full resolution, and a large common offset costs no digits.
 
 On the CPU the output rows are cut into as many parts as torch has threads, and one thread processes each part. A band
-is too small for several threads: synchronising after every operation takes 2 to 3.5 times as long when data-loading
+is too small for several threads: synchronizing after every operation takes 2 to 3.5 times as long when data-loading
 workers run on the same machine (measured). Rows are cut, not images, so that small images share a band.
 
 Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of the logits, H x W of the output.
@@ -97,7 +97,7 @@ def sweep_bands(
         band_bytes: size of a band, or None for the device's default.
 
     Returns:
-        The results of `work` in the order of the parts, which depends on shapes and torch's number of threads alone;
+        The results of `work` in the order of the parts, which depends only on shapes and torch's number of threads;
         the gradient (N, C, h, w) in the compute dtype, or None.
     """
     grid = grid_of((logits.shape[2], logits.shape[3]), size, align_corners, compute_dtype(logits), logits)
@@ -167,7 +167,7 @@ def _single_threads(num_threads: int, process: int) -> ThreadPoolExecutor:
 class _Sweep:
     """Base of the two kinds of sweeps over the output rows of a part: its source rows and their gradient.
 
-    Neighbouring parts share a source row. Its gradient belongs to the lower part; the upper part collects its
+    Neighboring parts share a source row. Its gradient belongs to the lower part; the upper part collects its
     contribution in `edge`, so that no two threads write to one row.
     """
 
@@ -213,7 +213,7 @@ class _Sweep:
 
 
 class _CellSweep(_Sweep):
-    """Sweep with bands between two neighbouring source rows, taken from a sliding window of widened rows."""
+    """Sweep with bands between two neighboring source rows, taken from a sliding window of widened rows."""
 
     def __iter__(self) -> Iterator[Band]:
         rows_per_band = max(1, min(self.grid.tallest_cell, self.budget // self.row_bytes))

@@ -20,7 +20,7 @@ from segapp.losses.fused.checks import check_target_range, valid_pixels
 from segapp.losses.fused.reference import compute_dtype
 
 UNDERFLOW = 1e-30
-"""Sum of exponentials below which each pixel's own maximum is subtracted: neighbouring logits differ by 70 or more."""
+"""Sum of exponentials below which each pixel's own maximum is subtracted: neighboring logits differ by 70 or more."""
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def own_classes(ids: Tensor, num_classes: int, *, multilabel: bool) -> Tensor:
 
 
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor | None:
-    """Check that every valid id is a class: at once on the CPU, asynchronously on a device.
+    """Check that every valid id is a class: immediately on the CPU, asynchronously on a device.
 
     On a device the offending ids are copied to the host asynchronously. The error is raised by the first later call
     that finds the copy done; until then the returned scalar makes the loss NaN, so that the step is skipped. While a
@@ -175,12 +175,12 @@ def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     """Start the copy of the bad ids' bounds to the host.
 
     Args:
-        bounds: (2,) int64 smallest and largest bad id; smallest > largest where there is none.
+        bounds: (2,) int64 smallest and largest bad id; smallest > largest if there is none.
         num_classes: C.
         ignore_index: id that counts nowhere.
 
     Returns:
-        Scalar on the bounds' device: 0, or NaN where there is a bad id.
+        Scalar on the bounds' device: 0, or NaN if there is a bad id.
     """
     report = _Report(*accelerator_of(bounds.device).copy_to_host(bounds), num_classes, ignore_index)
     with _reports_lock:

@@ -78,7 +78,7 @@ class PixelSums(Protocol):
 
         Args:
             values: (N, C, R, W) logits, up to an additive constant per pixel unless the options say sigmoid.
-            ids: (N, 1, R, W) int64 class ids, or with maps those of each class, (N, C, R, W).
+            ids: (N, 1, R, W) int64 class ids, or with maps the map of each class, (N, C, R, W).
             valid: (N, 1, R, W) bool.
         """
         ...

@@ -67,7 +67,7 @@ def cross_entropy_by_triton(
     *,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Return the loss sum, the weight sum and the loss sum's gradient, without a host synchronisation.
+    """Return the loss sum, the weight sum and the loss sum's gradient, without a host synchronization.
 
     Args:
         logits: (N, C, h, w), C up to `MAX_CLASSES`, any floating dtype and strides.
@@ -105,7 +105,7 @@ def launching(device: torch.device) -> Iterator[None]:
     """Launch kernels on a device in the body of the `with` statement, one thread at a time.
 
     Raises:
-        KernelError: in place of any error but one of memory, which others handle.
+        KernelError: instead of any error but one of memory, which others handle.
     """
     try:
         with _launch_lock, accelerator_of(device).current(device):
@@ -180,7 +180,7 @@ def _launch(
 
 
 def bounds_of_bad_ids(num_bad: Tensor, target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
-    """Return the smallest and the largest id that is no class, (2,) int64; smallest > largest where there is none.
+    """Return the smallest and the largest id that is no class, (2,) int64; smallest > largest if there is none.
 
     Args:
         num_bad: scalar; where it is 0 the target is not read.

@@ -3,19 +3,19 @@
 The output pixels between two source rows and two source columns (a cell) depend on the same four source pixels. A
 thread holds some classes of these four in registers. For each column of the cell it interpolates them to the column;
 for each of its pixels it computes the logits, their softmax and the loss, and adds the gradient to two sums, one for
-each source row; the sums of a column are then added to those of the four source pixels. So the loop over pixels, which
+each source row; a column's sums are then added to the sums of the four source pixels. So the loop over pixels, which
 takes nearly all of the time, needs neither shared memory nor barriers: threads exchange the softmax's maximum and sum
 only. A second kernel adds up what programs next to each other computed for the same source pixel. Every sum has a fixed
 order, so the result is deterministic.
 
-The formulae are those of `bands_cross_entropy`; logits are in units of ln 2, because `exp2` is one instruction and
+The formulas are in `bands_cross_entropy`; logits are in units of ln 2, because `exp2` is one instruction and
 `exp` is four. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They have many parameters because a
 kernel takes pointers, sizes, strides and constants only.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target. A program has SOURCES x SPLIT x LANES threads:
 LANES threads share the classes of a pixel (thread `lane` has the classes lane, lane + LANES, ..., TILES in all), and
 SPLIT threads share the columns of a cell. What a thread knows of each of its classes is a tuple of TILES tensors with
-one number a thread; Triton then keeps the classes of a thread in its registers, in any memory layout of the logits and
+one number per thread; Triton then keeps a thread's classes in its registers, in any memory layout of the logits and
 without padding TILES to a power of two.
 """
 
@@ -152,7 +152,7 @@ def store_source_row(
 ):
     """Store the partial gradient of a source row, (C, SOURCES + 1).
 
-    `left` and `right` are those of the source columns left and right of each cell; the right one is the left one of
+    `left` and `right` belong to the source columns left and right of each cell; the right one is the left one of
     the next cell.
     """
     index = tl.arange(0, SOURCES * SPLIT * LANES)

@@ -18,7 +18,7 @@ _IS_INSTALLED = importlib.util.find_spec("triton") is not None
 _lock = threading.Lock()
 """Replicas run in threads, and each device is tried once."""
 _results: dict[torch.device, str | None] = {}
-"""Why the kernels cannot run on a device; None where they can."""
+"""Why the kernels cannot run on a device; None if they can."""
 _warned: set[str] = set()
 
 
@@ -60,7 +60,7 @@ def _warn(error: KernelError) -> None:
     if error.reason not in _warned:
         _warned.add(error.reason)
         warnings.warn(
-            f"the loss uses torch's operators in place of its Triton kernels, which is slower: {error.reason}. "
+            f"the loss uses torch's operators instead of its Triton kernels, which is slower: {error.reason}. "
             f"{error.next_move}",
             RuntimeWarning,
             stacklevel=2,
@@ -90,4 +90,4 @@ def _try(device: torch.device) -> None:
         ids = torch.tensor([[[0, 7, 255, -3]]], device=device)
         found = kernels.bounds_of_bad_ids(torch.ones((), dtype=torch.int64, device=device), ids, 5, 255).tolist()
         if found != [-3, 7]:
-            raise RuntimeError(f"a kernel returned {found} in place of [-3, 7]")
+            raise RuntimeError(f"a kernel returned {found} instead of [-3, 7]")

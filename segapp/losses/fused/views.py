@@ -90,7 +90,7 @@ def logit_bands(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (images, rows, logits (m, C, R, W)), band by band; for a softmax up to an additive constant per pixel.
 
-    For several views, those of the mean probability: for a softmax its logarithm.
+    For several views, the logits of the mean probability: for a softmax its logarithm.
     """
     if len(views) > 1:
         for images, rows, mean in probability_bands(views, size, align_corners, is_sigmoid=is_sigmoid):
@@ -224,7 +224,7 @@ class _Tiles:
         self._rows = [_Row(sources, size[1]) for sources in rows.values()]
 
     def values(self, images: slice, rows: slice) -> Tensor:
-        """Return logits (m, C, R, W); NaN where no tile is. Called from top to bottom, it holds few joined tiles."""
+        """Return logits (m, C, R, W); NaN outside the tiles. Called from top to bottom, it holds few joined tiles."""
         for row in self._rows:
             if row.bottom <= rows.start or row.top >= rows.stop:
                 row.clear()

@@ -8,11 +8,12 @@ from typing import Any
 
 from torch import nn
 
+from segapp.chunks import RankSplit
 from segapp.config import LiveSettings
 from segapp.memory.judge import SplitJudge, SplitMove, format_split
 from segapp.memory.peaks import PeakModel
 from segapp.memory.plan import SavedMemoryPlan
-from segapp.parallel import DataParallelModel, RankSplit
+from segapp.parallel import DataParallelModel
 from segapp.parallel.distributed import Ranks
 
 

@@ -7,7 +7,8 @@ from torch import nn
 from segapp.config import RecomputeChoice
 from segapp.errors import ConfigError
 from segapp.models.blocks import find_blocks
-from segapp.parallel import is_recomputable, recomputed_blocks, set_recompute
+from segapp.parallel import recomputed_blocks, set_recompute
+from segapp.parallel.recompute import is_recomputable
 
 
 class RecomputeController:

@@ -41,7 +41,9 @@ from segapp.memory.ledger import CUDA_GRANULE_BYTES, PeakMoment, StorageLedger
 from segapp.memory.peaks import EVAL, PHASES, PhasePeak, SimulationJob, SimulationResult
 from segapp.memory.simulated_devices import BACKEND, Buckets, place, set_up, simulated_ledger, simulation, skeleton
 from segapp.models.blocks import find_blocks
-from segapp.parallel import balance_stages, is_recomputable, no_samples_problem, smallest_chunk
+from segapp.parallel.batchnorm_guard import no_samples_problem, smallest_chunk
+from segapp.parallel.model_parallel import balance_stages
+from segapp.parallel.recompute import is_recomputable
 from segapp.precision import Precision
 from segapp.run.words import first_line
 from segapp.training.planning.trial import blank_batch, evaluate_blank, evaluation_size

@@ -18,14 +18,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.accelerator import gpu_of
 from segapp.checkpoint.snapshot import hold_own_state
+from segapp.chunks import RankSplit
 from segapp.compat.torch import takes_found_inf
 from segapp.failpoints import failpoint
 from segapp.losses import AdditiveCriterion, Statistics, surrogate
 from segapp.memory.counters import IDLE
 from segapp.memory.oom import oom_failpoint
 from segapp.optim.optimizers import WeightAverage, add_groups, set_lr
-from segapp.parallel import DataParallelCriterion, DataParallelModel, RankSplit, SampleMasks, Shards
+from segapp.parallel import DataParallelCriterion, DataParallelModel, SampleMasks
 from segapp.parallel.distributed import Ranks
+from segapp.parallel.shards import Shards
 from segapp.precision import Precision
 from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import StepParticipant

@@ -152,12 +152,18 @@ class PlainReporter:
         )
 
 
+def has_progress_bar() -> bool:
+    """Return True if progress bars are shown: stderr is a terminal, or a Jupyter kernel runs this process."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return sys.stderr.isatty() or hasattr(shell, "kernel")
+
+
 @contextmanager
 def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar if stderr is a terminal; yields a function to call with the number of units done."""
-    from tqdm import tqdm
+    """Show a progress bar in a terminal or a notebook; yields a function to call with the number of units done."""
+    from tqdm.auto import tqdm
 
-    with tqdm(total=total, desc=label, unit=unit, disable=not sys.stderr.isatty(), leave=False) as bar:
+    with tqdm(total=total, desc=label, unit=unit, disable=not has_progress_bar(), leave=False) as bar:
 
         def progress(done: int) -> None:
             bar.update(done - bar.n)

@@ -191,7 +191,7 @@ def test_out_of_memory_is_no_reason_to_fall_back(error, monkeypatch):
 def test_wrong_result_of_the_trial_is_a_failure():
     with pretend_card(90), all_warnings():  # its launches store nothing
         assert not triton_trial.has_kernels(CPU)
-    assert "in place of [-3, 7]" in triton_trial._results[CPU]
+    assert "instead of [-3, 7]" in triton_trial._results[CPU]
 
 
 def test_capture_of_a_graph_asks_the_device_nothing(monkeypatch):

@@ -12,13 +12,8 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
-from segapp.parallel import (
-    DataParallelCriterion,
-    DataParallelModel,
-    convert_sync_batchnorm,
-    gradient_penalty,
-    place_stages,
-)
+from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, gradient_penalty
+from segapp.parallel.model_parallel import place_stages
 from tests.support.parallel_cases import PlainCE, SmallNet
 
 

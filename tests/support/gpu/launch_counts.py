@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torchvision.models.segmentation import deeplabv3_resnet50
 
-from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm, wrap_ddp
+from segapp.parallel import DataParallelCriterion, DataParallelModel, convert_sync_batchnorm
+from segapp.parallel.distributed import wrap_ddp
 from segapp.parallel.rendezvous import Mode
 
 CHANNELS = 8
