@@ -609,7 +609,9 @@ def suspects(
     split: Annotated[
         str | None, option("--split", "Split to judge; by default the validation split of each run.", "NAME")
     ] = None,
-    out: Annotated[Path | None, option("--out", "Folder of the files; by default that of the run.", "DIR")] = None,
+    out: Annotated[
+        Path | None, option("--out", "Folder of the files; by default the folder of the run.", "DIR")
+    ] = None,
     min_area: Annotated[
         int | None,
         typer.Option("--min-area", metavar="PX", min=1, help="Smallest region; by default 0.05 % of the image."),

@@ -42,7 +42,7 @@ _OUTLINE_RGB = (255, 0, 255)
 
 @dataclass(frozen=True)
 class JudgedImage:
-    """An image with a mask, and what a network that was not trained on it finds in the mask."""
+    """An image with a mask, and what a model that was not trained on it finds in the mask."""
 
     dataset: SegmentationDataset
     index: int
@@ -69,7 +69,7 @@ class Suspect:
 
 
 @dataclass(frozen=True)
-class Judgement:
+class JudgedMasks:
     """All regions, the most suspicious first, and the images."""
 
     suspects: list[Suspect]
@@ -128,8 +128,8 @@ def _runs_of(target: str) -> list[str]:
     return [str(sweep.folder_of(name).path) for name in runs]
 
 
-def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None) -> Judgement:
-    """Return what the networks find in the masks of their splits, each image judged by the first run that may."""
+def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None) -> JudgedMasks:
+    """Return what the models find in the masks of their splits, each image judged by the first run that may."""
     judged: dict[Path, JudgedImage] = {}
     trained_on: dict[Path, Path] = {}
     counts: ClassCounts | None = None
@@ -153,8 +153,8 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
             splits.add(chosen)
             used.append(run)
         with progress_bar(len(places), f"judging with {printable(run)}") as progress:
-            for done, judgement in enumerate(_judge(trained, dataset, places, run, counts, min_area_px), start=1):
-                judged[_key(judgement.pair)] = judgement
+            for done, image in enumerate(_judge(trained, dataset, places, run, counts, min_area_px), start=1):
+                judged[_key(image.pair)] = image
                 progress(done)
     if not judged or counts is None:
         raise DataError(
@@ -162,7 +162,7 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
         )
     ranked = rank_regions(counts, ((image, region) for image in judged.values() for region in image.regions))
     unjudged = [path for key, path in trained_on.items() if key not in judged]
-    return Judgement(
+    return JudgedMasks(
         [Suspect(*each) for each in ranked], list(judged.values()), used, unjudged, ", ".join(sorted(splits))
     )
 
@@ -183,7 +183,7 @@ def _judge(
     counts: ClassCounts,
     min_area_px: int | None,
 ) -> Iterator[JudgedImage]:
-    """Yield the judgement of each image, and add its pixels to the counts."""
+    """Yield what the model finds in each mask, and add the pixels to the counts."""
     predictor = predictor_of(trained)
     workspace = plan_workspace(predictor)
     ignored = trained.scheme.ignore_index
@@ -221,7 +221,7 @@ def reason_of(suspect: Suspect) -> str:
     }[region.kind]
 
 
-def rows_of(found: Judgement) -> list[dict[str, Any]]:
+def rows_of(found: JudgedMasks) -> list[dict[str, Any]]:
     """Return a row for each region, the most suspicious first; lengths are in pixels of the mask's file."""
     rows = []
     for rank, suspect in enumerate(found.suspects, start=1):
@@ -238,7 +238,7 @@ def rows_of(found: Judgement) -> list[dict[str, Any]]:
     return rows
 
 
-def template_values(found: Judgement, most_pictured: int) -> dict[str, Any]:
+def template_values(found: JudgedMasks, most_pictured: int) -> dict[str, Any]:
     """Return the values that the page shows."""
     scheme = found.images[0].dataset.scheme
     pairs = Counter((each.region.given, each.region.suggested) for each in found.suspects)
@@ -256,7 +256,7 @@ def cut_out(suspect: Suspect) -> dict[str, str]:
     """Return pictures of the surroundings of a region, which is outlined in the image, as `data:` addresses by name."""
     judged, region = suspect.judged, suspect.region
     image, target = judged.dataset.read(judged.index)
-    rgb = np.ascontiguousarray(judged.dataset.pixels.as_rgb(image))
+    rgb = np.array(judged.dataset.pixels.as_rgb(image), order="C")
     cv2.drawContours(rgb, [region.outline], -1, _OUTLINE_RGB, max(1, max(rgb.shape) // 400))
     labels: Any = cv2.imdecode(np.frombuffer(judged.labels_png, np.uint8), cv2.IMREAD_UNCHANGED)
     left, top, width, height = region.box

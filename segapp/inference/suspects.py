@@ -1,10 +1,10 @@
-"""Regions of masks that are probably wrong, found by a network that was not trained on them.
+"""Regions of masks that are probably wrong, found by a model that was not trained on them.
 
-A region is a connected set of pixels, by their four neighbors, in which the mask has one class and the network predicts
+A region is a connected set of pixels, by their four neighbors, in which the mask has one class and the model predicts
 one other class. As in confident learning (Northcutt et al., Confident Learning: Estimating Uncertainty in Dataset
 Labels, JAIR 2021), the prediction counts if its probability reaches the threshold of its class: the mean probability
-that the network gives to that class where the masks have it. The mean over the region is compared with the threshold,
-so a region is kept or dropped as a whole.
+that the model gives to this class over the pixels of the class in the masks. The mean over the region is compared
+with the threshold, so a region is kept or dropped as a whole.
 
 An image is scored by the soft minimum of its pixels' label quality, which is the probability of the mask's class
 (Lad and Mueller, Estimating Label Quality and Errors in Semantic Segmentation Data via Any Model, 2023).
@@ -31,10 +31,10 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True)
 class Region:
-    """A connected set of pixels in which the mask and the network disagree in one way."""
+    """A connected set of pixels in which the mask and the model disagree in one way."""
 
     given: int  # class id in the mask
-    suggested: int  # class id that the network predicts
+    suggested: int  # class id that the model predicts
     kind: Kind
     area_px: int
     box: tuple[int, int, int, int]  # left, top, width, height in pixels
@@ -75,7 +75,7 @@ def image_quality(quality: NDArray[np.floating[Any]], temperature: float = SOFTM
 
 
 def label_quality(probabilities: NDArray[Any], target: NDArray[Any], ignore_index: int) -> NDArray[np.float32]:
-    """Return the probability (H, W) of the mask's class, from probabilities (C, H, W); 1 where it has none."""
+    """Return the probability (H, W) of the mask's class, from probabilities (C, H, W); 1 for pixels without a class."""
     has_class = target != ignore_index
     ids = np.where(has_class, target, 0).astype(np.int64)
     own = np.take_along_axis(probabilities, ids[None], 0)[0]
@@ -145,8 +145,9 @@ def _parts(is_in: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
 def rank_regions(counts: ClassCounts, regions: Iterable[tuple[Source, Region]]) -> list[tuple[Source, Region, float]]:
     """Return the regions that the thresholds keep, the most suspicious first, with scores from -1 to 1.
 
-    The score is the probability of the predicted class less that of the mask's class, times the share of the mask's
-    class that is not predicted as this other class. A confusion that the network makes all the time says little.
+    The score is the probability of the predicted class minus the probability of the mask's class, times the share of
+    the mask's class that is not predicted as this other class. A confusion that the model makes everywhere has a low
+    score.
     """
     thresholds, rates = counts.thresholds, counts.pairs / np.maximum(counts.pairs.sum(1, keepdims=True), 1)
     found = [

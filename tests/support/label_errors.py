@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from segapp.commands.suspects import Judgement
+from segapp.commands.suspects import JudgedMasks
 
 KINDS = ("shifted", "swapped", "eroded", "missing")
 LEAST_PX = 400
@@ -165,7 +165,7 @@ def write_folds(camvid: Path, out: Path, *, share: float = 0.05, seed: int = 0, 
     return errors
 
 
-def kinds_found(found: Judgement, changed: Path, first: int) -> list[str | None]:
+def kinds_found(found: JudgedMasks, changed: Path, first: int) -> list[str | None]:
     """Return the kind of the error that at least half of the pixels of each first region belong to; else None."""
     kinds: list[str | None] = []
     for suspect in found.suspects[:first]:
