@@ -49,7 +49,7 @@ LEAVE_S = 5.0
 class MonitorApp(App[None]):
     """The screen of a run, with its keys: those that look at the run, and those that send commands to it.
 
-    The arguments are those of `run_ui`; without a file, the settings and the alerts that were seen are not kept.
+    The arguments are the arguments of `run_ui`. Without a file, settings and alerts that were seen are not kept.
     """
 
     TITLE = "segapp"
@@ -185,7 +185,7 @@ class MonitorApp(App[None]):
             self._driver.write(codes)
 
     def action_runs(self) -> None:
-        """Show the list of the runs beside the one on the screen; open the one that the user chooses."""
+        """Show the list of the runs; open the run that the user chooses."""
         beside = self.shown.source.folder.path.parent
         runs = RunList(beside.parent if is_sweep(beside) else beside)
         self.push_screen(RunsScreen(runs, self.marked.paths, self.glyphs), self._open)
@@ -304,11 +304,11 @@ class MonitorApp(App[None]):
             self.apply_layout()
 
     def action_pictures(self) -> None:
-        """Show the sample pictures in place of the chart, or the chart again."""
+        """Show the sample images instead of the chart, or the chart again."""
         self.action_pane("loss" if self.pane == "pictures" else "pictures")
 
     def action_zoom(self) -> None:
-        """Show the selected pane alone, or all panes again."""
+        """Show only the selected pane, or all panes again."""
         self.is_zoomed = not self.is_zoomed
         self.apply_layout()
 
@@ -378,7 +378,7 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def action_filter(self) -> None:
-        """Open the search line of the events if they are selected, else that of the classes."""
+        """Open the search line of the events if they are selected, else the search line of the classes."""
         if self.pane == "events":
             self.columns.events.search.open()
         else:

@@ -1,4 +1,4 @@
-"""The run on the screen: its events, the alerts that the user has seen, its log and plan; the runs drawn beside it."""
+"""The run on the screen: its events, the alerts that the user has seen, its log and plan; and the marked runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,7 +90,7 @@ class ShownRun:
 
 
 class MarkedRuns:
-    """The runs that the user has marked: the chart draws their curves beside the run on the screen."""
+    """The runs that the user has marked: the chart draws their curves, too."""
 
     def __init__(self) -> None:
         self.paths: set[Path] = set()

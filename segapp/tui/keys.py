@@ -90,7 +90,7 @@ KEYS = (
     Key("pane('classes')", "3", "", "show the IoU of every class"),
     Key("pane('events')", "4", "", "show the events of the run"),
     Key("pictures", "i,5", "", "show the sample images, or the chart again", words="images"),
-    Key("zoom", "f", "Zoom", "show the selected pane alone, or all panes again", words="full screen"),
+    Key("zoom", "f", "Zoom", "show only the selected pane, or all panes again", words="full screen"),
     Key("theme", "t", "", "next theme", words="colors, dark, light"),
     Key("help", "question_mark,h", "Help", "show this page"),
     Key("manual", "f1", "", "show the documentation of the selected pane", words="docs, manual"),
@@ -100,7 +100,7 @@ KEYS = (
 
 
 def bindings() -> list[Binding]:
-    """Return the bindings of the app; `MonitorApp.check_action` disables those of a read-only view."""
+    """Return the bindings of the app; `MonitorApp.check_action` disables the commands of a read-only view."""
     return [Binding(key.keys, key.action, key.help, id=binding_id(key)) for key in KEYS if key.is_bound]
 
 
@@ -143,7 +143,7 @@ def palette(
 
 
 def here(keys: Sequence[Key], pane: str) -> list[Key]:
-    """Return the keys that act in a pane, those of the pane alone first behind the commands."""
+    """Return the keys that act in a pane: leaving and the commands first, then the keys of this pane."""
     found = [key for key in keys if not key.panes or pane in key.panes.split()]
     return sorted(found, key=lambda key: (not key.ctl and not key.panes and key.action != "detach",))
 

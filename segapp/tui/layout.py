@@ -89,7 +89,7 @@ def plan_layout(
 
 
 class Columns(Horizontal):
-    """The chart or the pictures, the throughput and the events; beside them the devices, gpu0_bsz and the classes."""
+    """Left the chart or the images, the throughput and the events; right the devices, gpu0_bsz and the classes."""
 
     def __init__(
         self, glyphs: Glyphs, *, has_color: bool, graphics: Graphics | None, write: Callable[[str], None]
@@ -116,7 +116,7 @@ class Columns(Horizontal):
         self.events.set_class(not plan.panes & {"loss", "pictures"}, "-tall")
 
     def show(self, run: ShownRun, marked: MarkedRuns, sort: str, draft: Draft | None, *, is_readonly: bool) -> None:
-        """Update the visible panes; the draft is that of the editor of gpu0_bsz, None while it is closed."""
+        """Update the visible panes; the draft belongs to the editor of gpu0_bsz; None if it is closed."""
         view, plan, glyphs = run.view, self._layout, self._glyphs
         if "loss" in plan.panes:
             metric = self.chart.options.metric

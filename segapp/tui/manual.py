@@ -86,7 +86,7 @@ class DocsScreen(ModalScreen[None]):
             viewer.document.goto_anchor(self._anchor)
 
     def on_resize(self, event: Resize) -> None:
-        """List the headings beside the page where there is room, unless the user has chosen."""
+        """List the headings next to the page if there is room, unless the user has chosen."""
         if self._has_contents is None:
             self.query_one(PageViewer).show_table_of_contents = event.size.width >= 110
 

@@ -173,7 +173,7 @@ class RunColumns(NamedTuple):
 
     run: int
     sweep: int
-    """0 where no run belongs to a sweep."""
+    """0 if no run belongs to a sweep."""
 
     @classmethod
     def of(cls, runs: Sequence[FollowedRun]) -> RunColumns:

@@ -46,11 +46,11 @@ class Evaluations:
         self._last = deque((val for val in self._last if val.step <= step), maxlen=NUM_WHOLE)
 
     def values(self, name: str) -> Floats:
-        """Return `epoch`, `step`, `num_images`, `val_s` or a score, float64 [evaluations]; nan where there is none."""
+        """Return `epoch`, `step`, `num_images`, `val_s` or a score, float64 [evaluations]; nan if it is missing."""
         return self._column(_NUMBERS.index(name))
 
     def class_iou(self, index: int) -> Floats:
-        """Return the IoU of a class at every evaluation, float64 [evaluations]; nan where it has none."""
+        """Return the IoU of a class at every evaluation, float64 [evaluations]; nan if it is missing."""
         return self._column(len(_NUMBERS) + index) if index >= 0 else np.full(len(self), np.nan)
 
     def _column(self, at: int) -> Floats:

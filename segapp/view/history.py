@@ -1,4 +1,4 @@
-"""The loss curve of a whole run in bounded memory: neighbouring steps are merged when the capacity is reached."""
+"""The loss curve of a whole run in bounded memory: neighboring steps are merged when the capacity is reached."""
 
 import contextlib
 import mmap
@@ -23,7 +23,7 @@ class LossHistory:
     computed over every step before points are merged; non-finite losses are skipped.
 
     Args:
-        capacity: Maximum number of points, even; beyond it, pairs of neighbours are merged, with their extremes.
+        capacity: Maximum number of points, even; beyond it, pairs of neighbors are merged, with their extremes.
     """
 
     def __init__(self, capacity: int = 2**17) -> None:

@@ -99,7 +99,7 @@ def padded_range(first: float, last: float) -> tuple[float, float]:
 
 
 def draw_columns(columns: CurveColumns, scale: Scale, num_rows: int) -> NDArray[np.bool_]:
-    """Return the dots of a curve, (num_rows, columns), first row on top; neighbouring strokes touch."""
+    """Return the dots of a curve, (num_rows, columns), first row on top; neighboring strokes touch."""
     top = np.clip((1 - scale.fraction(columns.high)) * (num_rows - 1), -1, num_rows)
     bottom = np.clip((1 - scale.fraction(columns.low)) * (num_rows - 1), -1, num_rows)
     top = np.where(np.isnan(top), bottom, top)  # the logarithm of the lower end is undefined
@@ -125,7 +125,7 @@ def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[n
 
 
 def without_spikes(columns: CurveColumns, top: float) -> CurveColumns:
-    """Return a band in which columns that exceed a value are as high as those beside them.
+    """Return a band in which columns that exceed a value are as high as the columns next to them.
 
     A single step far beyond the scale would otherwise be a stroke over the whole chart.
     """
@@ -171,7 +171,7 @@ def choose_scale(
 def usual_range(low: Floats, high: Floats) -> tuple[float, float] | None:
     """Return the extremes of points, without the rarest 0.5 % where these are far beyond the rest.
 
-    `low` and `high` are those of each point; None without a finite value.
+    `low` and `high` are the limits of each point; None without a finite value.
     """
     low, high = low[np.isfinite(low)], high[np.isfinite(high)]
     if not len(low):

@@ -22,7 +22,7 @@ class FollowedRun(LiveSource):
     summary: RunSummary
 
     def new_view(self) -> View:
-        """Return a view of a summary alone."""
+        """Return a view for a summary only."""
         return small_view()
 
     def facts(self) -> StateFacts:
@@ -53,7 +53,7 @@ class FollowedRun(LiveSource):
 
 
 class RunList:
-    """Follows every run below a folder, those of sweeps too; the clock returns Unix seconds."""
+    """Follows every run below a folder and its sweeps; the clock returns Unix seconds."""
 
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.root = root
@@ -74,7 +74,7 @@ class RunList:
 
 
 def sorted_runs(runs: list[FollowedRun], sort: str, wanted: str = "") -> list[FollowedRun]:
-    """Return the runs whose names, with those of their sweeps, contain a text, in one of the orders of `SORTS`."""
+    """Return the runs whose names, or the names of their sweeps, contain a text, in one of the orders of `SORTS`."""
     found = [run for run in runs if wanted.casefold() in run.folder.name.casefold()]
     if sort == "name":
         return sorted(found, key=lambda run: run.folder.name.casefold())

@@ -42,7 +42,7 @@ class SeriesReader:
 
 
 def series_of(path: Path, field: str) -> LossHistory:
-    """Return all values of one number of the `step` events; its arguments are those of `SeriesReader`."""
+    """Return all values of one number of the `step` events; its arguments are the arguments of `SeriesReader`."""
     reader = SeriesReader(path, field)
     while reader.poll():
         pass
@@ -50,12 +50,12 @@ def series_of(path: Path, field: str) -> LossHistory:
 
 
 _BLOCK_BYTES = 2**15
-"""Read at once: until they are folded, events take several times their bytes."""
+"""Bytes that are read in one piece: until they are folded, events take several times their bytes."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """The status of a run, beside its events."""
+    """The status of a run, which does not follow from its events only."""
 
     state: State
     is_there: bool = True

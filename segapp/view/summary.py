@@ -77,11 +77,11 @@ class RunSummary:
     reason: str | None = None
     exit_code: int | None = None
     sweep: dict[str, int] | None = None
-    """Of a sweep, in place of a run: its number of runs, and of those that have finished, failed, or are running."""
+    """Of a sweep instead of a run: the numbers of all, finished, failed and running runs."""
 
 
 def small_view() -> View:
-    """Return a view to be folded for a summary alone: with a short loss curve."""
+    """Return a view to be folded only for a summary: with a short loss curve."""
     return View(history=LossHistory(_NUM_POINTS))
 
 

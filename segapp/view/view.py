@@ -59,7 +59,7 @@ class Gpu0:
     value: int | None = None
     pending: events.Gpu0Bsz | None = None
     changes: list[events.Gpu0Bsz] = field(default_factory=list)
-    """The changes that were applied, cancelled or reverted."""
+    """The changes that were applied, canceled or reverted."""
     previous: list[int | None] = field(default_factory=list)
     """Earlier values, the latest last."""
     ceiling: int | None = None
@@ -156,7 +156,7 @@ class View:
 
     @property
     def machines(self) -> list[str | None]:
-        """The machine of each device; None for all where there is one."""
+        """The machine of each device; None for all if there is one machine."""
         return [device.machine for device in self.start.devices] if self.start else []
 
     @property
@@ -318,7 +318,7 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
 
 
 def _note_judged_peaks(view: View, peaks_mib: Any) -> None:
-    """Fold the peaks under the split in force; they are those of the whole epoch so far."""
+    """Fold the peaks under the split in force; they are the peaks of the whole epoch so far."""
     judge = view._judge
     if judge is None or judge.current is None or not isinstance(peaks_mib, list):
         return

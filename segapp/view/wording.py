@@ -1,4 +1,4 @@
-"""Events as lines of text, and whole events as labelled lines. Text from data is printable and literal."""
+"""Events as lines of text, and whole events as labeled lines. Text from data is printable and literal."""
 
 import math
 import re
@@ -118,7 +118,7 @@ def _val(event: events.Val, classes: Sequence[str], previous: events.Val | None)
 def _answer(event: events.CommandAnswer) -> str:
     canceller = re.fullmatch(r"by [0-9a-f]+ of (.+)", event.reason or "")
     if event.status == "cancelled" and canceller is not None:
-        return f"{event.command.removeprefix('set ')} cancelled by {canceller[1]}"
+        return f"{event.command.removeprefix('set ')} {event.status} by {canceller[1]}"
     reason = f": {event.reason}" if event.reason else ""
     return f"{event.by}: {event.command} {event.status}{reason}"
 
@@ -169,7 +169,7 @@ _FRAME = {"v", "seq", "t", "type"}
 
 
 class Detail(NamedTuple):
-    """One labelled text; it may have several lines."""
+    """One labeled text; it may have several lines."""
 
     label: str
     text: str

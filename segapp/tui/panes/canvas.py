@@ -43,7 +43,7 @@ class Canvas:
             self.put(min(int((1 - fraction) * self.height), self.height - 1), column, char, style)
 
     def line(self, column: int, char: str, style: int) -> None:
-        """Draw a vertical line where there is no curve."""
+        """Draw a vertical line in the cells without a curve."""
         is_empty = self._chars[:, column] == " "
         self._chars[is_empty, column] = char
         self._styles[is_empty, column] = style
@@ -58,7 +58,7 @@ class Canvas:
             self.put(0, at, char, style)
 
     def strips(self, styles: Sequence[Style], labels: Sequence[str]) -> list[Strip]:
-        """Return the rows with a label in front of each; the styles are those of the indices, the labels' one last."""
+        """Return the rows, each after its label; `styles` has the style of each index, and last the style of labels."""
         strips = []
         for label, chars, own in zip(labels, self._chars, self._styles, strict=True):
             text = "".join(chars.tolist())

@@ -90,7 +90,7 @@ class ChartOptions:
     metric: str = "loss"
     """One of `metric_names`, or `IoU CLASS`."""
     smoothing: float = AUTO
-    """One of `SMOOTHINGS`; 0: the raw curve alone; `AUTO`: by the number of steps."""
+    """One of `SMOOTHINGS`; 0: only the raw curve; `AUTO`: by the number of steps."""
     is_log: bool = False
     x_axis: str = "step"
     part: Viewport = field(default_factory=Viewport)
@@ -353,7 +353,7 @@ class LossChart(StripWidget):
         return plot.usual_range(history.low[part], history.high[part])
 
     def _draw_points(self, canvas: Canvas, scale: plot.Scale, x: plot.Floats, y: plot.Floats) -> None:
-        """Draw the evaluations: diamonds where there is room between them, else a line; the best one as a star."""
+        """Draw the evaluations: diamonds if there is room between them, else a line; the best one as a star."""
         has_line = self._curve.history is None or len(x) > canvas.width // 4
         if has_line and len(x) > 1:
             canvas.curve(self._joined(x, y), scale, _VAL)

@@ -35,7 +35,7 @@ _MACHINE_CELLS = 12
 
 
 class DevicesPane(VerticalScroll, can_focus=True):
-    """The device pane; it scrolls where the devices need more rows."""
+    """The device pane; it scrolls if the devices need more rows."""
 
     def __init__(self) -> None:
         self._lines = LiteralText(classes="lines")
@@ -59,7 +59,7 @@ def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, g
     """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
 
     Logical devices have one line together. If there is room, the allocator's numbers, the peak that the plan predicts
-    and a graph of the memory follow each line. The first lines are those of `_notes`.
+    and a graph of the memory follow each line. The lines of `_notes` come first.
     """
     if not view.devices:
         text = "no memory sample yet" if view.start is None or view.end is None else "no memory sample was written"
@@ -155,7 +155,7 @@ def _device_line(view: View, group: list[int], device: DeviceMemory, width: int,
 
 
 def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
-    """Return the peak of a device with the present split; None as long as only those of other splits are known."""
+    """Return the peak of a device with the present split; None as long as only peaks of other splits are known."""
     if not view.peaks_mib:
         return device.peak_mib
     peaks = view.peaks_mib.get(view.split or (), [])

@@ -130,7 +130,7 @@ def _idle_lines(view: View, can_edit: bool) -> list[Content]:
 
 
 def _observed(view: View, predicted: list[float | None] | None, observed: list[float | None] | None) -> str:
-    """Return the observed peak of device 0 beside the predicted one."""
+    """Return the observed peak of device 0, with the predicted one."""
     if view.has_logical_devices:
         return ""
     seen = next(iter(observed or []), None)

@@ -57,7 +57,7 @@ class LinePart(NamedTuple):
 
 
 def fit_parts(parts: Sequence[LinePart | None], width: int, gap: int = 2) -> Content:
-    """Return the parts that fit into a width, joined; those of the highest rank are left out first."""
+    """Return the parts that fit into a width, joined; parts of the highest rank are left out first."""
     kept = [(part.rank, part.content) for part in parts if part is not None and part.content.cell_length]
     while kept and sum(content.cell_length for _, content in kept) + gap * (len(kept) - 1) > width:
         if len(kept) == 1:

@@ -30,7 +30,7 @@ from segapp.view.wording import clip
 class Arrangement(NamedTuple):
     """Places of three pictures, each below its label.
 
-    The legend is beside the stack of one column, in the free quarter of two, and below three.
+    The legend is next to the stack of one column, in the free quarter of two, and below three.
     """
 
     columns: int
@@ -44,7 +44,7 @@ class Arrangement(NamedTuple):
 def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: int) -> Arrangement:
     """Return the arrangement in which the pictures are largest; the stack, if several are equal.
 
-    The size is in cells; a cell shows one pixel beside and two below each other. Without a legend its width is 0.
+    The size is in cells; a cell shows two pixels, one below the other. Without a legend its width is 0.
     """
     width, height = size
     beside = min(legend_width, width // 3) + 1 if legend_width else 0
@@ -69,7 +69,7 @@ _RAMP = " .:-=+*#%@"
 _NAME = re.compile(r"epoch_(\d{1,9})_(\d{1,9})\.png")
 _LABELS = ("image", "target", "prediction")
 _OF_FILE = (0, 2, 1)
-"""Where the pictures of `_LABELS` lie in the file, from the left."""
+"""The position of each picture of `_LABELS` in the file, from the left."""
 
 Rgb = tuple[int, int, int]
 
@@ -82,7 +82,7 @@ class PictureKey(NamedTuple):
 
 
 class PictureView(StripWidget):
-    """Shows a PNG of the run's `samples`: its three pictures labelled and as large as they fit, with their classes.
+    """Shows a PNG of the run's `samples`: its three pictures labeled and as large as they fit, with their classes.
 
     In color it draws half blocks, otherwise characters by brightness, and a letter for each class. In a terminal with
     `graphics` the pictures are real ones: Kitty replaces text by them, and sixels are drawn over the half blocks. Their
@@ -159,7 +159,7 @@ class PictureView(StripWidget):
         return (self._shown and self._paths.get(self._shown), self.content_size, len(self._names))
 
     def build(self) -> list[Strip]:
-        """Return the labelled pictures with their legend, or why there are none."""
+        """Return the labeled pictures with their legend, or why there are none."""
         width, height = self.content_size
         self._sixels = []
         if self._shown is None:
@@ -187,7 +187,7 @@ class PictureView(StripWidget):
         return self._join(plan, blocks, self._legend(legend, letters, plan))
 
     def _join(self, plan: Arrangement, blocks: list[list[Strip]], legend: list[Strip]) -> list[Strip]:
-        """Return the labelled pictures in their places, with the legend in the free one."""
+        """Return the labeled pictures in their places, with the legend in the free one."""
         height = plan.height + 1
         blocks = [[*block, *[Strip([])] * (height - len(block))] for block in blocks]
         if plan.columns == 1:
@@ -289,7 +289,7 @@ def _next(choices: list[int], current: int, by: int) -> int:
 
 
 def _places(paths: list[Path]) -> dict[PictureKey, Path]:
-    """Return the place of each picture; one with a name of its own is an evaluation by itself, after the others."""
+    """Return the place of each picture; one with a name of its own counts as an evaluation after the others."""
     found = {}
     for i, path in enumerate(reversed(paths)):
         match = _NAME.fullmatch(path.name)
@@ -307,7 +307,7 @@ def _class_names(view: View) -> dict[Rgb, str]:
 
 
 def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> dict[Rgb, str]:
-    """Return the classes that occur in Pillow RGB pictures of class colors, those of most pixels first.
+    """Return the classes that occur in Pillow RGB pictures of class colors; classes of most pixels come first.
 
     Other colors (ignored pixels, mixtures) are left out.
     """
