@@ -70,7 +70,7 @@ def write_report(
             evaluation = _evaluate(report, split, num_worst)
         except SegappError as error:
             why_not = str(error)
-            print(f"note: no pictures and no confusion matrix: {printable(why_not)}", file=sys.stderr)
+            print(f"note: no images and no confusion matrix: {printable(why_not)}", file=sys.stderr)
     save_page(out, render("report.html.j2", template_values(report, evaluation, why_not)))
     return out
 
@@ -96,7 +96,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
         "loss": loss_chart([report]),
         "miou": _miou_chart(report),
         "lr": _small_chart("learning rate", report.series("lr"), "learning rate"),
-        "rate": _small_chart("images/s", report.series("images_per_s"), "images a second"),
+        "rate": _small_chart("images/s", report.series("images_per_s"), "images per second"),
         "terms": [
             (name, _small_chart(name, report.series(f"terms.{name}"), name.replace("_", " "), bottom=None))
             for name in report.terms

@@ -35,7 +35,7 @@ from segapp.scores import count_scored, of_classes
 PICTURE_PX = 720
 WRONG_RGB = (214, 39, 140)
 _STRIPES = (110, 190)
-"""Greys of ignored pixels, in stripes of 4 px; the style sheet has them as `swatch ignored`."""
+"""Gray values of ignored pixels, in stripes of 4 px; the style sheet has them as `swatch ignored`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class EvaluatedImage:
     confusions: Sequence[Confusion] = ()
     """Those of the most pixels; none with several classes per pixel."""
     legend: Sequence[tuple[str, Color]] = ()
-    """Classes of the target or the prediction, those of the most target pixels first."""
+    """Classes of the target or the prediction, ordered by their target pixels, the most frequent class first."""
     has_ignored: bool = False
 
 
@@ -108,7 +108,7 @@ def evaluate_split(
 
 
 def gains_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the rise of mIoU if each pixel of an image were right and those of the others as they are, (N,).
+    """Return the rise of mIoU if each pixel of one image were right and the other images stayed the same, (N,).
 
     `counts` is (N, C, 3), as in `ImageCounts`. A class that only wrong pixels of the image have leaves the mean.
     """

@@ -1,4 +1,4 @@
-"""HTML pages from the templates beside this module; each page is one file without scripts or references."""
+"""HTML pages from the templates next to this module; each page is one file without scripts or references."""
 
 import base64
 import time

@@ -135,6 +135,30 @@ def test_report_shows_the_values_of_run_and_model(trained: Path, tmp_path: Path)
         assert cv2.imdecode(np.frombuffer(data, np.uint8), cv2.IMREAD_COLOR).shape == (48, 64, 3)
 
 
+def test_a_class_has_one_color_in_screen_report_and_predictions(trained: Path, tmp_path: Path) -> None:
+    model = load_trained(str(trained))
+    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+    image = evaluate_split(model, build_one(dataset, 0), "val", 1).worst[0]
+    (start,) = events(trained, "run_start")  # the legend of the TUI is made of its palette
+    legend = dict(image.legend)
+    assert legend.items() <= dict(zip(start["classes"], map(tuple, start["palette"]), strict=True)).items()
+    pixels, target = dataset.read(0)
+    labels = predict_image(model.model, model.inference, pixels, model.device)
+    for ids, name in ((target, "target"), (labels, "prediction")):
+        data = np.frombuffer(base64.b64decode(image.pictures[name].split(",")[1]), np.uint8)
+        shown = cv2.imdecode(data, cv2.IMREAD_COLOR)[..., ::-1]
+        for number in np.unique(ids[target != 255]).tolist():
+            assert {tuple(color) for color in shown[(ids == number) & (target != 255)].tolist()} == {
+                legend[model.scheme.names[number]]
+            }
+    sample = sorted((trained / "samples").glob("*.png"))[-1]  # image, prediction and target side by side
+    colors = {tuple(color) for color in cv2.imread(str(sample))[:, 64:, ::-1].reshape(-1, 3).tolist()}
+    assert colors & set(legend.values())
+    page = write_report(str(trained), tmp_path / "page.html").read_text()
+    for color in legend.values():
+        assert page.count(f"background:rgb({','.join(map(str, color))})") >= 2  # in the class table and in a legend
+
+
 def test_report_scores_equal_the_evaluation(trained: Path) -> None:
     model = load_trained(str(trained))
     dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
@@ -230,7 +254,7 @@ def test_report_without_model_has_the_rest_and_the_reason(trained: Path, tmp_pat
         (folder / name).write_bytes((trained / name).read_bytes())
     page = read(write_report(str(folder)))
     assert (folder / "report.html").is_file()
-    assert "No confusion matrix and no pictures" in page.text
+    assert "No confusion matrix and no images" in page.text
     assert "2 of 2" in page.text
 
 
@@ -423,7 +447,7 @@ def test_report_lists_changes_of_the_ranks(tmp_path: Path) -> None:
     run.write(Topology(step=10, ranks=1, machines=1, old_ranks=2, old_machines=2, reason="without node2 cuda:0"))
     run.train(10)
     words = read(write_report(str(run.folder.path), has_pictures=False)).text
-    assert "after step 10: 1 rank on 1 machine, 2 on 2 before: without node2 cuda:0" in words
+    assert "after step 10: 1 rank on 1 machine (before: 2 on 2): without node2 cuda:0" in words
 
 
 def test_style_sheet_has_each_color_of_the_curves() -> None:
