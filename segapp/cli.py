@@ -616,11 +616,13 @@ def suspects(
         int | None,
         typer.Option("--min-area", metavar="PX", min=1, help="Smallest region; by default 0.05 % of the image."),
     ] = None,
-    most: Annotated[int, typer.Option("--most", metavar="N", min=0, help="Regions with pictures on the page.")] = 100,
+    most: Annotated[
+        int, typer.Option("--most", metavar="N", min=0, help="Number of regions with images on the page.")
+    ] = 100,
 ) -> None:
     """Find masks that are probably wrong, with runs that were not trained on them.
 
-    Writes suspects.html with pictures, suspects.csv, and suspects.json, which Label Studio and segapp check read.
+    Writes suspects.html with images, suspects.csv, and suspects.json, which Label Studio and segapp check read.
     """
     from segapp.commands.suspects import write_suspects
 
