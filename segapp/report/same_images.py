@@ -124,17 +124,25 @@ def _largest_change(classes: Sequence[str], counts: Any) -> dict[str, Any] | Non
 def _add_pictures(
     image: dict[str, Any], networks: Sequence[Network], counts: Sequence[ImageCounts], names: Sequence[str]
 ) -> None:
-    """Add pictures of input and target, and of the prediction and the errors of each run, and the colors of classes."""
-    pictures: dict[str, str] = {}
+    """Add the pictures of an image and the colors of its classes.
+
+    A row has the image and the prediction of each run; the next one has the target and the wrong pixels of each run.
+    """
+    rows: list[list[tuple[str, str]]] = [[], []]
     legend: dict[str, tuple[int, int, int]] = {}
+    has_ignored = False
     for (trained, dataset), own, name in zip(networks, counts, names, strict=True):
         place, scheme = own.names.index(image["name"]), trained.scheme
         pixels, target, labels = predict_pair(trained, dataset, place, HostLimit())
-        for what, address in pictures_of(dataset.pixels.as_rgb(pixels), target, labels, scheme).items():
-            pictures[what if what in ("input", "target") else f"{what} of {name}"] = address
+        found = list(pictures_of(dataset.pixels.as_rgb(pixels), target, labels, scheme).items())
+        if not legend:
+            rows = [found[:1], found[1:2]]
+        for row, (what, address) in zip(rows, found[2:], strict=True):
+            row.append((f"{what}, {name}", address))
         occurs = np.flatnonzero(own.counts[place].any(1)).tolist()
         legend.update((scheme.names[number], scheme.palette[number]) for number in occurs)
-    image |= {"pictures": list(pictures.items()), "legend": list(legend.items())}
+        has_ignored = has_ignored or bool((target == scheme.ignore_index).any())
+    image |= {"pictures": [*rows[0], *rows[1]], "legend": list(legend.items()), "has_ignored": has_ignored}
 
 
 def verdict(found: Mapping[str, Any], run: Mapping[str, Any]) -> str:
