@@ -97,8 +97,7 @@ def compare_runs(
         }
         save_page(out, render("compare.html.j2", values))
     for image in same["images"] if same else ():
-        for name in ("pictures", "legend", "has_ignored"):
-            image.pop(name, None)
+        image.pop("shown", None)
     return {
         "runs": [asdict(row) for row in rows],
         "differences": differences,

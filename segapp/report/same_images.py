@@ -15,8 +15,8 @@ from segapp.datasets.dataset import SegmentationDataset
 from segapp.errors import DataError
 from segapp.inference.workspace import HostLimit
 from segapp.report.differences import MIN_IMAGES, Differences, differences_of
-from segapp.report.image_counts import ImageCounts, count_split, iou_of, mean_of_known, predict_pair
-from segapp.report.pictures import pictures_of
+from segapp.report.image_counts import ImageCounts, count_split, iou_of, mean_of_known
+from segapp.report.pictures import evaluate_image
 from segapp.report.run_report import RunReport
 from segapp.training.telemetry.console import progress_bar
 
@@ -124,25 +124,26 @@ def _largest_change(classes: Sequence[str], counts: Any) -> dict[str, Any] | Non
 def _add_pictures(
     image: dict[str, Any], networks: Sequence[Network], counts: Sequence[ImageCounts], names: Sequence[str]
 ) -> None:
-    """Add the pictures of an image and the colors of its classes.
+    """Add what the page shows of an image: pictures, files, confusions of each run, and the colors of its classes.
 
-    A row has the image and the prediction of each run; the next one has the target and the wrong pixels of each run.
+    A row of pictures has the image and the prediction of each run; the next row has the target and the wrong pixels.
     """
-    rows: list[list[tuple[str, str]]] = [[], []]
-    legend: dict[str, tuple[int, int, int]] = {}
-    has_ignored = False
-    for (trained, dataset), own, name in zip(networks, counts, names, strict=True):
-        place, scheme = own.names.index(image["name"]), trained.scheme
-        pixels, target, labels = predict_pair(trained, dataset, place, HostLimit())
-        found = list(pictures_of(dataset.pixels.as_rgb(pixels), target, labels, scheme).items())
-        if not legend:
-            rows = [found[:1], found[1:2]]
-        for row, (what, address) in zip(rows, found[2:], strict=True):
+    shown = [
+        evaluate_image(trained, dataset, own.names.index(image["name"]), HostLimit())
+        for (trained, dataset), own in zip(networks, counts, strict=True)
+    ]
+    first, target, *_ = shown[0].pictures.items()
+    rows = [[first], [target]]
+    for name, each in zip(names, shown, strict=True):
+        for row, (what, address) in zip(rows, list(each.pictures.items())[2:], strict=True):
             row.append((f"{what}, {name}", address))
-        occurs = np.flatnonzero(own.counts[place].any(1)).tolist()
-        legend.update((scheme.names[number], scheme.palette[number]) for number in occurs)
-        has_ignored = has_ignored or bool((target == scheme.ignore_index).any())
-    image |= {"pictures": [*rows[0], *rows[1]], "legend": list(legend.items()), "has_ignored": has_ignored}
+    image["shown"] = {
+        "pictures": [*rows[0], *rows[1]],
+        "files": shown[0].files,
+        "confusions": list(zip(names, (each.confusions for each in shown), strict=True)),
+        "legend": list(dict(entry for each in shown for entry in each.legend).items()),
+        "has_ignored": any(each.has_ignored for each in shown),
+    }
 
 
 def verdict(found: Mapping[str, Any], run: Mapping[str, Any]) -> str:

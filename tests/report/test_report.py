@@ -297,8 +297,28 @@ def test_comparison_names_the_differing_settings(trained: Path, tmp_path: Path) 
     assert {**first, "name": ""} == {**second, "name": ""}
     assert first["best_miou"] == max(event["miou"] for event in events(trained, "val"))
     assert "parallel.gpu0_bsz" in read(tmp_path / "page.html").text
+    assert found["same_images"] is None
+    assert "best.pt" in found["why_not"] or "checkpoint" in found["why_not"]
+    assert found["why_not"] in read(tmp_path / "page.html").text
     with pytest.raises(ConfigError, match="at least two runs"):
         compare_runs([str(trained)])
+
+
+def test_runs_are_compared_on_the_same_images_with_pictures(trained: Path, tmp_path: Path) -> None:
+    """A run and itself have no difference; the mIoU equals the evaluation in training."""
+    model = load_trained(str(trained))
+    dataset = build_dataset(model.config.data, model.scheme, "val", is_training=False, seed=0)
+    found = compare_runs([str(trained), str(trained)], tmp_path / "page.html", num_images=2)
+    same = found["same_images"]
+    assert (same["num_images"], same["num_left_out"], same["split"]) == (len(dataset), 0, "val")
+    assert [run["miou"] for run in same["runs"]] == [pytest.approx(found["runs"][0]["best_miou"], abs=1e-6)] * 2
+    assert same["runs"][1]["difference"] == 0.0
+    assert same["images"][0]["effects"] == [0.0]
+    assert "shown" not in same["images"][0]
+    page = read(tmp_path / "page.html")
+    assert len([1 for tag, _ in page.tags if tag == "img"]) == 2 * 6
+    assert "do not differ clearly" in page.text or "give no confidence" in page.text
+    assert compare_runs([str(trained), str(trained)], has_images=False)["why_not"] == "left out because of --no-images"
 
 
 def test_loss_chart_shows_evaluations_and_the_last_best_one(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_difference_of_settings_is_scipys_paired_t_interval(swept: tuple[SweepFo
     assert f"  {other.difference.mean:+.4f} ± {other.margin:.4f}  " in lines[2]
 
 
-def test_page_of_runs_with_one_evaluation_has_points_and_no_curve(tiny: dict[str, Any], tmp_path: Path) -> None:
+def test_page_after_one_evaluation_has_points_and_no_curve(tiny: dict[str, Any], tmp_path: Path) -> None:
     sweep = SweepFolder(tmp_path / "s")
     settings = [{"optim.lr": lr, "seed": seed} for lr in (0.001, 0.01) for seed in (0, 1)]
     runs = [SweepRun(name=f"r{i}", config="c", settings=each) for i, each in enumerate(settings)]
