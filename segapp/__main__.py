@@ -54,7 +54,7 @@ def _complete(asked: list[str]) -> NoReturn:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Raise KeyboardInterrupt; while a module is being imported, exit at once.
+    """Raise KeyboardInterrupt; while a module is being imported, exit immediately.
 
     Nothing needs to be cleaned up then, and libraries turn a KeyboardInterrupt in their import into other errors.
     """

@@ -86,7 +86,7 @@ class Accelerator:
         return tensor.cpu(), lambda: True
 
     def parked(self, tensor: Tensor) -> ParkedTensor:
-        """Return a dense tensor's values in host memory, from where they can be fetched; the device does not wait."""
+        """Return a dense tensor's values in host memory, from which they can be fetched; the device does not wait."""
         return ParkedTensor(tensor)
 
 

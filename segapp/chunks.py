@@ -22,7 +22,7 @@ class SplitCheck:
     Attributes:
         split: Samples per device for a full batch; None if the request is refused.
         reasons: Why it is refused, one sentence each, with the next move; empty if it is accepted.
-        notes: Consequences of an accepted request that the number alone does not show, such as an idle device.
+        notes: Consequences of an accepted request that the number does not show, such as an idle device.
     """
 
     split: tuple[int, ...] | None

@@ -4,7 +4,7 @@
 
 - `HIT` is the visit, counted from 1, at which it first acts (default 1);
 - `TIMES` is how many visits in a row it acts on (default: every one from `HIT` on; 1 when `HIT` is given);
-- `ACTION` is `kill` (SIGKILL to this process), `segv`, `term`, `stop` (the signals), `exit:CODE` (leave at once),
+- `ACTION` is `kill` (SIGKILL to this process), `segv`, `term`, `stop` (the signals), `exit:CODE` (leave immediately),
   `raise:WHAT` (an errno name such as `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`,
   `hang`, or any other word, which `failpoint` returns to its caller (`nan`, `oom`).
 

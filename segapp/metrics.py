@@ -180,7 +180,7 @@ class BoundaryIoU:
 class SurfaceDistances:
     """Counts of surface Dice and sums of the Hausdorff distances (95 %) of images, over any number of images.
 
-    Elements beside an ignored pixel of the target are left out of both surfaces. `counts`, int64 (C, 7): for surface
+    Elements next to an ignored pixel of the target are left out of both surfaces. `counts`, int64 (C, 7): for surface
     Dice the half diagonals and the straight elements within the tolerance, and all of each; the sum of the Hausdorff
     distances in units of `RESOLUTION_PX`; the images that have one, and those where only the target or only the
     prediction has the class, in which the distance is not defined. Integers have the same sum in any order.

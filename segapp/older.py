@@ -85,7 +85,7 @@ def _without(value: Any, path: Sequence[str], default: Any) -> Any:
 
 
 def _section(section: Any, kind: str, place: str, notes: list[str]) -> Any:
-    """Return a section, or a term of the loss, whose former keys stand in `options`."""
+    """Return a section, or a term of the loss, whose former keys are in `options`."""
     former = {key for keys in OPTIONS[kind].values() for key in keys}
     if not isinstance(section, Mapping) or not former & section.keys():
         return section

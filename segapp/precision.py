@@ -20,7 +20,7 @@ from segapp.errors import accepted_words
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
 
 _CAST_TOGETHER = 64
-"""Half gradients that are cast in one launch; all of them at once would stand beside their copies."""
+"""Half gradients that are cast in one launch; all of them together would need memory in addition to their copies."""
 
 
 class LossScaler:

@@ -555,7 +555,7 @@ class StepAssembler:
 
 
 def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
-    """Tag what an engine holds between two steps beside the weights."""
+    """Tag what an engine holds between two steps in addition to the weights."""
     own = {id(parameter) for parameter in engine.model.parameters()}
     optimizers = [engine.optimizer, *(each for p in engine.participants for each in p.optimizers())]
     updated = [p for group in engine.optimizer.param_groups for p in group["params"]]

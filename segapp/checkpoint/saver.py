@@ -163,7 +163,7 @@ class CheckpointSaver:
         return self._begun is not None
 
     def wait_for_writer(self) -> None:
-        """Wait for this rank's writer alone: a training that fails closes its event log next."""
+        """Wait only for this rank's writer: a training that fails closes its event log next."""
         while not self._join_writer(_EXCHANGE_S):
             pass
 

@@ -68,7 +68,7 @@ def as_storable(state: Any) -> Any:
 
 
 def hold_own_state(optimizer: torch.optim.Optimizer) -> None:
-    """Copy an optimizer's tensors on the CPU, one after another, into memory that is theirs alone.
+    """Copy an optimizer's tensors on the CPU, one after another, into memory that only they use.
 
     `Optimizer.load_state_dict` keeps the tensors it is given if they need no conversion; they may be mapped.
     """

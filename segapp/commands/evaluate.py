@@ -257,7 +257,7 @@ def score_lines(scored: ScoredSplit) -> list[str]:
 
 
 def _boundary_lines(found: BoundaryScores) -> list[str]:
-    """Return the means of the boundary scores, and in how many images a class has no Hausdorff distance."""
+    """Return the means of the boundary scores, and the number of cases without a Hausdorff distance."""
     means = (
         f"boundary IoU {_mean_of(found.iou)}  surface Dice within {found.tolerance_px:g} px "
         f"{_mean_of(found.surface_dice)}"

@@ -53,7 +53,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _failure(summary: RunSummary) -> str:
-    """Return why a run failed, cut to what fits beside the other columns; empty for other runs."""
+    """Return why a run failed, cut to what fits next to the other columns; empty for other runs."""
     reason = (summary.reason or "") if summary.state == "failed" else ""
     return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 3]}..."
 

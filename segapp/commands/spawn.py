@@ -185,7 +185,7 @@ def wait_for_start(trainer: TrainerProcess) -> int:
 
 
 def show_training(trainer: TrainerProcess) -> int:
-    """Open the screen of a trainer at once, also while it is starting; return the exit code after the user has left.
+    """Open the screen of a trainer, also while it is starting; return the exit code after the user has left.
 
     A trainer that ends before it has begun to train closes the screen, and its error is printed.
     """

@@ -22,7 +22,7 @@ class Feature:
     value: str = ""
     """Of the key, for messages."""
     is_of_mode: bool = False
-    """It describes its modes alone, and a step in another mode does without it."""
+    """It describes only its modes, and a step in another mode does without it."""
 
     def problem(self, mode: str) -> str:
         """Return the end of a message that begins with the key, for a mode in which the feature does not work."""

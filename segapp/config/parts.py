@@ -12,7 +12,7 @@ from segapp.custom.names import beside
 
 
 def _named(config: RunConfig) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return the keys that can name an own part, each with its value and the options beside it."""
+    """Return the keys that can name a custom component, each with its value and the options next to it."""
     sections: dict[str, Any] = {"model": config.model, **config.loss.by_key()}
     sections |= {"optim": config.optim, "schedule": config.schedule}
     found = {f"{key}.name": (section.name, section.options) for key, section in sections.items()}

@@ -59,7 +59,7 @@ _ACCEPTED = {
 
 
 def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
-    """Return pydantic's location without the names of union members: the key path as it stands in the file."""
+    """Return pydantic's location without the names of union members: the key path as it is in the file."""
     path: list[str] = []
     model: Any = RunConfig
     for part in loc:

@@ -25,15 +25,15 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], int]] = {
     "schedule": (("total_steps", "steps_per_epoch"), 0),
     "transform": (("crop_px", "ignore_index"), 0),
 }
-"""What factories are given beside their `options` of the config, by kind: arguments by keyword, each if there is a
-parameter of that name, and the number of those by position. `weight` (C,) stands for `loss.class_weights`."""
+"""Arguments of factories in addition to their `options` of the config, by kind: by keyword, each if there is a parameter
+of that name, and the number of those by position. `weight` (C,) stands for `loss.class_weights`."""
 
 
 class Loss(Protocol):
-    """A plain loss; a `segapp.losses.AdditiveCriterion` may stand in its place."""
+    """A plain loss; a `segapp.losses.AdditiveCriterion` may replace it."""
 
     def __call__(self, logits: Tensor, target: Tensor, /) -> Tensor:
-        """Return a differentiable scalar: the mean over valid pixels, or the step is exact on one device alone.
+        """Return a differentiable scalar: the mean over valid pixels, or the step is exact only on one device.
 
         Args:
             logits: (N, C, H, W), float32 or float64, at the target's resolution.
@@ -56,7 +56,7 @@ class DataSource(Protocol):
 
 
 class Schedule(Protocol):
-    """A learning-rate schedule, a function of the step alone."""
+    """A learning-rate schedule, a function of only the step."""
 
     def __call__(self, step: int, /) -> float:
         """Return the factor on `optim.lr`, 0 or more, at a step (optimizer update), counted from 1."""
@@ -66,4 +66,4 @@ class Transform(Protocol):
     """A transform of training samples; one of albumentations, or a list of such, may stand in its place."""
 
     def __call__(self, image: NDArray[Any], mask: NDArray[Any], seed: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Return image (H, W, B) and mask (H, W) of class ids in their own types, a function of the arguments alone."""
+        """Return image (H, W, B) and mask (H, W) of class ids in their own types, a function of only the arguments."""

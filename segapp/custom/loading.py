@@ -148,7 +148,7 @@ def build_part(
         options: keyword arguments from the config.
         given: positional arguments.
         offered: further keyword arguments, each given only to a factory that has a parameter of that name.
-        options_key: config key of the options; None: `options` beside `key`.
+        options_key: config key of the options; None: `options` next to `key`.
 
     Raises:
         ConfigError: the part cannot be imported, does not take the options, or raises.

@@ -1,7 +1,7 @@
 """Names of own parts, and the source files that they stand for. Nothing is imported here.
 
 `package.module:factory` is a module of the Python path or of the current folder. `file.py:factory` is a file, relative
-to the current folder; `./file.py:factory` in a config file is looked for beside the config first (`beside`).
+to the current folder; `./file.py:factory` in a config file is looked for next to the config first (`beside`).
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def sha256_of_source(source: Path | None) -> str | None:
 def keep_parts(names: Iterable[str], folder: Path) -> None:
     """Copy the source files of parts, `package/module.py` or `file.py`; a copy that exists is never overwritten.
 
-    A file that has changed since goes beside it, with the beginning of its SHA-256 in its name. Files of installed
-    packages, and those of more than 1 MiB, are left out. A copy is a service: an error of the disk is not reported.
+    A file that has changed since is stored next to it, with the beginning of its SHA-256 in its name. Files of
+    installed packages, and those of more than 1 MiB, are left out. A copy is a service: an error of the disk is not reported.
     """
     for name in names:
         source = find_source(name)

@@ -1,4 +1,4 @@
-"""Samples: an image and its target as tensors, a function of (seed, epoch, index) alone.
+"""Samples: an image and its target as tensors, a function of only (seed, epoch, index).
 
 Images have the type of their files, for uint8 a quarter of the bytes to transfer, and are normalized on the device.
 Large TIFFs of an evaluation are indexed like tensors, of which only the asked part is read.
@@ -43,7 +43,7 @@ class Sample:
 
 
 SampleTransform = Callable[[Pixels, Pixels, int, int | None], tuple[Pixels, Pixels]]
-"""Transform of an image (H, W, B) and its mask (H, W): a function of both, the seed and the aim alone."""
+"""Transform of an image (H, W, B) and its mask (H, W): a function of only these, the seed and the aim."""
 
 
 @dataclass(frozen=True)

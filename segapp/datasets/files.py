@@ -29,7 +29,7 @@ MAX_PIXELS = 178_956_970
 """Largest number of pixels: above it a file counts as a decompression bomb (Pillow's limit: 512 MiB as RGB)."""
 
 MAX_FILE_BYTES = 2**30
-"""Largest file that is read at once; `MAX_PIXELS` of 24 bits, uncompressed, take half of that."""
+"""Largest file that is read in one piece; `MAX_PIXELS` of 24 bits, uncompressed, take half of that."""
 
 # Pillow warns of problems that are checked here or raised as DataError.
 warnings.filterwarnings("ignore", module=r"PIL\.")

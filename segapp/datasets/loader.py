@@ -1,6 +1,6 @@
 """Loaders of training and evaluation batches, divided among the ranks.
 
-The contents of a batch depend on (seed, epoch, position) alone: not on the number of workers, on timing or on where a
+The contents of a batch depend only on (seed, epoch, position): not on the number of workers, on timing or on where a
 run was interrupted. A file that cannot be used raises DataError; a worker that died or gave no batch within `timeout_s`
 raises WorkerError.
 """

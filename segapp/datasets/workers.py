@@ -10,7 +10,7 @@ from segapp.datasets.dataset import SegmentationDataset
 
 GPU_PX_PER_S, CPU_PX_PER_S = 120e6, 5e6
 """Crop pixels that a device trains on each second, upper estimates: DeepLabV3-ResNet50 in bf16 takes 2.3 TFLOP for an
-image of 768x768, of which an H200 does about 200 a second; a small network on some processor cores."""
+image of 768x768, of which an H200 does about 200 per second; a small network on some processor cores."""
 
 WAITING_FRAC = 0.2
 """Share of the time spent waiting for data from which advice is given; the screen marks the same share."""

@@ -61,7 +61,7 @@ class ExportInfo(BaseModel):
     threshold: float | None = None
     """A class is predicted where its probability is above this (multilabel)."""
     temperature: float = 1.0
-    """The file divides its logits by this (segapp calibrate); weights alone do not."""
+    """The file divides its logits by this (segapp calibrate); files of weights do not."""
     precision: Literal["fp32", "fp16"]
     """Of weights and arithmetic; the types of input and output stay the same."""
     fixed_size_px: tuple[int, int] | None = None

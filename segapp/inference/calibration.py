@@ -52,7 +52,7 @@ def score_pixels(
     max_values: int = MAX_VALUES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ScoredPixels:
-    """Predict the images of a data set and return pixels, at most as many of each, that depend on the seed alone.
+    """Predict the images of a data set and return pixels, at most as many of each, that depend only on the seed.
 
     Args:
         predictor: of one class per pixel, with a temperature of 1.

@@ -131,7 +131,7 @@ class EvaluationCounts:
         self.add_statistics(statistics)
 
     def add_statistics(self, statistics: Sequence[Tensor]) -> None:
-        """Add loss statistics alone."""
+        """Add only loss statistics."""
         for own, new in zip(self._statistics, statistics, strict=True):
             own += new.to(own.device)
 
@@ -309,8 +309,8 @@ def count_views(
         settings: how the logits were computed, and the criterion.
 
     Returns:
-        (C, C) int64, row: target's class, column: predicted class, or with a threshold (C, 2, 2) for each class by
-        itself; and the criterion's statistics, () without one.
+        (C, C) int64, row: target's class, column: predicted class, or with a threshold (C, 2, 2) for each class
+        separately; and the criterion's statistics, () without one.
     """
     align_corners, criterion = settings.inference.align_corners, settings.criterion
     padding = (0, size[1] - target.shape[-1], 0, size[0] - target.shape[-2])
@@ -373,7 +373,7 @@ def spread_over(counters: Sequence[DeviceCounter]) -> Iterator[Callable[[Batch |
 
 
 def further_devices(network: nn.Module) -> tuple[torch.device, ...]:
-    """Return the devices beside the first that can share an evaluation: those of a `DataParallelModel`, each once."""
+    """Return the devices besides the first that can share an evaluation: those of a `DataParallelModel`, each once."""
     return tuple(dict.fromkeys(network.devices))[1:] if isinstance(network, DataParallelModel) else ()
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def without_cudnn_benchmark() -> Iterator[None]:
     """Keep cuDNN from timing its algorithms: images of many sizes would have every convolution timed anew.
 
-    (`torch.backends.cudnn.flags` would also set switches that it is not told of.)
+    (`torch.backends.cudnn.flags` would also set switches that it does not know of.)
     """
     was_on, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:

@@ -1,4 +1,4 @@
-"""The memory of an inference: how many pixels fit at once, and overlapping tiles of which only the core is kept.
+"""The memory of an inference: how many pixels fit, and overlapping tiles of which only the core is kept.
 
 Images that fit are computed whole, so that networks with global context see the whole image.
 
@@ -43,7 +43,7 @@ Span = tuple[int, int, int, int]
 
 @dataclass
 class Workspace:
-    """Number of pixels that can be predicted at once."""
+    """Number of pixels that can be predicted at the same time."""
 
     max_px: int
     """Total over the pictures of a batch."""

@@ -1,4 +1,4 @@
-"""Calibration of a memory plan by a run: peaks by split, memory beside tensors, and the error of the prediction.
+"""Calibration of a memory plan by a run: peaks by split, memory besides tensors, and the error of the prediction.
 
 Read from `events.jsonl`: `memory` events have each device's peak; `run_start`, `epoch_start`, `gpu0_bsz` and `step`
 events have the split at that time. No torch here.

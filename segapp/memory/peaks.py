@@ -43,7 +43,7 @@ class SimulationJob:
     eval_px: tuple[int, int] | None = None
     """Height and width of the evaluated images; None: no evaluation."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Dotted config keys and their values, for this job alone."""
+    """Dotted config keys and their values, only for this job."""
     recompute: tuple[tuple[str, ...], ...] | None = None
     """Blocks that are computed again, for each device in dp, else once; None: as the config says, none with `auto`."""
 
@@ -80,7 +80,7 @@ Point = tuple[float, float]
 """(x, y): samples on a device, MiB."""
 
 Basis = Literal["measured", "fitted", "planned", "bound", "unknown"]
-"""Where the peak of a device comes from, the surest first. `measured`: the split was in force. `fitted`: a line through
+"""Sources of a device's peak, the surest first. `measured`: the split was in force. `fitted`: a line through
 what was measured with other numbers of samples. `planned`: simulated, or a line through what was measured with the
 slope of the memory plan. `bound`: an upper bound from one number of samples."""
 
@@ -199,7 +199,7 @@ class PlannedPeaks:
 
     @cached_property
     def _by_phase(self) -> dict[int | str, dict[str, list[Line]]]:
-        """The lines of whole phases alone: a plan asks for the peaks of thousands of splits."""
+        """Only the lines of whole phases: a plan asks for the peaks of thousands of splits."""
         return {
             key: {phase: lines for phase in PHASES if (lines := [found[phase] for found in regimes if phase in found])}
             for key, regimes in self._regimes.items()

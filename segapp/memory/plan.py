@@ -124,7 +124,7 @@ class PlanRow:
     peak_mib: tuple[float, ...]
     """Memory each GPU needs, overhead included."""
     tensors_mib: tuple[float, ...]
-    """Predicted peak of the tensors alone."""
+    """Predicted peak of only the tensors."""
     phase: tuple[str, ...]
     """Of each GPU's peak."""
     phases: tuple[dict[str, float], ...]

@@ -140,7 +140,7 @@ class QueryMasking(nn.Module):
 
     The share of masked queries falls from 1 to 0 as (1 - progress)^0.9, one block after another: block i of B between
     the shares (i + 1) / (B + 2) and (i + 2) / (B + 2) of the training, as in the published configs. Which queries are
-    masked follows from the number of updates alone, so that no split of a batch changes it; the published code draws
+    masked follows only from the number of updates, so that no split of a batch changes it; the published code draws
     them for each image. An evaluation has no masks: it measures the network that will be used.
     """
 

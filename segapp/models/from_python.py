@@ -33,7 +33,7 @@ class PythonModel(SegmentationModel):
         self.network = network
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return the network's logits, the main ones (N, C, h, w) first; in evaluation the main ones alone."""
+        """Return the network's logits, the main ones (N, C, h, w) first; in evaluation only the main ones."""
         heads = heads_of(self.network(images_NCHW))
         shape, wanted = tuple(heads[0].shape), (images_NCHW.shape[0], self.num_classes)
         if len(shape) != 4 or shape[:2] != wanted:

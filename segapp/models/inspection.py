@@ -221,7 +221,7 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
 
 
 class QuickShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers the operators of `ANSWERS` by shape alone, on the meta device; all others run as without it.
+    """Answers the operators of `ANSWERS` only by shape, on the meta device; all others run as without it.
 
     On that device torch runs many operators in Python, a BatchNorm or an interpolation in a millisecond and more.
     """

@@ -1,4 +1,4 @@
-"""Map the tensors of a weights file to those of a network, by names and shapes alone.
+"""Map the tensors of a weights file to those of a network, only by names and shapes.
 
 Libraries use different prefixes for the same names, and mmsegmentation names torchvision's FCN heads and timm's deep
 stem differently. All such renamings are tried; the one that matches most tensors is used.
@@ -49,7 +49,7 @@ def map_keys(
 
     Args:
         found: shape of each tensor of the file.
-        wanted: shape of each tensor of the network, or of its backbone alone.
+        wanted: shape of each tensor of the network, or of only its backbone.
         backbone: prefix of the backbone's names in `wanted`, with the dot; "" if it is all backbone.
         optional: names in `wanted` that older or other programs do not save (buffers).
         is_partial: accept any tensors that match, also a part of a backbone or of a head.
@@ -183,7 +183,7 @@ def _fitting(renaming: _Renaming, found: Shapes, wanted: Shapes) -> dict[str, st
 
 
 def _check_backbone(taken: Mapping[str, str], found: Shapes, own: Sequence[str], has_backbone: bool) -> None:
-    """Raise CheckpointError if the file has a backbone of which only a part matches, or nothing; a head alone may."""
+    """Raise CheckpointError if the file has a backbone of which only a part matches, or nothing; only a head may."""
     absent = [name for name in own if name not in taken]
     if absent and (has_backbone or len(absent) < len(own)):
         problem = f"{len(absent)} of {len(own)} tensors are missing or of another shape, such as {some_names(absent)}"

@@ -204,7 +204,7 @@ def sha256_of(path: Path, key: str) -> str:
 def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict:
     """Return the tensors of a weights file, on the CPU.
 
-    Accepts a state dict saved by torch.save, alone or under `model` (a checkpoint of this project), `state_dict` and
+    Accepts a state dict saved by torch.save, directly or under `model` (a checkpoint of this project), `state_dict` and
     other usual keys; or a `.safetensors` file.
 
     Raises:
@@ -351,7 +351,7 @@ def load_weights(
     A missing head, or one for other classes, keeps its initialization. The classifier in a backbone's file is not used.
 
     Args:
-        module: a whole network, or a backbone alone.
+        module: a whole network, or only a backbone.
         state: tensors by name, of the network in the naming of any library that `map_keys` knows, or of its backbone.
         source: where the tensors are from, for messages.
         key: the config key that asked for them.

@@ -58,7 +58,7 @@ def norm_and_bias(model: nn.Module) -> set[int]:
 
 
 def adamw(groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return AdamW over parameter groups: weight decay beside the gradient (Loshchilov & Hutter, 2019)."""
+    """Return AdamW over parameter groups: weight decay apart from the gradient (Loshchilov & Hutter, 2019)."""
     return _with_state(torch.optim.AdamW([dict(g) for g in groups], lr=lr, betas=betas, fused=True))
 
 

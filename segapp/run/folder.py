@@ -64,7 +64,7 @@ class RunFolder:
     def __init__(self, path: Path | str, *, is_made: bool = False) -> None:
         self.path = Path(path)
         self.is_made = is_made
-        """True if `create` made it, where no folder was before."""
+        """True if `create` made it and no folder was there before."""
         self.run_json = self.path / "run.json"
         """`RunInfo` of the run."""
         self.config_yaml = self.path / "config.yaml"

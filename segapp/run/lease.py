@@ -1,6 +1,6 @@
 """A lease, which replaces the lock on file systems without locks: a file with a random token and a counter.
 
-The holder renews the counter every `RENEW_S`. Another process may take the lease once the counter has stood still for
+The holder renews the counter every `RENEW_S`. Another process may take the lease once the counter has not changed for
 `STILL_S` by its own clock, so that no clocks are compared; the holder then finds another token, and must not write any
 more. A holder that was asleep may have checked its token just before: a lease makes two writers unlikely, a lock makes
 them impossible.
@@ -20,7 +20,7 @@ RENEW_S = 10.0
 """The holder renews the counter so often."""
 
 STILL_S = 60.0
-"""A lease whose counter stands still for so long may be taken."""
+"""A lease whose counter does not change for so long may be taken."""
 
 _LOOK_S = 1.0
 _JOIN_S = 5.0
@@ -42,7 +42,7 @@ class Lease:
         """Take the lease, and renew it until `release` or the end of the process; False if another one holds it.
 
         Args:
-            say: Is told that it takes a while to see whether the holder still lives. None: any lease counts as held.
+            say: Is called if it takes a while to see whether the holder still lives. None: any lease counts as held.
 
         Raises:
             OSError: The file cannot be written.
@@ -99,7 +99,7 @@ class Lease:
         return True
 
     def _replace(self, seen: bytes) -> bool:
-        """Replace a lease that stood still; False if another process replaced it, too."""
+        """Replace a lease that did not change; False if another process replaced it, too."""
         temporary = self.path.parent / temporary_name()
         self._create(temporary)
         if self._read() == seen:

@@ -37,7 +37,7 @@ class FileLock:
     def acquire(self, say: Callable[[str], None] | None = None) -> bool:
         """Lock the file until `release` or the end of the process; False if another process holds the lock.
 
-        `say` is told before a wait for a lease whose holder may be dead; None: its holder counts as alive.
+        `say` is called before a wait for a lease whose holder may be dead; None: its holder counts as alive.
 
         Raises:
             OSError: the file cannot be opened or written.

@@ -400,7 +400,7 @@ class OomPolicy:
         return report
 
     def _report_alone(self, report: Oom) -> None:
-        """Write what only this rank knows, where no collective is possible; a resume adopts the fallbacks."""
+        """Write what only this rank knows, if no collective is possible; a resume adopts the fallbacks."""
         try:
             self._folder.mkdir(exist_ok=True)
             path = self._folder / f"rank_{self._ranks.rank}_step_{report.step}.json"

@@ -179,7 +179,7 @@ def _devices_of_launcher() -> DevicePlan | None:
 def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan, Peers]]:
     """Join the ranks that torchrun started; yields them, the device of this process, and the watch over the others.
 
-    Outside ddp this process is alone.
+    Outside ddp this process is the only one.
     """
     if devices.mode != "ddp":
         yield Ranks(), devices, find_peers(Ranks())
@@ -254,7 +254,7 @@ def _wait_for_folder(folder: RunFolder, rank: int) -> None:
 
 
 def _end_without_lease(reason: str) -> None:
-    """End this process at once: whatever it wrote now would be written into the run of another trainer."""
+    """End this process immediately: whatever it wrote now would be written into the run of another trainer."""
     with contextlib.suppress(OSError):
         os.write(2, f"error: {printable(reason)}\n".encode())
     end_now(RunBusyError.exit_code)

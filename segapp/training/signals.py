@@ -34,7 +34,7 @@ class PauseRequest(Exception):  # noqa: N818 - it is a request, not an error
 class StopSignals:
     """Flags set by SIGINT and SIGTERM (stop) and by SIGUSR1 (checkpoint), as a context manager.
 
-    The first SIGINT or SIGTERM requests a stop, the second prints that the stop is in progress, the third exits at once
+    The first SIGINT or SIGTERM requests a stop, the second prints that the stop is in progress, the third exits now
     with 128 + signal number; SIGTERMs of the same moment count once. SIGHUP is ignored. The handlers do nothing else,
     because they may interrupt any code.
 

@@ -71,7 +71,7 @@ def test_pages_begin_with_a_title_and_their_answer() -> None:
     for page in pages():
         lines = [line for line in page.text().splitlines() if line]
         assert re.fullmatch(r"# \S.{2,79}", lines[0]), page.topic
-        assert re.match(r"```|[A-Z`\[*]", lines[1]), f"{page.topic} begins with a list, a table or a heading"
+        assert re.match(r"```|[A-Za-z`\[*]", lines[1]), f"{page.topic} begins with a list, a table or a heading"
         titles.append(lines[0])
     assert len(set(titles)) == len(titles)
 

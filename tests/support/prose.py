@@ -58,7 +58,7 @@ RULES = (
     Rule("S2", r"\b(?:except|only|but|else|less|more|also) where\b", "write 'if', 'when' or 'unless'"),
     Rule("S2", r"\bwhere (?:there (?:is|are)|possible|necessary|needed|none|nothing|no)\b", "write 'if' or 'when'"),
     Rule("S2", rf"{_NO_PLACE} where {_WORD} {_CAN}\b", "write 'if' or 'when'"),
-    Rule("S4", r"\b(?:that|those) of\b", "name the noun again"),
+    Rule("S4", r"\b(?:that|those) of\b", "name the noun again", _PAGES_AND_MESSAGES),
     Rule("S7", r"\b(?:go|goes|going|went|gone) on\b", "write 'continue'"),
     Rule("S7", r"\bbeside\b", "write 'next to'"),
     Rule("S7", r"\bin place of\b", "write 'instead of'"),

@@ -22,7 +22,7 @@ _LOCKED_S = 60.0
 def print_runs(words: Sequence[str], configs: Sequence[str], only: int | None, *, as_json: bool) -> None:
     """Print the runs of a sweep, or the folder of one of them; nothing is written.
 
-    In JSON, `words` of a run are those of the `segapp` command that trains it alone, on one machine or several.
+    In JSON, `words` of a run are those of the `segapp` command that trains only this run, on one machine or several.
     """
     plan = plan_sweep(words, configs)
     runs = plan.runs if only is None else [_chosen(plan, only)]

@@ -1,6 +1,6 @@
 """Read and write TIFFs of any number of bands, whole or in windows, with rasterio (the extra `geo`).
 
-The only module that imports rasterio; the files are opened as TIFFs alone, because GDAL's other formats may lead to
+The only module that imports rasterio; the files are opened only as TIFFs, because GDAL's other formats may lead to
 further files and addresses. A file that cannot be read raises DataError.
 
 Shapes: H, W height and width in pixels; B bands.

@@ -1,4 +1,4 @@
-"""Own parts for segapp: a network, a loss, a transform and a schedule; `own_parts.yaml` beside this file names them."""
+"""Custom components: a model, a loss, a transform and a schedule; `own_parts.yaml` next to this file names them."""
 
 import math
 from collections.abc import Callable

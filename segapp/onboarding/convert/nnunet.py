@@ -59,7 +59,7 @@ def find_nnunet(tree: Tree) -> Layout | None:
 
 
 def _label_of(key: tuple[str, str], files: Mapping[int, str]) -> str:
-    """Return the mask of a case, in labels* beside images*, by the extension of its files."""
+    """Return the mask of a case, in labels* next to images*, by the extension of its files."""
     folder, case = key
     head, _, name = folder.rpartition("/")
     suffix = PurePosixPath(next(iter(files.values()))).suffix

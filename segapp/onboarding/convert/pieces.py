@@ -315,7 +315,7 @@ def _samples(tree: Tree) -> dict[str, str]:
 
 
 def _in_folder_of_sample(path: str, samples: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return image and object or class of a/masks/1.png beside a/images/a.png."""
+    """Return image and object or class of a/masks/1.png next to a/images/a.png."""
     place = PurePosixPath(path)
     image = samples.get(str(place.parent.parent)) if role_of(place.parent.name).is_mask else None
     return None if image is None else (image, place.stem)

@@ -362,7 +362,7 @@ def _answer(question: OpenQuestionError) -> str:
 
 
 def _check_place(root: Path, out: Path) -> None:
-    """Raise ConfigError if a config and what is beside it would lie in the data folder."""
+    """Raise ConfigError if a config and the files next to it would lie in the data folder."""
     data, place = Path(os.path.realpath(root)), Path(os.path.realpath(out.parent))
     if place.is_relative_to(data):
         raise ConfigError(

@@ -129,7 +129,7 @@ def read_color_list(text: str, source: str) -> ClassFile | None:
 
 
 def read_name_list(text: str, source: str) -> ClassFile | None:
-    r"""Return the classes of a list: one a line, perhaps with its id or its color.
+    r"""Return the classes of a list: one per line, perhaps with its id or its color.
 
     >>> read_name_list("0: sky\n1: road", "").ids
     {0: 'sky', 1: 'road'}

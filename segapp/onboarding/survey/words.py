@@ -30,7 +30,7 @@ _TOKEN = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
 
 
 class Token(NamedTuple):
-    """A word of a name, in lower case, and where it stands."""
+    """A word of a name, in lower case, and its position."""
 
     word: str
     start: int

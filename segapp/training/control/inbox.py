@@ -44,7 +44,7 @@ class Inbox:
             remove_answered(self._path, self._handled)
 
     def has_commands(self) -> bool:
-        """Return True if commands wait; reads the folder at most four times a second."""
+        """Return True if commands wait; reads the folder at most four times per second."""
         now_s = time.monotonic()
         if self._path is not None and now_s - self._polled_s >= POLL_S:
             self._polled_s = now_s

@@ -1,4 +1,4 @@
-"""The progress of a training: its position and its best evaluation; changed by the trainer alone."""
+"""The progress of a training: its position and its best evaluation; changed only by the trainer."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ MOST_STEPS_WITHOUT_POLL = 64
 
 
 class SafePoint:
-    """Polls signals and commands, and carries out what can be done at once: a checkpoint, a pause, a stop.
+    """Polls signals and commands, and carries out what can be done immediately: a checkpoint, a pause, a stop.
 
     All ranks poll together, in one collective as long as nothing is asked for, and skip the same polls if their steps
     are fast.

@@ -178,7 +178,7 @@ class RecomputeSearch:
 
 
 def _short_names(chosen: Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the largest modules that hold chosen blocks alone.
+    """Return the names of the largest modules that hold only chosen blocks.
 
     >>> _short_names(["a.0.x", "a.0.y", "a.1.x"], ["a.0.x", "a.0.y", "a.1.x", "a.1.y"])
     ('a.0', 'a.1.x')

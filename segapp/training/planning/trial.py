@@ -108,7 +108,7 @@ def build_trial_engine(
 ) -> StepEngine:
     """Build the training's engine on devices of this machine, without its weights and its data; mode single or dp.
 
-    `tag` is told what tensors are for, `mark` each phase of a step as it begins.
+    `tag` is called with the use of tensors, `mark` each phase of a step as it begins.
     """
     config = largest_phase(config)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)

@@ -53,7 +53,7 @@ class CriticTrainer(StepParticipant):
 
     The critic is trained to low scores for the student's maps and high ones for the teacher's (Liu et al. 2019,
     equation 5, with the penalty of Gulrajani et al. 2017); the student, in `DistilledInput`, to high scores for its
-    own. Both use the other's weights from before the step. Random numbers depend on (seed, step, image) alone.
+    own. Both use the other's weights from before the step. Random numbers depend only on (seed, step, image).
 
     The network is a `DataParallelModel` around the critic, or the critic itself. The optimizer has `lr_factor` in its
     groups.

@@ -128,7 +128,7 @@ class StepEngine:
 
         Args:
             batches: this rank's micro-batches of the step; every rank has as many.
-            check: called before each micro-batch but the first, where no graph has all of them; it may raise to leave
+            check: called before each micro-batch but the first, if no graph has all of them; it may raise to leave
                 the step.
             num_pieces: cut every micro-batch into so many; the same mean, in less memory.
             num_samples: of the first micro-batch over all ranks, for the result's split; None: this rank's alone.
@@ -220,7 +220,7 @@ class StepEngine:
         """Train the frozen parameters from the next step on; every rank must call it at the same step boundary.
 
         They join the optimizer as new groups with fresh state. DistributedDataParallel is made anew: its buckets have
-        place for those parameters alone that needed a gradient when it was made.
+        place only for the parameters that needed a gradient when it was made.
         """
         assert self._thawed is not None
         names = self.model.thaw()
@@ -279,7 +279,7 @@ class StepEngine:
     def _reduced_later(self, is_later: bool) -> contextlib.AbstractContextManager[None]:
         """Return the context in which DDP does not reduce the gradients of micro-batches before the last.
 
-        With half weights every micro-batch is reduced: its gradients move into the fp32 masters at once.
+        With half weights every micro-batch is reduced: its gradients move into the fp32 masters immediately.
         """
         if is_later and isinstance(self.network, DistributedDataParallel) and not self.precision.has_masters:
             return self.network.no_sync()
@@ -500,7 +500,7 @@ def _added(a: Statistics, b: Statistics) -> Statistics:
 def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
     """Return False if a step is bad and the optimizer would update the weights nevertheless.
 
-    torch's fused optimizers are told by `found_inf`, on the device, and leave everything as it is. For others, of the
+    torch's fused optimizers learn it from `found_inf`, on the device, and leave everything as it is. For others, of the
     user's own code, the host reads the value, which waits for the step, as torch's `GradScaler` does.
     """
     if takes_found_inf(optimizer):

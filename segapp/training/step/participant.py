@@ -52,7 +52,7 @@ class StepParticipant:
         """Set the learning rate of the next steps; `lr` is the model's."""
 
     def terms(self) -> dict[str, Tensor]:
-        """Return the values of the last step that are shown beside the loss, by name."""
+        """Return the values of the last step that are shown next to the loss, by name."""
         return {}
 
     def divergence(self, max_bad_steps: int) -> str | None:

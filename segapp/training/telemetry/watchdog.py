@@ -270,7 +270,7 @@ class StackLog:
     stacks of all threads under the lock. Data workers are forked from this process and inherit only the handler: they
     call `signal.set_wakeup_fd(-1)`.
 
-    Python handles signals in the main thread alone: entered in another one, there is only the handler. The stacks are
+    Python handles signals only in the main thread: entered in another one, there is only the handler. The stacks are
     appended to the file, and a file that stays empty is removed at the end.
     """
 
