@@ -77,7 +77,7 @@ class _OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = operator_name(func)
         if name not in _TAKE_BOTH and len({each.device for each in tensors if each.dim()}) > 1:
             raise ConfigError(
-                f"{name} has inputs on two devices: make tensors on the device of the input, and register those of a "
+                f"{name} has inputs on two devices: make tensors on the device of the input, and register tensors of a "
                 "module with register_buffer"
             )
         return func(*args, **kwargs)

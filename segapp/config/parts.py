@@ -20,7 +20,7 @@ def _named(config: RunConfig) -> dict[str, tuple[Any, Mapping[str, Any]]]:
 
 
 def part_sections(config: RunConfig) -> dict[str, Mapping[str, Any]]:
-    """Return the keys that can name an own part, each with the options beside it."""
+    """Return the keys that can name a custom component, each with the options next to it."""
     return {key: options for key, (_, options) in _named(config).items()}
 
 

@@ -25,8 +25,8 @@ ARGUMENTS: dict[str, tuple[tuple[str, ...], int]] = {
     "schedule": (("total_steps", "steps_per_epoch"), 0),
     "transform": (("crop_px", "ignore_index"), 0),
 }
-"""Arguments of factories in addition to their `options` of the config, by kind: by keyword, each if there is a parameter
-of that name, and the number of those by position. `weight` (C,) stands for `loss.class_weights`."""
+"""Arguments of factories in addition to their `options` of the config, by kind: by keyword, each if there is a
+parameter of that name, and the number of those by position. `weight` (C,) stands for `loss.class_weights`."""
 
 
 class Loss(Protocol):
@@ -63,7 +63,7 @@ class Schedule(Protocol):
 
 
 class Transform(Protocol):
-    """A transform of training samples; one of albumentations, or a list of such, may stand in its place."""
+    """A transform of training samples; one of albumentations, or a list of such, may replace it."""
 
     def __call__(self, image: NDArray[Any], mask: NDArray[Any], seed: int, /) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return image (H, W, B) and mask (H, W) of class ids in their own types, a function of only the arguments."""

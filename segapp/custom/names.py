@@ -95,7 +95,8 @@ def keep_parts(names: Iterable[str], folder: Path) -> None:
     """Copy the source files of parts, `package/module.py` or `file.py`; a copy that exists is never overwritten.
 
     A file that has changed since is stored next to it, with the beginning of its SHA-256 in its name. Files of
-    installed packages, and those of more than 1 MiB, are left out. A copy is a service: an error of the disk is not reported.
+    installed packages, and files of more than 1 MiB, are left out. A copy is a service: an error of the disk is not
+    reported.
     """
     for name in names:
         source = find_source(name)

@@ -5,8 +5,8 @@ name and renamed. In memory all records lie in one file without a name, and a re
 process may be killed at any moment, and two that store the same image at the same time write the same bytes.
 
 A record belongs to the image and mask as they are now: a file whose size or modification time changed is decoded and
-stored anew, without the others. Every record is compared with its seal when it is first read in a run. Nothing here ends a
-training: a record that cannot be stored or used is decoded.
+stored anew, without the others. Every record is compared with its seal when it is first read in a run. Nothing here
+ends a training: a record that cannot be stored or used is decoded.
 
 Bytes are written with pwrite, so that a full disk is an error; a write to a mapped page would end the process.
 

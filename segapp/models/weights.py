@@ -355,7 +355,7 @@ def load_weights(
         state: tensors by name, of the network in the naming of any library that `map_keys` knows, or of its backbone.
         source: where the tensors are from, for messages.
         key: the config key that asked for them.
-        backbone_prefix: prefix of the backbone's tensors in `module`; "" for a backbone alone.
+        backbone_prefix: prefix of the backbone's tensors in `module`; "" for only a backbone.
         is_partial: take whatever matches, also of another backbone.
         in_channels: B of the network; the first convolution of a file for RGB is adapted to it.
 

@@ -39,7 +39,7 @@ _BRITISH = (
     r"behaviour|centr(?:e|es|ed)\b|favour|honour|licence|labell(?:ed|ing|er)|cancell(?:ed|ing)|modell(?:ed|ing)|travell\w"
     r"|grey(?:scale|s)?\b|artefact|judgement|whilst|amongst|fulfil\b|(?<!\[)\bdistils?\b|analys(?:e|es|ed|ing)\b"
     r"|(?:capital|final|general|initial|local|maxim|minim|normal|optim|organ|parametr|quant|random|raster|real|recogn"
-    r"|serial|special|standard|summar|synchron|util|visual)is(?:e|es|ed|er|ers|ing|ation)\b"
+    r"|serial|special|standard|summar|synchron|util|visual)is(?:e|es|ed|ing|ation)\b"
 )
 
 

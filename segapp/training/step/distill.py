@@ -131,7 +131,7 @@ class CriticTrainer(StepParticipant):
         return gradient_penalty(self._run, real, fake, self.penalty.kind, alpha=alpha, noise=noise)
 
     def _uniform(self, batch: Batch, shape: Sequence[int]) -> Tensor:
-        """Return (N, *shape) random numbers in 0..1 that depend on (seed, step, image) alone."""
+        """Return (N, *shape) random numbers in 0..1 that depend only on (seed, step, image)."""
         seeds = [mix_seed("critic", self.penalty.seed, self.num_steps, index) for index in batch.indices]
         rows = [torch.rand(tuple(shape), generator=torch.Generator().manual_seed(seed)) for seed in seeds]
         return torch.stack(rows) if rows else torch.zeros(0, *shape)

@@ -131,7 +131,7 @@ class StepEngine:
             check: called before each micro-batch but the first, if no graph has all of them; it may raise to leave
                 the step.
             num_pieces: cut every micro-batch into so many; the same mean, in less memory.
-            num_samples: of the first micro-batch over all ranks, for the result's split; None: this rank's alone.
+            num_samples: of the first micro-batch over all ranks, for the result's split; None: only this rank's.
         """
         split = self.split_of(len(batches[0].indices) if num_samples is None else num_samples)
         if num_pieces > 1:
