@@ -408,6 +408,24 @@ def predict(
             help="Set pixels below this probability to data.ignore_index.",
         ),
     ] = "0",
+    polygons: Annotated[
+        str | None,
+        typer.Option(
+            "--polygons",
+            metavar="FORMAT",
+            help="Write polygons: geojson, gpkg, coco, labelstudio, or cvat; without --save, nothing else is written.",
+        ),
+    ] = None,
+    min_area_px: Annotated[
+        int,
+        typer.Option("--min-area", min=0, metavar="PX", help="Leave out smaller polygons and holes, in square pixels."),
+    ] = 0,
+    simplify_px: Annotated[
+        float,
+        typer.Option(
+            "--simplify", min=0, metavar="PX", help="Largest shift of a simplified border in pixels; 0: exact outlines."
+        ),
+    ] = 0.0,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     batch: Annotated[
@@ -426,10 +444,18 @@ def predict(
         predict_target,
         split_networks,
     )
-    from segapp.inference.predict import parse_saved
+    from segapp.inference.predict import parse_polygons, parse_saved
 
-    at_least = parse_confidence(min_confidence)
-    options = PredictOptions(parse_saved(save or []), label_ids, slide, tta, parse_batch(batch), config, at_least)
+    options = PredictOptions(
+        parse_saved(save or []),
+        label_ids,
+        slide,
+        tta,
+        parse_batch(batch),
+        config,
+        parse_confidence(min_confidence),
+        parse_polygons(polygons, min_area_px, simplify_px),
+    )
     networks, files = split_networks([target, *paths])
     predict_target(networks, files, out, options)
 

@@ -16,6 +16,7 @@ from segapp.inference.predict import (
     EnsemblePredictor,
     ExportedPredictor,
     OutputPlan,
+    PolygonPlan,
     Predictor,
     Saved,
     TrainedPredictor,
@@ -37,6 +38,7 @@ class PredictOptions:
         save: kinds of output; empty: labels, color and overlay (for a video: color and overlay).
         label_ids: write the ids of the data set instead of class ids.
         min_confidence: pixels whose likeliest class has a lower probability are written without a class.
+        polygons: which polygons are written; without `save`, nothing else is.
         batch: pictures per batch; None: by the free memory.
         config: config of the network for bare weights; None: from the file.
     """
@@ -48,6 +50,7 @@ class PredictOptions:
     batch: int | None = None
     config: str | None = None
     min_confidence: float = 0.0
+    polygons: PolygonPlan | None = None
 
 
 def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
@@ -109,8 +112,10 @@ def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> Out
         pixels=predictor.pixels,
         label_ids=options.label_ids,
         min_confidence=options.min_confidence,
+        polygons=options.polygons,
     )
-    plan = replace(plan, kinds=options.save, video_kinds=options.save) if options.save else plan
+    if options.save or options.polygons:
+        plan = replace(plan, kinds=options.save, video_kinds=options.save)
     if predictor.scheme.multilabel is not None and (options.min_confidence or "confidence" in plan.kinds):
         option = "--min-confidence" if options.min_confidence else "--save confidence"
         raise ConfigError(

@@ -60,3 +60,56 @@ def test_memory_of_a_huge_image_stays_under_the_stated_bound(tmp_path: Path) -> 
         with Image.open(tmp_path / "out" / kind / "huge.png") as picture:
             assert picture.size == (WIDTH, HEIGHT)
             picture.load()
+
+
+POLYGONS = """
+import resource, sys, time
+from pathlib import Path
+import cv2, numpy as np, rasterio, torch
+from segapp.datasets.images.pixel_format import PixelFormat
+from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.inference.predict import OutputPlan, PolygonPlan, find_images, predict_files
+from segapp.inference.workspace import Workspace
+
+side, path, out, format = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
+where = rasterio.transform.Affine(0.5, 0, 500_000.0, 0, -0.5, 5_400_000.0)
+profile = dict(driver="GTiff", height=side, width=side, count=1, dtype="uint16", crs="EPSG:32632", transform=where,
+               compress="deflate", tiled=True)
+if format == "draw":
+    rng = np.random.default_rng(0)
+    with rasterio.open(path, "w", **profile) as file:
+        for row in range(0, side, 1000):
+            coarse = np.stack([cv2.resize(rng.normal(0, 1, (12, side // 80)), (side, 1000)) for _ in range(5)])
+            file.write(coarse.argmax(0).astype(np.uint16)[None], window=((row, row + 1000), (0, side)))
+    sys.exit()
+
+class Stored:
+    scheme = ClassScheme(tuple("abcde"), ((1, 1, 1),) * 5)
+    pixels, device, frame_px, threshold = PixelFormat((1,), "uint16", ((0.0, 9.0),)), torch.device("cpu"), None, None
+    def labels(self, images):
+        return images[..., 0].astype(np.uint8)
+
+def predict(polygons):
+    kinds = () if polygons else ("labels",)
+    plan = OutputPlan(out, Stored.scheme, kinds=kinds, polygons=polygons)
+    tally = predict_files(Stored(), find_images([path]), plan, workspace=Workspace(2**24))
+    return tally.seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+print(*predict(None), *predict(PolygonPlan(format)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("format", ["geojson", "gpkg", "coco"])
+def test_polygons_of_a_huge_raster_need_little_memory(format: str, tmp_path: Path) -> None:
+    pytest.importorskip("pyogrio", reason="the extra geo is not installed")
+    command = [sys.executable, "-c", POLYGONS, "20000", str(tmp_path / "a.tif"), str(tmp_path / "out")]
+    subprocess.run([*command, "draw"], check=True, timeout=600)
+    done = subprocess.run([*command, format], capture_output=True, text=True, timeout=1000)
+    assert done.returncode == 0, done.stderr
+    labels_s, labels_mib, polygons_s, polygons_mib = map(float, done.stdout.split())
+    size_mib = sum(path.stat().st_size for path in (tmp_path / "out" / "polygons").iterdir()) / 2**20
+    print(f"\n{format}, {size_mib:.0f} MiB: {polygons_s:.0f} s, {polygons_mib:.0f} MiB at its peak")
+    print(f"labels: {labels_s:.0f} s, {labels_mib:.0f} MiB")
+    assert polygons_mib - labels_mib < 512

@@ -31,6 +31,7 @@ from tests.support.drawn_annotations import (
     label_studio,
     labelme,
     nnunet,
+    sides,
     supervisely,
     yolo,
 )
@@ -66,7 +67,9 @@ def as_compressed(ring: list[tuple[int, int]]) -> dict[str, Any]:
     return {"size": runs["size"], "counts": encoded["counts"].decode()}
 
 
-@pytest.mark.parametrize("kind", [lambda ring: [flat(ring)], as_runs, as_compressed], ids=["polygons", "runs", "rle"])
+@pytest.mark.parametrize(
+    "kind", [lambda ring: [flat(sides(ring))], as_runs, as_compressed], ids=["polygons", "runs", "rle"]
+)
 def test_coco_objects_become_masks_smaller_on_top(kind: Any, tmp_path: Path) -> None:
     if kind is as_runs:
         expected_order = expected()
@@ -86,7 +89,7 @@ def test_coco_objects_become_masks_smaller_on_top(kind: Any, tmp_path: Path) -> 
 
 
 def test_finished_masks_are_kept_and_changed_ones_drawn_again(tmp_path: Path) -> None:
-    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    coco(tmp_path / "d", lambda ring: [flat(sides(ring))])
     request = InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=True)
     propose_config(request)
     masks = tmp_path / "made-masks" / "images"
@@ -99,7 +102,7 @@ def test_finished_masks_are_kept_and_changed_ones_drawn_again(tmp_path: Path) ->
 
 
 def test_bad_entries_are_named_and_the_others_converted(tmp_path: Path) -> None:
-    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    coco(tmp_path / "d", lambda ring: [flat(sides(ring))])
     path = tmp_path / "d" / "annotations" / "instances.json"
     content = json.loads(path.read_text())
     content["annotations"][0]["segmentation"] = [[1.0, 2.0]]
@@ -322,7 +325,7 @@ MUTATE = {".json": mutate_json, ".xml": mutate_xml, ".txt": mutate_lines, ".yaml
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "draw_folder",
-    [lambda root: coco(root, lambda ring: [flat(ring)], NAMES), lambda root: coco(root, as_runs, NAMES),
+    [lambda root: coco(root, lambda ring: [flat(sides(ring))], NAMES), lambda root: coco(root, as_runs, NAMES),
      yolo, labelme, label_studio, cvat, supervisely],
     ids=["coco", "coco-runs", "yolo", "labelme", "label-studio", "cvat", "supervisely"],
 )  # fmt: skip
@@ -347,7 +350,7 @@ def test_malformed_annotations_are_errors_of_segapp(draw_folder: Any, tmp_path: 
 
 
 def test_unreadable_annotations_are_named_with_their_kind(tmp_path: Path) -> None:
-    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    coco(tmp_path / "d", lambda ring: [flat(sides(ring))])
     path = tmp_path / "d" / "annotations" / "instances.json"
     content = json.loads(path.read_text())
     del content["categories"][0]["id"]
@@ -357,7 +360,7 @@ def test_unreadable_annotations_are_named_with_their_kind(tmp_path: Path) -> Non
 
 
 def test_more_classes_than_a_mask_holds_are_one_error(tmp_path: Path) -> None:
-    coco(tmp_path / "d", lambda ring: [flat(ring)])
+    coco(tmp_path / "d", lambda ring: [flat(sides(ring))])
     path = tmp_path / "d" / "annotations" / "instances.json"
     content = json.loads(path.read_text())
     content["categories"] = [{"id": number, "name": f"c{number}"} for number in range(300)]

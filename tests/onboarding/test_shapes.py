@@ -69,7 +69,7 @@ def test_shapes_of_cvat_fill_their_pixels() -> None:
     _draw_cvat(mask, ("box", box), VALUES)
     np.testing.assert_array_equal(mask, BOX)
     mask = blank_mask(*SIZE)
-    _draw_cvat(mask, ("polygon", {"label": "road", "points": "2.0,5.0;9.0,5.0;9.0,13.0;2.0,13.0"}), VALUES)
+    _draw_cvat(mask, ("polygon", {"label": "road", "points": "2.0,5.0;10.0,5.0;10.0,14.0;2.0,14.0"}), VALUES)
     np.testing.assert_array_equal(mask, BOX)
     mask = blank_mask(*SIZE)
     _draw_cvat(mask, ("ellipse", {"label": "road", "cx": "10.1", "cy": "11.9", "rx": "6", "ry": "6"}), VALUES)
@@ -86,9 +86,9 @@ def test_shapes_of_cvat_fill_their_pixels() -> None:
 
 def test_boxes_of_label_studio_are_percent_of_the_sides() -> None:
     mask = blank_mask(*SIZE)
-    value = {"x": 12.5, "y": 22.9167, "width": 35.0, "height": 33.3333, "rectanglelabels": ["road"]}
+    value = {"x": 10.4, "y": 20.8333, "width": 39.9, "height": 37.5, "rectanglelabels": ["road"]}
     _draw_label_studio(mask, {"type": "rectanglelabels", "value": value}, VALUES)
-    np.testing.assert_array_equal(mask, BOX)  # 12.5 % of 20 is 2.5, half a pixel right of the second pixel's center
+    np.testing.assert_array_equal(mask, BOX)  # 10.4 % of 20 is 2.08, left of the center of pixel 2
     with pytest.raises(ValueError, match="a rotated rectangle cannot be read: draw it as a polygon"):
         _draw_label_studio(mask, {"type": "rectanglelabels", "value": {**value, "rotation": 5}}, VALUES)
 

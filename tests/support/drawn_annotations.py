@@ -32,6 +32,12 @@ def flat(ring: list[tuple[int, int]]) -> list[float]:
     return [float(value) for corner in ring for value in corner]
 
 
+def sides(ring: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The border of the pixels of BOX or SMALL, from the top left corner of the image."""
+    (x0, y0), (x1, y1) = ring[0], ring[2]
+    return [(x0, y0), (x1 + 1, y0), (x1 + 1, y1 + 1), (x0, y1 + 1)]
+
+
 def coco(root: Path, segmentation: Any, names: list[str] = NAMES, folder: str = "images") -> None:
     for name in names:
         draw_image(root / folder / f"{name}.jpg", (HEIGHT, WIDTH))
@@ -94,7 +100,7 @@ def brush(mask: np.ndarray) -> list[int]:
 
 
 def percent(ring: list[tuple[int, int]]) -> list[list[float]]:
-    return [[(x + 0.5) / WIDTH * 100, (y + 0.5) / HEIGHT * 100] for x, y in ring]
+    return [[x / WIDTH * 100, y / HEIGHT * 100] for x, y in sides(ring)]
 
 
 def small_piece() -> np.ndarray:
@@ -126,7 +132,7 @@ def cvat(root: Path) -> None:
     entries = []
     for number, name in enumerate(NAMES):
         draw_image(root / "images" / f"{name}.jpg", (HEIGHT, WIDTH))
-        points = ";".join(f"{x}.0,{y}.0" for x, y in BOX)
+        points = ";".join(f"{x}.0,{y}.0" for x, y in sides(BOX))
         entries.append(
             f'<image id="{number}" name="{name}.jpg" width="{WIDTH}" height="{HEIGHT}">'
             f'<mask label="car" rle="7,3,1,25" left="14" top="12" width="6" height="6" z_order="1"/>'

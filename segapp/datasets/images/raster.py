@@ -88,6 +88,34 @@ class Georeference:
     transform: tuple[float, ...]
 
 
+IDENTITY = (1.0, 0.0, 0.0, 0.0, 1.0, 0.0)
+"""Transform to columns and rows."""
+
+
+def crs_name(crs: str) -> str | None:
+    """Return the URN of a coordinate system (WKT), such as urn:ogc:def:crs:EPSG::32632; None if it has no code."""
+    from rasterio.crs import CRS
+
+    authority = CRS.from_wkt(crs).to_authority()
+    return None if authority is None else f"urn:ogc:def:crs:{authority[0]}::{authority[1]}"
+
+
+def on_image(points_V2: NDArray[np.float64], crs: str | None, place: Georeference | None) -> NDArray[np.float64]:
+    """Return points of a coordinate system as columns and rows of an image; unchanged if one of both has no place."""
+    if crs is None or place is None:
+        return points_V2
+    from rasterio.crs import CRS
+    from rasterio.transform import Affine
+    from rasterio.warp import transform
+
+    x, y = points_V2.T
+    source, target = CRS.from_user_input(crs), CRS.from_user_input(place.crs or crs)
+    if source != target:
+        x, y = (np.asarray(side) for side in transform(source, target, x, y))
+    inverse = ~Affine(*place.transform)
+    return np.stack([inverse.a * x + inverse.b * y + inverse.c, inverse.d * x + inverse.e * y + inverse.f], 1)
+
+
 def _profile(size: tuple[int, int], dtype: np.dtype[Any], count: int, place: Georeference | None) -> dict[str, Any]:
     """Return how a TIFF of some bands is written: compressed without loss, in tiles where it is large."""
     from rasterio.transform import Affine

@@ -1,7 +1,8 @@
-"""Prediction of image and video files: label maps, colour pictures, overlays and probabilities."""
+"""Prediction of image and video files: label maps, colors, overlays, probabilities, and polygons."""
 
 from segapp.inference.predict.outputs import OutputPlan, Saved, blend, colorize, parse_saved
 from segapp.inference.predict.pipeline import predict_files
+from segapp.inference.predict.polygons import PolygonPlan, parse_polygons
 from segapp.inference.predict.predictor import (
     EnsemblePredictor,
     ExportedPredictor,
@@ -16,12 +17,14 @@ __all__ = [
     "ExportedPredictor",
     "InputFile",
     "OutputPlan",
+    "PolygonPlan",
     "Predictor",
     "Saved",
     "TrainedPredictor",
     "blend",
     "colorize",
     "find_images",
+    "parse_polygons",
     "parse_saved",
     "predict_files",
     "predict_image",

@@ -26,7 +26,14 @@ from numpy.typing import NDArray
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat
 from segapp.datasets.images.raster import GeoTiffWriter
 from segapp.datasets.layouts.schemes import ClassScheme
-from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written
+from segapp.errors import ConfigError, StorageError, accepted_words, cannot_be_written, storage_errors
+from segapp.inference.predict.polygons import (
+    GeoJsonFile,
+    GeoPackageFile,
+    PolygonPlan,
+    PolygonTracer,
+    SharedPolygons,
+)
 from segapp.inference.predict.reading import Picture
 from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name
@@ -51,10 +58,11 @@ class OutputPlan:
     label_ids: bool = False  # write the ids of the data set instead of class ids
     pixels: PixelFormat = RGB8
     min_confidence: float = 0.0  # pixels below it are written as `undecided_id`
+    polygons: PolygonPlan | None = None
 
     @property
     def needs_probabilities(self) -> bool:
-        """True if an output cannot be made from the class ids alone."""
+        """True if an output cannot be made from only the class ids."""
         return self.min_confidence > 0 or not {"confidence", "probabilities"}.isdisjoint(
             (*self.kinds, *self.video_kinds)
         )
@@ -96,7 +104,7 @@ def _of_ids(labels: NDArray[Any], values: NDArray[Any], undecided: int) -> NDArr
 
 
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Return class ids (H, W) as uint8 RGB colours (H, W, 3); of several classes the mean, of none black."""
+    """Return class ids (H, W) as uint8 RGB colors (H, W, 3); of several classes the mean, of none black."""
     table = np.array(scheme.palette, dtype=np.uint8)
     if scheme.multilabel is None:
         return _of_ids(labels, table[: scheme.num_classes], 0)
@@ -105,7 +113,7 @@ def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
 
 
 def blend(image: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Return an image (H, W, 3) blended with the colours of its class ids (H, W); unchanged where there is no class."""
+    """Return an image (H, W, 3) blended with the colors of its class ids (H, W), except for pixels without a class."""
     mixed = np.asarray(cv2.addWeighted(image, 1 - OVERLAY_ALPHA, colorize(labels, scheme), OVERLAY_ALPHA, 0.0))
     has_class = labels < scheme.num_classes if scheme.multilabel is None else labels != 0
     return mixed if has_class.all() else np.where(has_class[..., None], mixed, image)
@@ -120,13 +128,13 @@ class ImageOutputs:
         StorageError: a file cannot be written.
     """
 
-    def __init__(self, plan: OutputPlan, picture: Picture) -> None:
-        self._plan, self._picture = plan, picture
-        self._writers: list[_Writer] = []
+    def __init__(self, plan: OutputPlan, picture: Picture, shared: SharedPolygons | None = None) -> None:
+        self._plan, self._picture, self._shared = plan, picture, shared
+        self._writers: list[_Writer | _SharedPolygons] = []
 
     def __enter__(self) -> ImageOutputs:
         try:
-            for writer in _writers(self._plan, self._picture):
+            for writer in _writers(self._plan, self._picture, self._shared):
                 self._writers.append(writer)
         except BaseException:
             self.__exit__(RuntimeError)
@@ -135,8 +143,8 @@ class ImageOutputs:
 
     @property
     def paths(self) -> list[Path]:
-        """The files, complete once the context is left."""
-        return [writer.path for writer in self._writers]
+        """The files of only this picture, complete once the context is left."""
+        return [writer.path for writer in self._writers if isinstance(writer, _Writer)]
 
     def add(self, strip: Strip) -> None:
         """Append the rows of a strip to every file."""
@@ -154,7 +162,7 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.parent / temporary_name()
+        self._temporary = path.parent / (temporary_name() + path.suffix)  # GDAL warns of other suffixes
         with self._reported():
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file: IO[bytes] = open(self._temporary, "wb")  # noqa: SIM115
@@ -201,9 +209,9 @@ Rows = Callable[[Strip], NDArray[Any]]
 
 
 class _PictureFile(_Writer):
-    """GeoTIFF of a georeferenced picture; else a PNG, with a world file beside it where only the transform is known.
+    """GeoTIFF of a georeferenced picture; else a PNG, with a world file if only the transform is known.
 
-    `rows` returns the rows of a strip as they are stored; the options are those of `PngWriter`.
+    `rows` returns the rows of a strip as they are stored; the options are the same as for `PngWriter`.
     """
 
     def __init__(self, folder: Path, picture: Picture, rows: Rows, *, is_photo: bool = False, **options: Any) -> None:
@@ -257,9 +265,50 @@ class _Probabilities(_Writer):
         self._archive.close()
 
 
-def _writers(plan: OutputPlan, picture: Picture) -> Iterator[_Writer]:
+class _Polygons(_Writer):
+    """GeoJSON or GeoPackage of a picture's polygons."""
+
+    def __init__(self, folder: Path, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
+        self._parts = picture, scheme, plan
+        super().__init__(folder / f"{picture.file.name}.{plan.format}")
+
+    def begin(self) -> None:
+        picture, scheme, plan = self._parts
+        self._tracer = PolygonTracer(picture.pixels.shape[:2], scheme, plan)
+        kind = GeoJsonFile if plan.format == "geojson" else GeoPackageFile
+        self._vectors = kind(self._temporary, picture, scheme, plan)
+
+    def write(self, strip: Strip) -> None:
+        self._vectors.write(self._tracer.add(strip.labels))
+
+    def finish(self) -> None:
+        self._vectors.finish()
+
+
+class _SharedPolygons:
+    """A picture's polygons in a file of several pictures."""
+
+    def __init__(self, shared: SharedPolygons, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
+        self._tracer = PolygonTracer(picture.pixels.shape[:2], scheme, plan)
+        self._path, self._image = shared.path, shared.image(picture)
+
+    def add(self, strip: Strip) -> None:
+        with storage_errors(self._path):
+            self._image.write(self._tracer.add(strip.labels))
+
+    def close(self, *, keep: bool) -> None:
+        if keep:
+            with storage_errors(self._path):
+                self._image.finish()
+
+
+def _writers(plan: OutputPlan, picture: Picture, shared: SharedPolygons | None) -> Iterator[_Writer | _SharedPolygons]:
     """Open and yield the files of a picture."""
     scheme = plan.scheme
+    if plan.polygons is not None and shared is not None:
+        yield _SharedPolygons(shared, picture, scheme, plan.polygons)
+    elif plan.polygons is not None:
+        yield _Polygons(plan.folder / "polygons", picture, scheme, plan.polygons)
     undecided = undecided_id(scheme) if plan.min_confidence else 0
     few, ids = max(scheme.num_classes - 1, undecided) < 256, label_id_table(scheme)
     ids = ids.astype(np.promote_types(ids.dtype, np.min_scalar_type(undecided)))
@@ -323,8 +372,8 @@ _FILTER_NONE, _FILTER_SUB = 0, 1
 class PngWriter:
     """Writer of a PNG of height and width `size` from top to bottom; the file stays open.
 
-    It has one channel of grey (uint8 or uint16) or of ids in a palette of RGB colours, or three of RGB. Ids compress
-    best unfiltered, photographs (`is_photo`) as differences to the left neighbour. `profile` is an ICC profile.
+    It has one channel of gray (uint8 or uint16) or of ids in a palette of RGB colors, or three of RGB. Ids compress
+    best unfiltered, photographs (`is_photo`) as differences to the left neighbor. `profile` is an ICC profile.
     """
 
     def __init__(

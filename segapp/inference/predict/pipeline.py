@@ -6,6 +6,7 @@ time, or many small ones.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
@@ -27,6 +28,7 @@ from segapp.datasets.images.pixel_format import PixelFormat
 from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 from segapp.inference.predict.outputs import ImageOutputs, OutputPlan
+from segapp.inference.predict.polygons import SharedPolygons
 from segapp.inference.predict.predictor import Predictor, likeliest
 from segapp.inference.predict.reading import MAX_PREDICTED_PX, InputFile, Picture, read_picture
 from segapp.inference.predict.tiles import Strip, plan_workspace, predict_strips
@@ -81,7 +83,10 @@ def predict_files(
     workspace = workspace or plan_workspace(predictor)
     job = _Job(predictor, plan, workspace, batch or (1 if gpu_of(predictor.device) is None else MAX_BATCH), progress)
     start = time.perf_counter()
-    with _large_pictures_allowed():
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_large_pictures_allowed())
+        if plan.polygons is not None and not plan.polygons.is_per_image:
+            job.shared = stack.enter_context(SharedPolygons(plan.folder, plan.scheme, plan.polygons, files))
         for is_video, group in itertools.groupby(files, key=lambda file: file.is_video):
             if is_video:
                 for file in group:
@@ -91,6 +96,8 @@ def predict_files(
                 job.predict_images(list(group))
     job.tally.seconds = time.perf_counter() - start
     job.tally.paths = [path for file in files for path in job.written.get(file.name, [])]
+    if job.shared is not None:
+        job.tally.paths.append(job.shared.path)
     return job.tally
 
 
@@ -105,6 +112,7 @@ class _Job:
     progress: Callable[[int], None]
     tally: Tally = field(default_factory=Tally)
     written: dict[str, list[Path]] = field(default_factory=dict)
+    shared: SharedPolygons | None = None
     num_done: int = 0
 
     def count(self, num_files: int) -> None:
@@ -135,6 +143,12 @@ class _Job:
     def predict_video(self, file: InputFile) -> None:
         """Predict the frames of a video in order."""
         pixels = self.predictor.pixels
+        if self.plan.polygons is not None:
+            self.tally.problems.append(
+                f"{shown(file.path)}: --polygons works on images and this is a video: extract its frames first, e.g. "
+                "with ffmpeg -i IN frames/%06d.png"
+            )
+            return
         if not pixels.is_rgb8:
             self.tally.problems.append(
                 f"{shown(file.path)}: a video has 8-bit RGB frames, the network takes {pixels.layout}: give it images"
@@ -205,7 +219,7 @@ class _Job:
         return [[Strip(rows, *each)] for each in zip(labels, found, strict=True)]
 
     def _write(self, picture: Picture, strips: Iterable[Strip]) -> None:
-        with ImageOutputs(self.plan, picture) as outputs:
+        with ImageOutputs(self.plan, picture, self.shared) as outputs:
             for strip in strips:
                 outputs.add(strip)
         self.written[picture.file.name] = outputs.paths
@@ -254,12 +268,12 @@ def ahead(
 ) -> Generator[Item, None, None]:
     """Yield the results of calls in order, computed ahead in threads.
 
-    Close it where it may end early: to end the threads while garbage is collected, in any thread, can deadlock.
+    Close it if it may end early: to end the threads while garbage is collected, in any thread, can deadlock.
 
     Args:
         calls: weight and function of each call.
         num_threads: number of concurrent calls.
-        limit: total weight of running and finished calls that are not yet yielded; a heavier call runs alone.
+        limit: total weight of running and finished calls that are not yet yielded; a heavier call runs on its own.
     """
     waiting: deque[tuple[int, Future[Item]]] = deque()
     with ThreadPool(num_threads, "read") as pool:
@@ -276,7 +290,7 @@ def ahead(
 
 
 class BoundedExecutor:
-    """Thread pool with a limit on the total weight of waiting tasks; a heavier task waits alone.
+    """Thread pool with a limit on the total weight of waiting tasks; a heavier task waits on its own.
 
     With one thread, tasks run in order. Leaving its context waits for all tasks. The exception of a task is raised
     there or by a later submit.

@@ -176,7 +176,7 @@ Member = TrainedPredictor | ExportedPredictor
 
 
 class EnsemblePredictor:
-    """Predictor (see `Predictor`) with the mean of the probabilities of its members, each with its own normalisation.
+    """Predictor (see `Predictor`) with the mean of the probabilities of its members, each with its own normalization.
 
     The members may differ in architecture, stride, precision and device, but not in their classes, and not in the bands
     and the type of their images. On a GPU that cannot hold all weights, the weights wait on the CPU, and each network

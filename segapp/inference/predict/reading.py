@@ -2,7 +2,7 @@
 
 The EXIF orientation is applied, as in training, so outputs are upright. The ICC profile is copied to the overlay. The
 outputs of a GeoTIFF are GeoTIFFs with its coordinate system and transform; without rasterio they are PNGs, with a world
-file that has the transform alone. Other metadata is dropped.
+file that only has the transform. Other metadata is dropped.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def _metadata(file: InputFile) -> tuple[bytes | None, str | None]:
 def world_file(tags: dict[int, Any]) -> str | None:
     """Return a world file from the tags of a GeoTIFF (OGC 19-008r4, B.6); None without a georeference.
 
-    The origin of a world file is the centre of the top left pixel, that of a GeoTIFF normally its corner.
+    The origin of a world file is the center of the top left pixel, the origin of a GeoTIFF normally its corner.
 
     >>> world_file({33550: (0.5, 0.5, 0.0), 33922: (0.0, 0.0, 0.0, 100.0, 200.0, 0.0)}).split()[4:]
     ['100.25', '199.75']

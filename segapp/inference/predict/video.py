@@ -83,7 +83,7 @@ class VideoReader:
 
 
 class VideoOutputs:
-    """Context manager of the outputs of a video: colour and overlay as videos, other kinds as one file per frame.
+    """Context manager of the outputs of a video: color and overlay as videos, other kinds as one file per frame.
 
     The videos are removed if the context is left with an exception other than `DataError`.
     """
@@ -95,7 +95,7 @@ class VideoOutputs:
 
     @property
     def paths(self) -> list[Path]:
-        """The files, complete once the context is left: the videos, then those of the frames."""
+        """The files, complete once the context is left: the videos, then the files of the frames."""
         return [*(video.path for video in self._videos if video.has_frames), *self._frame_paths]
 
     def __enter__(self) -> VideoOutputs:

@@ -12,6 +12,7 @@ from segapp.onboarding.convert.nnunet import find_nnunet
 from segapp.onboarding.convert.parquet import find_parquet
 from segapp.onboarding.convert.pieces import find_pieces
 from segapp.onboarding.convert.rle import find_rle
+from segapp.onboarding.convert.vectors import find_vectors
 from segapp.onboarding.convert.yolo import find_yolo
 from segapp.onboarding.layout import Layout
 from segapp.onboarding.survey.tree import Tree
@@ -23,6 +24,7 @@ CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "Label Studio": find_label_studio,
     "CVAT": find_cvat,
     "Supervisely": find_supervisely,
+    "GeoJSON": find_vectors,
     "parquet": find_parquet,
     "nnU-Net": find_nnunet,
     "tables of run lengths": find_rle,

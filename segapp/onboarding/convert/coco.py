@@ -23,7 +23,7 @@ from segapp.onboarding.convert.conversion import (
     check_classes,
     coverage_words,
     decode_runs,
-    fill_polygon,
+    fill_area,
     json_files,
     missing_extra,
 )
@@ -102,7 +102,7 @@ def draw_segmentation(mask: Mask, segmentation: Any, value: int) -> None:
     """Draw a COCO segmentation in place: a list of polygons, or run lengths by columns, compressed or not."""
     if isinstance(segmentation, list):
         for flat in segmentation:
-            fill_polygon(mask, [_corners(flat)], value)
+            fill_area(mask, [_corners(flat)], value)
         return
     height, width = (int(side) for side in segmentation["size"])
     if (height, width) != mask.shape:

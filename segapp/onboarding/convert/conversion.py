@@ -3,8 +3,9 @@
 A mask carries a digest of its annotation in a PNG text chunk. A file that is there already, with that digest and its
 end marker, is kept; any other is written under a temporary name and renamed, so that writing can be resumed.
 
-A pixel belongs to a polygon if cv2.fillPoly fills it: corners rounded to the nearest pixel center, outline included. An
-outline and its holes are filled together by the even-odd rule. What is drawn later lies on top.
+A pixel belongs to a polygon of COCO, CVAT, Label Studio, or GeoJSON if its center lies inside, as in pycocotools. It
+belongs to a polygon of another format if cv2.fillPoly fills it: corners rounded to the nearest pixel center, outline
+included. An outline and its holes are filled together by the even-odd rule. What is drawn later lies on top.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from segapp.run.words import first_line
 IGNORED = 255
 MAX_CLASSES = 255
 _DIGEST_KEY = "segapp-annotation"
-_RULES = "1"  # version of the drawing rules: masks of another one are drawn again
+_RULES = "2"  # version of the drawing rules: masks of another one are drawn again
 _MAX_NAMED = 5
 
 BAD_ENTRY: tuple[type[Exception], ...] = (
@@ -358,15 +359,51 @@ def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: 
     Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if one has fewer
     than three corners, or a corner is not finite.
     """
-    corners = []
+    cv2.fillPoly(mask, [np.rint(points).astype(np.int32) for points in _checked(rings)], value)
+
+
+def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
+    """Set the pixels whose centers lie inside rings by the even-odd rule, in place; see `fill_polygon` for errors.
+
+    (0, 0) is the top left corner of the first pixel. A center on a border belongs to the polygon on its right or below
+    it, so that neighbors neither overlap nor leave a gap. A polygon without a pixel's center gets the pixels of its
+    outline, so that no object vanishes.
+    """
+    points = _checked(rings)
+    start = np.concatenate(points)
+    end = np.concatenate([np.roll(ring, -1, axis=0) for ring in points])
+    height, width = mask.shape
+    is_down = (start[:, 1] <= end[:, 1])[:, None]  # always from the upper end: a line followed twice is rounded equally
+    (x0, y0), (x1, y1) = np.where(is_down, start, end).T, np.where(is_down, end, start).T
+    first, last = (np.clip(np.ceil(y - 0.5), 0, height).astype(np.int64) for y in (y0, y1))
+    count = last - first
+    edge = np.repeat(np.arange(len(count)), count)
+    row = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count) + first[edge]
+    x = x0[edge] + (row + 0.5 - y0[edge]) * (x1[edge] - x0[edge]) / (y1[edge] - y0[edge])
+    column = np.clip(np.ceil(x - 0.5), 0, width).astype(np.int64)
+    top, left = (int(side.min(initial=height + width)) for side in (row, column))
+    crossings = np.zeros(
+        (max(0, int(row.max(initial=0)) + 1 - top), max(0, int(column.max(initial=0)) + 1 - left)), bool
+    )
+    np.logical_xor.at(crossings, (row - top, column - left), True)
+    is_inside = np.logical_xor.accumulate(crossings, axis=1)
+    if is_inside.any():
+        paste(mask, is_inside, left, top, value)
+    else:
+        fill_polygon(mask, [(ring - 0.5).tolist() for ring in points], value)
+
+
+def _checked(rings: Sequence[Sequence[Sequence[float]]]) -> list[NDArray[np.float64]]:
+    """Return rings as arrays (V, 2); raise ValueError for one that has no area or no finite corners."""
+    checked = []
     for ring in rings:
         points = np.asarray(ring, np.float64)
         if points.ndim != 2 or points.shape[1] < 2 or len(points) < 3:
             raise ValueError(f"a polygon of {len(points)} corners")
         if not np.isfinite(points).all() or np.abs(points).max() > _MAX_CORNER:
             raise ValueError("a corner is not a number")
-        corners.append(np.rint(points[:, :2]).astype(np.int32))
-    cv2.fillPoly(mask, corners, value)
+        checked.append(points[:, :2])
+    return checked
 
 
 def fill_box(mask: Mask, first: Sequence[float], last: Sequence[float], value: int) -> None:

@@ -29,6 +29,7 @@ from segapp.onboarding.convert.conversion import (
     check_classes,
     coverage_words,
     decode_runs,
+    fill_area,
     fill_box,
     fill_polygon,
     json_files,
@@ -46,7 +47,7 @@ _CvatShape = tuple[str, Mapping[str, str]]
 
 
 @dataclass
-class _Export(Annotations):
+class Export(Annotations):
     """The exports of one tool; the labels of all objects become classes."""
 
     labels: set[str] = field(default_factory=set)
@@ -93,7 +94,7 @@ def ordered_names(names: Iterable[str]) -> list[str]:
 
 def find_cvat(tree: Tree) -> Layout | None:
     """Return the conversion of CVAT's XML files."""
-    export = _Export("cvat", "CVAT", "shape", Images(tree))
+    export = Export("cvat", "CVAT", "shape", Images(tree))
     for path in tree.others_named(".xml"):
         if b"<annotations" not in tree.read(path, 4096):
             continue
@@ -122,7 +123,7 @@ def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]
     value = values[shape["label"]]
     if kind == "polygon":
         corners = [tuple(float(side) for side in corner.split(",")) for corner in shape["points"].split(";") if corner]
-        fill_polygon(mask, [corners], value)
+        fill_area(mask, [corners], value)
     elif kind == "box":
         x0, y0, x1, y1 = (float(shape[key]) for key in ("xtl", "ytl", "xbr", "ybr"))
         fill_box(mask, (x0, y0), (x1, y1), value)
@@ -139,15 +140,18 @@ def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]
 
 def find_label_studio(tree: Tree) -> Layout | None:
     """Return the conversion of Label Studio's tasks."""
-    export = _Export("label-studio", "Label Studio", "region", Images(tree))
+    export = Export("label-studio", "Label Studio", "region", Images(tree))
     for path, tasks in json_files(tree, list):
         for number, task in enumerate(tasks):
-            if not isinstance(task, dict) or not isinstance(task.get("annotations"), list) or "data" not in task:
+            if not isinstance(task, dict) or "data" not in task:
+                continue
+            made = task.get("annotations") or task.get("predictions")  # a file of predictions has no annotations yet
+            if not isinstance(made, list):
                 continue
             export.total += 1
             said = next((value for value in task["data"].values() if isinstance(value, str)), "")
-            image = export.images.find(said, path)
-            annotations = [one for one in task["annotations"] if isinstance(one, dict)]
+            image = export.images.find(said.partition("/data/local-files/?d=")[2] or said, path)
+            annotations = [one for one in made if isinstance(one, dict)]
             kept = [one for one in annotations if not one.get("was_cancelled")]
             if image is not None and kept:
                 regions = [
@@ -179,8 +183,7 @@ def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Mapping[st
             raise ValueError("a rotated rectangle cannot be read: draw it as a polygon")
         x, y, w, h = (float(content[key]) for key in ("x", "y", "width", "height"))
         corners = [(x, y), (x + w, y), (x + w, y + h), (x, y + h)]
-    ring = [(x / 100 * width - 0.5, y / 100 * height - 0.5) for x, y in corners]  # percent of the sides
-    fill_polygon(mask, [ring], value)
+    fill_area(mask, [[(x / 100 * width, y / 100 * height) for x, y in corners]], value)  # percent of the sides
 
 
 def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[np.bool_]:
@@ -225,7 +228,7 @@ def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[
 
 def find_labelme(tree: Tree) -> Layout | None:
     """Return the conversion of labelme files."""
-    export = _Export("labelme", "labelme", "shape", Images(tree))
+    export = Export("labelme", "labelme", "shape", Images(tree))
     for path, content in json_files(tree, dict):
         if not isinstance(content.get("shapes"), list) or "imagePath" not in content:
             continue
@@ -270,7 +273,7 @@ def _piece(png: bytes, flags: int) -> NDArray[np.bool_]:
 
 def find_supervisely(tree: Tree) -> Layout | None:
     """Return the conversion of a Supervisely project."""
-    export = _Export("supervisely", "Supervisely", "object", Images(tree))
+    export = Export("supervisely", "Supervisely", "object", Images(tree))
     for path, content in json_files(tree, dict, folder="ann"):
         objects = content.get("objects")
         if not isinstance(objects, list):
