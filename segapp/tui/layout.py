@@ -31,7 +31,7 @@ FOCUS_OF = {"classes": "class-lines", "events": "event-lines"}
 """Pane -> id of the part of it that takes the focus, if it is not the pane itself."""
 TOPIC_OF = {
     "loss": "screen#the-chart",
-    "pictures": "screen#the-sample-pictures",
+    "pictures": "screen#the-sample-images",
     "gpu": "screen#the-devices",
     "classes": "screen#the-classes",
     "events": "screen#the-events",
