@@ -147,7 +147,7 @@ def recomputed(event: events.Recompute) -> str:
 def calibrated(found: Calibration) -> str:
     """Return the temperature of a calibrated checkpoint, with its expected calibration error before and after."""
     errors = " to ".join(f"{error:.3f}" for error in found.ece)
-    return f"calibrated at step {found.step}: temperature {found.temperature:.2f}, ECE {errors}"
+    return f"temperature {found.temperature:.2f}, ECE {errors}"
 
 
 def _checkpoint(event: events.Checkpoint) -> str:
