@@ -420,7 +420,7 @@ def test_ids_beyond_sixteen_bits_are_refused(tmp_path: Path) -> None:
         ("RGB", ".png", "RGB colors, not class ids: set data.rgb_masks"),
         ("RGBA", ".png", "RGBA colors, not class ids"),
         ("LA", ".png", "LA colors, not class ids"),
-        ("L", ".jpg", "saved as JPEG has wrong ids"),
+        ("L", ".jpg", "the mask is a JPEG, and lossy compression changes class ids"),
         ("F", ".tif", "numbers with fractions"),
     ],
 )
@@ -477,7 +477,7 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
         assert text in message
     with pytest.raises(DataError, match=r"^7 of 9 .*(\n  .+){7}$"):
         check_pairs(pairs, max_named=7)
-    with pytest.raises(DataError, match=r"^\S+006_mask\.png: a mask saved as JPEG"):  # one problem, without a count
+    with pytest.raises(DataError, match=r"^\S+006_mask\.png: the mask is a JPEG"):  # one problem, without a count
         check_pairs(pairs[6:7])
     with pytest.raises(DataError, match=r"007\.png: .*truncated JPEG"):
         check_pairs(pairs[7:8])

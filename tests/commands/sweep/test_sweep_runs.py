@@ -46,7 +46,7 @@ def test_stopped_and_killed_sweep_resumes_bit_for_bit(place: Path) -> None:
     wait_for(lambda: steps(first.path) >= 3)
     assert folder.is_locked()
     refused = sweep(place, "--config", "tiny.yaml", *GRID).finish()
-    assert (refused.returncode, "is carried out by another process" in refused.stderr) == (9, True)
+    assert (refused.returncode, "is in use by another process" in refused.stderr) == (9, True)
     stopped.send(signal.SIGINT)
     done = stopped.finish()
     assert done.returncode == 75, done.stderr
