@@ -211,5 +211,5 @@ def shown_value(value: Any) -> str:
 
 
 def shown_settings(settings: Mapping[str, Any]) -> str:
-    """Return a setting's columns as one line; `all runs` where nothing varies."""
+    """Return a setting's columns as one line; `all runs` if nothing varies."""
     return ", ".join(f"{key} {shown_value(value)}" for key, value in settings.items()) or "all runs"

@@ -61,7 +61,7 @@ def test_blocks_are_counted() -> None:
     assert len(run) > 100
     own, own_run = ([command for command in each if command.startswith("segapp ")] for each in (commands, run))
     assert len(own_run) > 0.6 * len(own)
-    others = [command for command in run if not command.startswith(("segapp ", "python segapp/docs/examples/"))]
+    others = [command for command in run if not command.startswith(("segapp ", "uv run python segapp/docs/examples/"))]
     assert [command for command in others if not command.startswith("python3 -m pip install uv && ")] == []
 
 
@@ -155,8 +155,8 @@ def test_commands_of_a_page_succeed(page: Path, prepared: Path, tmp_path: Path) 
                 check_output(block, run_python(block))
         for command in block.commands() if block.language in ("sh", "bash") else ():
             words = shlex.split(command)
-            if words[0] == "python":
-                exec(compile(Path(words[1]).read_text(), words[1], "exec"), {"__name__": "example"})
+            if words[:3] == ["uv", "run", "python"]:
+                exec(compile(Path(words[3]).read_text(), words[3], "exec"), {"__name__": "example"})
                 continue
             if words[0] != "segapp":
                 continue  # the two commands of the README: the gate begins with one, the other is this suite

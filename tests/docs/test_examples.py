@@ -31,7 +31,7 @@ def test_balanced_data_parallel_has_the_loss_of_one_device(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shown = output_of("balanced_data_parallel.py", monkeypatch, capsys)
-    assert "split of 8 images: 2 3 3" in shown
+    assert "split of 8 images: 1 4 3" in shown
     losses = [(float(a), float(b)) for a, b in re.findall(r"([\d.]+) on several devices ([\d.]+) on one", shown)]
     assert len(losses) == 4
     assert all(several == pytest.approx(one, abs=2e-5) for several, one in losses)

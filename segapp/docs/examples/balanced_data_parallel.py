@@ -1,4 +1,4 @@
-"""BalancedDataParallel in a plain training loop: the first device takes 2 of 8 images, the loss is that of one device.
+"""BalancedDataParallel in a plain training loop: the first device takes 1 of 8 images, the loss is that of one device.
 
 python balanced_data_parallel.py                        three logical devices of the CPU
 python balanced_data_parallel.py cuda:0 cuda:1 cuda:2   three GPUs
@@ -39,7 +39,7 @@ def main(devices: list[str]) -> None:
     torch.manual_seed(0)
     net = convert_sync_batchnorm(build_network()).to(devices[0])
     alone = copy.deepcopy(net)
-    model = BalancedDataParallel(2, net, device_ids=devices)  # in the place of nn.DataParallel
+    model = BalancedDataParallel(1, net, device_ids=devices)  # instead of nn.DataParallel
     criterion = CriterionCE(ignore_index=255)
     print("split of 8 images:", *model.plan(8))
     networks = {"several devices": model, "one device": alone}
