@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.support import ROOT, fault_table
+from tests.support.disk import skip_syncs
 from tests.support.isolation import Places, Watch, users_places
 
 # No deadline: an example may be slow on a busy machine. The same examples in every run: `explore` draws others.
@@ -29,6 +30,7 @@ torch.set_num_threads(1)
 
 CAMVID = ROOT.parent / "shared" / "camvid"
 
+skip_syncs()  # a third of the suite would be waiting for it
 _watch = Watch(users_places())
 _reports: list[pytest.TestReport] = []
 _began_s = time.monotonic()

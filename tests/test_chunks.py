@@ -94,7 +94,7 @@ def test_gpu0_bsz_equals_the_matching_shares():
         (lambda: plan_chunks(8, 3, shares=[4, 4]), ValueError, "names 2 devices, there are 3"),
         (lambda: plan_chunks(8, 2, shares=[0, 0]), ValueError, "gives no device anything"),
         (lambda: plan_chunks(8, 2, 3, shares=[4, 4]), ValueError, "contradicts shares"),
-        (lambda: plan_chunks(8, 2, shares=[4, 5], full_batch=8), ValueError, "add up to 9, the batch is 8"),
+        (lambda: plan_chunks(8, 2, shares=[4, 5], full_batch=8), ValueError, "add up to 9, but the batch is 8"),
     ],
 )
 def test_bad_split_error_names_value_and_next_move(call, error, part):

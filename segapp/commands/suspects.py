@@ -26,7 +26,14 @@ from segapp.datasets.files import ImagePair, shown
 from segapp.errors import ConfigError, DataError, storage_errors
 from segapp.inference.predict.predictor import check_same_classes
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
-from segapp.inference.suspects import ClassCounts, Region, find_regions, image_quality, label_quality, rank_regions
+from segapp.inference.suspects import (
+    ClassCounts,
+    SuspectRegion,
+    find_regions,
+    image_quality,
+    label_quality,
+    rank_regions,
+)
 from segapp.report.pictures import pictures_of
 from segapp.report.render import render, save_page
 from segapp.run.files import write_atomic
@@ -49,7 +56,7 @@ class JudgedImage:
     run: str
     quality: float
     """Soft minimum of the label quality."""
-    regions: list[Region]
+    regions: list[SuspectRegion]
     labels_png: bytes
     """Predicted class ids, as a PNG file."""
 
@@ -64,7 +71,7 @@ class Suspect:
     """A region of a mask that is probably wrong."""
 
     judged: JudgedImage
-    region: Region
+    region: SuspectRegion
     score: float
 
 

@@ -241,7 +241,7 @@ def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., Segme
     start = time.monotonic()
     error = consume(misbehave(lambda: time.sleep(600)), 2, timeout_s=2)
     assert isinstance(error, WorkerError)
-    assert "gave no batch for 2 s, at " in str(error)
+    assert "no batch arrived from the data workers for 2 s, at " in str(error)
     assert "003.png" in str(error)
     assert 2 <= time.monotonic() - start < 12
 
@@ -249,7 +249,7 @@ def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., Segme
 def test_hanging_start_of_workers_names_the_first_image(misbehave: Callable[..., SegmentationDataset]) -> None:
     pool = BatchPool(misbehave(lambda: None), LoadOptions(2, 5.0))
     error = pool._timeout_error([SampleKey(0, 6), SampleKey(0, 7)])
-    assert re.search(r"gave no batch for 5 s, at \S+006\.png: check", str(error))
+    assert re.search(r"no batch arrived from the data workers for 5 s, at \S+006\.png: check", str(error))
 
 
 def test_slow_worker_within_timeout_succeeds(misbehave: Callable[..., SegmentationDataset]) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from segapp.docs.pages import FOLDER
-from tests.support import ROOT
 from tests.support.prose import (
     DOCSTRING,
     MESSAGE,
@@ -20,6 +19,7 @@ from tests.support.prose import (
     prose_files,
     python_texts,
 )
+
 
 def test_prose_keeps_the_rules_of_the_page_developing() -> None:
     assert [str(finding) for path in prose_files() for finding in broken_rules(path)] == []

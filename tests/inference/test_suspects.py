@@ -22,7 +22,14 @@ from segapp.commands.suspects import judge_masks, write_suspects
 from segapp.config import load_config, validate_config
 from segapp.custom.trust import TRUST_VARIABLE
 from segapp.errors import ConfigError, DataError
-from segapp.inference.suspects import ClassCounts, Region, find_regions, image_quality, label_quality, rank_regions
+from segapp.inference.suspects import (
+    ClassCounts,
+    SuspectRegion,
+    find_regions,
+    image_quality,
+    label_quality,
+    rank_regions,
+)
 from tests.support.label_errors import InjectedError, inject
 from tests.support.runs import train
 
@@ -101,7 +108,7 @@ def test_rare_confusions_come_first() -> None:
     for mask_id, seen, num_px in ((0, 0, 75), (0, 1, 25), (1, 1, 100), (2, 2, 100)):
         counts.add(np.full(num_px, mask_id), np.full(num_px, seen), np.full(num_px, 0.8))
     common, rare, doubtful = (
-        Region(mask_id, 1, "class", 9, (0, 0, 3, 3), np.zeros((1, 2), np.int32), 0.1, confidence)
+        SuspectRegion(mask_id, 1, "class", 9, (0, 0, 3, 3), np.zeros((1, 2), np.int32), 0.1, confidence)
         for mask_id, confidence in ((0, 0.9), (2, 0.9), (2, 0.79))
     )
     ranked = rank_regions(counts, [("common", common), ("rare", rare), ("doubtful", doubtful)])

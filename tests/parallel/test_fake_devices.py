@@ -29,6 +29,7 @@ def test_full_step_with_sync_batchnorm_never_mixes_devices(said):
     assert said["steps"] == [["fake:0", "fake:1", "fake:2"], ["fake:1", "fake:2"], ["fake:0", "fake:1", "fake:2"]]
 
 
+@pytest.mark.slow
 def test_four_seeded_device_bugs_are_detected(said):
     assert len(said["bugs"]) == 4
     assert all("device" in words for words in said["bugs"].values()), said["bugs"]

@@ -141,7 +141,7 @@ def test_problems_of_all_parts_come_together(tiny: dict[str, Any], tmp_path: Pat
         loss={"name": f"{PARTS}:nothing"},
         optim={"name": "torch.optim:RMSprop", "options": {"lr": 1.0}},
     )
-    with pytest.raises(ConfigError, match="3 problems in own parts") as error:
+    with pytest.raises(ConfigError, match="3 problems in custom components") as error:
         train(config, tmp_path / "run")
     for text in ("did you mean width?", "has no 'nothing'", "optim.options.lr is given by segapp"):
         assert text in str(error.value)

@@ -79,7 +79,7 @@ def test_rank_waits_for_a_folder_that_its_disk_shows_late(tmp_path: Path, monkey
     folder = RunFolder(tmp_path / "run")
     monkeypatch.setattr(session, "_FOLDER_S", 0.0)
     with pytest.raises(
-        StorageError, match=r"run: rank 1, on \S+, does not see this run folder of rank 0: name one with"
+        StorageError, match=r"run: rank 1, on \S+, cannot see this run folder of rank 0: name a folder with"
     ):
         session._wait_for_folder(folder, 1)
     monkeypatch.setattr(session, "_FOLDER_S", 60.0)

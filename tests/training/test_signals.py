@@ -27,7 +27,7 @@ def test_stop_is_raised_where_the_loop_asks_for_it() -> None:
             signals.check()
     assert [line.partition(":")[0] for line in lines] == ["SIGTERM", "SIGINT"]
     assert "saving a checkpoint" in lines[0]
-    assert "once more to exit at once" in lines[1]
+    assert "once more to exit immediately" in lines[1]
     assert [signal.getsignal(number) for number in HANDLED] == before
 
 

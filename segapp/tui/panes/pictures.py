@@ -18,7 +18,6 @@ from textual.binding import BindingType
 from textual.content import Content
 from textual.geometry import Region
 from textual.strip import Strip
-from textual.widgets._toast import Toast
 
 from segapp.run.words import printable
 from segapp.tui.graphics import KITTY_COLORS, Graphics, kitty_codes, kitty_rows, sixel_codes
@@ -259,7 +258,7 @@ class PictureView(StripWidget):
         """Draw the pictures, except those below a message; if a dialog is open, none."""
         if not self.is_on_screen or self.screen is not self.app.screen:
             return
-        messages = [message.region for message in self.screen.query(Toast)]
+        messages = [message.region for message in self.screen.query("Toast")]
         for place, codes in self._sixels:
             region = place.translate(self.content_region.offset)
             if not any(region.overlaps(message) for message in messages):

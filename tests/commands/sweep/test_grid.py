@@ -34,7 +34,7 @@ def test_values_are_split_at_outer_commas(text: str, values: list[str]) -> None:
     [
         ("1,,2", "expected the node content"),
         ("", "a value is missing"),
-        ("4..0", "goes up from a to b"),
+        ("4..0", "must go up from a to b"),
         ("0..999999999999", "at most 10000"),
         ("0.1..0.5", "whole numbers"),
         ("[1,2", "close brackets and quotes"),

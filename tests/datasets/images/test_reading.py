@@ -70,7 +70,9 @@ def test_written_bands_are_read_back_by_tifffile(size: tuple[int, int]) -> None:
 
 def test_missing_rasterio_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("segapp.datasets.images.raster.has_rasterio", lambda: False)
-    with pytest.raises(DataError, match=r"^red: writing an image of several bands needs the package rasterio: pip"):
+    with pytest.raises(
+        DataError, match=r"^red: writing an image of several bands needs the package rasterio: run `uv sync"
+    ):
         encode_bands(drawn("uint8", 2), ["red", "nir"], "made")
 
 

@@ -73,11 +73,13 @@ def check_usage(cases, most_spilled_bytes):
             assert usage.options.enable_fp_fusion, (case, usage)
 
 
+@pytest.mark.slow
 def test_kernels_compile_for_every_card_without_spills():
     print()
     check_usage(kernel_usage.default_cases(), 0)
 
 
+@pytest.mark.slow
 def test_kernel_issues_fewer_instructions_than_the_padded_one():
     name = "2 x 19, 1024 x 2048, scale 4"
     now, before = kernel_sass.cost_of(kernel_sass.SIZES[name], 90), kernel_sass.BEFORE[name][90]
@@ -94,6 +96,7 @@ def test_kernels_compile_in_every_specialisation(num_classes):
     check_usage([case for case in kernel_usage.all_cases() if case.num_classes == num_classes], 64)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("target", [("gfx942", 64), ("gfx1100", 32)], ids=lambda target: target[0])
 @pytest.mark.parametrize("num_classes", [19, 150])
 def test_loss_kernel_compiles_for_amd_without_spills(target, num_classes):

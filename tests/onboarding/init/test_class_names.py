@@ -92,7 +92,7 @@ def test_names_that_do_not_fit_the_values_are_said_not_taken(tmp_path: Path) -> 
 
 
 def test_values_from_one_are_shifted_to_the_names(tmp_path: Path) -> None:
-    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", np.array([1, 2, 255], np.uint8))
+    draw(tmp_path / "d", NAMES, "images/{}.jpg", "masks/{}.png", np.array([1, 2, 1, 2, 255], np.uint8))
     (tmp_path / "d" / "classes.txt").write_text("ground\nroad\n")
     config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
     assert (config.data.classes, config.data.label_map) == (["ground", "road"], {1: 0, 2: 1})

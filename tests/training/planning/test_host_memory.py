@@ -39,7 +39,11 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, needed: int |
             9 * GIB,
             "a step of 4 crops of 4000 x 4000 px needs 9.0 GiB of memory at least, and 8.0 GiB are free",
         ),
-        (8 * GIB, 9 * GIB, "train.batch_size to 3 or less, with train.accumulate = 2 for as many"),
+        (
+            8 * GIB,
+            9 * GIB,
+            "train.batch_size to 3 or less, with train.accumulate = 2 for the same number of images per step",
+        ),
         (8 * GIB, 40 * GIB, "are free: lower data.crop_px = [4000, 4000]"),
         (8 * GIB, 8 * GIB, None),
         (None, 99 * GIB, None),
@@ -70,6 +74,7 @@ def test_small_crops_are_not_simulated(tiny: dict[str, Any], monkeypatch: pytest
     assert asked == [2]
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_fit_ends_before_its_first_step(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -262,7 +262,7 @@ def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
     assert train(merged(config.model_dump(mode="json"), train={"epochs": 1}), tmp_path / "run") == 0
     shutil.copytree(teacher, tmp_path / "moved")
     other = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "run")})
-    with pytest.raises(CheckpointError, match=r"distill\.teacher is another checkpoint"):
+    with pytest.raises(CheckpointError, match=r"distill\.teacher differs from the teacher"):
         run_session(TrainRequest(other, RunFolder(tmp_path / "run")))
     moved = merged(config.model_dump(mode="json"), distill={"teacher": str(tmp_path / "moved")})
     assert run_session(TrainRequest(moved, RunFolder(tmp_path / "run"))) == 0

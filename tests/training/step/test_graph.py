@@ -155,7 +155,7 @@ def test_short_batch_runs_without_the_graph_and_is_said_once(graphs: TapedGraphs
     notes = engines[0].graph.take_notes()
     assert [note.partition(": ")[2][:30] for note in notes] == [
         "forward and backward pass run ",
-        "a step that is not like those ",
+        "a step that differs from the c",
     ]
     engines[0].step([batch(2)])
     assert engines[0].graph.take_notes() == []
