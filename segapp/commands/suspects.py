@@ -28,7 +28,7 @@ from segapp.inference.predict.predictor import check_same_classes
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
 from segapp.inference.suspects import (
     ClassCounts,
-    SuspectRegion,
+    SuspectedRegion,
     find_regions,
     image_quality,
     label_quality,
@@ -56,7 +56,7 @@ class JudgedImage:
     run: str
     quality: float
     """Soft minimum of the label quality."""
-    regions: list[SuspectRegion]
+    regions: list[SuspectedRegion]
     labels_png: bytes
     """Predicted class ids, as a PNG file."""
 
@@ -71,7 +71,7 @@ class Suspect:
     """A region of a mask that is probably wrong."""
 
     judged: JudgedImage
-    region: SuspectRegion
+    region: SuspectedRegion
     score: float
 
 

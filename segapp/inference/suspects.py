@@ -30,7 +30,7 @@ Source = TypeVar("Source")
 
 
 @dataclass(frozen=True)
-class SuspectRegion:
+class SuspectedRegion:
     """A connected set of pixels in which the mask and the model disagree in one way."""
 
     given: int  # class id in the mask
@@ -90,7 +90,7 @@ def find_regions(
     ignore_index: int,
     *,
     min_area_px: int,
-) -> Iterator[SuspectRegion]:
+) -> Iterator[SuspectedRegion]:
     """Yield the regions of an image in which the mask and the prediction disagree; all arrays are (H, W).
 
     Args:
@@ -121,7 +121,7 @@ def find_regions(
             borders, _ = cv2.findContours(
                 own.astype(np.uint8), cv2.RETR_EXTERNAL, cv2.CHAIN_APPROX_SIMPLE, offset=(left, top)
             )
-            yield SuspectRegion(
+            yield SuspectedRegion(
                 given,
                 suggested,
                 kind,
@@ -143,8 +143,8 @@ def _parts(is_in: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
 
 
 def rank_regions(
-    counts: ClassCounts, regions: Iterable[tuple[Source, SuspectRegion]]
-) -> list[tuple[Source, SuspectRegion, float]]:
+    counts: ClassCounts, regions: Iterable[tuple[Source, SuspectedRegion]]
+) -> list[tuple[Source, SuspectedRegion, float]]:
     """Return the regions that the thresholds keep, the most suspicious first, with scores from -1 to 1.
 
     The score is the probability of the predicted class minus the probability of the mask's class, times the share of

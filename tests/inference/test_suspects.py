@@ -24,7 +24,7 @@ from segapp.custom.trust import TRUST_VARIABLE
 from segapp.errors import ConfigError, DataError
 from segapp.inference.suspects import (
     ClassCounts,
-    SuspectRegion,
+    SuspectedRegion,
     find_regions,
     image_quality,
     label_quality,
@@ -108,7 +108,7 @@ def test_rare_confusions_come_first() -> None:
     for mask_id, seen, num_px in ((0, 0, 75), (0, 1, 25), (1, 1, 100), (2, 2, 100)):
         counts.add(np.full(num_px, mask_id), np.full(num_px, seen), np.full(num_px, 0.8))
     common, rare, doubtful = (
-        SuspectRegion(mask_id, 1, "class", 9, (0, 0, 3, 3), np.zeros((1, 2), np.int32), 0.1, confidence)
+        SuspectedRegion(mask_id, 1, "class", 9, (0, 0, 3, 3), np.zeros((1, 2), np.int32), 0.1, confidence)
         for mask_id, confidence in ((0, 0.9), (2, 0.9), (2, 0.79))
     )
     ranked = rank_regions(counts, [("common", common), ("rare", rare), ("doubtful", doubtful)])

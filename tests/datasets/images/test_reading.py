@@ -70,9 +70,7 @@ def test_written_bands_are_read_back_by_tifffile(size: tuple[int, int]) -> None:
 
 def test_missing_rasterio_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("segapp.datasets.images.raster.has_rasterio", lambda: False)
-    with pytest.raises(
-        DataError, match=r"^red: writing an image of several bands needs the package rasterio: run `uv sync"
-    ):
+    with pytest.raises(DataError, match=r"^red: writing an image of several bands needs the package rasterio: run"):
         encode_bands(drawn("uint8", 2), ["red", "nir"], "made")
 
 

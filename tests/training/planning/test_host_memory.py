@@ -42,7 +42,7 @@ def with_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, needed: int |
         (
             8 * GIB,
             9 * GIB,
-            "train.batch_size to 3 or less, with train.accumulate = 2 for the same number of images per step",
+            "train.batch_size to 3 or less, with train.accumulate = 2 for the same number",
         ),
         (8 * GIB, 40 * GIB, "are free: lower data.crop_px = [4000, 4000]"),
         (8 * GIB, 8 * GIB, None),
