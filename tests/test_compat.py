@@ -139,6 +139,7 @@ def test_own_tensors_change_and_children_do_not() -> None:
     assert (outer.weight.dtype, outer.inner.weight.dtype) == (torch.float64, torch.float32)
 
 
+@pytest.mark.slow
 def test_replicas_and_compiled_modules_are_recognized() -> None:
     class Counted(nn.Linear):
         def _replicate_for_data_parallel(self) -> nn.Linear:
@@ -252,6 +253,7 @@ def test_example_sizes_are_no_constraint_of_an_export() -> None:
     assert program.module()(torch.zeros(5, 2)).shape == (5, 2)
 
 
+@pytest.mark.slow
 def test_dynamic_dimensions_of_onnx_get_their_names() -> None:
     pytest.importorskip("onnxscript")
     shapes = ({0: torch.export.Dim.DYNAMIC},)

@@ -47,6 +47,7 @@ def beyond_torch() -> dict[str, set[str]]:
     return dict(zip(packages, loaded, strict=True))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("package", ["segapp.parallel", "segapp.losses"])
 def test_libraries_load_nothing_beyond_torch(package: str, beyond_torch: dict[str, set[str]]) -> None:
     beyond = beyond_torch[package]

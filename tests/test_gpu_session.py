@@ -241,6 +241,7 @@ def test_case_that_is_not_possible_is_skipped_with_its_reason(folder: Path) -> N
     assert outcomes_of(folder, "unable") == {"liger": "skipped", "one": "passed", "two": "passed"}
 
 
+@pytest.mark.slow
 def test_plugin_writes_each_test_and_leaves_done_ones_out(tmp_path: Path) -> None:
     (tmp_path / "test_drawn.py").write_text(
         "import pytest\n"

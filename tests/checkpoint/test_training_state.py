@@ -242,6 +242,7 @@ def assert_same(one, two):
         assert one == two
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(states)
 def test_snapshot_is_equal_and_shares_no_memory(state):
@@ -364,6 +365,7 @@ def test_sigkill_at_any_point_leaves_old_or_new_checkpoint(tmp_path, point):
     assert num_kills > 0, "the point was never reached"
 
 
+@pytest.mark.slow
 def test_sigkill_failpoint_from_environment_keeps_old_checkpoint(tmp_path):
     code = (
         "import sys, torch; from segapp.checkpoint.training_state import save_checkpoint\n"

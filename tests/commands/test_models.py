@@ -29,6 +29,7 @@ def test_names_are_of_all_libraries() -> None:
     assert ModelName("torchvision", "deeplabv3_resnet50") in all_names()
 
 
+@pytest.mark.slow
 def test_pattern_is_a_part_or_a_glob() -> None:
     assert [name.label for name in matching_names("smp/unet/resnet18")] == ["smp/Unet/resnet18"]
     assert {name.encoder for name in matching_names("smp/*/tu-convnext_att*")} >= {"tu-convnext_atto"}

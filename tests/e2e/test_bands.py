@@ -67,6 +67,7 @@ def state(folder: Path) -> dict[str, Any]:
     return loaded
 
 
+@pytest.mark.slow
 def test_resumed_run_of_bands_equals_the_uninterrupted_one(
     run: Path, data: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ def test_recipe_header_cites_published_result_and_source(path: Path) -> None:
 
 SLOW = (
     *("ade20k-segformer-b2", "cityscapes-eomt-vitl", "cityscapes-eomt-vitl-lora", "cityscapes-fast", "folder"),
-    *("topdown", "ade20k", "voc", "cityscapes-eomt-vits", "cityscapes-pspnet", "camvid-distill"),
+    *("topdown", "ade20k", "voc", "cityscapes-eomt-vits", "cityscapes-pspnet", "camvid-distill", "cityscapes"),
 )
 """Recipes that differ from the others by data and network alone, both of which have tests of their own."""
 

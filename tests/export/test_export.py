@@ -157,6 +157,7 @@ def test_pt2_of_same_padding_computes_odd_sizes(tmp_path: Path) -> None:
         np.testing.assert_allclose(compute(images), expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_tracer_sees_padded_sides_as_multiples() -> None:
     """A remainder in the sides would be part of every later size: a Swin's windows took minutes to trace."""
     model = SmallNet()

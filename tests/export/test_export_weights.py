@@ -83,6 +83,7 @@ def test_safetensors_of_a_run_load_into_torchvision(folder: Path, tiny_root: Pat
     assert np.array_equal(labels[0], labels[2])
 
 
+@pytest.mark.slow
 def test_bare_weights_with_config_are_evaluated_and_exported(folder: Path, tmp_path: Path) -> None:
     trained = load_trained(str(folder / "run"))
     save_file(trained.model.state_dict(), tmp_path / "bare.safetensors")
@@ -133,6 +134,7 @@ def test_unusable_weights_are_one_clear_error(
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_training_reports_loaded_weights_in_log_and_event(
     tiny: dict[str, Any], folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -225,6 +225,7 @@ _VALUES = st.one_of(
 )
 
 
+@pytest.mark.slow
 @case("C05", how="500 configs of random keys and values, as files", passes="reads back equal, or ConfigError")
 def test_random_config_is_accepted_or_refused(tmp_path: Path) -> None:
     path, again = tmp_path / "c.yaml", tmp_path / "again.yaml"

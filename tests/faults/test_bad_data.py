@@ -464,6 +464,7 @@ def test_links_out_of_the_root_are_reported(root: Path) -> None:
     assert check(root) == (0, [])
 
 
+@pytest.mark.slow
 @case("D13", how="a mask without read permission, for a user without privileges", passes="exit 3, the file named")
 def test_file_without_permission_exits_3(root: Path) -> None:
     path = root / "masks" / "train" / "02.png"
@@ -477,6 +478,7 @@ def test_file_without_permission_exits_3(root: Path) -> None:
     refused(done, 3, "02.png", "chmod +r")
 
 
+@pytest.mark.slow
 @case(
     "D14",
     how="lists: absolute, .., link out, NUL, CRLF, BOM, comments, 30000 lines",

@@ -183,6 +183,7 @@ def test_read_only_disk_exits_10_with_an_alert_each_save(new_run: NewRun, invari
     refused_saves(new_run, invariants, "ckpt.opened=raise:EROFS", "Read-only file system")
 
 
+@pytest.mark.sampled(2)
 @case(
     "F15",
     how="rename: EACCES, fsync: EIO, manifest rename: EIO, every time",
@@ -297,6 +298,7 @@ def test_event_write_errors_are_repaired_later(new_run: NewRun, invariants: Inva
     invariants.assert_same(run)
 
 
+@pytest.mark.slow
 @case("F17c", how="RLIMIT_FSIZE below the checkpoint's size", passes="no death by SIGXFSZ, exit 10, says ulimit")
 @pytest.mark.faults
 def test_file_size_limit_exits_10_and_names_ulimit(new_run: NewRun, invariants: Invariants) -> None:

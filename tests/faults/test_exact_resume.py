@@ -36,6 +36,7 @@ def test_run_stopped_at_a_step_resumes_exactly(new_run: NewRun, invariants: Inva
     invariants.assert_same(run)
 
 
+@pytest.mark.slow
 @case("R03", how="0, 1 and 2 workers, changed at each resume", passes="the same course, bit for bit")
 @pytest.mark.faults
 def test_changed_worker_count_resumes_exactly(new_run: NewRun, invariants: Invariants) -> None:
@@ -117,6 +118,7 @@ def test_diverging_run_exits_5_with_finite_checkpoint(new_run: NewRun, invariant
     invariants.check(run, resume=False)
 
 
+@pytest.mark.sampled(2)
 @case(
     "N02",
     how="fp16: gradients infinite for 3 steps, and for 40 (failpoint)",
@@ -143,6 +145,7 @@ def test_fp16_overflows_are_skipped_or_exit_5(new_run: NewRun, invariants: Invar
     invariants.assert_clean_processes(run)
 
 
+@pytest.mark.sampled(2)
 @case(
     "F19", how="a worse, and no, metric after a resume: other, and ignored, masks to evaluate", passes="best unchanged"
 )

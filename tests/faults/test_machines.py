@@ -69,6 +69,7 @@ def machines(tmp_path: Path) -> Iterator[Machines]:
         yield made
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.faults
 @case(
     "M01", how="one of two machines loses its network, or its power", passes="the ranks end with 8, exact when resumed"

@@ -37,6 +37,7 @@ def test_tiny_shared_memory_exits_7_and_names_shm_size(new_run: NewRun, invarian
     invariants.assert_clear(done, 7, "/dev/shm", "--shm-size")
 
 
+@pytest.mark.sampled(2)
 @case("F46", how="an image removed under the run, and the whole data folder", passes="exit 3, the file named, exact")
 @pytest.mark.faults
 @pytest.mark.parametrize("what", ["file", "folder"])
@@ -52,6 +53,7 @@ def test_data_removed_under_the_run_exit_3(new_run: NewRun, invariants: Invarian
     invariants.check(run)
 
 
+@pytest.mark.sampled(3)
 @case(
     "F46",
     how="an image, a mask replaced by noise, or an image by one of another size, under the run; then put back",
@@ -77,6 +79,7 @@ def test_file_changed_under_the_run_exits_3(new_run: NewRun, invariants: Invaria
     invariants.check(run)
 
 
+@pytest.mark.sampled(2)
 @case("F47", how="strace: EIO at one read of an image, then a healthy disk", passes="tried again, exact")
 @case("F47", how="strace: EIO at every read of an image", passes="exit 3, the file named, saved")
 @pytest.mark.faults

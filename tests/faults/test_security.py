@@ -394,6 +394,7 @@ def test_secrets_stay_out_of_logs(new_run: NewRun) -> None:
             assert SECRET.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 @case("S11", how="events: torn, NUL, NaN, Infinity, 64 MB line, rotated", passes="status reads on; bounded")
 def test_status_reads_on_after_hostile_events(finished: FaultRun) -> None:

@@ -47,6 +47,7 @@ def test_gradient_penalty_through_fused_loss_is_exact(way, monkeypatch):
     assert relative_error(*gradients) < 1e-12
 
 
+@pytest.mark.slow
 def test_custom_operators_pass_opcheck():
     logits, target = draw(2, dtype=torch.float32)
     logits.requires_grad_()

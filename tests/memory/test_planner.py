@@ -157,6 +157,7 @@ def test_modes_without_gpu0_bsz_give_one_row(mode):
     assert own.largest_batch()[0] > 0
 
 
+@pytest.mark.slow
 def test_ranks_have_every_split_also_without_samples():
     lines = {"backward": Line(100.0, 10.0)}
     own = Planner(PlannedPeaks("ddp", (lines,)), GPUS, OverheadEstimate((0.0,) * 3))

@@ -163,6 +163,7 @@ def test_record_has_the_lines_and_the_time_of_each_test(tmp_path: Path) -> None:
     assert (tmp_path / "times.xml").read_text().count("<testcase ") == 1
 
 
+@pytest.mark.slow
 def test_campaign_resumes_and_skips_what_has_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Campaign, "outcome_of", lambda *_: ("survived", ""))
     mutants = find_mutants(["metrics"])[:6]

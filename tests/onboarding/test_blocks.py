@@ -106,6 +106,7 @@ def test_one_geotiff_becomes_blocks_in_place(has_georeference: bool, tmp_path: P
     assert unused in "\n".join(result.lines)
 
 
+@pytest.mark.slow
 def test_two_large_pictures_with_coloured_masks_become_blocks(tmp_path: Path) -> None:
     colors = np.array([[0, 0, 0], [255, 0, 0], [0, 128, 255]], np.uint8)
     images = {}

@@ -162,6 +162,7 @@ def test_100_failures_leak_no_thread():
     assert threads_settle(before)
 
 
+@pytest.mark.slow
 def test_300_random_runs_raise_or_return_all_results():
     rng = random.Random(0)
     module = Layers(jitter_s=0.0005)

@@ -115,6 +115,7 @@ def test_loss_that_was_not_finite_is_told_from_an_absent_one(
 IOUS = st.lists(st.none() | st.sampled_from([0.0, 0.25, 0.2504, 0.5, 1.0]), min_size=3, max_size=3)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(st.lists(IOUS, min_size=2, max_size=3))
 def test_bold_values_of_the_page_beat_another_run(

@@ -108,6 +108,7 @@ def test_checkpoint_holds_adapters_head_and_their_average(base: dict[str, Any], 
     assert frozen < sizes[1] - sizes[0] < 1.2 * frozen
 
 
+@pytest.mark.slow
 def test_backbone_stays_as_the_file_has_it(base: dict[str, Any], run: Path, backbone: Path) -> None:
     """And the rest is trained: the adapters' effect is no longer zero."""
     model = build_network(merged(base).model, 3, with_weights=False)
@@ -230,6 +231,7 @@ def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any]
             assert float((model.eval()(images)[0] - wanted).abs().max()) < 1e-6
 
 
+@pytest.mark.slow
 def test_plan_counts_gradients_and_state_of_adapters_only(base: dict[str, Any]) -> None:
     """AdamW's two states of float32, and no second copy of the backbone in the average of the weights."""
     simulator = build_simulator(merged(base, model={"weights_backbone": None}))

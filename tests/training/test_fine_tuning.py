@@ -171,6 +171,7 @@ def test_ranks_thaw_as_one_device_and_resume_there(frozen: tuple[RunConfig, Path
     assert losses[0] == pytest.approx(losses[1], rel=2e-5)
 
 
+@pytest.mark.slow
 def test_run_in_steps_ends_and_evaluates_within_an_epoch(base: dict[str, Any], tmp_path: Path) -> None:
     short, long = (
         merged(base, train={"steps": steps, "epochs": 1}, eval={"every_steps": 3}, checkpoint={"every_epochs": None})

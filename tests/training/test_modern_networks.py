@@ -87,6 +87,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "network", [pytest.param(EOMT, id="EoMT"), pytest.param(DPT, id="DPT-DINOv3", marks=pytest.mark.slow)]
 )

@@ -366,6 +366,7 @@ def test_damaged_last_falls_back_with_an_alert(reference: tuple[RunConfig, Path]
     assert_same_run(folder, uninterrupted)
 
 
+@pytest.mark.slow
 def test_early_stop_ends_the_run_after_its_evaluations(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

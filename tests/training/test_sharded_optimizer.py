@@ -55,6 +55,7 @@ def sharded(tiny: dict[str, Any], *, is_sharded: bool) -> RunConfig:
     )
 
 
+@pytest.mark.slow
 def test_sharded_ranks_train_and_resume_as_whole_ones(tiny: dict[str, Any], tmp_path: Path) -> None:
     """Bit for bit; the checkpoints are the same, so they resume in every mode and on any number of ranks."""
     run_ranks(sharded(tiny, is_sharded=False), tmp_path, "whole")

@@ -23,6 +23,7 @@ def test_topics_of_all_panes_exist() -> None:
         assert anchor
 
 
+@pytest.mark.slow
 def test_f1_opens_the_page_of_the_focused_pane(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
     run.epoch()

@@ -247,6 +247,7 @@ def test_each_of_eight_gpus_has_a_line(tmp_path: Path) -> None:
     run_screen(run, act)
 
 
+@pytest.mark.slow
 def test_eight_gpus_and_their_editor_fit_at_every_size(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run", num_devices=8, batch_size=64, gpu0_bsz=8, steps_per_epoch=20)
     run.epoch()

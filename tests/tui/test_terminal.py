@@ -80,6 +80,7 @@ def test_q_exits_with_attach_hint_and_restores_the_terminal(run: RecordedRun, tm
     assert (tmp_path / "segapp" / "ui.toml").is_file()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ignores_hangup", [False, True])
 def test_closed_terminal_ends_the_screen(run: RecordedRun, tmp_path: Path, ignores_hangup: bool) -> None:
     shown = Terminal(run, tmp_path, ignores_hangup=ignores_hangup)

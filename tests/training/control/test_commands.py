@@ -373,6 +373,7 @@ def test_oom_in_a_replica_reverts_the_split(
     assert "more than two images" in assert_answered_once(folder)["set gpu0_bsz=3"]["reason"]
 
 
+@pytest.mark.slow
 def test_third_oom_in_a_step_saves_and_exits(even: tuple[dict[str, Any], Path], tmp_path: Path) -> None:
     tiny, _ = even
     failpoints.arm("train.backward=4:oom*3")

@@ -173,6 +173,7 @@ def test_torch_sync_batchnorm_has_no_second_derivative(tmp_path: Path) -> None:
     assert "derivative for aten::batch_norm_backward_elemt is not implemented" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "precision", ["fp32", *(pytest.param(name, marks=pytest.mark.slow) for name in ("amp-bf16", "amp-fp16"))]
 )
@@ -221,6 +222,7 @@ def test_step_redone_after_oom_leaves_the_critic_unchanged(
     assert again[1] == whole[1]  # its blocks are recomputed, which changes no value
 
 
+@pytest.mark.slow
 def test_micro_batches_without_batchnorm_equal_whole_batch(
     plain: dict[str, Any], teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -255,6 +257,7 @@ def test_unusable_teacher_is_refused(plain: dict[str, Any], teacher: Path, tmp_p
     assert "nowhere" in found.stderr
 
 
+@pytest.mark.slow
 def test_resume_refuses_other_teacher_but_accepts_a_moved_one(
     plain: dict[str, Any], teacher: Path, tmp_path: Path
 ) -> None:
