@@ -90,8 +90,10 @@ def test_tasks_train_one_run_each_and_can_be_requeued(place: Path, capsys: pytes
     folder = SweepFolder(place / "runs" / "tiny-sweep")
     stopped, whole = (folder.folder_of(f"every_epochs{number}").path for number in (1, 2))
     wait_for(lambda: len(seen(stopped, "step")) >= 2)
+    slow.send(signal.SIGSTOP, to_group=True)  # the report may take longer than the run
     assert sweep("tiny-sweep", "--report") == 0, "the page bears runs that are still on their way"
     slow.send(signal.SIGTERM)
+    slow.send(signal.SIGCONT, to_group=True)
     assert [each.finish().returncode for each in (slow, other)] == [75, 0]
     assert [folder.state_of(run) for run in folder.read().runs] == ["stopped", "finished"]
     with pytest.raises(SystemExit) as ended:
