@@ -36,8 +36,9 @@ def test_every_page_is_listed_once_and_exists() -> None:
 def test_readme_has_at_most_200_lines_and_pictures_are_small() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 200
-    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)
-    assert len(pictures) == 2
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)|(?:src|srcset)=\"([^\"]+)\"", text)
+    pictures = [markdown or html for markdown, html in pictures]
+    assert len(pictures) == 5
     assert all((ROOT / picture).stat().st_size < 200 * 1024 for picture in pictures)
 
 

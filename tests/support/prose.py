@@ -103,7 +103,7 @@ class Finding(NamedTuple):
 def page_texts(path: Path) -> Iterator[Text]:
     """Yield the paragraphs of a Markdown file without its code, comments and targets of links."""
     text = path.read_text(encoding="utf-8")
-    for pattern in (r"^```.*?^```", r"<!--.*?-->"):
+    for pattern in (r"^```.*?^```", r"<!--.*?-->", r"</?[a-z][^<>]*>"):
         text = re.sub(pattern, _blanked, text, flags=re.M | re.S)
     text = re.sub(r"\]\([^)]*\)", "]", re.sub(r"`[^`\n]+`", "`x`", text))
     for paragraph in re.finditer(r"^[ \t]*\S.*(?:\n(?![ \t]*(?:[-*|#]|\d+\.|$)).*)*", text, flags=re.M):
