@@ -1,4 +1,4 @@
-"""BalancedDataParallel in a plain training loop: the first device takes 1 of 8 images, the loss is that of one device.
+"""BalancedDataParallel in a plain training loop: the first device takes 1 of 8 images, the loss is unchanged.
 
 python balanced_data_parallel.py                        three logical devices of the CPU
 python balanced_data_parallel.py cuda:0 cuda:1 cuda:2   three GPUs
