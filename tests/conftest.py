@@ -71,6 +71,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: -durations_s.get(file_of(item.nodeid), 0))  # a long file at the end would be waited for
 
 
+def pytest_collection_finish() -> None:
+    """Leave the objects of the imports out of each later collection: there are over a million of them."""
+    gc.collect()
+    gc.freeze()
+
+
 def mark_unsampled_cases(items: list[pytest.Item]) -> None:
     """Mark the cases of a test that `sampled(every)` leaves out of the default suite as slow."""
     seen: Counter[str] = Counter()
