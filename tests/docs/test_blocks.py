@@ -1,7 +1,8 @@
 """The code blocks of README.md and of the pages: each is run on drawn data, or marked on its page with the reason.
 
 By default the Python blocks and the cheap commands run, in this process; `-m slow` runs all commands of every page in
-order, each page in a folder of its own with small configs under the names that the page uses.
+order, each page in a folder of its own with small configs under the names that the page uses. What a page shows as the
+output of a command is compared with what the command prints, by the kinds of its lines (`tests/support/transcripts`).
 """
 
 from __future__ import annotations
@@ -11,27 +12,39 @@ import io
 import re
 import shlex
 import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import cv2
 import numpy as np
 import pytest
+import torch
+import torchvision
 import yaml
 
 from segapp.__main__ import main
 from tests.support import ROOT
-from tests.support.drawn_folders import BINARY, draw, draw_image
+from tests.support.drawn_folders import draw_image
 from tests.support.page_blocks import Block, blocks
+from tests.support.page_folders import draw_folders
 from tests.support.recorded_runs import RecordedRun
 from tests.support.runs import segapp
+from tests.support.transcripts import difference
 
-CHEAP = ("segapp docs", "segapp --", "segapp schema", "segapp completion", "segapp ls", "segapp status")
-"""Beginnings of commands that take a few milliseconds."""
+CHEAP = ("segapp docs", "segapp --", "segapp schema", "segapp completion", "segapp ls", "segapp status", "segapp init")
+"""Beginnings of commands that take a few milliseconds, or tenths of a second."""
 
-ONCE = ("segapp plan", "segapp doctor", "segapp models", "segapp profile")
-"""Beginnings of commands that write nothing and take long: run once, also where several pages have them."""
+BACKBONE = "segapp train --config cityscapes.yaml --plain model.weights_backbone=resnet50.pth"
+ONCE = ("segapp plan", "segapp doctor", "segapp models", "segapp profile", BACKBONE)
+"""Beginnings of commands that take long and change nothing for others: run once, with the shipped configs."""
 
-_succeeded: set[str] = set()
+FAILS = {"segapp doctor": (0, 1)}
+"""Exit codes of commands that depend on the machine."""
+
+_printed: dict[str, tuple[str, str]] = {}
+"""Output of each command of `ONCE` that has run."""
 
 CONFIG = {
     "name": "demo",
@@ -46,11 +59,15 @@ CONFIG = {
     "train": {"epochs": 1, "batch_size": 3},
     "log": {"tensorboard": False},
 }
-"""Stands for every config of the shipped ones that a command names, under its name."""
+"""Stands for the configs that a command trains, under their names; `demo.yaml` is the shipped one with one epoch."""
 
 SHELL = [block for block in blocks() if block.language in ("sh", "bash") and block.mark != "not run"]
 SLOW_PYTHON = [block for block in blocks() if block.language == "python" and block.mark == "slow"]
 PYTHON = [block for block in blocks() if block.language == "python" and not block.mark]
+TEXTS = [block for block in blocks() if block.language == "text"]
+TRANSCRIPTS = [block for block in TEXTS if block.is_transcript]
+CHEAP_ERRORS = ("data.crop_px=500",)
+"""Parts of commands that are refused before they do anything."""
 
 
 def test_blocks_are_counted() -> None:
@@ -65,13 +82,20 @@ def test_blocks_are_counted() -> None:
     assert [command for command in others if not command.startswith("python3 -m pip install uv && ")] == []
 
 
+def test_each_text_is_a_transcript_or_says_that_it_is_none() -> None:
+    unmarked = [block for block in TEXTS if not block.mark and not block.is_transcript]
+    assert [block.place for block in unmarked if not (block.source and block.source.language == "python")] == []
+    assert len(TRANSCRIPTS) > 35
+
+
 @pytest.fixture
 def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with demo data, a small demo.yaml and two recorded runs, as the current one."""
+    """A folder with demo data, a small demo.yaml, drawn folders and two recorded runs, as the current one."""
     (tmp_path / "data").symlink_to(ROOT / "data")
     (tmp_path / "demo.yaml").write_text(yaml.safe_dump(CONFIG))
     for name in ("demo", "demo-2"):
-        run = RecordedRun(tmp_path / "runs" / name, num_devices=1, device="cpu", epochs=1)
+        classes = [f"class_{i}" for i in range(19)]  # one of which occurs nowhere
+        run = RecordedRun(tmp_path / "runs" / name, classes=classes, num_devices=1, device="cpu", epochs=1)
         run.epoch()
         run.end()
     monkeypatch.chdir(tmp_path)
@@ -79,12 +103,33 @@ def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_cheap_commands_succeed(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    commands = dict.fromkeys(command for block in SHELL for command in block.commands() if command.startswith(CHEAP))
-    assert len(commands) >= 8
+    draw_folders(small)
+    shown = [block for block in TRANSCRIPTS if all(is_cheap(command) for command in block.commands())]
+    assert len(shown) >= 10
+    commands = dict.fromkeys(command for block in [*SHELL, *shown] for command in block.commands() if is_cheap(command))
+    printed = {}
     for command in commands:
         with pytest.raises(SystemExit) as ended:
             main(shlex.split(command)[1:])
-        assert ended.value.code in (0, None), f"{command}: {capsys.readouterr().err}"
+        printed[command] = capsys.readouterr()
+        refused = any(part in command for part in CHEAP_ERRORS)
+        assert (ended.value.code in (0, None)) != refused, f"{command}: {printed[command].err}"
+    problems = [problem for block in shown if (problem := stale(block, printed))]
+    assert not problems, "\n".join(problems)
+
+
+def is_cheap(command: str) -> bool:
+    """Return if a command runs in the default suite."""
+    return command.startswith(CHEAP) or any(part in command for part in CHEAP_ERRORS)
+
+
+def stale(block: Block, printed: Mapping[str, tuple[str, str]]) -> str:
+    """Return how a transcript differs from the output or the errors of its commands; empty if it does not."""
+    streams = ["".join(printed[command][i] for command in block.commands()) for i in (0, 1)]
+    found = [difference(stream, block.text) for stream in streams]
+    if "" in found:
+        return ""
+    return f"{block.place} shows another output of {' && '.join(block.commands())}:\n{min(found, key=len)}"
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
@@ -101,31 +146,29 @@ def run_python(block: Block) -> str:
 
 
 def check_output(block: Block, shown: str) -> None:
-    """Compare what a block has printed with the text below it on the page, unless that is cut by dots."""
-    after = block.page.read_text().split(block.text, 1)[1]
-    promised = re.match(r"```\n\n```text\n(.*?)```", after, re.S)
-    if promised and "..." not in promised[1]:
-        assert shown == promised[1]
+    """Compare the output of a Python block with the text below it: exactly, or by kinds of lines if it is cut."""
+    (promised,) = [each.text for each in TEXTS if each.source == block and not each.mark] or [""]
+    if promised and "..." in promised:
+        assert difference(shown, promised) == "", block.place
+    elif promised:
+        assert shown == promised
 
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the commands of the pages name: demo data, configs, photos, a video, trained runs."""
     folder = tmp_path_factory.mktemp("pages")
-    for kind, ending in (("leftImg8bit", "leftImg8bit"), ("gtFine", "gtFine_labelIds")):
-        for split, count in (("train", 6), ("val", 2)):
-            for path in sorted((ROOT / "data/demo" / kind / split).rglob(f"*_{ending}.png"))[:count]:
-                place = folder / path.relative_to(ROOT)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(path, place)
+    (folder / "data").symlink_to(ROOT / "data")
     (folder / "segapp").symlink_to(ROOT / "segapp")
     teacher = {"teacher": "runs/teacher", "critic": {"width": 8}}
-    for name in ("demo", "camvid", "cityscapes", "cityscapes-pspnet", "camvid-distill"):
+    for name in ("camvid", "cityscapes", "cityscapes-pspnet", "camvid-distill"):
         config = {**CONFIG, "name": name, **({"distill": teacher} if name == "camvid-distill" else {})}
         (folder / f"{name}.yaml").write_text(yaml.safe_dump(config))
+    demo = (ROOT / "configs/demo.yaml").read_text()
+    (folder / "demo.yaml").write_text(re.sub(r"epochs: \d+", "epochs: 1", demo))
     (folder / "configs").mkdir()
     shutil.copy(folder / "demo.yaml", folder / "configs/demo.yaml")
-    draw(folder / "photos", [f"{number:04}" for number in range(10)], "images/{}.jpg", "masks/{}_mask.png", BINARY)
+    draw_folders(folder)
     for place in ("photo.jpg", "more/below/b.jpg", "big.png"):
         draw_image(folder / place, (64, 96))
     cv2.imwrite(str(folder / "big.tif"), cv2.imread(str(folder / "big.png")))
@@ -133,41 +176,80 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _ in range(3):
         writer.write(np.zeros((64, 96, 3), np.uint8))
     writer.release()
-    done = segapp("train", "--config", "demo.yaml", "--plain", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    for name in ("demo-2", "fold0", "fold1", "fold2"):
+    for words in ([], ["optim.lr=0.002"]):
+        done = segapp("train", "--config", "demo.yaml", "--plain", *words, cwd=folder)
+        assert done.returncode == 0, done.stderr
+    for name in ("fold0", "fold1", "fold2"):
         shutil.copytree(folder / "runs/demo", folder / "runs" / name)
     return folder
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("page", sorted({block.page for block in [*SHELL, *SLOW_PYTHON]}), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", sorted({block.page for block in [*SHELL, *SLOW_PYTHON, *TRANSCRIPTS]}), ids=lambda path: path.stem
+)
 def test_commands_of_a_page_succeed(page: Path, prepared: Path, tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(prepared, folder, symlinks=True)
-    fails = {"doctor": (0, 1)}  # what this machine lacks is none of the page's business
+    printed: dict[str, tuple[str, str]] = {}
+    problems = []
     for block in blocks():
-        if block.page != page or block.mark == "not run":
+        if block.page != page or block.mark in ("not run", "not output"):
             continue
         if block.language == "python" and block.mark == "slow":
             with contextlib.chdir(folder):
                 check_output(block, run_python(block))
-        for command in block.commands() if block.language in ("sh", "bash") else ():
-            words = shlex.split(command)
-            if words[:3] == ["uv", "run", "python"]:
-                exec(compile(Path(words[3]).read_text(), words[3], "exec"), {"__name__": "example"})
-                continue
-            if words[0] != "segapp":
-                continue  # the two commands of the README: the gate begins with one, the other is this suite
-            if command in _succeeded:
-                continue
-            done = segapp(*words[1:], cwd=folder, timeout_s=600, XDG_STATE_HOME=str(folder / "state"))
-            assert done.returncode in fails.get(words[1], (0,)), (
-                f"{block.place}: {command}\n{done.stdout[-2000:]}\n{done.stderr}"
-            )
-            if words[1] == "init":  # its configs train for as long as the data need
-                for config in folder.glob("photos*.yaml"):
-                    config.write_text(re.sub(r"epochs: \d+", "epochs: 1", config.read_text()))
-            if command.startswith(ONCE):
-                _succeeded.add(command)
+        for command in block.commands():
+            if block.language in ("sh", "bash") or command not in printed:
+                printed[command] = run_command(command, folder, block)
+        if block.is_transcript and (problem := stale(block, printed)):
+            problems.append(problem)
+    assert not problems, "\n".join(problems)
+
+
+def run_command(command: str, folder: Path, block: Block) -> tuple[str, str]:
+    """Run a command of a page as a process, and return what it prints and its errors."""
+    words = shlex.split(command)
+    if words[:3] == ["uv", "run", "python"]:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            exec(compile(Path(words[3]).read_text(), words[3], "exec"), {"__name__": "example"})
+        return out.getvalue(), ""
+    if words[0] == "pytest":
+        done = subprocess.run([sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True)
+        return done.stdout, done.stderr
+    if words[0] != "segapp":
+        return "", ""  # the two commands of the README: the gate begins with one, the other is this suite
+    if command in _printed:
+        return _printed[command]
+    is_once = command.startswith(ONCE)
+    place = folder
+    if is_once:
+        place = folder / "shipped"
+        place.mkdir(exist_ok=True)
+        if not (place / "data").exists():
+            (place / "data").symlink_to(ROOT / "data")
+            torch.save(torchvision.models.resnet50().state_dict(), place / "resnet50.pth")
+    done = segapp(*words[1:], cwd=place, timeout_s=600, XDG_STATE_HOME=str(folder / "state"))
+    accepted = FAILS.get(" ".join(words[:2]), (0,))
+    is_refused = block.language == "text" and block.text.startswith("error:")
+    assert (done.returncode in accepted) != is_refused, (
+        f"{block.place}: {command}\n{done.stdout[-2000:]}\n{done.stderr}"
+    )
+    if words[1] == "init":  # its configs train for as long as the data need
+        for config in folder.glob("*.yaml"):
+            config.write_text(re.sub(r"\bepochs: \d+", "epochs: 1", config.read_text()))
+    if is_once:
+        _printed[command] = done.stdout, done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+def test_out_of_memory_report_is_the_one_on_its_page(
+    small: Path, logical_budgets: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = [block for block in TEXTS if block.mark == "not output" and "budgets" in block.reason]
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "--config", str(ROOT / "configs/demo.yaml"), "--plain", "parallel.memory_budget_mib=[20]"])
+    assert ended.value.code == 6
+    assert difference(capsys.readouterr().err, block.text) == ""

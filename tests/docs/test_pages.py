@@ -107,7 +107,7 @@ def parsed_problem(command: str) -> str | None:
 
 @pytest.mark.parametrize("path", page_files(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_named_commands_and_options_are_in_the_parser(path: Path) -> None:
-    own = [block for block in blocks() if block.page == path and block.language in ("sh", "bash")]
+    own = [block for block in blocks() if block.page == path]
     commands = [command for block in own for command in block.commands() if command.startswith("segapp ")]
     problems = {command: parsed_problem(command) for command in [*commands, *words_of(path.read_text())]}
     assert {command: why for command, why in problems.items() if why} == {}

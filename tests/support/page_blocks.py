@@ -11,7 +11,9 @@ from segapp.docs.pages import FOLDER
 from tests.support import ROOT
 
 _BLOCK = re.compile(
-    r"(?:<!-- (?P<mark>not run|slow): (?P<reason>[^>]+) -->\n)?^```(?P<language>\w+)\n(?P<text>.*?)^```", re.M | re.S
+    r"(?:<!-- (?P<mark>not run|slow|output|not output): (?P<reason>[^>]+) -->\n)?"
+    r"^```(?P<language>\w+)\n(?P<text>.*?)^```",
+    re.M | re.S,
 )
 
 
@@ -24,8 +26,11 @@ class Block(NamedTuple):
     language: str
     text: str
     mark: str
-    """`not run` or `slow`, else empty."""
+    """`not run`, `slow`, `output` or `not output`, else empty."""
     reason: str
+    """Reason of `not run`, `slow` and `not output`; of `output`, the commands that print the text."""
+    source: Block | None
+    """The block before, if nothing is between the two."""
 
     @property
     def place(self) -> str:
@@ -33,9 +38,19 @@ class Block(NamedTuple):
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     def commands(self) -> list[str]:
-        """Return the commands of a shell block, without comments."""
+        """Return the commands of a shell block, without comments, or those that print a transcript."""
+        if self.language == "text":
+            if self.mark == "output":
+                return self.reason.split(" && ")
+            return self.source.commands() if self.source and self.is_transcript else []
         lines = [re.sub(r"(^|\s)#.*", "", line).strip() for line in self.text.splitlines()]
-        return [line for line in lines if line]
+        return [line for line in lines if line] if self.language in ("sh", "bash") else []
+
+    @property
+    def is_transcript(self) -> bool:
+        """True for a text that a command prints: it is marked with the command, or follows a block of one command."""
+        after_command = self.source is not None and self.source.language in ("sh", "bash")
+        return self.language == "text" and (self.mark == "output" or (not self.mark and after_command))
 
 
 def page_files() -> list[Path]:
@@ -49,8 +64,11 @@ def blocks() -> tuple[Block, ...]:
     found = []
     for path in page_files():
         text = path.read_text(encoding="utf-8")
+        block, end = None, 0
         for match in _BLOCK.finditer(text):
             line = text[: match.start("text")].count("\n") + 1
             mark, reason = match["mark"] or "", (match["reason"] or "").strip()
-            found.append(Block(path, line, match["language"], match["text"], mark, reason))
+            source = block if not text[end : match.start()].strip("`\n") else None
+            block, end = Block(path, line, match["language"], match["text"], mark, reason, source), match.end()
+            found.append(block)
     return tuple(found)
