@@ -31,7 +31,7 @@ _KINDS = [
     (r"\b[0-9a-f]{12,}\b", "HASH"),
     (r"\b\d+(?:x\d+)+\b", "SIZE"),
     (r"(?<![\w.+-])[+-]?\d+(?:[.,]\d+)* ?[KMGT]?i?B\b", "BYTES"),
-    (r"\b\d+(?:\.\d+)? ?(?:ms|s|min|h)(?:\d+[ms])*\b(?!/)|\b\d+[dhm]\d+[hms]\w*", "TIME"),
+    (r"\b\d+(?:\.\d+)? ?(?:ms|s|min|h)(?:\d+[ms])*\b(?!/)|\b\d+[dhm](?:\d+[hms]\w*)?\b", "TIME"),
     (r"(?<![\w.])\d+\.\d+\.\d+[\w.+]*", "VERSION"),
     (r"(?<![\w.])(?:(?<![\w+-])[+±-])?\d+(?:[.,]\d+)*(?:e[+-]?\d+)?", "N"),
     (r"(?<= )(?:-|absent)(?= |$)", "N"),  # a cell without a number
