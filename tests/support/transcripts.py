@@ -17,17 +17,19 @@ import re
 
 _CLASSES = (
     "bicycle|bicyclist|building|bus|car|fence|motorcycle|pavement|pedestrian|person|pole|rider|road|sidewalk|sign|sky|"
-    "terrain|traffic light|traffic sign|train(?=  +absent)|tree|truck|vegetation|wall"
+    "terrain|traffic light|traffic sign|train(?=  +absent)|tree|truck|vegetation|wall|"
+    "construction|flat|human|nature|object|vehicle"
 )
 _ENDINGS = "csv|gpkg|html|jpg|json|jsonl|log|mp4|npy|npz|onnx|png|pt|pt2|pth|py|safetensors|svg|tif|txt|yaml"
 _KINDS = [
-    (rf"^({_CLASSES})(?=  )", "CLASS"),  # tables of classes are sorted by score
+    (rf"^( *)(?:{_CLASSES})(?=  )", r"\1CLASS"),  # tables of classes and groups are sorted by score
     (r"(?:\s+#+)?(?:\s+=+)?$", " BAR"),
     (r"(?<=\|)x*\.+(?=\|)|(?<=\|)[ ▁-█]*$", "BAR"),
     (r"-{10,}", "BAR"),
     (r"\s+", " "),
     (r" BAR$", ""),
     (rf"(?:[\w.~-]*/)*[\w.-]+\.(?:{_ENDINGS})\b|(?:\b(?:runs|data|photos|out)|(?<![\w.)]))/[\w./-]+", "PATH"),
+    (r"\bdemo-\d+\b", "demo"),  # a second run of the same config
     (r"\b[0-9a-f]{12,}\b", "HASH"),
     (r"\b\d+(?:x\d+)+\b", "SIZE"),
     (r"(?<![\w.+-])[+-]?\d+(?:[.,]\d+)* ?[KMGT]?i?B\b", "BYTES"),
