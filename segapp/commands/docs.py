@@ -8,7 +8,7 @@ import textwrap
 from itertools import groupby
 
 from segapp.commands.spawn import is_interactive
-from segapp.docs.pages import find_page, has_all_words, pages, search_pages
+from segapp.docs.pages import find_page, has_all_words, pages, search_pages, section
 from segapp.errors import ConfigError
 
 
@@ -25,7 +25,7 @@ def show_docs(topic: str | None, words: str | None) -> None:
 
             show_page(page, anchor)
         else:
-            print(page.text(), end="")
+            print(section(page.text(), anchor) if anchor else page.text(), end="")
 
 
 def _print_list() -> None:
@@ -41,11 +41,11 @@ def _print_hits(words: str) -> None:
     hits = search_pages(words)
     if not hits:
         raise ConfigError(f"no page has any of the words {words!r}: try other words, or segapp docs for the list")
-    if not has_all_words(hits[0], words):
+    if not any(has_all_words(hit, words) for hit in hits):
         print(f"no page has all of the words {words!r}; these pages have most of them:")
-    width = max(len(hit.page.topic) for hit in hits)
+    width = max(len(hit.topic) for hit in hits)
     for hit in hits:
-        print(_wrapped(f"{hit.page.topic:{width}}  ", hit.line))
+        print(_wrapped(f"{hit.topic:{width}}  ", hit.line))
 
 
 def _wrapped(start: str, text: str) -> str:

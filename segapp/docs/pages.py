@@ -6,7 +6,7 @@ import functools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,8 @@ _MAX_HITS = 12
 _PHRASE = 12.0
 """Added to the rank of a page if one of its keywords has the words of a search in their order."""
 _MIN_STEM = 3
+_DEVELOPERS = 0.5
+"""Factor on the rank of the pages about the code."""
 
 
 class Page(NamedTuple):
@@ -49,6 +51,13 @@ class Hit(NamedTuple):
 
     page: Page
     line: str
+    anchor: str = ""
+    """The heading above the line; empty before the second heading of a page."""
+
+    @property
+    def topic(self) -> str:
+        """The topic for `segapp docs`, with the anchor if the line is not in the first section."""
+        return f"{self.page.topic}#{self.anchor}" if self.anchor else self.page.topic
 
 
 @functools.cache
@@ -90,12 +99,29 @@ def find_page(topic: str) -> tuple[Page, str]:
 
 def headings(text: str) -> Iterator[tuple[str, str]]:
     """Yield (anchor, title) of each heading, the anchor as code hosts and Textual make it."""
+    return ((slug(title), title) for level, title, _ in _lines(text) if level)
+
+
+def section(text: str, anchor: str) -> str:
+    """Return the heading of an anchor and the text below it, up to the next heading of the same or a higher level."""
+    own, found = 0, []
+    for level, title, line in _lines(text):
+        if own and 0 < level <= own:
+            break
+        if level and not own and slug(title) == anchor:
+            own = level
+        if own:
+            found.append(line)
+    return "\n".join(found).rstrip() + "\n"
+
+
+def _lines(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yield the level of a heading (0 for other lines), its title and the line, for each line of a text."""
     is_code = False
     for line in text.splitlines():
-        if line.startswith("```"):
-            is_code = not is_code
-        elif not is_code and (match := re.match(r"#{1,6} (.+)", line)):
-            yield slug(match[1].strip()), match[1].strip()
+        is_code ^= line.startswith("```")
+        match = None if is_code else re.match(r"(#{1,6}) (.+)", line)
+        yield (len(match[1]), match[2].strip(), line) if match else (0, "", line)
 
 
 def slug(title: str) -> str:
@@ -108,32 +134,46 @@ def slug(title: str) -> str:
 
 
 def search_pages(words: str) -> list[Hit]:
-    """Return the pages with the most of the words, the best first, each with its best line.
+    """Return the pages that have some of the words, the best first, each with its best line.
 
     Words match as a whole, whatever their ending (`stop` and `stopping`). A word counts more if few pages have it, and
-    if it is in the topic, the title, the keywords or a heading of a page.
+    if it is in the topic, the title, the keywords or a heading of a page. A page with more of the words ranks higher.
 
     >>> [hit.page.topic for hit in search_pages("OUT OF memory")][:1]
     ['out-of-memory']
     """
     asked = _stems(words)
-    wanted = set(asked) - _SMALL_WORDS or set(asked)
+    wanted = _wanted(asked) or set(asked)
     index = _index()
     rarity = {stem: math.log(1 + len(index) / (1 + sum(stem in found for found in index.values()))) for stem in wanted}
-    most = max((len(wanted & found.keys()) for found in index.values()), default=0)
-    ranked: list[tuple[float, Hit]] = []
-    for page, found in index.items() if most else ():
-        if len(wanted & found.keys()) == most:
+    ranked: list[tuple[float, Page]] = []
+    for page, found in index.items():
+        if wanted & found.keys():
             is_phrase = any(f" {' '.join(asked)} " in f" {' '.join(_stems(each))} " for each in page.keywords)
             rank = sum(rarity[stem] * found.get(stem, 0) for stem in wanted) + _PHRASE * is_phrase
-            best = max([page.about, *page.text().splitlines()], key=lambda line: len(wanted & set(_stems(line))))
-            ranked.append((-rank, Hit(page, best.strip("# "))))
-    return [hit for _, hit in sorted(ranked, key=lambda each: each[0])][:_MAX_HITS]
+            rank *= (len(wanted & found.keys()) / len(wanted)) ** 2 * (_DEVELOPERS if page.group == "Developing" else 1)
+            ranked.append((-rank, page))
+    return [_best_line(page, rarity) for _, page in sorted(ranked, key=lambda each: each[0])][:_MAX_HITS]
+
+
+def _best_line(page: Page, rarity: dict[str, float]) -> Hit:
+    """Return the line of a page with the rarest words; a heading counts twice."""
+    best, most, anchor = Hit(page, page.about), 0.0, ""
+    for number, (level, title, line) in enumerate([(0, "", page.about), *_lines(page.text())]):
+        anchor = slug(title) if level and number > 1 else anchor
+        weight = sum(rarity.get(stem, 0) for stem in set(_stems(line))) * (2 if level else 1)
+        if weight > most:
+            best, most = Hit(page, line.strip("# "), anchor), weight
+    return best
 
 
 def has_all_words(hit: Hit, words: str) -> bool:
-    """Return whether the page of a hit has all words of a search, apart from words such as `how` and `the`."""
-    return set(_stems(words)) - _SMALL_WORDS <= _index()[hit.page].keys()
+    """Return True if the page of a hit has all words of a search, apart from words such as `how` and `the`."""
+    return _wanted(_stems(words)) <= _index()[hit.page].keys()
+
+
+def _wanted(stems: Sequence[str]) -> set[str]:
+    return {stem for stem in stems if len(stem) > 1} - _SMALL_WORDS
 
 
 @functools.cache
@@ -157,7 +197,7 @@ def _stems(text: str) -> list[str]:
     >>> _stems("Early stopping: train.early_stop")
     ['early', 'stop', 'train', 'early', 'stop']
     """
-    return [_stem(word) for word in re.findall(r"[^\W_]+", text.lower())]
+    return [_stem(_AMERICAN.get(word, word)) for word in re.findall(r"[^\W_]+", text.lower())]
 
 
 def _stem(word: str) -> str:
@@ -168,5 +208,6 @@ def _stem(word: str) -> str:
     return word[:-1] if len(word) > _MIN_STEM and word[-1] == word[-2] else word
 
 
+_AMERICAN = {"colour": "color", "coloured": "colored", "grey": "gray", "greyscale": "grayscale", "licence": "license"}
 _SMALL_WORDS = set(_stems("a an and are at be by can do does for from have how i if in is it me my of on or the to use "
                           "what when which why with"))  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 
 from segapp.__main__ import main
 from segapp.commands.docs import show_docs
-from segapp.docs.pages import find_page, pages, search_pages
+from segapp.docs.pages import find_page, pages, search_pages, section
 from segapp.errors import ConfigError
 
 
@@ -24,6 +24,25 @@ def test_page_is_plain_text_in_a_pipe_without_comments(capsys: pytest.CaptureFix
     shown = capsys.readouterr().out
     assert shown.startswith("# Multi-GPU training")
     assert "<!--" not in shown
+
+
+def test_section_is_printed_without_the_rest_of_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    show_docs("tune#early-stopping", None)
+    shown = capsys.readouterr().out
+    assert shown.startswith("## Early stopping\n")
+    assert "train: {early_stop: 10}" in shown
+    assert "Overfitting" not in shown
+
+
+def test_section_has_its_subsections_and_the_comments_of_its_code() -> None:
+    text = "# One\n\n## Two\n\n```sh\n# no heading\n```\n\n### Three\n\n## Four\n"
+    assert section(text, "two") == "## Two\n\n```sh\n# no heading\n```\n\n### Three\n"
+    assert section(text, "three") == "### Three\n"
+
+
+def test_search_prints_the_section_of_each_hit(capsys: pytest.CaptureFixture[str]) -> None:
+    show_docs(None, "early stopping")
+    assert capsys.readouterr().out.startswith("tune#early-stopping ")
 
 
 @pytest.mark.parametrize(

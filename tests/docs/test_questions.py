@@ -92,3 +92,52 @@ def test_words_are_found_whole() -> None:
 def test_almost_all_questions_find_their_page_first() -> None:
     first = [topic == search_pages(words)[0].page.topic for words, topic in QUESTIONS]
     assert sum(first) >= 0.8 * len(first)
+
+
+IN_FULL: list[tuple[str, str]] = [
+    ("Windows, WSL, macOS, MPS, ROCm?", "platforms#operating-systems-and-devices"),
+    ("Colab, Kaggle, Jupyter?", "platforms#colab-kaggle-and-jupyter"),
+    ("Docker?", "platforms#docker"),
+    ("How large is the installation?", "platforms#how-large-is-the-installation"),
+    ("Which GPU and how much memory do I need?", "platforms#which-gpu-do-i-need"),
+    ("How long will it take?", "profile"),
+    ("I have images/ and masks/", "own-data#images-and-masks-in-splits"),
+    ("Masks are 0 and 255", "masks"),
+    ("Coloured masks", "masks"),
+    ("Palette PNGs, grey or RGBA images", "masks#which-images-can-be-read"),
+    ("Unlabelled is not background", "masks#unlabeled-is-not-background"),
+    ("Binary: one logit or two classes?", "masks#two-classes-one-logit-or-two"),
+    ("COCO, YOLO, labelme polygons", "own-data#annotations-instead-of-masks"),
+    ("A third, test split", "tune#the-test-split"),
+    ("Different image sizes: crop or resize, which crop size?", "tune#different-image-sizes-crop-or-resize"),
+    ("How many images do I need?", "tune#how-many-images-do-i-need"),
+    ("Which loss?", "choose-loss"),
+    ("Which model, with what mIoU and speed?", "choose-model"),
+    ("Class imbalance", "choose-loss#class-imbalance"),
+    ("Learning rate, batch, epochs for N images", "tune#batch-size-and-learning-rate"),
+    ("Early stopping", "tune#early-stopping"),
+    ("Train a finished run longer", "train#train-a-finished-run-longer"),
+    ("More images, same model", "resume-refused#more-images-a-longer-training-another-setting"),
+    ("Fine-tune, freeze", "weights#fine-tune-freeze-layers-lower-learning-rates"),
+    ("Other number of classes from old weights", "weights#another-number-of-classes"),
+    ("IoU 0 or nan for a class", "low-miou"),
+    ("Overfitting: validation loss rises", "tune#overfitting-the-validation-loss-rises"),
+    ("Per-pixel confidence", "predict#leave-out-uncertain-pixels"),
+    ("Inference without segapp", "run-elsewhere"),
+    ("TensorRT", "run-elsewhere#tensorrt"),
+    ("Frames per second of a model", "speed"),
+    ("Several GPUs: how, and what speed-up?", "several-gpus"),
+    ("Out of memory", "out-of-memory"),
+    ("NaN with fp16", "not-finite"),
+    ("Reproducibility", "deterministic"),
+    ("Custom data set, model, loss", "own-parts"),
+    ("Callbacks", "python#callbacks-and-stopping"),
+    ("Open TensorBoard", "train#tensorboard-weights--biases-and-mlflow"),
+    ("Polygons, GeoJSON or COCO from predictions", "predict#write-polygons"),
+    ("Licence of weights", "platforms#licenses"),
+]
+
+
+@pytest.mark.parametrize(("words", "topic"), IN_FULL, ids=lambda value: value)
+def test_question_in_full_finds_the_section_that_answers(words: str, topic: str) -> None:
+    assert search_pages(words)[0].topic == topic
