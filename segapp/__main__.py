@@ -66,7 +66,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 
 def _open_closed_streams() -> None:
-    """Open standard streams that were closed (`>&-`) on /dev/null, or the next file opened would take their number."""
+    """Open closed standard streams (`>&-`) on /dev/null, so that no opened file takes their number."""
     for fd, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(fd)
@@ -78,7 +78,7 @@ def _open_closed_streams() -> None:
 
 @contextlib.contextmanager
 def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
-    """Print an error that a user can act on as one line, or as JSON too, and exit with the code of its class."""
+    """Print an error that a user can act on as one line, or also as JSON, and exit with the exit code of its class."""
     import typer
 
     # click's UsageError, of which some versions of typer have a copy of their own

@@ -1,8 +1,9 @@
 """Kinds of devices: the one place that asks torch about a GPU's memory, random states, streams and arithmetic.
 
-`accelerator_of` serves every device, `gpu_of` those with memory of their own. ROCm's devices are called "cuda" too.
-`wide_sum` adds in float64, or in pairs of float32 if the device has no float64 (Apple's, and some of Intel's). A
-kind that is not in `ACCELERATORS`, such as the simulated devices of a memory plan, has no memory and no random states.
+`accelerator_of` works for every device, `gpu_of` for devices with their own memory. ROCm's devices are also called
+"cuda". `wide_sum` adds in float64, or in pairs of float32 if the device has no float64 (Apple's, and some of Intel's).
+A kind that is not in `ACCELERATORS`, such as the simulated devices of a memory plan, has no memory and no random
+states.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 BF16_CAPABILITY = (8, 0)
-"""Compute capability from which NVIDIA's GPUs have bfloat16 and TF32 in hardware (Ampere)."""
+"""Compute capability from which NVIDIA's GPUs support bfloat16 and TF32 in hardware (Ampere)."""
 
 T = TypeVar("T")
 
@@ -32,14 +33,14 @@ class GpuFacts:
 
 
 class Accelerator:
-    """A kind of device (`torch.device.type`); itself the CPU, and every kind of which torch can be asked nothing."""
+    """A kind of device (`torch.device.type`); the base class serves the CPU and kinds unknown to torch."""
 
     can_pin = False
     """Copies from page-locked memory of the host to the device are faster and asynchronous."""
     can_replicate = True
     """A training may use several devices, or processes."""
     can_capture = False
-    """Work can be captured as a graph, of which one launch repeats all kernels."""
+    """Work can be captured as a graph, which launches all kernels with one call."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -49,7 +50,7 @@ class Accelerator:
         return contextlib.nullcontext()
 
     def new_stream(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return a context in which work is issued to a stream of its own, which waits for no other work."""
+        """Return a context in which work is issued to a new stream, which waits for no other work."""
         return contextlib.nullcontext()
 
     def synchronize(self, device: torch.device) -> None:
@@ -75,23 +76,23 @@ class Accelerator:
         return False
 
     def new_graphs(self, device: torch.device) -> DeviceGraphs:
-        """Return what captures the work of a device; only if `can_capture`."""
+        """Return an object that captures the work of a device as graphs; only if `can_capture`."""
         raise NotImplementedError(f"work on {device} cannot be captured")
 
     def keep_with_graph(self, held: object) -> None:
         """Keep an object as long as the graph that is being captured, if any: the graph reads its memory."""
 
     def copy_to_host(self, tensor: Tensor) -> tuple[Tensor, Callable[[], bool]]:
-        """Start the copy of a tensor to the host; return the copy, and a function that says whether it has arrived."""
+        """Start to copy a tensor to the host; return the copy, and a function that says if the copy is complete."""
         return tensor.cpu(), lambda: True
 
     def parked(self, tensor: Tensor) -> ParkedTensor:
-        """Return a dense tensor's values in host memory, from which they can be fetched; the device does not wait."""
+        """Copy a dense tensor's values to host memory, from which they can be fetched; the device does not wait."""
         return ParkedTensor(tensor)
 
 
 class ParkedTensor:
-    """The values of a tensor of the CPU or of a simulated device, in a copy on the host."""
+    """The values of a CPU tensor or of a simulated device's tensor, in a copy on the host."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._device, self._host = tensor.device, tensor.clone() if tensor.device.type == "cpu" else tensor.cpu()
@@ -101,7 +102,7 @@ class ParkedTensor:
         return self._host.to(self._device)
 
     def wait(self) -> None:
-        """Let the device wait for what was fetched."""
+        """Let the device wait until the fetched values are there."""
 
 
 class ParkedGpuTensor(ParkedTensor):
@@ -129,7 +130,7 @@ class ParkedGpuTensor(ParkedTensor):
 
 
 class Gpu(Accelerator):
-    """A kind of device with memory and random states of its own, by torch's module of the same name: CUDA and ROCm.
+    """A kind of device with its own memory and random states, implemented by the torch module of the same name.
 
     `tool` is the program that lists the devices.
     """
@@ -140,9 +141,9 @@ class Gpu(Accelerator):
         super().__init__(kind)
         self.tool = tool
         self.held_by_graph: list[object] = []
-        """What the graph that is being captured keeps."""
+        """Objects that the graph being captured keeps alive."""
         self._parking: dict[torch.device, Any] = {}
-        """For each device the stream in which tensors are copied to the host and back."""
+        """For each device, the stream in which tensors are copied to the host and back."""
 
     @property
     def _torch(self) -> Any:
@@ -165,7 +166,7 @@ class Gpu(Accelerator):
         return bool(self._torch.is_initialized())
 
     def current_index(self) -> int:
-        """Return the index of the device that a name without an index stands for."""
+        """Return the index of the device that a name without an index refers to."""
         return int(self._torch.current_device())
 
     def facts(self, device: torch.device) -> GpuFacts:
@@ -218,7 +219,7 @@ class Gpu(Accelerator):
         self._torch.set_rng_state(state, device)
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
-        """Return the free memory of the device and all of it, as the driver reports them, which may wait for it."""
+        """Return the free and the total memory of the device from the driver, which may wait for the device."""
         return self._torch.mem_get_info(device)  # type: ignore[no-any-return]
 
     def allocated_bytes(self, device: torch.device) -> int:
@@ -230,7 +231,7 @@ class Gpu(Accelerator):
         return int(self._torch.memory_reserved(device))
 
     def peak_reserved_bytes(self, device: torch.device) -> int:
-        """Return the most memory that the allocator has held."""
+        """Return the largest memory that the allocator has held."""
         return int(self._torch.max_memory_reserved(device))
 
     def pop_peak_bytes(self, device: torch.device) -> int:
@@ -240,7 +241,7 @@ class Gpu(Accelerator):
         return peak
 
     def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
-        """Let the allocator refuse to hold more than this."""
+        """Set the most memory that the allocator may hold."""
         total = self._torch.get_device_properties(device).total_memory
         self._torch.set_per_process_memory_fraction(min(1.0, limit_bytes / total), device)
 
@@ -256,7 +257,7 @@ class Gpu(Accelerator):
         return bool(torch.version.hip) or bool(self._torch.get_device_capability(device) >= BF16_CAPABILITY)
 
     def has_tf32(self, device: torch.device) -> bool:
-        if torch.version.hip:  # its numbers are those of gfx architectures; MI300 is the first with TF32
+        if torch.version.hip:  # HIP reports gfx architectures as capabilities; MI300 is the first with TF32
             return "gfx94" in self._torch.get_device_properties(device).gcnArchName
         return self.has_bf16(device)
 
@@ -267,7 +268,7 @@ class Xpu(Gpu):
     can_replicate = can_capture = False
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
-        """See the base class; without what other processes hold if the driver does not tell it."""
+        """See the base class; memory of other processes is not counted if the driver does not report it."""
         try:
             return super().free_and_total_bytes(device)
         except RuntimeError:
@@ -285,7 +286,7 @@ class Xpu(Gpu):
 
 
 class Mps(Gpu):
-    """Apple's GPUs: one device, which shares the memory of the host, without float64, streams and a peak of memory."""
+    """Apple's GPUs: one device, which shares the host's memory, and has no float64, no streams and no peak memory."""
 
     can_pin = can_replicate = can_capture = False
     current, new_stream = Accelerator.current, Accelerator.new_stream
@@ -300,7 +301,7 @@ class Mps(Gpu):
         return 0
 
     def facts(self, device: torch.device) -> GpuFacts:
-        """See the base class; the memory is what Metal recommends to use at most."""
+        """See the base class; the memory is the limit that Metal recommends."""
         return GpuFacts("Apple GPU", "", int(self._torch.recommended_max_memory()))
 
     def synchronize(self, device: torch.device) -> None:
@@ -313,7 +314,7 @@ class Mps(Gpu):
         self._torch.set_rng_state(state)
 
     def free_and_total_bytes(self, device: torch.device) -> tuple[int, int]:
-        """See the base class; without what other programs hold."""
+        """See the base class; memory of other programs is not counted."""
         total_bytes = self.facts(device).total_bytes
         return total_bytes - self.reserved_bytes(device), total_bytes
 
@@ -345,8 +346,8 @@ class Mps(Gpu):
 class DeviceGraphs:
     """Captures work of a CUDA device as graphs.
 
-    All of it, before it is captured too, runs on one stream that is not the default one: autograd accumulates a
-    gradient on the stream that it remembers from before, and the default stream cannot be captured.
+    All work, also before the capture, runs on one stream that is not the default one: autograd accumulates a gradient
+    on the stream that it used before, and the default stream cannot be captured.
 
     Args:
         gpu: the kind of the device.
@@ -358,7 +359,7 @@ class DeviceGraphs:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def run(self, work: Callable[[], T]) -> T:
-        """Call a function as it is, and let the current stream wait for its work; return its result."""
+        """Call a function without a capture, and let the current stream wait for its work; return its result."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -368,14 +369,14 @@ class DeviceGraphs:
             current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Call a function of which the device does nothing yet.
+        """Capture the work of a function, which the device does not run yet.
 
         Returns:
-            Its result, whose tensors lie in memory of the graph; and a function that launches the graph on the current
-            stream, which fills them.
+            The function's result, whose tensors are in the graph's memory; and a function that launches the graph on
+            the current stream, which fills the tensors.
         """
         graph, self._gpu.held_by_graph = torch.cuda.CUDAGraph(), []
-        # thread_local: other threads, of the loader and the telemetry, may ask CUDA for anything meanwhile.
+        # thread_local: other threads (loader, telemetry) may call CUDA during the capture.
         capture = torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local")
         with self._gpu.current(self._device), capture:
             result = work()
@@ -392,7 +393,7 @@ _CPU = Accelerator("cpu")
 CUDA = Gpu("cuda", "nvidia-smi")
 
 GPUS = (CUDA, Xpu("xpu", "xpu-smi"), Mps("mps", "torch.backends.mps.is_built()"))
-"""The kinds of devices with memory of their own."""
+"""The kinds of devices with their own memory."""
 
 ACCELERATORS: dict[str, Accelerator] = {each.kind: each for each in (_CPU, *GPUS)}
 """The kinds of devices by `torch.device.type`."""
@@ -404,14 +405,14 @@ def accelerator_of(device: torch.device) -> Accelerator:
 
 
 def gpu_of(device: torch.device) -> Gpu | None:
-    """Return the kind of a device with memory and random states of its own; None for the CPU and simulated devices."""
+    """Return the kind of a device with its own memory and random states; None for the CPU and simulated devices."""
     found = ACCELERATORS.get(device.type)
     return found if isinstance(found, Gpu) else None
 
 
 @contextlib.contextmanager
 def random_states_kept(devices: Iterable[torch.device]) -> Iterator[None]:
-    """Restore torch's random states, of the CPU and of these devices, at the end of the `with` statement."""
+    """Restore torch's random states of the CPU and of these devices at the end of the `with` statement."""
     gpus = {device: gpu for device in devices if (gpu := gpu_of(device))}
     of_cpu, states = torch.get_rng_state(), {device: gpu.rng_state(device) for device, gpu in gpus.items()}
     try:
@@ -434,11 +435,11 @@ def wide(values: Tensor) -> Tensor:
 
 
 def wide_sum(values: Tensor, dim: int | None = None) -> Tensor:
-    """Return a sum as if it were made in float64, differentiable; over all dimensions where `dim` is None.
+    """Return a differentiable sum with float64 accuracy; over all dimensions if `dim` is None.
 
     Returns:
-        float64. If the device has none: int64 for integers and bools, exact; else float32, rounded once (6e-8 of
-        the sum, if the values have one sign).
+        float64. If the device has none: int64 for integers and bools, exact; otherwise float32, rounded once (a
+        relative error of 6e-8 if all values have one sign).
     """
     if wide_dtype(values.device) == torch.float64:
         return values.sum(dtype=torch.float64) if dim is None else values.sum(dim, dtype=torch.float64)
@@ -450,7 +451,7 @@ def wide_sum(values: Tensor, dim: int | None = None) -> Tensor:
 
 
 def _sum_in_pairs(values: Tensor, dim: int | None) -> Tensor:
-    """Return a sum by halves: each addition keeps its rounding error (Knuth's two-sum), and the errors are added."""
+    """Return a sum by halves; the rounding error of each addition (Knuth's two-sum) is added at the end."""
     high = values.flatten() if dim is None else values.movedim(dim, -1)
     low = torch.zeros_like(high)
     while high.shape[-1] > 1:

@@ -72,7 +72,7 @@ class _Scored:
 
     @property
     def num_scored(self) -> int:
-        """Number of classes that `miou` is the mean of: those in the targets or the predictions."""
+        """Number of classes that `miou` averages over: those that occur in the targets or the predictions."""
         return count_scored(list(self.iou.values()))
 
 

@@ -22,8 +22,8 @@ def class_weights(rule: str, frequencies: ClassFrequencies) -> list[float]:
     """Return one weight per class; 0 for a class that never occurs.
 
     The rules: `inverse`: 1 / share of pixels, scaled to mean 1 over the present classes; `enet`: 1 / ln(1.02 + share)
-    (Paszke et al., ENet, 2016); `median-frequency`: median frequency / frequency, a class's frequency being its share
-    of the pixels of the images that contain it (Eigen & Fergus, 2015).
+    (Paszke et al., ENet, 2016); `median-frequency`: median frequency / frequency, where the frequency of a class is its
+    share of the pixels of the images that contain it (Eigen & Fergus, 2015).
 
     Raises:
         ValueError: an unknown rule, or no valid pixel at all.
@@ -52,8 +52,8 @@ def cached_frequencies(
 ) -> ClassFrequencies:
     """Return the frequencies of a set of masks, counted once and then read from the user's cache.
 
-    They are counted again if the name, size or modification time of a mask changes, or the key: everything else that
-    the count depends on (label map, number of classes). The default folder is $XDG_CACHE_HOME/segapp.
+    They are counted again if the name, size or modification time of a mask changes, or the key, which holds everything
+    else that the count depends on (label map, number of classes). The default folder is $XDG_CACHE_HOME/segapp.
     """
     if folder is None:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "segapp"

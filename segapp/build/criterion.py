@@ -27,7 +27,7 @@ def build_criterion(
 ) -> AdditiveCriterion:
     """Return the criterion of a `loss` section.
 
-    `weights_of` returns the class weights of a rule by its name; `num_queries` is for mask classification; with
+    `weights_of` returns the class weights of a named rule. `num_queries` is used by mask classification. With
     `multilabel`, targets are sets of classes.
 
     Raises:
@@ -49,7 +49,7 @@ def build_criterion(
 
 
 def needs_distances(section: LossConfig) -> bool:
-    """Return True if a term needs targets with distance maps."""
+    """Return True if a loss term needs targets with distance maps."""
     built_in = [LOSSES[term.name] for term in [section, *section.plus] if term.name in LOSSES]
     return any(pkgutil.resolve_name(each.factory).needs_distances for each in built_in)
 

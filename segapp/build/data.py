@@ -34,13 +34,13 @@ from segapp.run.files import machine_id
 Item = TypeVar("Item")
 
 NUM_TRIED = 4
-"""Images of own data that are read before a training: to check them, and for their sizes."""
+"""Number of custom data set images that are read before a training to check them and to get their sizes."""
 
 
 def build_transform(
     data: DataConfig, scheme: ClassScheme, sizes_px: Iterable[tuple[int, int]], pixels: PixelFormat
 ) -> TrainTransform:
-    """Return the transform of training images of these sizes; one of `data.augment` is tried, or a ConfigError."""
+    """Return the transform of training images of these sizes; ConfigError if a custom `data.augment` fails."""
     bands = None if pixels.is_rgb8 else BandValues(pixels.ranges, pixels.fill_values(band_statistics(data)[0]))
     transform = TrainTransform(
         data.crop_px, data.transforms, ignore_index=scheme.ignore_index, resize_px=data.resize_px, bands=bands
@@ -61,11 +61,11 @@ def build_dataset(
     has_distances: bool = False,
     ranks: Ranks | None = None,
 ) -> SegmentationDataset:
-    """Return the data set of a split, its headers checked, with the training or the evaluation transform.
+    """Return the data set of a split with checked headers and with the training or the evaluation transform.
 
-    At most `most` images are used, evenly spread. With `has_distances` targets hold the distance maps of the classes
-    too, for the boundary loss. `ranks` are those of a training, which share `data.cache`; all must call. Without them
-    images are read once, and so decoded.
+    At most `most` images are used, evenly spread. With `has_distances`, targets also hold the distance maps of the
+    classes for the boundary loss. `ranks` are the ranks of a training, which share `data.cache`; all must call. Without
+    them, images are read once and nothing is cached.
 
     Raises:
         ConfigError: `data.cache_dir` lies in the data set.
@@ -146,12 +146,12 @@ def _transform(
 
 
 def _chosen(items: Sequence[Item], most: int | None) -> Sequence[Item]:
-    """Return at most so many items, evenly spread."""
+    """Return at most `most` items, evenly spread."""
     return items if most is None else items[:: max(1, len(items) // max(most, 1))][:most]
 
 
 def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, int]]:
-    """Return height and width of the first images of a split; of own data at most 8, because each is read for that."""
+    """Return height and width of the first images of a split; of a custom data set it reads at most 8."""
     if is_part(data.format):
         dataset = build_dataset(data, build_scheme(data), split, is_training=False, seed=0)
         return dataset.sizes(range(min(len(dataset), most, 8)))
@@ -161,7 +161,7 @@ def image_sizes_of(data: DataConfig, split: str, most: int) -> list[tuple[int, i
 def _cache_files(
     data: DataConfig, split: str, scheme: ClassScheme, pixels: PixelFormat, ranks: Ranks, machines: Sequence[str]
 ) -> CacheFiles:
-    """Return the files of a split's cache; those in memory are made by one rank of each machine for all of them.
+    """Return the files of a split's cache; in memory, one rank of each machine makes them for its other ranks.
 
     Raises:
         ConfigError: `data.cache_dir` lies in the data set.
@@ -194,7 +194,7 @@ def _cache_files(
 def build_load_options(
     data: DataConfig, dataset: SegmentationDataset, device: torch.device, batch_size: int
 ) -> LoadOptions:
-    """Return how batches of a rank are loaded for a device, `data.workers: auto` resolved by measured samples."""
+    """Return the load options of a rank's batches for a device; `data.workers: auto` is resolved by timing samples."""
     workers = data.workers
     if workers == "auto":
         px_bytes = dataset.pixels.num_bands * dataset.pixels.numpy_dtype.itemsize + dataset.scheme.dtype.itemsize
@@ -205,7 +205,7 @@ def build_load_options(
 
 
 def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: ClassFrequencies, seed: int) -> Order:
-    """Return the order of `data.sampling: class-balanced` or `foreground`; ConfigError without a class to aim at."""
+    """Return the order of `data.sampling: class-balanced` or `foreground`; ConfigError without a class to sample."""
     names = dataset.scheme.names
     wanted = set(range(len(names)))
     if data.sampling == "foreground":
@@ -234,7 +234,7 @@ def build_order(data: DataConfig, dataset: SegmentationDataset, frequencies: Cla
 
 
 def build_mix(data: DataConfig, ignore_index: int) -> PairMix | None:
-    """Return how training samples are mixed; None: not at all."""
+    """Return the transform that mixes training samples; None if they are not mixed."""
     mix = data.mix
     if not mix.cutmix + mix.mixup + mix.classmix:
         return None

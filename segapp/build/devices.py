@@ -26,8 +26,8 @@ class DevicePlan:
     Attributes:
         mode: the parallel mode.
         devices: the devices; in ddp one per rank of this machine.
-        reason: a sentence for the user why these devices were chosen.
-        mode_reason: why `auto` chose the mode; empty where the config names it.
+        reason: a sentence for the user that says why these devices were chosen.
+        mode_reason: why `auto` chose the mode; empty if the config sets it.
     """
 
     mode: Mode
@@ -48,10 +48,10 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
 
     Args:
         config: the complete config.
-        is_one_process: the caller starts no ranks: `auto` does not choose ddp.
+        is_one_process: the caller starts no ranks, so `auto` does not choose ddp.
 
     Raises:
-        ConfigError: a device does not exist, there are too few for the mode, or it does not do what the config asks.
+        ConfigError: a device does not exist, there are too few for the mode, or it cannot do what the config asks for.
     """
     devices, reason = choose_devices(config.parallel.devices)
     mode, mode_reason = config.parallel.mode, ""
@@ -94,7 +94,7 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
 
 
 def _against_ddp(devices: Sequence[torch.device], *, is_one_process: bool) -> str | None:
-    """Return why `parallel.mode: auto` cannot start a rank for each device; None if it can."""
+    """Return why `parallel.mode: auto` cannot start one rank per device; None if it can."""
     if any(device.type != "cuda" for device in devices) or len(set(devices)) < len(devices):
         return "logical devices"
     if is_one_process:

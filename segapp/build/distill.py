@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 def distilled_criterion(config: RunConfig, task: AdditiveCriterion, network: NormalizedInput) -> AdditiveCriterion:
-    """Return the criterion with the terms of the distillation added; unchanged for a network that computes none."""
+    """Return the criterion with the terms of the distillation added; unchanged for a network without distillation."""
     return CriterionDistilled(task, _factors(config)) if isinstance(network, DistilledInput) else task
 
 
@@ -90,7 +90,7 @@ def build_teacher(
     input_dtype: torch.dtype,
     put: Callable[[nn.Module, torch.device], Any] = lambda module, device: copy.deepcopy(module).to(device),
 ) -> Teacher:
-    """Return the teacher, cast to the training's precision, with a copy per device made by `put`.
+    """Return the teacher in the training's precision; `put` makes one copy of it per device.
 
     Logical devices on one real device share a copy.
     """
@@ -116,7 +116,7 @@ def build_critic(config: RunConfig, num_classes: int, device: torch.device, *, i
     if is_synced:
         convert_sync_batchnorm(critic)
     _critic_precision(config, device).prepare(critic.to(device))
-    return critic.requires_grad_(False)  # before DistributedDataParallel takes what learns
+    return critic.requires_grad_(False)  # before DistributedDataParallel collects the trainable parameters
 
 
 def build_distilled_input(
@@ -148,7 +148,7 @@ def build_distilled_input(
 
 
 def _critic_precision(config: RunConfig, device: torch.device) -> Precision:
-    """Return the critic's precision: weights in fp32, since half ones lose small updates; autocast as the student's."""
+    """Return the critic's precision: fp32 weights, because half weights lose small updates; the student's autocast."""
     name = config.train.precision
     return Precision("amp-fp16" if name == "fp16" else name, device)
 
@@ -158,7 +158,7 @@ def build_distillation(
 ) -> list[StepParticipant]:
     """Build the participants of the distillation; a critic is trained on the devices of the student's network.
 
-    `network` is that of the student, wrapped, and `inner` the same, bare; `device` is the first one.
+    `network` is the student's wrapped network, `inner` the same without the wrapper, and `device` the first device.
     """
     assert config.distill is not None
     section, critic = config.distill.critic, inner.critic
@@ -189,7 +189,7 @@ def build_distillation(
 def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:
     groups = [{"params": list(critic.parameters()), "lr_factor": lr_factor}]
     optimizer = torch.optim.Adam(groups, lr=section.lr, betas=section.betas, fused=True)
-    for parameter in critic.parameters():  # as torch makes them in the first step; then no update allocates
+    for parameter in critic.parameters():  # torch creates them in the first step; then no update allocates
         optimizer.state[parameter] = {
             "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
             "exp_avg": torch.zeros_like(parameter),

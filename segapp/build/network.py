@@ -1,4 +1,4 @@
-"""Build the network, with the weights of a run, and its inference; check that crops and batches suit it."""
+"""Build the network, with the weights of a run, and its inference; check that crop and batch sizes fit it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from segapp.run.folder import find_run, is_run
 def build_network(
     section: ModelConfig, num_classes: int, *, num_bands: int = 3, with_weights: bool = True
 ) -> SegmentationModel:
-    """Return the network of a `model` section for images of so many bands, with its pretrained weights or without.
+    """Return the network of a `model` section for images with this number of bands, with or without pretrained weights.
 
     It has no adapters: see `put_adapters`.
 
@@ -63,7 +63,7 @@ def put_adapters(section: ModelConfig, model: SegmentationModel) -> None:
 
 
 def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None:
-    """Put the base of a network with adapters into the state of a checkpoint that refers to it, in place.
+    """Add the base of a network with adapters to the state of a checkpoint that refers to it, in place.
 
     Raises:
         CheckpointError: the network has another base.
@@ -88,7 +88,7 @@ def fill_in_base(checkpoint: LoadedCheckpoint, model: SegmentationModel) -> None
 
 
 def num_queries(section: ModelConfig) -> int:
-    """Return the queries of mask classification that a `model` section asks for."""
+    """Return the number of queries of mask classification in a `model` section."""
     return int(section.options.get("num_queries", NUM_QUERIES))
 
 
@@ -136,7 +136,7 @@ def check_sizes(config: RunConfig, model: SegmentationModel) -> None:
 
 
 def largest_phase(config: RunConfig) -> RunConfig:
-    """Return the config without `model.freeze` where it ends before the run does: what follows needs more memory."""
+    """Return the config without `model.freeze` if it ends during the run: the rest needs more memory."""
     if config.model.freeze_epochs is None:
         return config
     return config.model_copy(update={"model": config.model.model_copy(update={"freeze": [], "freeze_epochs": None})})
@@ -208,19 +208,19 @@ def names_run(text: str) -> bool:
 
 def holds_adapters(text: str) -> bool:
     """Return True if a `model.weights` value is a checkpoint file of a training with adapters."""
-    with contextlib.suppress(Exception):  # a foreign or damaged file: what reads it next says so
+    with contextlib.suppress(Exception):  # a foreign or damaged file is reported when it is read
         state = peek_tensors(Path(text)) if Path(text).suffix == ".pt" else {}
         return bool(state["config"]["model"].get("adapters"))
     return False
 
 
 def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) -> None:
-    """Copy the weights of a run into a network, and record what it has taken.
+    """Copy the weights of a run into a network, and record which weights it took.
 
-    Unless `is_partial`, all tensors of the network must be there.
+    Unless `is_partial`, the run must have every tensor of the network.
 
     Raises:
-        CheckpointError: the run has no readable checkpoint, or its network is another one.
+        CheckpointError: the run has no readable checkpoint, or its network is a different one.
         ConfigError: there is no such run.
     """
     key = "model.weights"

@@ -1,7 +1,7 @@
-"""The numbers of a training process: precision, memory format, algorithms, TF32, and its heap.
+"""Numerics of a training process: precision, memory format, deterministic algorithms, TF32 and the heap.
 
-The switches of torch and CUDA are set in one place, before CUDA starts, and undone at the end, for programs that use
-segapp as a library.
+The switches of torch and CUDA are set in one place before CUDA starts. They are restored at the end, because segapp can
+be used as a library in another program.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from segapp.errors import ConfigError
 
 
 def auto_precision(devices: Sequence[torch.device]) -> str:
-    """Return the precision that `auto` stands for: amp-bf16 where every GPU has it, else amp-fp16; fp32 on CPUs."""
+    """Return the precision that `auto` selects: amp-bf16 if every GPU supports it, else amp-fp16; fp32 on CPUs."""
     if any(device.type == "cpu" for device in devices):
         return "fp32"
     return "amp-bf16" if all(accelerator_of(device).has_bf16(device) for device in devices) else "amp-fp16"
 
 
 def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.device) -> bool:
-    """Return True if the network is to work in NHWC.
+    """Return True if the network is to work in channels_last (NHWC).
 
-    `auto` takes it where it is the faster format: on a GPU whose tensor cores make the convolutions (half precision, or
-    float32 as TF32), for networks whose parameters are mostly those of convolutions. The precision is resolved before.
-    A device that is neither CPU nor CUDA stands for a GPU that is planned for.
+    `auto` selects NHWC if it is the faster format: on a GPU whose tensor cores compute the convolutions (half
+    precision, or float32 as TF32), for networks most of whose parameters are in convolutions. The precision must be
+    resolved. A device that is neither CPU nor CUDA represents a GPU in a plan.
     """
     if section.channels_last != "auto":
         return section.channels_last
@@ -47,15 +47,15 @@ def uses_channels_last(section: TrainConfig, model: nn.Module, device: torch.dev
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
-"""Parameters of mallopt(3). The threshold for mapping cannot be raised beyond 32 MiB; mapping nothing at all can."""
+"""Parameters of mallopt(3). The mmap threshold cannot be raised beyond 32 MiB, but mmap can be disabled entirely."""
 
 
 def keep_freed_memory() -> bool:
-    """Make glibc's malloc of this process, and of those forked from it, keep freed memory.
+    """Make glibc's malloc keep freed memory, in this process and in processes forked from it.
 
-    glibc maps every large block anew and unmaps it when it is freed, so that each activation of each step is paid for
-    with page faults: over a third of a LR-ASPP step on two cores. Here the process keeps what it has once had; its peak
-    grows by what fragmentation costs (1 to 10 % measured). Returns whether it could be done: only with glibc.
+    glibc maps every large block and unmaps it when it is freed, so every activation of every step costs page faults:
+    over a third of the time of an LR-ASPP step on two cores. With this setting the process keeps its memory; its peak
+    grows by the fragmentation (1 to 10 % measured). Returns True if it was set, which needs glibc.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -67,20 +67,21 @@ ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 CUBLAS_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"
 
 _WORKSPACE = ":4096:8"
-"""Eight buffers of 4 MiB: with one buffer for each stream, cuBLAS repeats its results."""
+"""Eight buffers of 4 MiB: with one buffer per stream, cuBLAS gives reproducible results."""
 
 
 @contextlib.contextmanager
 def numerics(*, deterministic: bool, tf32: bool, cudnn_benchmark: bool) -> Iterator[None]:
-    """Run the body of the `with` statement under these switches, and restore the present ones at its end.
+    """Run the body of the `with` statement with these switches, and restore the previous ones at its end.
 
-    cuBLAS reads its variable at the first matrix product of the process and keeps it. So `deterministic` needs a
-    process that has not used CUDA, or one that was started with the variable. Once CUDA has run, it stays set.
+    cuBLAS reads its variable at the first matrix product of the process. So `deterministic` needs a process that has
+    not used CUDA, or one that was started with the variable. Once CUDA has run, the variable stays set.
 
     Args:
-        deterministic: use algorithms that repeat their results bit for bit; an operation that has none raises.
+        deterministic: use algorithms that repeat their results bit for bit; an operation without such an algorithm
+            raises.
         tf32: float32 convolutions and matrix products on GPUs round their inputs to TF32 (10 bits of mantissa).
-        cudnn_benchmark: cuDNN times its algorithms for each new shape; not where `deterministic`.
+        cudnn_benchmark: cuDNN benchmarks its algorithms for each new shape; ignored if `deterministic`.
 
     Raises:
         ConfigError: `deterministic`, but CUDA has started in this process without cuBLAS's variable.
@@ -113,7 +114,7 @@ def _has_used_cuda() -> bool:
 def set_tf32(matmul: bool, convolution: bool) -> None:
     """Allow or forbid TF32 in matrix products and in convolutions.
 
-    Through the older names: in torch 2.11, torch.compile still reads these, and raises if only the newer ones
+    This uses the older names, because torch.compile in torch 2.11 still reads them and raises if only the newer ones
     (`fp32_precision`) were set.
     """
     with warnings.catch_warnings():
@@ -123,7 +124,7 @@ def set_tf32(matmul: bool, convolution: bool) -> None:
 
 
 def _tf32() -> tuple[bool, bool]:
-    """Return whether matrix products and convolutions use TF32."""
+    """Return True for each of matrix products and convolutions that use TF32."""
     matmul, convolution = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
     return matmul.fp32_precision == "tf32", convolution.fp32_precision == "tf32"
 
@@ -145,11 +146,11 @@ def _algorithms_restored() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _environment(environ: MutableMapping[str, str], *, deterministic: bool) -> Iterator[None]:
-    """Set what CUDA reads when it starts, also in the ranks of this process, unless the user has set it."""
+    """Set the variables that CUDA reads at its start, also in the ranks, unless the user has set them."""
     chosen = {}
     if deterministic:
         chosen[CUBLAS_VARIABLE] = _WORKSPACE
-    # Segments that grow leave no fragments where sizes change; the driver offers them on Linux.
+    # Expandable segments do not fragment when sizes change; the driver supports them on Linux.
     if sys.platform == "linux" and torch.version.cuda and not any(name in environ for name in ALLOCATOR_VARIABLES):
         chosen[ALLOCATOR_VARIABLES[0]] = "expandable_segments:True"
     added = [name for name in chosen if name not in environ]

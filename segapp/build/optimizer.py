@@ -29,7 +29,7 @@ def build_parameter_groups(
         section: rates and decays.
         model: the network.
         precision: casts the weights.
-        only: names of the parameters to take; None: all.
+        only: names of the parameters to use; None: all.
 
     Raises:
         ConfigError: `layer_decay` or an entry of `groups` does not suit the network.
@@ -42,7 +42,7 @@ def build_parameter_groups(
 
 
 def describe_groups(section: OptimConfig, model: SegmentationModel) -> list[ParamGroup]:
-    """Return the groups of the trainable parameters for people: factors, sizes, the name of the first parameter."""
+    """Return the groups of the trainable parameters for display: factors, sizes, the name of the first parameter."""
     groups = parameter_groups(model.named_parameters(), group_settings(section, model))
     return [
         ParamGroup(
@@ -67,7 +67,7 @@ def group_settings(section: OptimConfig, model: SegmentationModel) -> dict[str, 
     entry_of: dict[str, int] = {}
     for number, entry in enumerate(section.groups, start=1):
         for name in model.names_matching(entry.pattern, f"optim.groups[{number - 1}].pattern"):
-            entry_of.setdefault(name, number)  # the first entry that matches holds
+            entry_of.setdefault(name, number)  # the first matching entry applies
     prefix, settings = model.backbone_prefix, {}
     for name, parameter in model.named_parameters():
         is_head, is_exempt = not name.startswith(prefix), id(parameter) in no_decay
@@ -114,9 +114,9 @@ def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, step
 
     Args:
         section: the schedule.
-        lr: base learning rate, that after warm-up.
-        total_steps: of the run.
-        steps_per_epoch: of an epoch.
+        lr: base learning rate, which is reached after the warm-up.
+        total_steps: number of steps of the run.
+        steps_per_epoch: number of steps per epoch.
     """
     if is_part(section.name):
         factor = own_schedule(section, total_steps=total_steps, steps_per_epoch=steps_per_epoch)
@@ -133,12 +133,12 @@ def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, step
 
 
 def build_plateau(section: ScheduleConfig, lr: float, *, larger_is_better: bool) -> Plateau | None:
-    """Return what lowers the learning rate after evaluations; None for another schedule.
+    """Return the object that lowers the learning rate after evaluations; None for another schedule.
 
     Args:
         section: the schedule.
         lr: base learning rate, for `min_lr`.
-        larger_is_better: of the monitored result.
+        larger_is_better: True if larger values of the monitored result are better.
     """
     if section.name != "plateau":
         return None
@@ -158,17 +158,17 @@ _LAST = 10**6
 
 
 def layer_depths(names: Iterable[str]) -> tuple[dict[str, int], int] | str:
-    """Return the depth of each parameter of a backbone, and the depth of what follows it.
+    """Return the depth of each parameter of a backbone, and the depth of the layers after the backbone.
 
     The stem has depth 0, the blocks have 1 to L in the order in which they run, the head has L + 1 (Bao et al., BEiT,
-    2022). What begins a stage belongs to its first block, and what ends a stage or the backbone to the last block
-    before it, as timm counts.
+    2022). Layers at the start of a stage belong to its first block. Layers at the end of a stage or of the backbone
+    belong to the last block before them, as in timm.
 
     Args:
         names: the parameters of a backbone.
 
     Returns:
-        The depths and L + 1; or the first name that has no place in this order.
+        The depths and L + 1; or the first name that does not fit this order.
 
     Example:
         >>> layer_depths(["cls_token", "blocks.0.norm1.weight", "blocks.1.norm1.weight", "norm.weight"])

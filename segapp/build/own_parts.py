@@ -1,4 +1,4 @@
-"""Make the own parts that a config names, and check all of them before a training."""
+"""Build the custom components that a config names, and check all of them before a training."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from segapp.losses import AdditiveCriterion, PlainCriterion
 
 
 def check_parts(config: RunConfig) -> None:
-    """Import the own parts of a config and check their options; raise ConfigError with every problem of all parts."""
+    """Import the custom components of a config and check their options; raise one ConfigError for all problems."""
     problems: list[SegappError] = []
     options = part_sections(config)
     for key, name in part_names(config).items():
@@ -40,13 +40,13 @@ def check_parts(config: RunConfig) -> None:
 
 
 def part_hashes(config: RunConfig) -> dict[str, str]:
-    """Return name -> SHA-256 of the source file of each own part that has one."""
+    """Return name -> SHA-256 of the source file of each custom component that has one."""
     hashes = {name: sha256_of_source(find_source(name)) for name in part_names(config).values()}
     return {name: value for name, value in hashes.items() if value is not None}
 
 
 def changed_parts(saved: Any, config: RunConfig) -> list[str]:
-    """Return one sentence for each own part whose source file is not the one whose SHA-256 is in the checkpoint."""
+    """Return a sentence for each custom component whose source file has changed since the checkpoint was saved."""
     known = saved if isinstance(saved, Mapping) else {}
     return [
         f"{name}: its file has changed since the checkpoint was saved; RUN/parts keeps the former one"
@@ -56,15 +56,15 @@ def changed_parts(saved: Any, config: RunConfig) -> list[str]:
 
 
 def _wrong_kind(key: str, name: str, made: object, wanted: str) -> ConfigError:
-    """Return the error for a part that made something else than it should."""
+    """Return the error for a custom component that returned an object of the wrong kind."""
     return ConfigError(f"{key} = {name} made a {type(made).__name__}: return {wanted}", key=key, value=name)
 
 
 def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: Tensor | None) -> AdditiveCriterion:
-    """Return the criterion that an own part makes; a loss that is no `AdditiveCriterion` becomes a plain one.
+    """Return the criterion of a custom loss; a loss that is no `AdditiveCriterion` is wrapped as a plain one.
 
     Raises:
-        ConfigError: the part cannot be made, is no loss, or takes no class weights where some are given.
+        ConfigError: the loss cannot be made, is no loss, or takes no class weights although the config has some.
     """
     offered: dict[str, Any] = {
         "num_classes": num_classes,
@@ -88,7 +88,7 @@ def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: T
 
 
 def plain_loss_note(config: RunConfig, criterion: AdditiveCriterion) -> str | None:
-    """Return how exact the plain losses of a criterion are; None if it has none."""
+    """Return a note on how exact the plain losses of a criterion are; None if it has none."""
     if not any(isinstance(part, PlainCriterion) for part in criterion.modules()):
         return None
     names = ", ".join(term.name for term in (config.loss, *config.loss.plus) if is_part(term.name))
@@ -100,10 +100,10 @@ def plain_loss_note(config: RunConfig, criterion: AdditiveCriterion) -> str | No
 
 
 def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> torch.optim.Optimizer:
-    """Return the optimizer that an own part makes from parameter groups and, if it takes it, `lr`.
+    """Return the optimizer that a custom factory makes from parameter groups and, if it has that parameter, `lr`.
 
     Raises:
-        ConfigError: the part cannot be made, is no optimizer, or needs a closure.
+        ConfigError: the factory fails, returns no optimizer, or returns one that needs a closure.
     """
     own = [dict(group) for group in groups]
     optimizer = build_part(section.name, "optim.name", section.options, own, offered={"lr": section.lr})
@@ -121,12 +121,12 @@ def own_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -> 
 
 
 def own_schedule(section: ScheduleConfig, *, total_steps: int, steps_per_epoch: int) -> Schedule:
-    """Return the factor on the learning rate at each step, from 1, of an own part.
+    """Return the learning-rate factor of a custom schedule at each step, from 1.
 
-    Its factory gets the two numbers if it takes them.
+    Its factory gets the two numbers if it has parameters with these names.
 
     Raises:
-        ConfigError: the part cannot be made, or gives something else than a number from 0 on.
+        ConfigError: the factory fails, or the schedule returns something else than a nonnegative number.
     """
     offered = {"total_steps": total_steps, "steps_per_epoch": steps_per_epoch}
     made: Schedule = build_part(section.name, "schedule.name", section.options, offered=offered)

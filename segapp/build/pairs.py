@@ -31,7 +31,7 @@ def build_scheme(data: DataConfig) -> ClassScheme:
 
 
 def build_pixels(data: DataConfig) -> PixelFormat:
-    """Return bands, type and range of the images of a data section; ConfigError without the range that a type needs."""
+    """Return bands, type and range of the images of a data section; ConfigError if a needed range is missing."""
     if data.dtype != "uint8" and data.value_range is None:
         raise ConfigError(
             f"data.value_range is missing: data.dtype = {data.dtype} has no usual range; segapp check --config FILE "
@@ -66,12 +66,12 @@ def build_location(data: DataConfig) -> DataLocation:
 
 
 def build_pairs(data: DataConfig, split: str) -> tuple[ImagePair, ...]:
-    """Return the image and mask files of one split."""
+    """Return the image and mask files of a data split."""
     return find_pairs(build_location(data), split)
 
 
 def own_data(data: DataConfig, split: str) -> OwnData:
-    """Return the own data of a split, checked; ConfigError for a part that cannot be made or is no data set."""
+    """Return the custom data set of a split, checked; ConfigError if it cannot be made or is no data set."""
     made: DataSource = build_part(data.format, "data.format", data.options, offered={"root": data.root, "split": split})
     return OwnData(made, data.format, split)
 
@@ -82,7 +82,7 @@ def count_images(data: DataConfig, split: str) -> int:
 
 
 def build_groups(data: DataConfig, scheme: ClassScheme) -> dict[str, tuple[int, ...]]:
-    """Return name -> class ids of the groups to be scored: the config's, or else the format's."""
+    """Return name -> class ids of the groups to score: the groups of the config, or else of the format."""
     groups: Mapping[str, Sequence[str]] = data.groups or {}
     known = PUBLISHED.get(data.format)
     if data.groups is None and known is not None and scheme.names == known.names:
@@ -123,7 +123,7 @@ def check_splits_apart(data: DataConfig, train: Sequence[ImagePair], val: Sequen
 
 
 def overlap_problem(data: DataConfig, train: Sequence[ImagePair], val: Sequence[ImagePair]) -> str | None:
-    """Return which images both splits have, and what to do; None if they have none in common."""
+    """Return an error that lists images in both splits and says what to do; None if there are none."""
     both = shared_images(train, val)
     if not both:
         return None

@@ -1,6 +1,6 @@
-"""Estimated times of a step in dp and in ddp, for `parallel.mode: auto` with an uneven split.
+"""Estimated times of a step in dp and in ddp, for `parallel.mode: auto` with an uneven batch split.
 
-One process dispatches the operators of all replicas of dp, one after the other; a rank of ddp dispatches only its own.
+In dp, one process dispatches the operators of all replicas one after the other; a rank of ddp dispatches only its own.
 So dp is as fast as ddp if the GPUs compute for longer than the dispatches take, as with large crops on slower GPUs. The
 operators and their work are counted on the meta device; the speeds of this machine are measured within a second.
 """
@@ -24,9 +24,9 @@ from segapp.custom import is_part
 from segapp.memory.costs import EFFICIENCY, Machine, OperatorCosts
 
 STEP = 3
-"""A training step over its forward pass, in operators and in work: the backward pass has twice as much."""
+"""Ratio of a training step to its forward pass, in operators and in work: the backward pass costs twice as much."""
 DP_OVERHEAD = 1.6
-"""Operators of a step of dp over those of its replicas: copies of weights and gradients, exchanges of BatchNorm."""
+"""Ratio of a dp step's operators to its replicas' operators; the rest copies tensors and syncs BatchNorm."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,8 @@ class StepWork:
     """Work of a training step.
 
     Attributes:
-        num_operators: of one replica.
-        flops: of one crop.
+        num_operators: operators of one replica.
+        flops: work of one crop.
     """
 
     num_operators: int
@@ -43,7 +43,7 @@ class StepWork:
 
 
 def count_work(config: RunConfig) -> StepWork:
-    """Count the operators of a training step, and the work of one crop, on the meta device."""
+    """Count the operators of a training step and the work of one crop on the meta device."""
     bands = build_pixels(config.data).num_bands
     model = build_network(config.model, build_scheme(config.data).num_classes, num_bands=bands, with_weights=False)
     model = model.to("meta").train()
@@ -55,12 +55,12 @@ def count_work(config: RunConfig) -> StepWork:
 
 
 def estimate_speed(config: RunConfig, num_devices: int, devices: Sequence[torch.device] = ()) -> SpeedEstimate | None:
-    """Estimate the times of a step in dp and in ddp; None for a custom network, or one that needs values to run.
+    """Estimate the times of a step in dp and in ddp; None for a custom network, or one that needs real values to run.
 
     Args:
         config: with `parallel.gpu0_bsz` or `parallel.shares`, and a known `train.batch_size`.
         num_devices: number of GPUs.
-        devices: the GPUs; empty where they are only planned for: then their speed is assumed.
+        devices: the GPUs; empty if they are only planned, and then their speed is assumed.
     """
     section = config.parallel
     try:
@@ -86,7 +86,7 @@ def estimate_speed(config: RunConfig, num_devices: int, devices: Sequence[torch.
 
 
 def measure_dispatch_s() -> float:
-    """Return the time that Python takes for an operator of a network in training, on tensors of next to no size."""
+    """Return the time that Python takes per operator of a network in training, measured on tiny tensors."""
     layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4), nn.ReLU()) for _ in range(10)))
     images = torch.zeros(2, 4, 2, 2)
     best_s = float("inf")

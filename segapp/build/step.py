@@ -1,7 +1,7 @@
 """Assemble a training step from a config: model, criterion, optimizer, parallel wrapper and engine.
 
 Training, the memory planner, `segapp profile`, the smoke run and the automatic batch all build their engine here, so
-that what is planned is what is trained. A `DeviceBackend` says what differs between real devices and the planner's.
+the plan describes the real training. A `DeviceBackend` has the differences between real devices and the planner's.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ from segapp.training.step.graph import StepGraph
 from segapp.training.step.participant import StepParticipant, UpdateCount
 
 SHARDED_FROM_BYTES = 2**30
-"""Optimizer state and average of a rank from which `parallel.shard_optimizer: auto` divides them over the ranks. Below,
-sending the weights in each step costs more than the memory is worth."""
+"""Minimum size of a rank's optimizer state and average from which `parallel.shard_optimizer: auto` divides them.
+Below it, sending the weights in each step costs more than the saved memory is worth."""
 
 
 @dataclass(frozen=True)
@@ -71,15 +71,15 @@ class StepLayout:
 
     Attributes:
         mode: how the devices work together.
-        devices: of this process; the first one holds the weights.
+        devices: devices of this process; the first one holds the weights.
         gpu0_bsz: samples of a full batch on the first device or rank, in dp and ddp; None: an even split.
-        shares: samples of a full batch on each device or rank, in dp and ddp; None: as `gpu0_bsz` says.
+        shares: samples of a full batch on each device or rank, in dp and ddp; None: `gpu0_bsz` sets the split.
         loss: style of the loss; the planner compares segapp's with others.
         num_ranks: ranks that share a step, in ddp.
-        recompute: blocks that are computed again in the backward pass, for each device in dp, else once; None: those
+        recompute: blocks that are recomputed in the backward pass, one set per device in dp, else one; None: the blocks
             that the config names, none with `auto`.
         offloaded: in the same form, with `train.offload`, blocks whose activations are kept in host memory; None: all
-            that are not computed again.
+            blocks that are not recomputed.
     """
 
     mode: Mode
@@ -115,27 +115,27 @@ class StepParts:
     model: SegmentationModel
     """Prepared by `StepAssembler.prepare`, on its device."""
     criterion: AdditiveCriterion
-    """Of the task, without distillation."""
+    """Criterion of the task, without distillation."""
     critic: Critic | None = None
-    """Of the holistic term, on the first device; None without it."""
+    """Critic of the holistic term, on the first device; None without that term."""
 
 
 class DeviceBackend(Protocol):
     """The operations that differ between real and simulated devices."""
 
     has_values: bool
-    """False if tensors have no storage: nothing can be decided by running a module."""
+    """False if tensors have no storage, so no decision can depend on the values of a module's output."""
 
     def copy_to(self, module: nn.Module, device: torch.device) -> Any:
         """Return a copy of the module on a device."""
 
     def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Note what tensors are for (a kind of `segapp.memory.peaks.KINDS`)."""
+        """Tag tensors with their purpose (a kind of `segapp.memory.peaks.KINDS`)."""
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
         """Return the device of each part of a prepared model, in mode model.
 
-        The devices of the layout are filled in order; of the example input only shape and dtype are used.
+        The devices of the layout are filled in order; only shape and dtype of the example input are used.
         """
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
@@ -146,7 +146,7 @@ class DeviceBackend(Protocol):
 
 
 class RealDevices:
-    """The devices of this machine; in mode model, `stages` of None are balanced by memory."""
+    """The devices of this machine; in mode model, `stages` None means stages balanced by memory."""
 
     has_values = True
 
@@ -168,7 +168,7 @@ class RealDevices:
         return self._stages or balance_stages(model, layout.devices, example)
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
-        """Return "threads"; logical devices share one generator, from which one replica at a time draws in order."""
+        """Return "threads"; logical devices share a generator, so there one replica at a time draws from it."""
         return "threads" if len(set(devices)) == len(devices) else "lockstep"
 
     def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
@@ -178,24 +178,24 @@ class RealDevices:
 
 
 class Upsampled(nn.Module):
-    """A model whose outputs are upsampled to the images' size, as torchvision's own models do it."""
+    """A model whose outputs are upsampled to the size of the images, as in torchvision's own models."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, images: Tensor) -> tuple[Tensor, ...]:
-        """Return (N, C, H, W) logits, the auxiliary ones after the main ones."""
+        """Return (N, C, H, W) logits, main ones first, then auxiliary ones."""
         size = images.shape[-2:]
         return tuple(F.interpolate(logits, size, mode="bilinear", align_corners=False) for logits in self.model(images))
 
 
 class StepAssembler:
-    """Builds the step of one config, on any devices.
+    """Builds the training step of a config, on any devices.
 
     Args:
         config: the complete config.
-        scheme: of the classes.
+        scheme: the classes.
         teacher: of `distill`; needed if the config has that section. Its model is cast in place.
 
     Raises:
@@ -203,7 +203,7 @@ class StepAssembler:
     """
 
     def __init__(self, config: RunConfig, scheme: ClassScheme, teacher: TrainedState | None = None) -> None:
-        if config.train.precision == "auto":  # a training has resolved it; GPUs that are planned for are taken as new
+        if config.train.precision == "auto":  # a training has resolved it; planned GPUs are assumed to be recent
             config = config.model_copy(update={"train": config.train.model_copy(update={"precision": "amp-bf16"})})
         self.config, self.scheme, self.teacher = config, scheme, teacher
         self.pixels = build_pixels(config.data)
@@ -212,10 +212,10 @@ class StepAssembler:
             Precision(config.train.precision, torch.device("cpu")).prepare(teacher.model)
 
     def build_model(self, *, with_weights: bool) -> SegmentationModel:
-        """Build the model in fp32 on the CPU, with its pretrained weights unless a checkpoint follows.
+        """Build the model in fp32 on the CPU, with its pretrained weights unless a checkpoint will replace them.
 
         Raises:
-            ConfigError: the crop, the batch or `model.freeze` does not suit it.
+            ConfigError: the crop, the batch size or `model.freeze` does not fit the model.
         """
         model = build_network(
             self.config.model, self.scheme.num_classes, num_bands=self.pixels.num_bands, with_weights=with_weights
@@ -231,12 +231,12 @@ class StepAssembler:
         return model
 
     def prepare(self, model: SegmentationModel, layout: StepLayout) -> SegmentationModel:
-        """Convert the model as the step needs it, in place.
+        """Prepare the model for the step, in place.
 
-        That is SyncBatchNorm, masks of dropout by samples, precision, memory format and recomputed blocks.
+        This sets SyncBatchNorm, dropout masks per sample, precision, memory format and recomputed blocks.
 
         Raises:
-            ConfigError: `train.deterministic`, and a part of the step has no deterministic form on CUDA; or
+            ConfigError: `train.deterministic` is set and a part of the step has no deterministic form on CUDA, or
                 `train.recompute` names a block that the model does not have.
         """
         if self.config.train.deterministic:
@@ -253,7 +253,7 @@ class StepAssembler:
         return model
 
     def _set_blocks(self, model: SegmentationModel, layout: StepLayout) -> None:
-        """Choose the blocks that each device computes again, and those whose activations are kept in host memory."""
+        """Choose the blocks that each device recomputes, and the blocks whose activations are kept in host memory."""
         train = self.config.train
         wanted, num_devices = train.recompute, len(layout.devices) if layout.mode == "dp" else 1
         recomputed, offloaded = layout.recompute, layout.offloaded if train.offload else ()
@@ -268,7 +268,7 @@ class StepAssembler:
     def build_criterion(self, class_weights: Callable[[str], list[float]], style: LossStyle = "small") -> Any:
         """Build the criterion of the task.
 
-        `class_weights` returns the weights (C) of a rule by its name; the style "upsampled" computes the loss at full
+        `class_weights` returns the weights (C) of a named rule; the style "upsampled" computes the loss at full
         resolution.
         """
         scheme, queries = self.scheme, num_queries(self.config.model)
@@ -297,7 +297,8 @@ class StepAssembler:
     ) -> StepParts:
         """Build all modules of a step on the first of real devices.
 
-        In mode model the model stays on the host until its stages are placed, because no device may hold all of it.
+        In mode model, the model stays on the host until its stages are placed, because it may not fit on any one
+        device.
         """
         device = layout.devices[0]
         model = self.prepare(self.build_model(with_weights=with_weights), layout)
@@ -325,11 +326,12 @@ class StepAssembler:
         Args:
             parts: the modules, on their devices.
             layout: how a step is divided.
-            backend: of the devices; None: those of this machine, as the config says.
-            participants: take part in every step, besides those that config and model ask for.
+            backend: backend of the devices; None: the real devices of this machine.
+            participants: participants of every step, in addition to those of config and model.
             ranks: the processes that share every step.
-            mark: called with each phase of a step as it begins.
-            has_graph: capture the steps as a graph if the config asks for it; a profile measures their phases without.
+            mark: called with the name of each phase of a step as it begins.
+            has_graph: capture the steps as a graph if the config asks for it; False for a profile, which times the
+                phases.
 
         Raises:
             ConfigError: the split, the batch, a stage or `train.cuda_graph` does not suit the model or the devices.
@@ -385,7 +387,7 @@ class StepAssembler:
         return engine
 
     def _compile(self, inner: NormalizedInput, layout: StepLayout, backend: DeviceBackend) -> None:
-        """Compile the network if the config asks for it; after the checks, which run it in other ways."""
+        """Compile the network if the config asks for it; call it after the checks, which use the network otherwise."""
         if not self.config.train.compile:
             return
         if layout.mode == "dp" and len(layout.devices) > 1:
@@ -398,10 +400,11 @@ class StepAssembler:
             inner.compile_training()
 
     def _graph(self, model: SegmentationModel, criterion: AdditiveCriterion, device: torch.device) -> StepGraph | None:
-        """Return what captures the steps as a graph, if the config asks for it.
+        """Return the graph of the steps, if the config asks for one.
 
         Raises:
-            ConfigError: micro-batches of this loss need a pass before the others, after which random states return.
+            ConfigError: micro-batches of this loss need a pass before the others, after which random states are
+                restored.
         """
         train = self.config.train
         if not train.cuda_graph:
@@ -420,10 +423,10 @@ class StepAssembler:
     def _divided(
         self, optimizer: torch.optim.Optimizer, model: SegmentationModel, layout: StepLayout, ranks: Ranks
     ) -> tuple[Shards | None, WeightAverage[SegmentationModel] | None]:
-        """Return how ranks divide the optimizer's state, if they do, and the average of the weights.
+        """Return the division of the optimizer's state over the ranks, if there is one, and the average of the weights.
 
         Raises:
-            ConfigError: `parallel.shard_optimizer`, and a custom optimizer, which may update parameters together.
+            ConfigError: `parallel.shard_optimizer` with a custom optimizer, which may update parameters together.
         """
         wanted, ema = self.config.parallel.shard_optimizer, self.config.train.ema
         num_ranks = max(layout.num_ranks, ranks.world_size)
@@ -452,7 +455,7 @@ class StepAssembler:
     def _participants(
         self, model: SegmentationModel, network: nn.Module, inner: NormalizedInput, device: torch.device, ranks: Ranks
     ) -> list[StepParticipant]:
-        """Return what takes part in every step because of the config or the model."""
+        """Return the participants of every step that config or model ask for."""
         found: list[StepParticipant] = []
         if isinstance(inner, DistilledInput):
             found += build_distillation(self.config, network, inner, device, ranks)
@@ -463,7 +466,7 @@ class StepAssembler:
     def _needs_samples(
         self, inner: NormalizedInput, criterion: AdditiveCriterion, precision: Precision, rank_split: RankSplit
     ) -> str | None:
-        """Return why no rank can be without samples in a step; None if it can; ConfigError if one is."""
+        """Return why every rank needs samples in each step; None if it need not; ConfigError if one has none."""
         has_distances = needs_distances(self.config.loss)
         shape, dtype = target_layout(self.scheme, self.config.data.crop_px, has_distances=has_distances)
         target = torch.zeros(0, *shape, dtype=getattr(torch, dtype.name), device=precision.device)
@@ -485,7 +488,7 @@ class StepAssembler:
         return problem
 
     def _check_deterministic(self, model: nn.Module) -> None:
-        """Refuse parts of the step that CUDA cannot repeat bit for bit."""
+        """Raise ConfigError for parts of the step that have no deterministic form on CUDA."""
         if problem := refusal(model, torch.empty(2, self.pixels.num_bands, *self.config.data.crop_px, device="meta")):
             raise ConfigError(problem, key="train.deterministic", value=True)
         if self.config.distill is not None and self.config.distill.pair_wise:
@@ -528,7 +531,7 @@ class StepAssembler:
         backend: DeviceBackend,
         rank_split: RankSplit | None,
     ) -> nn.Module:
-        """Return `inner` on its devices, in the way that the mode asks for."""
+        """Return `inner` on its devices, wrapped as the mode requires."""
         try:
             if rank_split is not None:
                 if backend.has_values:
@@ -555,14 +558,14 @@ class StepAssembler:
 
 
 def _tag_state(engine: StepEngine, backend: DeviceBackend) -> None:
-    """Tag what an engine holds between two steps in addition to the weights."""
+    """Tag the tensors that an engine holds between two steps in addition to the weights."""
     own = {id(parameter) for parameter in engine.model.parameters()}
     optimizers = [engine.optimizer, *(each for p in engine.participants for each in p.optimizers())]
     updated = [p for group in engine.optimizer.param_groups for p in group["params"]]
     backend.tag((p for p in updated if id(p) not in own), "masters")
     if engine.average is not None:
         backend.tag((*engine.average.module.parameters(), *engine.average.module.buffers()), "average")
-        backend.tag(engine.model.parameters(), "weights")  # among them those that are their own average
+        backend.tag(engine.model.parameters(), "weights")  # the average may share some of them
     backend.tag((*engine.model.buffers(), *engine.guard.kept), "buffers")
     states = [state for each in optimizers for state in each.state.values()]
     backend.tag((tensor for state in states for tensor in state.values() if isinstance(tensor, Tensor)), "optimizer")

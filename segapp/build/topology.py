@@ -1,4 +1,4 @@
-"""The devices that share the batches of a run, which may be others after a resume: their split, and what is said."""
+"""The batch split over the devices of a run, which may change with the devices after a resume, and its messages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def first_split(
 ) -> tuple[int | None, list[int] | None]:
     """Return `gpu0_bsz` and `shares` of the first step.
 
-    They are those of the config, or `gpu0_bsz` of the plan where it is auto. If a resumed training has another number
-    of devices, and the config has no shares for it, the shares of its last split are planned anew by device. So are
-    they in later resumes with that number.
+    They come from the config, or from the plan if `gpu0_bsz` is auto. If a resumed training has another number of
+    devices, and the config has no shares for it, the shares of its last split are planned anew per device, also in
+    later resumes with that number.
 
     Args:
         config: the complete config.
-        saved_plan: of the present devices.
-        state: the checkpoint's; None for a new run.
+        saved_plan: the plan for the present devices.
+        state: state of the checkpoint; None for a new run.
         places: the present devices.
     """
     shares, gpu0_bsz, num = config.parallel.shares, config.parallel.gpu0_bsz, len(places.names)
@@ -48,7 +48,7 @@ def first_split(
 def topology_event(
     saved: Mapping[str, Any] | None, places: Places, split: Sequence[int] | None, step: int
 ) -> Topology | None:
-    """Return the event of a resume with other devices than those of the checkpoint; None with the same, or only one."""
+    """Return the event of a resume on other devices than the checkpoint's; None for the same or one device."""
     if saved is None or max(len(places.names), len(saved["places"])) < 2:
         return None
     old, new = Counter(saved["places"]), Counter(places.names)

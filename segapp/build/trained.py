@@ -36,7 +36,7 @@ class TrainedState:
     """A network with the weights of a file."""
 
     model: SegmentationModel
-    """On the CPU in fp32, adapters merged into the weights; the average of the weights if there is one."""
+    """The network on the CPU in fp32, adapters merged into the weights; the average of the weights if there is one."""
     config: RunConfig
     """The config of the training, or the given one."""
     scheme: ClassScheme
@@ -82,15 +82,15 @@ def load_trained(
 
 
 def read_trained(target: str, config: str | None = None) -> TrainedState:
-    """Return the network of a run (its best checkpoint, else the last), of a checkpoint, or of a file of weights.
+    """Return the network of a run (its best checkpoint, else the last), of a checkpoint, or of a weights file.
 
     Args:
         target: a run's name, its folder, a checkpoint, or with `config` any file that `model.weights` takes. A
             safetensors file of `segapp export` holds its config.
-        config: config of bare weights: a path or a name.
+        config: config for a file that holds only weights: a path or a name.
 
     Raises:
-        CheckpointError: the file is missing, or of another program, config or model.
+        CheckpointError: the file is missing, or belongs to another program, config or model.
         ConfigError: the config cannot be used.
     """
     if config is not None or Path(target).suffix.lower() == ".safetensors":
@@ -115,7 +115,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
 
 
 def _temperature_of(path: Path, sha256: str) -> tuple[float, list[str]]:
-    """Return the temperature of a checkpoint of a run, and a note if the run has that of another checkpoint."""
+    """Return the temperature of a run's checkpoint, and a note if the run's calibration is for another checkpoint."""
     folder = run_of_file(path)
     found = None if folder is None else read_calibration(folder.calibration)
     if found is None:
@@ -135,7 +135,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     )
     state = read_weights_file(path, "weights")
     keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys
-    # A BatchNorm without statistics would use those of the initialization; the auxiliary head is not used.
+    # A BatchNorm without saved statistics would use the initial ones; the auxiliary head is not used.
     needed = [
         f"{name} ({reason})"
         for name, reason in keys.missing.items()

@@ -1,4 +1,4 @@
-"""Build the trainer of a config: sections become plain arguments and objects here, and in `segapp.build`."""
+"""Build the trainer of a config from its sections, with the other modules of `segapp.build`."""
 
 from __future__ import annotations
 
@@ -80,13 +80,13 @@ def build_trainer(
 
     Args:
         config: the complete config.
-        context: of the run.
-        devices: which devices, in which mode; in ddp this rank's own.
-        checkpoint: that the training continues from; it is not loaded here, but pretrained weights are then not read.
-        saved_plan: the memory plan that the run began with.
-        limit: use only so many images; None: all.
-        check_memory: called on a CPU with the number of training images before the model is built; it may raise.
-        advise: returns what to change if the memory does not suffice, the best first; it may take seconds.
+        context: context of the run.
+        devices: the devices and the mode; in ddp this rank's own.
+        checkpoint: checkpoint to resume. It is not loaded here, but the model is then built without pretrained weights.
+        saved_plan: memory plan from the start of the run.
+        limit: use only this number of images; None: all.
+        check_memory: on a CPU, called with the number of training images before the model is built; it may raise.
+        advise: returns changes to make if the memory does not suffice, the best first; it may take seconds.
 
     Raises:
         ConfigError: a section does not fit the data, the model or this machine.
@@ -99,7 +99,7 @@ def build_trainer(
     _announce(ranks, "finding the images")
     train_set, val_set = _build_datasets(config, scheme, ranks, limit)
     context.signals.check()
-    is_second_trial = limit is not None and checkpoint is not None  # the first one has looked at, and said, everything
+    is_second_trial = limit is not None and checkpoint is not None  # the first trial has printed every message
     if devices.devices[0].type == "cpu" and not is_second_trial:
         check_memory(len(train_set))
     _announce(ranks, f"building the model for {len(train_set):,} training and {len(val_set):,} validation images")
@@ -109,7 +109,7 @@ def build_trainer(
     step = 0 if checkpoint is None else checkpoint.step
     controller = build_controller(config, context, devices, engine, saved_plan, split, step)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
-    torch.manual_seed(config.seed + ranks.rank)  # of random numbers that a network draws itself, every rank has its own
+    torch.manual_seed(config.seed + ranks.rank)  # each rank has its own numbers for a network that draws them itself
     train_loader, val_loader = _build_loaders(config, ranks, (train_set, val_set), engine, limit)
     samples = SamplePictures(context.folder.samples, val_set, inference, engine.device) if ranks.is_main else None
     precise_bn = None
@@ -163,7 +163,7 @@ def build_trainer(
 
 
 def _base_notes(config: RunConfig, base: BaseReference | None, *, is_new: bool) -> list[str]:
-    """Return what checkpoints leave out below adapters, or why they leave nothing out."""
+    """Return notes on the tensors that checkpoints leave out below adapters, or on why they leave none out."""
     if config.model.adapters is None or config.checkpoint.full:
         return []
     if base is not None:
@@ -207,7 +207,7 @@ def _facts(
 
 
 def build_timetable(config: RunConfig, num_batches: int, num_val: int) -> Timetable:
-    """Return how long a training with `num_batches` micro-batches an epoch is, and when it evaluates and saves."""
+    """Return the length of a training with `num_batches` micro-batches per epoch, and its evaluations and saves."""
     train, checkpoint = config.train, config.checkpoint
     epochs, _, steps_per_epoch = run_length(train, num_batches)
     return Timetable(
@@ -225,7 +225,7 @@ def build_timetable(config: RunConfig, num_batches: int, num_val: int) -> Timeta
 
 
 def build_settings(config: RunConfig, num_batches: int, num_val: int) -> TrainerSettings:
-    """Return the fixed numbers of a training with `num_batches` micro-batches an epoch and `num_val` images."""
+    """Return the fixed numbers of a training with `num_batches` micro-batches per epoch and `num_val` images."""
     train, optim, checkpoint = config.train, config.optim, config.checkpoint
     _, total, steps_per_epoch = run_length(train, num_batches)
     return TrainerSettings(
@@ -258,9 +258,9 @@ def build_controller(
     split: tuple[int | None, list[int] | None],
     step: int = 0,
 ) -> CommandController:
-    """Build what handles commands, with the settings that the training begins with (`first_split`).
+    """Build the handler of commands, with the settings that the training begins with (`first_split`).
 
-    Settings that were applied after the given number of steps before are applied again.
+    Settings that were applied during earlier steps are applied again.
     """
     ranks = context.ranks
     inbox = Inbox(context.folder if ranks.is_main else None, context.event_log)
@@ -349,7 +349,7 @@ def _build_loaders(
     rank, world_size = ranks.rank, ranks.world_size
     options = build_load_options(config.data, train_set, engine.device, -(-config.train.batch_size // world_size))
     order: Order | None = None
-    if config.data.sampling != "uniform" and limit is None:  # a few images need not have the classes to aim at
+    if config.data.sampling != "uniform" and limit is None:  # a few images may lack the classes to sample for
         order = build_order(config.data, train_set, _frequencies(train_set, train_set.scheme), config.seed)
     train_loader = TrainLoader(
         train_set,

@@ -1,4 +1,4 @@
-"""When a checkpoint is saved, and how: copied at a step boundary, written while training continues.
+"""When and how a checkpoint is saved: copied at a step boundary, written while training continues.
 
 Training waits for the copy of the state in memory. One thread then writes it: check, serialize, hash, fsync, read back,
 rename. There is never a second writer: a save that falls due by steps or by time while the last one is still being
@@ -25,7 +25,7 @@ from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.events import Alert, Checkpoint, EventLog
 
 RETRY_S = 30.0
-"""A save that failed is tried again after so many seconds, then after twice as many, up to `MAX_RETRY_S`."""
+"""Seconds until a failed save is tried again; the time doubles after each failure, up to `MAX_RETRY_S`."""
 
 MAX_RETRY_S = 600.0
 
@@ -39,11 +39,11 @@ class Position:
 
     epoch: int = 1
     batch: int = 0
-    """Micro-batches of the epoch that are done."""
+    """Finished micro-batches of the epoch."""
     step: int = 0
-    """Updates in all."""
+    """Number of updates in total."""
     is_evaluated: bool = False
-    """There was an evaluation after the last of them."""
+    """True if an evaluation has run after the last update."""
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class Captured:
 
 @dataclass(frozen=True)
 class SaveRules:
-    """When checkpoints are saved, besides the best one and the last one, and how many stay; None: not by this."""
+    """When checkpoints other than the best and the last are saved, and how many are kept; None: never."""
 
     every_epochs: int | None = None
     every_steps: int | None = None
     every_minutes: float | None = None
     keep: int = 3
-    """Number of `epoch_*.pt` that stay."""
+    """Number of `epoch_*.pt` files that are kept."""
     grace_s: float = 30.0
-    """Seconds between a scheduler's SIGTERM and SIGKILL; a save that takes longer is an alert."""
+    """Seconds between a scheduler's SIGTERM and SIGKILL; a save that takes longer raises an alert."""
 
 
 class CheckpointSaver:
@@ -94,7 +94,7 @@ class CheckpointSaver:
         self._event_log, self._ranks = event_log, ranks
         self._during_save, self._on_written, self._check_holder = during_save, on_written, check_holder
         self._begun: Position | None = None
-        """The position of the last save that was begun and is not known to have failed; the same on every rank."""
+        """The position of the last save that began and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
         self._is_postponed = False
         self._first_retry_s = self._retry_s = retry_s
@@ -105,7 +105,7 @@ class CheckpointSaver:
         self._has_warned_of_grace = False
 
     def is_due(self, step: int, finished_epoch: int | None = None) -> bool:
-        """Return True if a save is due after this step, which may have finished an epoch; the same on every rank."""
+        """Return True if a save is due after this step, which may have ended an epoch; the same on every rank."""
         steps, epochs = self._rules.every_steps, self._rules.every_epochs
         is_epoch_due = finished_epoch is not None and epochs is not None and finished_epoch % epochs == 0
         return is_epoch_due or (steps is not None and step % steps == 0)
@@ -141,9 +141,8 @@ class CheckpointSaver:
     def finish(self, position: Position, *, is_required: bool) -> None:
         """Wait for the writer, and save the state at `position` if it is not saved yet; every rank must call it.
 
-        Raises:
-            StorageError: `is_required`, and it could not be written; otherwise that is only an alert.
-            NonFiniteError: `is_required`, and a weight is not finite.
+        StorageError: `is_required`, and it could not be written; otherwise an alert is emitted.
+        NonFiniteError: `is_required`, and a weight is not finite.
         """
         if not self.is_saved(position):
             self._save(None, False, is_last=True)
@@ -163,7 +162,7 @@ class CheckpointSaver:
         return self._begun is not None
 
     def wait_for_writer(self) -> None:
-        """Wait only for this rank's writer: a training that fails closes its event log next."""
+        """Wait only for this rank's writer, because a training that fails closes its event log next."""
         while not self._join_writer(_EXCHANGE_S):
             pass
 
@@ -178,10 +177,10 @@ class CheckpointSaver:
         return self.written_for_s() is None, problem
 
     def save_last_boundary(self, captured: Captured, is_still: Callable[[], bool]) -> str | None:
-        """Save a state, whose tensors may be those of the model, from another thread while the training thread hangs.
+        """Save a state, which may share the model's tensors, from another thread while the training thread hangs.
 
-        `is_still` returns True while the training thread has not moved; if it has, the copy may be torn. Returns why it
-        could not be saved; None where it is, or was already.
+        `is_still` returns True while the training thread has not moved; if it has, the copy may be inconsistent.
+        Returns why the state could not be saved; None if it is saved.
         """
         state = snapshot(captured.state)
         if not is_still():

@@ -1,9 +1,9 @@
-"""A checkpoint on every rank: each maps the file that the main rank chose, so that no state is sent or held twice.
+"""A checkpoint on every rank: each maps the file that the main rank chose, so no state is sent or held twice.
 
-The main rank reads the file once to compare its sum. On its machine the others map the same file; on another machine
-the first rank reads it once and compares the sum, too. A machine that does not see the file, or sees other bytes, gets
-it over gloo, block by block, in a temporary file that its ranks map. So the memory of a rank is that of its own weights
-and optimizer, and pages of the file are the page cache's, which a machine has once.
+The main rank reads the file once to verify its hash. The other ranks on its machine map the same file. On another
+machine, the first rank reads it once and verifies the hash too. A machine that does not see the file, or sees other
+bytes, receives it over gloo, block by block, in a temporary file that its ranks map. So a rank holds only its own
+weights and optimizer state, and the pages of the file are in the page cache, once per machine.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 
 def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
-    """Return on every rank what the main one makes, or raise its SegappError on every rank."""
+    """Return on every rank the result of `make` on the main rank, or raise its SegappError on every rank."""
     found: tuple[T | None, SegappError | None] = None, None
     if ranks.is_main:
         try:
@@ -41,10 +41,10 @@ def on_main(ranks: Ranks, make: Callable[[], T]) -> T:
 
 
 def load_on_every_rank(ranks: Ranks, load: Callable[[], LoadedCheckpoint | None]) -> LoadedCheckpoint | None:
-    """Return on every rank the checkpoint that `load` returns on the main one, with the tensors mapped from its file.
+    """Return on every rank the checkpoint that `load` returns on the main rank, with tensors mapped from its file.
 
     Raises:
-        SegappError: `load` raised it, or a rank could not read what it was given; on every rank.
+        SegappError: `load` raised it, or a rank could not read its file; on every rank.
     """
     loaded: list[LoadedCheckpoint] = []
 
@@ -80,7 +80,7 @@ def _open_here(ranks: Ranks, checkpoint: LoadedCheckpoint, num_bytes: int) -> Bi
     first = firsts[ranks.rank]
     file: BinaryIO | None = None
     with contextlib.suppress(DamagedError, OSError):
-        sha256 = checkpoint.sha256 if ranks.rank == first != 0 else None  # the main rank has compared it
+        sha256 = checkpoint.sha256 if ranks.rank == first != 0 else None  # the main rank has verified it
         file = open_if_intact(checkpoint.file.resolve(), num_bytes, sha256)
     inodes = ranks.gather(None if file is None else os.fstat(file.fileno())[1:3])
     blind = {at for inode, at in zip(inodes, firsts, strict=True) if inode is None or inode != inodes[at]}
@@ -106,7 +106,7 @@ def _open_here(ranks: Ranks, checkpoint: LoadedCheckpoint, num_bytes: int) -> Bi
 def _copied_from_main(
     ranks: Ranks, file: BinaryIO | None, num_bytes: int, sha256: str, receivers: Collection[int]
 ) -> Path | SegappError | None:
-    """Send a file of the main rank to some ranks; return the copy there, or why there is none."""
+    """Send a file of the main rank to some ranks; return the copy there, or the error."""
     path, copy = Path(tempfile.gettempdir(), temporary_name()), HashingFile(-1)
     if ranks.rank in receivers:
         try:

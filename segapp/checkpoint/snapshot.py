@@ -22,9 +22,9 @@ _PLAIN = (str, int, float, bool, type(None))
 def snapshot(state: Any) -> Any:
     """Return a deep copy on the CPU of nested dicts, lists and tuples of tensors and plain values.
 
-    The copy shares no memory with the original, so training can continue while it is written. A tensor that occurs
-    twice is copied once, so shared weights stay shared. An `OrderedDict`, as `state_dict` returns it, keeps its type
-    and `_metadata`; other dicts become dicts, tuples of any kind tuples.
+    The copy shares no memory with the original, so training can continue while the copy is written. A tensor that
+    occurs twice is copied once, so shared weights stay shared. An `OrderedDict`, as `state_dict` returns it, keeps its
+    type and `_metadata`; other dicts become dicts, and tuples of any kind become tuples.
 
     Raises:
         TypeError: the state has another type, for example a numpy number; the message has its place and type.
@@ -45,9 +45,9 @@ def snapshot(state: Any) -> Any:
 
 
 def _copied(tensor: Tensor, devices: set[torch.device]) -> Tensor:
-    """Return a copy on the CPU; it is complete once the devices that are added to `devices` have done their work.
+    """Return a copy on the CPU, which is complete once the devices that are added to `devices` are synchronized.
 
-    From a GPU into page-locked memory, so that the many tensors of a state do not wait for the GPU one by one.
+    Copies from a GPU use page-locked memory, so the copies of many tensors need not wait for the GPU one by one.
     """
     accelerator = accelerator_of(tensor.device)
     if accelerator.can_pin and tensor.layout is torch.strided:
@@ -59,10 +59,10 @@ def _copied(tensor: Tensor, devices: set[torch.device]) -> Tensor:
 
 
 def as_storable(state: Any) -> Any:
-    """Return a state in its stored form: copied containers, the same tensors, equal strings as one object.
+    """Return a state as it is stored: copied containers, the same tensors, equal strings as one object.
 
-    Pickle writes the second occurrence of an object as a reference, so equal states have equal bytes only if the
-    identities of their strings are equal too. Other values than tensors and plain ones are a TypeError.
+    Pickle writes the second occurrence of an object as a reference, so equal states have equal bytes only if their
+    equal strings are also the same objects. Values other than tensors and plain ones raise TypeError.
     """
     return _mapped(state, lambda tensor: tensor, "state")
 
@@ -70,14 +70,14 @@ def as_storable(state: Any) -> Any:
 def hold_own_state(optimizer: torch.optim.Optimizer) -> None:
     """Copy an optimizer's tensors on the CPU, one after another, into memory that only they use.
 
-    `Optimizer.load_state_dict` keeps the tensors it is given if they need no conversion; they may be mapped.
+    `Optimizer.load_state_dict` keeps the given tensors if they need no conversion, and they may be mapped from a file.
     """
     for parameter, state in optimizer.state.items():
         optimizer.state[parameter] = _mapped(state, lambda t: t.clone() if t.device.type == "cpu" else t, "optimizer")
 
 
 def find_non_finite(state: Any, name: str = "state") -> str | None:
-    """Return the place of the first NaN or infinity in a state of this name; None if all numbers are finite."""
+    """Return the path of the first NaN or infinity in a state; None if all numbers are finite."""
     for place, leaf in _leaves(state, name):
         if isinstance(leaf, Tensor):
             is_finite = bool(torch.isfinite(leaf).all())
@@ -89,7 +89,7 @@ def find_non_finite(state: Any, name: str = "state") -> str | None:
 
 
 def num_tensor_bytes(state: Any) -> int:
-    """Return the bytes of the tensors of a state; shared tensors count once."""
+    """Return the size of a state's tensors in bytes; shared tensors count once."""
     sizes = {_identity(leaf): leaf.nbytes for _, leaf in _leaves(state, "") if isinstance(leaf, Tensor)}
     return sum(sizes.values())
 

@@ -2,9 +2,9 @@
 
 `segapp.run.checkpoints` has the layout of the files and the commit protocol.
 
-A checkpoint is a dict of tensors and plain values written by `torch.save`, so `torch.load(path, weights_only=True)`
-reads it anywhere. It has at least `model`, the bare state dict without a `module.` prefix, and `checkpoint`, its facts
-(format, step, epoch, position, metric, config_hash, torch_version), which a copy of the file keeps.
+A checkpoint is a dict of tensors and plain values written by `torch.save`, so `torch.load(path, weights_only=True)` can
+read it. It has at least `model`, the state dict without a `module.` prefix, and `checkpoint`, its facts (format, step,
+epoch, position, metric, config_hash, torch_version), which stay in every copy of the file.
 """
 
 import math
@@ -43,7 +43,7 @@ FINITE_PARTS = ("model", "ema", "optimizer", "distillation")
 Reader = Callable[[BinaryIO], Any]
 
 _POSITION = ("step", "epoch", "position")
-"""Facts of a checkpoint that file and manifest must agree on."""
+"""Facts of a checkpoint that must be equal in the file and in the manifest."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +68,11 @@ class LoadedCheckpoint:
     path: Path
     sha256: str
     messages: tuple[str, ...]
-    """Newer checkpoints that were skipped, with reasons, and other warnings; shown and reported as alerts."""
+    """Newer checkpoints that were skipped, with reasons, and other warnings; printed and emitted as alerts."""
     file: Path
-    """The file that was read: `path`, or an intact file of the same checkpoint."""
+    """The file that was read: `path`, or another intact file of the same checkpoint."""
     is_verified: bool = True
-    """True if the file matches a sha256 in a manifest."""
+    """True if the sha256 of the file is in a manifest."""
 
     @property
     def step(self) -> int:
@@ -86,7 +86,7 @@ class LoadedCheckpoint:
 
     @property
     def position(self) -> int:
-        """Batches of that epoch already used."""
+        """Number of batches of that epoch that were already used."""
         return int(self.state["checkpoint"]["position"])
 
 
@@ -100,7 +100,7 @@ def save_checkpoint(
     keep: int = 3,
     check_holder: Callable[[], None] = lambda: None,
 ) -> SavedCheckpoint:
-    """Commit a checkpoint, which survives a crash or a power cut once the call returns; older ones survive any failure.
+    """Commit a checkpoint. Once the call returns, it survives a crash or a power cut; a failure never harms older ones.
 
     Args:
         folder: The run's `checkpoints` folder; the caller holds the run's lock.
@@ -109,7 +109,7 @@ def save_checkpoint(
             torch is added.
         is_best: Also name it `best.pt`.
         finished_epoch: Also name it `epoch_0007.pt`, with this number.
-        keep: Number of `epoch_*.pt` that stay.
+        keep: Number of `epoch_*.pt` files that are kept.
         check_holder: Raises before the commit if this process no longer holds the run.
 
     Raises:
@@ -152,8 +152,8 @@ def load_checkpoint(
         which: For a folder: `auto` reads the newest intact checkpoint and reports the skipped ones; `last`, `best` or
             a file name (`epoch_0007.pt`) reads that one or fails.
         is_holder: The caller holds the run's lock: damaged files are renamed to `*.corrupt` and aliases repaired.
-        is_mapped: The tensors are pages of the file, and not in memory of their own. The caller must not keep them: a
-            network file system may take the pages of a removed file away, which ends the process.
+        is_mapped: The tensors are mapped from the file instead of loaded. The caller must not keep them: if the file is
+            removed from a network file system, access to its pages ends the process.
 
     Raises:
         CheckpointError: none can be used; the message has the reason for each.
@@ -173,9 +173,9 @@ def load_checkpoint(
 def checkpoint_to_resume(
     folder: RunFolder, *, is_resumed: bool, checkpoint: Path | None = None
 ) -> LoadedCheckpoint | None:
-    """Load the state to continue from, mapped: a file, else the newest intact one of a folder that was there before.
+    """Load the state to resume, mapped: a file, or else the newest intact checkpoint of an existing run folder.
 
-    None for a new training, or for a run that was stopped before its first save.
+    Returns None for a new training, or for a run that was stopped before its first save.
 
     Raises:
         CheckpointError: no checkpoint can be read.
@@ -191,10 +191,10 @@ def checkpoint_to_resume(
 
 
 def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path, dict[str, Any]] | None:
-    """Return the file that a training would continue from, and the state in it without its tensors.
+    """Return the file that a training would resume from, and its state without the tensors.
 
-    That is `checkpoint`, else the newest of a folder that was there before. None for a new training, or if the state
-    cannot be read: loading it goes back to an older one, or names the damage.
+    The file is `checkpoint`, or else the newest one of an existing run folder. Returns None for a new training, or if
+    the state cannot be read: loading then falls back to an older checkpoint, or reports the damage.
     """
     path = checkpoint
     if path is None and folder is not None:
@@ -211,7 +211,7 @@ def saved_state(folder: RunFolder | None, checkpoint: Path | None) -> tuple[Path
 def check_resumable(
     state: Mapping[str, Any], path: Path, config: RunConfig, num_train: int, classes: Sequence[str]
 ) -> None:
-    """Raise CheckpointError, with every difference, where the course of the training would change."""
+    """Raise CheckpointError with every difference that would change the course of the training."""
     saved = state.get("config")
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{path} holds no config: it was not written by segapp train", path=path)
@@ -234,7 +234,7 @@ def check_resumable(
 
 
 def _checked(content: dict[str, Any]) -> dict[str, Any]:
-    """Return the content in its stored form; raise if it could not be resumed."""
+    """Return the content in the form in which it is stored; raise if it could not be resumed."""
     model = content.get("model")
     if not isinstance(model, dict):
         raise ValueError("a checkpoint needs 'model', the bare state dict")
@@ -322,12 +322,12 @@ def _load_file(path: Path, read: Reader) -> LoadedCheckpoint:
         raise CheckpointError(
             f"{path} cannot be read: {reason_of(error)}: name a checkpoint file or a run", path=path
         ) from error
-    warning = f"{path}: no manifest vouches for it: only its own checksums were compared"
+    warning = f"{path} is in no manifest: only the checksums inside the file were compared"
     return LoadedCheckpoint(state, path, sha256, () if is_verified else (warning,), path, is_verified)
 
 
 def _read_entry(store: CheckpointFolder, entry: CheckpointEntry, read: Reader) -> tuple[dict[str, Any], Path]:
-    """Return the state of a checkpoint, and the intact file that it was read from."""
+    """Return the state of a checkpoint, and the intact file that was read."""
     with store.open_verified(entry) as file:
         state = read_state(file, store.path, f"step {entry.step}", read)
     about = state["checkpoint"]
@@ -389,7 +389,7 @@ def _check_zip(file: BinaryIO, path: Path) -> None:
 
 
 def _alias_messages(store: CheckpointFolder, manifest: Manifest, entry: CheckpointEntry, is_holder: bool) -> list[str]:
-    """Return a message for each alias of an intact checkpoint with other content; the holder repairs them."""
+    """Return a message per alias of an intact checkpoint whose content differs; the lock holder repairs them."""
     names = store.mismatched_aliases(manifest, entry)
     messages = [f"{name} is damaged; step {entry.step} itself is intact" for name in names]
     return messages + (store.set_aside(names) if is_holder and names else [])
