@@ -1,4 +1,4 @@
-"""Splits of a batch over devices. Integers only, no torch: viewers and planners compute the splits of the trainer.
+"""Splits of a batch over devices, in integers and without torch, so that viewers and planners can compute them too.
 
 A *split* is the number of samples of each device, in device order. It is given either by `gpu0_bsz` (samples of device
 0 in a full batch; the others share the rest evenly) or by `shares` (samples of every device); `gpu0_bsz` is the short
@@ -70,10 +70,10 @@ def plan_chunks(
 ) -> tuple[int, ...]:
     """Return the number of samples of each device, in device order.
 
-    `gpu0_bsz=None` splits evenly; the remainder goes to device 1 and those after it, because device 0 also holds the
-    optimizer state. If there are fewer samples than devices, device 0 comes first, because it needs no copy of the
+    `gpu0_bsz=None` splits evenly; the remainder goes to device 1 and the following ones, because device 0 also holds
+    the optimizer state. If there are fewer samples than devices, device 0 comes first, because it needs no copy of the
     model. `gpu0_bsz=0` leaves device 0 without samples. `gpu0_bsz=k` gives device 0 k samples of a full batch and
-    shares the rest evenly; the remainder goes to the first of the others. One device gets the whole batch.
+    shares the rest evenly; the remainder goes to the first of the other devices. One device gets the whole batch.
 
     A short batch scales the split down. With `full_batch` (or `shares`, whose sum is the full batch) the scaling is
     proportional and no device gets more than in a full batch; with `gpu0_bsz >= 1` device 0 keeps at least one sample.
@@ -118,10 +118,10 @@ def plan_chunks(
 
 
 def replan_shares(shares: Sequence[int], old: Sequence[str], new: Sequence[str], num_samples: int) -> tuple[int, ...]:
-    """Return the samples of each of the new devices, in proportion to what the same devices had before.
+    """Return the samples of each new device, in proportion to the samples that the same devices had before.
 
-    A new device counts as the mean of the old ones. Rounding leaves no device without samples that had some before,
-    while there are enough.
+    A new device counts as the mean of the old ones. After rounding, no device that had samples before is left without
+    any, as long as there are enough.
 
     Args:
         shares: Samples of each old device.
@@ -160,8 +160,8 @@ def check_split(
         num_devices: Devices that share it.
         gpu0_bsz: Samples of device 0, or None.
         shares: Samples of every device, or None.
-        smallest_chunk: Samples that a device needs if it has any: 2 where a BatchNorm layer over one value per sample
-            is not synchronized (see `segapp.parallel.batchnorm_guard.smallest_chunk`), else 1.
+        smallest_chunk: Samples that a device needs if it has any: 2 if a BatchNorm layer over one value per sample is
+            not synchronized (see `segapp.parallel.batchnorm_guard.smallest_chunk`), else 1.
 
     Returns:
         The split, or the reasons of the refusal.

@@ -1,7 +1,7 @@
 """The command line: one function per command, one parameter per option, in the order of the help.
 
-Functions here take as many parameters as their command has options; what they call gets a dataclass or few arguments.
-Heavy imports are inside the functions, so that `segapp --help` is fast.
+A function here has as many parameters as its command has options; the functions that it calls get a dataclass or a few
+arguments. Heavy imports are inside the functions, so that `segapp --help` is fast.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _COMMANDS = (
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
-    """Return the arguments with `auto` behind a `--resume` that has no value."""
+    """Return the arguments with `auto` inserted after a `--resume` that has no value."""
     if "--resume" not in arguments:
         return arguments
     at = arguments.index("--resume")
@@ -144,7 +144,7 @@ def train(
 
     outlast_readers()
     if not sys.stderr.isatty():
-        announce("importing torch")  # on a terminal, every command says it
+        announce("importing torch")  # on a terminal, every command prints this
     if lost := loss_without_launch(os.environ):
         print(lost, flush=True)
     from segapp.training.session import run_session
@@ -154,7 +154,7 @@ def train(
 
 
 def _ignore_early_signals() -> None:
-    """Ignore SIGHUP, SIGUSR1 and SIGUSR2 until the trainer handles them: their default ends the process."""
+    """Ignore SIGHUP, SIGUSR1 and SIGUSR2, which end the process by default, until the trainer handles them."""
     for number in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
 

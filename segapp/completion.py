@@ -1,8 +1,8 @@
 """Shell completion for bash, zsh and fish: the scripts, and the candidates that they ask for.
 
 A script passes the words of the line and reads one candidate per line, `value<TAB>help`. Typer's own scripts are not
-used: zsh evaluates the candidates and bash expands patterns in them, though a run may have any name; and in bash they
-lose the value of KEY=VALUE, which the shell splits at `=`, and put a blank after `KEY=`.
+used: zsh evaluates the candidates and bash expands patterns in them, which is unsafe because a run may have any name.
+In bash they also lose the value of KEY=VALUE, which the shell splits at `=`, and put a blank after `KEY=`.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def answer(app: Any, asked: Sequence[str]) -> list[str]:
 
     Args:
         app: the command line's root command.
-        asked: `words` and the words up to the cursor; or `line`, the line up to the cursor, and the characters at which
-            bash splits words.
+        asked: `words` and the words up to the cursor; or `line`, the line up to the cursor, and bash's word breaks.
     """
     kind, *rest = asked
     if kind == "words":
@@ -87,13 +86,13 @@ def answer(app: Any, asked: Sequence[str]) -> list[str]:
         words, breaks = split_line(rest[0]), rest[1]
     *before, incomplete = words[1:] or [""]
     found = [c for c in candidates(app, before, incomplete) if c.value.startswith(incomplete)]
-    # bash replaces only the part of the word behind its last split.
+    # bash replaces only the part of the word after its last word break.
     cut = max((incomplete.rfind(mark) + 1 for mark in "=:" if mark in breaks), default=0)
     return [f"{c.value[cut:]}\t{' '.join(c.help.split())}".rstrip("\t") for c in found if c.value.isprintable()]
 
 
 def split_line(line: str) -> list[str]:
-    """Return the words of a line that may end within quotes; the last one is at the cursor.
+    """Return the words of a line that may end within quotes; the last word is at the cursor.
 
     >>> split_line("segapp eval demo"), split_line("segapp eval "), split_line('segapp eval "my ru')
     (['segapp', 'eval', 'demo'], ['segapp', 'eval', ''], ['segapp', 'eval', 'my ru'])
@@ -108,7 +107,7 @@ def split_line(line: str) -> list[str]:
 
 
 def candidates(app: Any, before: Sequence[str], incomplete: str) -> Iterator[Candidate]:
-    """Yield the candidates at the cursor, including those that do not start with the incomplete word there."""
+    """Yield the candidates at the cursor, including candidates that do not start with the incomplete word."""
     command, arguments = _descend(app, before)
     options = {spelling: option for option in command.params for spelling in option.opts if spelling.startswith("-")}
     option, equals, _ = incomplete.partition("=")
@@ -130,7 +129,7 @@ def candidates(app: Any, before: Sequence[str], incomplete: str) -> Iterator[Can
 
 
 def _descend(app: Any, words: Sequence[str]) -> tuple[Any, list[str]]:
-    """Return the command that the words name, and the words behind its name."""
+    """Return the command that the words name, and the words after its name."""
     command, rest = app, list(words)
     while hasattr(command, "commands"):
         at = next((i for i, word in enumerate(rest) if word in command.commands), None)
@@ -162,7 +161,7 @@ def _of_argument(
 
 
 def _values(name: str) -> Iterator[Candidate]:
-    """Yield the values of an option or argument; none for files, which the shell completes itself."""
+    """Yield the values of an option or argument; none for files, which the shell completes on its own."""
     if name == "config":
         yield from (Candidate(config, "config") for config in _config_names())
     elif name in ("run", "runs", "target", "targets", "resume"):
@@ -199,7 +198,7 @@ def _run_names() -> list[str]:
 
 
 def _keys(incomplete: str) -> Iterator[Candidate]:
-    """Yield `KEY=` for each key of the config, and after `=` the words that the key accepts."""
+    """Yield `KEY=` for each key of the config and, after `=`, the words that the key accepts."""
     from segapp.config.words import description_of, known_keys, words_of
 
     name, equals, _ = incomplete.partition("=")

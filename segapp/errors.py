@@ -24,7 +24,7 @@ _FIELDS = ("key", "path", "value")
 
 
 def install_command(extra: str) -> str:
-    """Return how an optional dependency group is installed from a clone: segapp is in no package index.
+    """Return how to install an optional dependency group from a clone: segapp is not in a package index.
 
     >>> install_command("geo")
     "run `uv sync --extra geo` or `pip install '.[geo]'` in the clone of segapp"
@@ -37,14 +37,14 @@ class SegappError(Exception):
 
     Args:
         message: names the thing, the value and the next move.
-        key: the config key that is to be changed, as `train.batch_size`.
+        key: the config key to change, such as `train.batch_size`.
         path: the file or folder that cannot be used.
-        value: of the key.
+        value: the value of the key.
     """
 
     exit_code = 1
     topic: str | None = None
-    """The page of `segapp docs` that says more, if there is one; printed behind the message."""
+    """The page of `segapp docs` with more information, if there is one; printed after the message."""
 
     def __init__(
         self,
@@ -57,13 +57,13 @@ class SegappError(Exception):
         super().__init__(message)
         self.key, self.path, self.value = key, None if path is None else os.fspath(path), value
         self.problems: list[dict[str, Any]] = []
-        """Of an error that lists several, the fields of each."""
+        """For an error that lists several errors, the fields of each."""
 
     @classmethod
     def together(cls, errors: Sequence["SegappError"], heading: str, num_more: int = 0) -> "SegappError":
-        """Return the only one of several errors, or one of this class that lists them below a heading.
+        """Return the only error of a list, or an error of this class that lists them below a heading.
 
-        `num_more` further errors are counted and not listed.
+        `num_more` further errors are counted but not listed.
         """
         if len(errors) == 1 and num_more <= 0:
             return errors[0]
@@ -87,7 +87,7 @@ class SegappError(Exception):
         return error
 
     def see(self, topic: str) -> Self:
-        """Return this error with the page of `segapp docs` that says more."""
+        """Return this error with a page of `segapp docs` for more information."""
         self.topic = topic
         return self
 
@@ -165,7 +165,7 @@ class StorageError(RunError):
 
 
 def cannot_be_written(path: str | os.PathLike[str], error: Exception, advice: str = "choose another --out") -> str:
-    """Return the message for a file that a user asked for: its name, the system's reason, what to do."""
+    """Return the message for a file that cannot be written: its name, the system's reason, and the advice."""
     reason = getattr(error, "strerror", None) or error
     return f"{os.fspath(path)} cannot be written: {reason}: {advice}"
 
@@ -180,9 +180,9 @@ def storage_errors(path: str | os.PathLike[str], advice: str = "choose another -
 
 
 def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:
-    """Return the known words that a word was probably meant to be, the most similar first; [] if none is similar.
+    """Return the known words that the user probably meant, the most similar first; [] if none is similar.
 
-    Case, "-", "_" and spaces do not count, and a word that begins with a known one, or a known one with it, is similar.
+    Case, "-", "_" and spaces are ignored. Words of which one begins with the other are similar.
 
     >>> closest_words("onx", ["onnx", "pt2"]), closest_words("DiceLoss", ["ce", "dice"]), closest_words("x", ["ce"])
     (['onnx'], ['dice'], [])
@@ -195,7 +195,7 @@ def closest_words(word: str, known: Iterable[str], most: int = 1) -> list[str]:
     for name in known:
         plain = _plain(name)
         begins = min(len(plain), len(wanted)) > 2 and (plain.startswith(wanted) or wanted.startswith(plain))
-        # A word that begins with the other is as similar as four letters of which one is wrong.
+        # If one word begins with the other, they are as similar as four letters of which one is wrong.
         scores[name] = max(difflib.SequenceMatcher(None, plain, wanted).ratio(), 0.75 if begins else 0.0)
     return [name for name in sorted(scores, key=lambda name: -scores[name]) if scores[name] >= least][:most]
 
@@ -211,7 +211,7 @@ def did_you_mean(word: str, known: Iterable[str], most: int = 1) -> str:
 
 
 def accepted_words(word: str, known: Iterable[str], most: int = 1) -> str:
-    """Return the end of a message about a word that is none of a list: the closest one, and the list unless it is long.
+    """Return the end of a message about an unknown word: the closest known one, and all of them unless there are many.
 
     >>> accepted_words("onx", ["onnx", "pt2"])
     'did you mean onnx? use one of onnx, pt2'

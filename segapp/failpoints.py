@@ -3,14 +3,14 @@
 `SEGAPP_FAILPOINTS="ckpt.before_rename=kill;train.step=17:oom"` arms two points. Each is `name=[HIT:]ACTION[*TIMES]`:
 
 - `HIT` is the visit, counted from 1, at which it first acts (default 1);
-- `TIMES` is how many visits in a row it acts on (default: every one from `HIT` on; 1 when `HIT` is given);
-- `ACTION` is `kill` (SIGKILL to this process), `segv`, `term`, `stop` (the signals), `exit:CODE` (leave immediately),
+- `TIMES` is the number of consecutive visits at which it acts (default: all from `HIT` on; 1 if `HIT` is given);
+- `ACTION` is `kill` (SIGKILL to this process), `segv`, `term`, `stop` (the signals), `exit:CODE` (exit immediately),
   `raise:WHAT` (an errno name such as `ENOSPC`, or a built-in exception such as `RuntimeError`), `sleep:SECONDS`,
   `hang`, or any other word, which `failpoint` returns to its caller (`nan`, `oom`).
 
-If `SEGAPP_FAILPOINT_MARKS` names a folder, every armed point gets an empty file of its name there, and a line in it
-each time it acts: a test sees whether its fault took place. An unarmed point costs one dictionary lookup. The method is
-that of etcd's gofail.
+If `SEGAPP_FAILPOINT_MARKS` names a folder, every armed point gets an empty file there with its name, and a line in it
+each time it acts, so a test can check that its fault occurred. An unarmed point costs one dictionary lookup. The method
+comes from etcd's gofail.
 """
 
 import builtins
@@ -65,7 +65,7 @@ _lock = threading.Lock()
 
 
 def arm(text: str) -> None:
-    """Replace all armed points by those of `text`, in the form of `SEGAPP_FAILPOINTS`; `""` disarms all."""
+    """Replace all armed points by the points in `text`, which has the form of `SEGAPP_FAILPOINTS`; `""` disarms all."""
     armed = parse_failpoints(text)
     _points.clear()
     _points.update(armed)
@@ -74,7 +74,7 @@ def arm(text: str) -> None:
 
 
 def _mark(name: str, line: str) -> None:
-    """Add `line` to the file of a point, where a folder for them is named."""
+    """Add `line` to the file of a point if a folder for the files is set."""
     folder = os.environ.get(MARKS_VARIABLE)
     if folder:
         with open(os.path.join(folder, name), "a", encoding="utf-8") as file:
@@ -87,7 +87,7 @@ arm(os.environ.get(VARIABLE, ""))
 def failpoint(name: str) -> str | None:
     """Act if the point `name`, such as `ckpt.before_rename`, is armed and due.
 
-    Returns None, or the word of an action that the caller performs; raises the exception that `raise:` names.
+    Return None, or the word of an action that the caller performs; raise the exception of a `raise:` action.
     """
     point = _points.get(name)
     if point is None:
@@ -106,7 +106,7 @@ def _act(name: str, point: _Point) -> str | None:
     elif point.action in ("segv", "term"):
         os.kill(os.getpid(), signal.SIGSEGV if point.action == "segv" else signal.SIGTERM)
     elif point.action == "stop":
-        signal.raise_signal(signal.SIGSTOP)  # to this thread: it would run on for a while after a signal to the process
+        signal.raise_signal(signal.SIGSTOP)  # to this thread, which would continue for a while after a process signal
     elif point.action == "exit":
         os._exit(int(point.argument or 1))
     elif point.action == "sleep":

@@ -1,20 +1,20 @@
-"""Confusion matrix, the scores computed from it, and scores of the boundaries.
+"""Confusion matrix, the scores computed from it, and scores of boundaries.
 
-The conventions are those of the Cityscapes evaluation server (`evalPixelLevelSemanticLabeling` of the package
-cityscapesscripts): pixels with an ignored target are not counted; IoU = TP / (TP + FP + FN); a class in neither targets
-nor predictions has none, and one that is only predicted has 0. Dice, which is the F1 score of the pixels, is
-2 TP / (2 TP + FP + FN) under the same rules.
+The conventions are those used by the Cityscapes evaluation server (`evalPixelLevelSemanticLabeling` in the package
+cityscapesscripts): pixels with an ignored target are not counted; IoU = TP / (TP + FP + FN); a class that occurs
+neither in targets nor in predictions has no IoU, and a class that is only predicted has IoU 0. Dice, which is the F1
+score of the pixels, is 2 TP / (2 TP + FP + FN) with the same rules.
 
 The boundary IoU of a class (Cheng et al., Boundary IoU: Improving Object-Centric Image Segmentation Evaluation, CVPR
 2021) is the IoU of two bands of pixels: one along the edge of its region in the target, one along the edge of its
 region in the prediction. The border of the image is an edge too.
 
-Surface Dice and Hausdorff distance have the definitions of the package surface-distance (Nikolov et al., Deep learning
-to achieve clinically applicable segmentation of head and neck anatomy, 2018) for pixels of side 1. A surface is the
-polygon between the centers of the pixels inside and outside of a region; each of its elements lies between 2 x 2 pixels
-and has a length. Surface Dice is the share of both surfaces, by length, that is at most a tolerance from the other one.
-The Hausdorff distance (95 %) of an image is the larger of two distances: the one within which 95 % of the target's
-surface are from the prediction's, and the reverse.
+Surface Dice and Hausdorff distance are defined as in the package surface-distance (Nikolov et al., Deep learning to
+achieve clinically applicable segmentation of head and neck anatomy, 2018) for pixels of side 1. A surface is the
+polygon between the centers of the pixels inside and outside a region; each of its elements lies between 2 x 2 pixels
+and has a length. Surface Dice is the share of both surfaces, by length, that is within a tolerance of the other
+surface. The Hausdorff distance (95 %) of an image is the larger of two distances: the distance from the prediction's
+surface within which 95 % of the target's surface lie, and the reverse.
 
 Shapes: N images, C classes, H, W height and width in pixels.
 """
@@ -35,7 +35,7 @@ from torch import Tensor
 class SegmentationScores:
     """Scores of a confusion matrix. A ratio is in [0, 1], or None if its denominator is 0.
 
-    `miou` and the other means are those over the classes where the score is not None.
+    `miou` and the other means average over the classes whose score is not None.
     """
 
     iou: tuple[float | None, ...]  # per class, TP / (TP + FP + FN)
@@ -55,13 +55,13 @@ class SegmentationScores:
 class ConfusionMatrix:
     """Counts of (target, prediction) pairs over any number of batches.
 
-    Matrices of devices and ranks are added by summing their `counts`, int64 (C * C,), the matrix row by row.
+    Matrices of devices and ranks are added by summing their `counts`, int64 (C * C,), which is the matrix row by row.
 
     Args:
         num_classes: C, at least 1.
-        ignore_index: target id that counts nowhere. If it is a class, that class has no IoU, and its prediction counts
-            as an error of the target's class.
-        device: of the counts.
+        ignore_index: target id of the pixels that are left out. If it is a class, that class has no IoU, and predicting
+            it counts as an error of the target's class.
+        device: device of the counts.
 
     Example:
         >>> confusion = ConfusionMatrix(2)
@@ -120,9 +120,9 @@ class ConfusionMatrix:
 class LabelCounts:
     """Counts of targets and predictions of classes that do not exclude each other, over any number of batches.
 
-    Its methods are those of `ConfusionMatrix`; `counts`, int64 (C * 4,), has the matrices one after the other. The mean
-    IoU is the mean over the classes; the pixel accuracy is the share of right decisions over all valid pixels and
-    classes.
+    It has the same methods as `ConfusionMatrix`; `counts`, int64 (C * 4,), has the matrices one after the other. The
+    mean IoU is the mean over the classes; the pixel accuracy is the share of correct decisions over all valid pixels
+    and classes.
     """
 
     def __init__(self, num_classes: int, ignore_index: int = -1, device: torch.device | str = "cpu") -> None:
@@ -132,7 +132,7 @@ class LabelCounts:
 
     @property
     def matrix(self) -> Tensor:
-        """int64 (C, 2, 2), a view of `counts`: row 1 the pixels of the class, column 1 those predicted as it."""
+        """int64 (C, 2, 2), a view of `counts`: row 1 for pixels of the class, column 1 for pixels predicted as it."""
         return self.counts.view(self.num_classes, 2, 2)
 
     def update(self, prediction_NHW: Tensor, target_NHW: Tensor) -> None:
@@ -155,8 +155,8 @@ class BoundaryIoU:
     """Counts of boundary pixels over any number of images.
 
     Ignored pixels of the target are not counted and belong to no region, so a region ends at an ignored area as it does
-    at another class. The width of the band is `dilation` of the image diagonal, at least one pixel; the default is that
-    of the paper for large images. `counts`, int64 (C, 2), are intersection and union of the bands in pixels.
+    at another class. The width of the band is `dilation` of the image diagonal, at least one pixel; the default is the
+    paper's for large images. `counts`, int64 (C, 2), are intersection and union of the bands in pixels.
     """
 
     def __init__(self, num_classes: int, ignore_index: int, dilation: float = 0.02) -> None:
@@ -180,10 +180,11 @@ class BoundaryIoU:
 class SurfaceDistances:
     """Counts of surface Dice and sums of the Hausdorff distances (95 %) of images, over any number of images.
 
-    Elements next to an ignored pixel of the target are left out of both surfaces. `counts`, int64 (C, 7): for surface
-    Dice the half diagonals and the straight elements within the tolerance, and all of each; the sum of the Hausdorff
-    distances in units of `RESOLUTION_PX`; the images that have one, and those where only the target or only the
-    prediction has the class, in which the distance is not defined. Integers have the same sum in any order.
+    Elements next to an ignored pixel of the target are left out of both surfaces. `counts`, int64 (C, 7), are for
+    surface Dice the half diagonals and the straight elements within the tolerance, and the total numbers of both; the
+    sum of the Hausdorff distances in units of `RESOLUTION_PX`; the number of images that have such a distance, and of
+    images in which it is not defined, because only the target or only the prediction has the class. Integers have the
+    same sum in any order.
     """
 
     RESOLUTION_PX = 2.0**-20
@@ -240,12 +241,12 @@ class SurfaceDistances:
 
 
 _HALF_DIAGONALS = np.array([0, 1, 1, 0, 1, 0, 2, 1, 1, 2, 0, 1, 0, 1, 1, 0])
-"""Half diagonals between 2 x 2 pixels, of which those inside are bits: 8 and 4 above, 2 and 1 below."""
+"""Half diagonals between 2 x 2 pixels; bits are set for the pixels inside: 8 and 4 above, 2 and 1 below."""
 _STRAIGHT = np.array([0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0])
 
 
 def _surface(region: NDArray[np.bool_], is_ignored: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Return which pixels around each corner are inside, uint8 (H + 1, W + 1); 0 if no surface passes."""
+    """Return which pixels around each corner are inside, uint8 (H + 1, W + 1); 0 without a surface."""
     inside, unknown = np.pad(region, 1), np.pad(is_ignored, 1)
 
     def of_corners(pixels: NDArray[np.bool_]) -> NDArray[np.uint8]:
@@ -267,7 +268,7 @@ def _bounding_box(region: NDArray[np.bool_]) -> tuple[slice, slice]:
 
 
 def _distance_to(pixels: NDArray[np.bool_]) -> NDArray[np.float64]:
-    """Return the distance of each pixel to the nearest one that is set, at least one of which is."""
+    """Return the distance of each pixel to the nearest set pixel; at least one must be set."""
     distance = cv2.distanceTransform((~pixels).astype(np.uint8), cv2.DIST_L2, cv2.DIST_MASK_PRECISE)
     return np.asarray(np.sqrt(np.rint(np.square(distance.astype(np.float64)))))  # exact: squares are integers
 
@@ -278,9 +279,9 @@ class BoundaryScores:
 
     iou: tuple[float | None, ...]
     surface_dice: tuple[float | None, ...]
-    hausdorff_px: tuple[float | None, ...]  # mean of the images with the class in target and prediction
-    num_undefined: tuple[int, ...]  # images with the class in one of them alone
-    tolerance_px: float  # of surface Dice
+    hausdorff_px: tuple[float | None, ...]  # mean over the images with the class in target and prediction
+    num_undefined: tuple[int, ...]  # images with the class in only one of them
+    tolerance_px: float  # tolerance of surface Dice
 
 
 class BoundaryCounts:
@@ -308,7 +309,7 @@ class BoundaryCounts:
 
 
 Counts = ConfusionMatrix | LabelCounts
-"""Counts of an evaluation, of one class per pixel or of several."""
+"""Counts of an evaluation with one class per pixel, or with several."""
 
 
 def counts_for(num_classes: int, ignore_index: int, *, multilabel: bool, device: torch.device | str = "cpu") -> Counts:
@@ -333,7 +334,7 @@ def group_matrix(matrix: Tensor, groups: Sequence[Sequence[int]]) -> Tensor:
 
 
 def group_iou(matrix: Tensor, groups: Sequence[Sequence[int]]) -> tuple[float | None, ...]:
-    """Return the IoU of each group of classes, or None if it is in neither targets nor predictions."""
+    """Return the IoU of each group of classes; None if it occurs neither in targets nor in predictions."""
     hits, in_target, in_prediction = _marginals(group_matrix(matrix, groups))
     return tuple(_ratio(hits[g], in_target[g] + in_prediction[g] - hits[g]) for g in range(len(groups)))
 
@@ -367,7 +368,7 @@ def _all_scores(
     pixel_accuracy: float | None,
     unscored: int = -1,
 ) -> SegmentationScores:
-    """Return the scores of the classes' true positives, target pixels and predicted pixels; `unscored` has none."""
+    """Return the scores from the classes' true positives, target pixels and predicted pixels; not for `unscored`."""
     rows: list[tuple[float | None, ...]] = [
         (_ratio(tp, t + p - tp), _ratio(2 * tp, t + p), _ratio(tp, p), _ratio(tp, t))
         for tp, t, p in zip(hits, in_target, in_prediction, strict=True)

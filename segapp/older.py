@@ -1,6 +1,6 @@
-"""Names of older versions on disk: configs, run folders and checkpoints are read with the names of today.
+"""Names in files of older versions: configs, run folders and checkpoints are read with the present names.
 
-Here belongs every renaming of a key that a file on disk has.
+Add every renaming of a key in a file here.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ OPTIONS: Mapping[str, Mapping[str, Mapping[str, str]]] = {
         "plateau": {"gamma": "gamma", "patience": "patience"},
     },
 }
-"""Section -> name of a loss, optimizer or schedule -> key of the section until a938a80 -> key in `options` of today.
+"""Section -> name of a loss, optimizer or schedule -> key of the section until a938a80 -> present key in `options`.
 
-Every section had the keys of all of its names; those of other names had no effect.
+Every section had the keys of all of its names; keys of other names had no effect.
 """
 
 CHECKPOINT_KEYS: Mapping[str, str] = {"lessons": "fallbacks"}
-"""Key of a training's state until a938a80 -> that of today."""
+"""Key of a training's state until a938a80 -> the present key."""
 
 EVENT_KEYS: Mapping[str, Mapping[str, str]] = {"oom": {"lessons": "fallbacks"}}
-"""Type of an event -> name of a field until a938a80 -> that of today."""
+"""Type of an event -> name of a field until a938a80 -> the present name."""
 
 REMOVED: Mapping[tuple[str, ...], Any] = {
     ("data", "mix", "cutmix_alpha"): 1.0,
     ("train", "ema_warmup"): True,
 }
-"""Path of a key that exists no longer -> the value that all had who did not set it; with another it is refused."""
+"""Path of a removed key -> its default value, with which the key is ignored; with another value it is refused."""
 
 _DEFAULT_NAMES = {"loss": "ce", "optim": "sgd", "schedule": "poly"}
 
@@ -60,7 +60,7 @@ _said: set[str] = set()
 
 
 def upgraded(raw: Any) -> tuple[Any, list[str]]:
-    """Return the nested values of a config with the names of today, and what was renamed, one sentence each."""
+    """Return the nested values of a config with the present names, and one sentence per renaming."""
     notes: list[str] = []
     if not isinstance(raw, Mapping):
         return raw, notes
@@ -75,7 +75,7 @@ def upgraded(raw: Any) -> tuple[Any, list[str]]:
 
 
 def _without(value: Any, path: Sequence[str], default: Any) -> Any:
-    """Return nested values without the key at a path, if it has its default there."""
+    """Return nested values without the key at a path if it has its default there."""
     first, *rest = path
     if not isinstance(value, Mapping) or first not in value:
         return value
@@ -85,7 +85,7 @@ def _without(value: Any, path: Sequence[str], default: Any) -> Any:
 
 
 def _section(section: Any, kind: str, place: str, notes: list[str]) -> Any:
-    """Return a section, or a term of the loss, whose former keys are in `options`."""
+    """Return a section, or a term of the loss, with its former keys in `options`."""
     former = {key for keys in OPTIONS[kind].values() for key in keys}
     if not isinstance(section, Mapping) or not former & section.keys():
         return section
@@ -104,12 +104,12 @@ def _section(section: Any, kind: str, place: str, notes: list[str]) -> Any:
 
 
 def renamed(saved: dict[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
-    """Return a state or an event with the names of today."""
+    """Return a state or an event with the present names."""
     return {names.get(key, key): value for key, value in saved.items()} if names.keys() & saved.keys() else saved
 
 
 def say(notes: Sequence[str], source: object = None) -> None:
-    """Print what has not been said yet, as one line on stderr; of several ranks, the first one does."""
+    """Print new notes as one line on stderr; with several ranks, only the first one prints."""
     new = [note for note in notes if note not in _said]
     if new and os.environ.get("RANK", "0") == "0":
         place = f" in {source}" if source else ""

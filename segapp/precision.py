@@ -1,7 +1,7 @@
 """Precision modes: fp32, autocast in bf16 or fp16, and half weights with fp32 BatchNorm and master weights.
 
-`Precision` provides what a training step needs: an autocast context, a factor for the loss, and the conversion of
-gradients to fp32. None of it waits for the device.
+`Precision` provides an autocast context, a factor for the loss, and the conversion of gradients to fp32. None of them
+waits for the device.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from segapp.errors import accepted_words
 PRECISIONS = ("fp32", "fp16", "amp-fp16", "amp-bf16")
 
 _CAST_TOGETHER = 64
-"""Half gradients that are cast in one launch; all of them together would need memory in addition to their copies."""
+"""Half gradients that are cast in one launch; casting all of them together would need additional memory."""
 
 
 class LossScaler:
@@ -44,7 +44,7 @@ class LossScaler:
         return {"scale": self.scale, "growth_tracker": self.growth_tracker}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self.scale.copy_(state["scale"])
         self.growth_tracker.copy_(state["growth_tracker"])
 
@@ -52,8 +52,8 @@ class LossScaler:
 def half_except_batchnorm(model: nn.Module) -> nn.Module:
     """Convert parameters and buffers to float16, in place, except in BatchNorm and InstanceNorm layers (Apex's O2).
 
-    CUDA's BatchNorm takes float32 weights with float16 inputs. Its LayerNorm and GroupNorm take one dtype only
-    (pytorch/pytorch#135969) and compute their statistics in float32 in any case, so their weights are converted too.
+    CUDA's BatchNorm accepts float32 weights with float16 inputs. Its LayerNorm and GroupNorm require a single dtype
+    (pytorch/pytorch#135969) and always compute their statistics in float32, so their weights are converted too.
     """
     for module in model.modules():
         if isinstance(module, BatchOrInstanceNorm):
@@ -83,7 +83,7 @@ class Precision:
         return half_except_batchnorm(model) if self.name == "fp16" else model
 
     def master_weights(self, parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-        """Return the parameters for the optimizer: fp32 copies of half parameters, the others themselves."""
+        """Return the parameters for the optimizer: fp32 copies of half parameters, other parameters unchanged."""
         masters = []
         for parameter in parameters:
             master = parameter
@@ -111,7 +111,7 @@ class Precision:
 
     @torch.no_grad()
     def gradients_to_master(self) -> None:
-        """Add half gradients to those of the master weights, in fp32; to be called after every backward pass."""
+        """Add half gradients to the gradients of the master weights, in fp32; call it after every backward pass."""
         pairs = [(parameter, master) for parameter, master in self._pairs if parameter.grad is not None]
         for start in range(0, len(pairs), _CAST_TOGETHER):
             part = pairs[start : start + _CAST_TOGETHER]
@@ -152,7 +152,7 @@ class Precision:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         if self.scaler is not None and "scaler" in state:
             self.scaler.load_state_dict(state["scaler"])
         if self._pairs and "masters" in state:

@@ -1,8 +1,8 @@
-"""Scores of an evaluation: the table of them, and how every viewer states them.
+"""The table of an evaluation's scores, and their text form in all viewers.
 
-A score of the table appears, without another line of code, in `segapp eval` and its JSON, in `val` events, the console,
-trackers, `segapp status`, reports and the Python API, and may be `checkpoint.monitor`; one with `is_headline` also in
-comparisons and the charts of reports, and on the lines and the screen that have room for a few.
+A score in the table appears, without further code, in `segapp eval` and its JSON, in `val` events, the console,
+trackers, `segapp status`, reports and the Python API, and may be `checkpoint.monitor`. A score with `is_headline` also
+appears in comparisons and the charts of reports, and in lines and TUI panes that have room for a few scores.
 """
 
 import math
@@ -16,15 +16,15 @@ class Score:
     """One number of an evaluation."""
 
     name: str
-    """In events, JSON, config and Python."""
+    """Name in events, JSON, config and Python."""
     title: str
-    """On the screen and in reports."""
+    """Name in the TUI and in reports."""
     spec: str = ".4f"
     """Format of a finite value."""
     larger_is_better: bool = True
     """Direction, for the best checkpoint and the plateau schedule."""
     is_headline: bool = False
-    """Shown if there is room for a few scores only."""
+    """Shown even if there is room for only a few scores."""
 
 
 SCORES: Mapping[str, Score] = {
@@ -45,11 +45,11 @@ HEADLINES: Mapping[str, Score] = {name: score for name, score in SCORES.items() 
 
 
 OTHER_HEADLINES = tuple(score for name, score in HEADLINES.items() if name not in ("miou", "loss"))
-"""Those behind mIoU, each a share; mIoU and loss have places of their own in tables and charts."""
+"""Scores next to mIoU, all of which are shares; mIoU and loss have separate places in tables and charts."""
 
 
 def score_of(event: Mapping[str, Any], name: str) -> Any:
-    """Return a score of a `val` event as it lies in the file: a field of the event, or an entry of its `scores`."""
+    """Return a score of a `val` event as stored in the file: a field of the event, or an entry of its `scores`."""
     return event[name] if name in event else (event.get("scores") or {}).get(name)
 
 
@@ -69,7 +69,7 @@ def scores_text(values: Mapping[str, float | None], iou: Sequence[float | None],
 
 
 NOT_FINITE = "not finite"
-"""Text instead of a number that was computed and was NaN or infinite; "-" stands for a number that does not exist."""
+"""Text for a number that was computed and was NaN or infinite; "-" is for a number that does not exist."""
 
 
 def as_float(value: Any) -> float:
@@ -85,12 +85,12 @@ def as_float(value: Any) -> float:
 
 
 def count_scored(iou: Any) -> int:
-    """Return the number of classes with an IoU in a `val` event: those that the mean is over."""
+    """Return the number of classes with an IoU in a `val` event, over which the mean is taken."""
     return sum(math.isfinite(as_float(value)) for value in iou) if isinstance(iou, Sequence) else 0
 
 
 def of_classes(num_scored: int, num_classes: int) -> str:
-    """Return the classes of a mean in words: 17 of 19 classes."""
+    """Return the classes of a mean as text: 17 of 19 classes."""
     return f"{num_scored} of {num_classes} classes"
 
 
@@ -106,7 +106,7 @@ def with_count(shown: str, num_scored: int | None, num_classes: int | None) -> s
 
 
 def loss_text(value: float | None, *, is_known: bool, spec: str = ".4f") -> str:
-    """Return a loss as text; None was not finite if the loss is known, or does not exist."""
+    """Return a loss as text; None means not finite if the loss is known, otherwise that it does not exist."""
     if value is None or not math.isfinite(value):
         return NOT_FINITE if is_known else "-"
     return format(value, spec)
@@ -123,9 +123,9 @@ def is_best_candidate(miou: Any, loss: Any) -> bool:
 
 
 def best_shown(values: Iterable[float | None], digits: int = 3) -> frozenset[int]:
-    """Return the positions of the best values of a row: the largest ones, equal where they are shown alike.
+    """Return the positions of the best values in a row: the largest ones; values that are shown equal are equal.
 
-    A value is the best only if another one is known and shown, with `digits` behind the point, as lower.
+    There is a best value only if another known value is shown as lower with `digits` decimals.
 
     >>> sorted(best_shown([0.5, None, 0.7])), sorted(best_shown([None, 0.0])), sorted(best_shown([0.5, 0.5]))
     ([2], [], [])
@@ -137,9 +137,9 @@ def best_shown(values: Iterable[float | None], digits: int = 3) -> frozenset[int
 
 
 class EpochLoss:
-    """The training loss of a run: the mean over the `step` events of its last epoch, non-finite ones left out.
+    """The training loss of a run: the mean over the `step` events of its last epoch, without non-finite losses.
 
-    The last epoch is that of the last `step` event, so the mean of an epoch that still trains is that of its steps so
+    The last epoch is the epoch of the last `step` event, so in an unfinished epoch it is the mean over the steps so
     far. Every viewer shows this number as the training loss.
     """
 
@@ -161,7 +161,7 @@ class EpochLoss:
         self._losses += map(as_float, losses)
 
     def add_event(self, raw: dict[str, Any]) -> None:
-        """Fold an event: a `step`, or a `run_start` after which steps are repeated; others change nothing."""
+        """Process an event: a `step`, or a `run_start` after which steps are repeated; others change nothing."""
         if raw["type"] == "step" and type(raw.get("step")) is int:
             self.add(raw.get("epoch"), [raw["step"]], [raw.get("loss")])
         elif raw["type"] == "run_start" and type(raw.get("resumed_from_step")) is int:

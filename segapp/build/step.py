@@ -327,7 +327,7 @@ class StepAssembler:
             parts: the modules, on their devices.
             layout: how a step is divided.
             backend: backend of the devices; None: the real devices of this machine.
-            participants: participants of every step, in addition to those of config and model.
+            participants: participants of every step, in addition to those that config and model add.
             ranks: the processes that share every step.
             mark: called with the name of each phase of a step as it begins.
             has_graph: capture the steps as a graph if the config asks for it; False for a profile, which times the

@@ -1,4 +1,4 @@
-"""`segapp calibrate`: fit the temperature of a run's probabilities to its validation split, and keep it in the run."""
+"""`segapp calibrate`: fit a temperature to a run's probabilities on its validation split, and save it in the run."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def calibrate_target(target: str, *, split: str | None, picture: Path | None) ->
     """Fit the temperature, write `calibration.json`, and print the errors before and after.
 
     Raises:
-        ConfigError: the network knows several classes per pixel, or is not a checkpoint of a run.
-        DataError: the split has no temperature.
+        ConfigError: the network predicts several classes per pixel, or is not a checkpoint of a run.
+        DataError: no temperature can be fitted to the split.
     """
     if picture is not None and picture.suffix.lower() != ".svg":
         raise ConfigError(f"--picture {picture} is not an .svg file: give it that suffix")

@@ -50,7 +50,7 @@ _MAX_SHOWN = 5
 def check_data(config: RunConfig, *, as_json: bool, html_file: Path | None, suspects: Path | None = None) -> int:
     """Examine the data of a config, report the findings, and return the exit code: 0, or 3 if there are errors.
 
-    `suspects` is a list of `segapp suspects`, whose masks are named.
+    `suspects` is a list written by `segapp suspects`; its masks are reported.
 
     Raises:
         ConfigError: `data.augment` or `data.sampling` does not fit the data, or `suspects` cannot be used.
@@ -124,14 +124,14 @@ def _collect(data: DataConfig) -> tuple[dict[str, Sequence[ImagePair]], list[Dat
         both = find_shared_groups({name: [pair.name for pair in splits[name]] for name in (train, val)})
     if both is not None:
         findings.append(DataProblem("warning", "group", val, str(both)))
-    problem = overlap_problem(data, splits[train], splits[val]) if train == val else None  # else it is found by pixels
+    problem = overlap_problem(data, splits[train], splits[val]) if train == val else None  # else pixels are compared
     if problem is not None and not data.allow_overlap:
         findings.append(DataProblem("error", "leak", val, problem))
     return splits, findings
 
 
 def _suspected(path: Path, splits: Mapping[str, Sequence[ImagePair]]) -> list[DataProblem]:
-    """Return a warning for each mask that a list of `segapp suspects` names; ConfigError if it cannot be used."""
+    """Return a warning for each mask in a list of `segapp suspects`; ConfigError if the list cannot be used."""
     named: dict[Path, list[tuple[str, int]]] = {}
     try:
         for row in json.loads(path.read_text(encoding="utf-8")):
@@ -161,13 +161,13 @@ def _samples(
     data = config.data
     if data.sampling == "uniform" and data.augment is None and not with_pictures:
         return []
-    # These import torch and albumentations, which nothing else of this command needs.
+    # These import torch and albumentations, which the rest of this command does not need.
     from segapp.build.data import build_dataset, build_order
     from segapp.commands.check_html import augmented_samples
 
     try:
         dataset = build_dataset(data, scheme, report.split, is_training=True, seed=config.seed)
-    except DataError:  # the findings say it
+    except DataError:  # the findings report it
         return []
     order = uniform_order(len(dataset), config.seed)
     if data.sampling != "uniform" and report.num_masks == len(report.frequencies.classes_of_masks):
@@ -178,9 +178,9 @@ def _samples(
 def _measure(
     data: DataConfig, split: str, splits: Mapping[str, Sequence[ImagePair]]
 ) -> tuple[PixelFormat | None, DataProblem | None]:
-    """Return the pixels of a split with the measured range of each band, and an error if the config does not say them.
+    """Return the pixels of a split with the measured range of each band, and an error if the config lacks the range.
 
-    None for 8-bit RGB, whose range is known.
+    The pixels are None for 8-bit RGB, whose range is known.
     """
     paths = [pair.image for pair in splits[split]]
     found, first = (stored_pixels(paths) if data.bands is None else None) or (None, None)
@@ -203,7 +203,7 @@ def _measure(
 
 
 def _pixel_lines(measured: PixelFormat | None) -> list[str]:
-    """Return the measured pixels as lines of a config's `data` section."""
+    """Return the measured pixel format as lines of a config's `data` section."""
     if measured is None:
         return []
     low, high = PERCENTILES
@@ -214,7 +214,7 @@ def _pixel_lines(measured: PixelFormat | None) -> list[str]:
 
 
 def _account(data: DataConfig, splits: Mapping[str, Sequence[ImagePair]]) -> Account:
-    """Return which files below `data.root` the config uses, and why it does not use the others."""
+    """Return the files below `data.root` that the config uses, and the reason why it does not use the others."""
     root, location = Path(data.root), build_location(data)
     names = dict(zip(("validation", "training"), reversed(split_names(data)), strict=True))
     if names["training"] == names["validation"]:
@@ -368,7 +368,7 @@ def _print_group(group: FindingGroup, console: Console) -> None:
 
 
 def _class_table(reports: Sequence[SplitReport], scheme: ClassScheme, weights: dict[str, list[float]]) -> Table:
-    """Return a table of pixel share and number of images per class and split, and of the weights by each rule."""
+    """Return a table of each class's pixel share and number of images per split, and its weight by each rule."""
     splits = (Column(Text(f"{printable(report.split)}: pixels / images")) for report in reports)
     table = Table("class", *splits, *weights, box=None, pad_edge=False)
     for index, name in enumerate(scheme.names):

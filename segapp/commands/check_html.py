@@ -36,7 +36,7 @@ class AugmentedSample(NamedTuple):
     """A training sample as a picture: image and mask side by side."""
 
     caption: str
-    """File name, and the class that its crop is aimed at."""
+    """File name, and the class that its crop is chosen for."""
     picture: str
     """A `data:` address."""
 
@@ -88,7 +88,7 @@ def _with_pictures(
 
 
 def _listed(group: FindingGroup) -> list[DataProblem]:
-    """Return the findings without pictures; none where the summary of the group is its only finding."""
+    """Return the findings without pictures; none if the summary of the group is its only finding."""
     if len(group.findings) == 1:
         return []
     first = [finding for finding in group.findings[:_MAX_PICTURED] if finding.pair is None]

@@ -1,4 +1,4 @@
-"""`segapp check-part`: try custom components as a training uses them, before one does."""
+"""`segapp check-part`: test custom components in the same way as a training uses them."""
 
 from __future__ import annotations
 
@@ -32,25 +32,25 @@ from segapp.models.inspection import probabilities_problem
 from segapp.run.words import printable
 
 NUM_CLASSES, IGNORED = 3, 255
-"""What parts are tried with if no config says it."""
+"""Defaults of a trial without a config."""
 
 
 class Check(NamedTuple):
-    """Result of one check of a part."""
+    """Result of one check of a custom component."""
 
     mark: Literal["ok", "FAILED", "note", "not tried"]
     what: str
     """The statement that is checked."""
     problem: str = ""
-    """What is wrong, the cost that a note names, or the reason why the check was not tried."""
+    """The problem, the cost that a note names, or the reason why the check was not tried."""
 
 
 class NotTriedError(Exception):
-    """A check that could not be carried out; its message has the reason."""
+    """A check that could not be carried out; its message gives the reason."""
 
 
 def tried(what: str, check: Callable[[], str | None]) -> Check:
-    """Return the result of a check that returns its problem, or raises it."""
+    """Return the result of a check that returns or raises its problem."""
     try:
         problem = check()
     except NotTriedError as reason:
@@ -63,12 +63,12 @@ def tried(what: str, check: Callable[[], str | None]) -> Check:
 
 
 def holds(what: str, is_so: Callable[[], bool], problem: str) -> Check:
-    """Return the result of a check that has one possible problem besides an exception."""
+    """Return the result of a check whose only possible problem, apart from an exception, is the given one."""
     return tried(what, lambda: None if is_so() else problem)
 
 
 class _OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raises where an operator gets tensors of two devices; many operators of the meta device take them."""
+    """Raises if an operator gets tensors of two devices, which many operators of the meta device would accept."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return the outputs of an operator; a scalar may be on the CPU, as torch allows."""
@@ -84,16 +84,16 @@ class _OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 _TAKE_BOTH = ("_to_copy", "copy_", "index", "index_put", "index_put_")
-"""Operators that take tensors of two devices: copies, and indices on the CPU."""
+"""Operators that accept tensors of two devices: copies, and indices on the CPU."""
 
 
 def follows(module: nn.Module, run: Callable[[Any, str], Tensor]) -> str | None:
-    """Return what is wrong with a copy of a module on another device; None if it computes there.
+    """Return the problem of a copy of a module on another device; None if it computes there.
 
     The other device is a GPU if there is one, else the meta device, whose tensors have no values.
 
     Raises:
-        NotTriedError: without a GPU, code that reads values cannot be tried.
+        NotTriedError: there is no GPU, and code that reads values cannot be tried without one.
     """
     gpu = next((gpu.kind for gpu in GPUS if gpu.is_available()), None)
     device = gpu or "meta"
@@ -109,7 +109,7 @@ def follows(module: nn.Module, run: Callable[[Any, str], Tensor]) -> str | None:
 
 
 def _reloaded(state: Any) -> Any:
-    """Return a state as a checkpoint gives it back."""
+    """Return a state as it is after it was saved in a checkpoint and loaded."""
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)
@@ -117,7 +117,7 @@ def _reloaded(state: Any) -> Any:
 
 
 def checks_of_loss(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
-    """Yield the checks of the criterion that a loss becomes."""
+    """Yield the checks of a custom loss."""
     term = LossTerm(name=name, options=dict(options))
     criterion = own_criterion(term, NUM_CLASSES, IGNORED, None)
     generator = torch.Generator().manual_seed(0)
@@ -183,11 +183,11 @@ def checks_of_loss(name: str, options: Mapping[str, Any], config: RunConfig | No
 
 
 def _split_check(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> Check:
-    """Return whether a divided step equals the whole one, in float64 if the loss computes in it, else in float32."""
+    """Return the check that a divided step equals the whole one, in float64 if the loss supports it."""
     precise = copy.deepcopy(criterion).double()
     try:
         is_precise = not torch.equal(*(precise((each,), target) for each in (logits, logits.float().double())))
-    except Exception:  # some losses take float32 alone
+    except Exception:  # some losses accept only float32
         is_precise = False
 
     def problem() -> str | None:
@@ -206,7 +206,7 @@ def _split_check(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -
 
 
 def _split_gap(criterion: AdditiveCriterion, logits: Tensor, target: Tensor) -> float:
-    """Return the largest relative difference in loss and gradient of a step of two chunks from the whole step."""
+    """Return the largest relative difference in loss and gradient between a step of two chunks and the whole step."""
     leaf = logits.clone().requires_grad_()
     expected = criterion((leaf,), target)
     (gradient,) = torch.autograd.grad(expected, leaf)
@@ -316,7 +316,7 @@ def checks_of_data(name: str, options: Mapping[str, Any], config: RunConfig | No
         return
     yield tried("images and masks are read as a training reads them", readable)
     yield tried("it repeats its result", lambda: repeats(data.source))
-    copied = ForkingPickler  # what hands objects to spawned data workers
+    copied = ForkingPickler  # pickles objects for spawned data workers
     yield tried("it can be pickled for data workers", lambda: repeats(copied.loads(copied.dumps(data.source))))
     leak = f"{val} gives the images of {train}: use the argument `split` to choose the images"
     yield holds("validation has other images", has_other_images, leak)
@@ -336,7 +336,7 @@ def checks_of_optimizer(name: str, options: Mapping[str, Any], config: RunConfig
     made = make()
 
     def is_moved(weights: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[bool]:
-        """Make a step, and return for each weight if it has changed to finite values."""
+        """Make a step, and return for each weight whether it has changed to finite values."""
         before = [weight.detach().clone() for weight in weights]
         for weight in weights:
             weight.grad = weight.detach().clone()
@@ -376,7 +376,7 @@ def checks_of_schedule(name: str, options: Mapping[str, Any], config: RunConfig 
 
     def is_pure() -> bool:
         steps = range(1, _STEPS + 1)
-        forward = [factor(step) for step in steps]  # raises for anything but a number from 0 on
+        forward = [factor(step) for step in steps]  # raises for anything but a nonnegative number
         return forward == [factor(step) for step in reversed(steps)][::-1]
 
     what = f"it gives numbers from 0 on at steps 1 to {_STEPS}, and depends only on the step"
@@ -385,14 +385,14 @@ def checks_of_schedule(name: str, options: Mapping[str, Any], config: RunConfig 
 
 
 def checks_of_transform(name: str, options: Mapping[str, Any], config: RunConfig | None) -> Iterator[Check]:
-    """Yield the checks of a list of a crop and the transform, with the options that a config gives it."""
+    """Yield the checks of a list of a crop and the custom transform, with the options from the config."""
     from segapp.datasets.augment import TrainTransform
     from segapp.datasets.augment.probe import check_transform
 
     own = [entry for entry in (config.data.augment if config is not None else None) or () if name in entry]
 
     def make() -> TrainTransform:
-        with warnings.catch_warnings():  # albumentations only warns of an argument that a transform does not have
+        with warnings.catch_warnings():  # albumentations only warns about an argument that a transform does not have
             warnings.filterwarnings("error", r"Argument\(s\) .* not valid", UserWarning)
             return TrainTransform((64, 64), [{"ScaledCrop": {}}, *(own[:1] or [{name: {}}])], ignore_index=IGNORED)
 
@@ -417,17 +417,17 @@ CHECKS: Mapping[Kind, Callable[[str, Mapping[str, Any], RunConfig | None], Itera
     "schedule": checks_of_schedule,
     "transform": checks_of_transform,
 }
-"""Kind of a part -> its checks, given its name, its options, and the config if there is one."""
+"""Kind of a custom component -> its checks, given its name, its options, and the config if there is one."""
 
 
 def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> int:
-    """Check a part, or without a name all parts of a config, and print what was found.
+    """Check a custom component, or without a name all custom components of a config, and print the results.
 
     Returns:
-        0, or 2 if a check failed; a check that could not be tried is no failure.
+        0, or 2 if a check failed; a check that could not be tried counts as passed.
 
     Raises:
-        ConfigError: nothing is named, or it is not known what the part is.
+        ConfigError: no component is named, or its kind is unknown.
     """
     if kind is not None and kind not in CHECKS:
         raise ConfigError(f"--as {kind} is not known: {accepted_words(kind, CHECKS)}")
@@ -443,7 +443,7 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
 
 
 def _with_making(checks: Iterator[Check]) -> Iterator[Check]:
-    """Yield whether a part is made as a training makes it, which is done before its first check, and all checks."""
+    """Yield the check that a component is made as a training makes it, and then its other checks."""
     first: list[Check] = []
     yield tried("it is imported and made", lambda: first.extend(itertools.islice(checks, 1)))
     yield from first
@@ -451,15 +451,15 @@ def _with_making(checks: Iterator[Check]) -> Iterator[Check]:
 
 
 def sorted_words(words: list[str]) -> tuple[str | None, list[str]]:
-    """Return the part and the KEY=VALUE words of a command line; ConfigError if there are two parts."""
+    """Return the component and the KEY=VALUE words of a command line; ConfigError if there are two components."""
     parts = [word for word in words if "=" not in word]
     if len(parts) > 1:
-        raise ConfigError(f"{', '.join(parts)}: one part can be named; a config's are all checked with --config FILE")
+        raise ConfigError(f"{', '.join(parts)}: name one component, or check all of a config with --config FILE")
     return (parts[0] if parts else None), [word for word in words if "=" in word]
 
 
 def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> list[tuple[str, Kind, Mapping[str, Any]]]:
-    """Return the parts to check, each with what it is and its options."""
+    """Return the components to check, each with its kind and its options."""
     found: list[tuple[str, Kind, Mapping[str, Any]]] = []
     names, sections = ({}, {}) if config is None else (part_names(config), part_sections(config))
     for key, part in names.items():

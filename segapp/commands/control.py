@@ -1,4 +1,4 @@
-"""`segapp ctl`: send a command to a run; and the run that `segapp attach` opens by default. No torch here."""
+"""`segapp ctl`: send a command to a run. Also chooses the default run of `segapp attach`. No torch here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ APPLIED, NOT_APPLIED = 0, 1
 
 _POLL_S = 0.1
 _NUM_LOOKED_AT = 20
-"""Newest runs whose events say if they train on another machine, whose locks may not be seen here."""
+"""Number of the newest runs whose events are checked, because the lock of another machine's run may not be visible."""
 _OVER = ("finished", "stopped", "failed", "crashed")
 
 
@@ -62,7 +62,7 @@ def control_run(
 
 
 def split_problem(command: Command, folder: RunFolder) -> str | None:
-    """Return why a requested split is not sent: the trainer's verdict, on the facts that it wrote into its events."""
+    """Return why a requested split is not sent: the trainer's check, made with the facts in the run's events."""
     if not isinstance(command, SetCommand) or not command.asks_for_split:
         return None
     view = View()
@@ -91,7 +91,7 @@ def _wait(folder: RunFolder, reader: EventReader, command_id: str, timeout_s: fl
             break
         if time.monotonic() >= next_look_s:
             next_look_s = time.monotonic() + 1.0
-            is_over = run_state(folder.path) in _OVER  # the events are read once more, for an answer at the end
+            is_over = run_state(folder.path) in _OVER  # afterwards, read the events once more for an answer at the end
         time.sleep(_POLL_S)
     why = "the run ended without an answer" if is_over else f"no answer within {timeout_s:g} s; the command stays sent"
     print(f"error: {command_id}: {why}", file=sys.stderr)
@@ -112,7 +112,7 @@ def show_runs() -> bool:
 
 
 def run_to_attach(run: str | None) -> RunFolder:
-    """Return the named run; without a name the newest run that is training, here or elsewhere, else the newest run."""
+    """Return the named run; without a name the newest run that is training on any machine, else the newest run."""
     if run is None:
         folders = run_folders(with_sweeps=True)
         live = next((folder for folder in folders if folder.is_locked()), None)

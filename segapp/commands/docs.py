@@ -1,4 +1,4 @@
-"""`segapp docs`: the list of the pages, one page, or a search. No torch; the screen only in a terminal."""
+"""`segapp docs`: list the pages, show one, or search them. No torch; the viewer opens only in a terminal."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""`segapp doctor`: what this machine offers for training, what is missing, and the command that gets it.
+"""`segapp doctor`: check what this machine supports, what is missing, and which command installs it.
 
-Facts of the machine (`machine`) become findings: ok, a warning (it works, with less), or missing; if one that is
-required is missing, training with default settings fails. Only the standard library is needed, so that it works in a
-broken installation as long as typer starts.
+Facts of the machine (`machine`) become findings: ok, a warning (it works with limits), or missing. If a required thing
+is missing, training with default settings fails. Only the standard library is needed, so the command also works in a
+broken installation, as long as typer starts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MIN_RUN_DISK_BYTES = 5 * GIB
 """Checkpoints of 100 to 700 MiB; five of them are kept or being written."""
 MIN_TEMPORARY_BYTES = GIB // 2
 MIN_SHARED_BYTES = GIB
-"""Two batches for each data worker; containers get 64 MiB if nobody asks for more."""
+"""Enough for two batches per data worker; containers get 64 MiB by default."""
 
 TESTED_ON = {
     "cpu": ("CPU", "yes: Linux on x86-64"),
@@ -50,7 +50,7 @@ class Diagnosis(NamedTuple):
 
 
 def print_doctor(*, as_json: bool) -> int:
-    """Print what this machine offers; return 0 if training can run here, 1 if something that it requires is missing."""
+    """Print the findings; return 0 if training can run here, 1 if something that it requires is missing."""
     announce_on_terminal("looking at this machine")
     facts = collect_facts()
     findings = evaluate_machine(facts)
@@ -64,7 +64,7 @@ def print_doctor(*, as_json: bool) -> int:
 
 
 def report_lines(findings: Sequence[Diagnosis]) -> list[str]:
-    """The report for a person: a line for each finding, then what to do, then the result."""
+    """Return the report as text: a line for each finding, then the commands to run, then the result."""
     width = max(len(finding.name) for finding in findings)
     lines, to_do = [], []
     for name, state, found, is_required, needed_for, fix in findings:
@@ -83,18 +83,18 @@ def report_lines(findings: Sequence[Diagnosis]) -> list[str]:
 
 
 def can_train(findings: Sequence[Diagnosis]) -> bool:
-    """True if nothing that is required is missing."""
+    """Return True if nothing that is required is missing."""
     return not any(finding.is_required and finding.state == "missing" for finding in findings)
 
 
 def evaluate_machine(facts: Facts) -> list[Diagnosis]:
-    """All findings, in the order in which they are shown."""
+    """Return all findings, in the order in which they are shown."""
     parts = (_software, _packages, _gpus, _triton, _disks)
     return [finding for part in parts for finding in part(facts)]
 
 
 def _install(facts: Facts, names: Sequence[str], *, again: bool = False) -> str:
-    """The command that installs packages into this environment; `again` replaces what is there."""
+    """Return the command that installs packages into this environment; `again` reinstalls them."""
     python = shlex.quote(facts["executable"])
     requirements = {package["name"]: package["requirement"] for package in facts["packages"]}
     words = " ".join(shlex.quote(requirements.get(name, name)) for name in names)
@@ -104,7 +104,7 @@ def _install(facts: Facts, names: Sequence[str], *, again: bool = False) -> str:
 
 
 def _package(facts: Facts, name: str) -> dict[str, Any]:
-    """The facts of a package; nothing is known of one that segapp's metadata does not ask for."""
+    """Return the facts of a package; all are None for one that is not in segapp's metadata."""
     return next((each for each in facts["packages"] if each["name"].lower() == name), {})
 
 
@@ -187,7 +187,7 @@ _SMI_FIXES: dict[str, tuple[State, str]] = {
     "hung": ("missing", "restart the machine to reset the driver"),
     "failed": ("warning", "see nvidia-smi -q"),
 }
-"""Result of nvidia-smi -> its state, and what to do."""
+"""Result of nvidia-smi -> its state, and the fix."""
 
 
 def _gpus(facts: Facts) -> Iterator[Diagnosis]:

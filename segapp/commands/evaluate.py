@@ -41,7 +41,7 @@ from segapp.training.telemetry.console import iou_table, progress_bar, worst_fir
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of `segapp eval`; without `split`, the run's own validation split."""
+    """Options of `segapp eval`; if `split` is None, the run's validation split is used."""
 
     split: str | None = None
     slide: bool = False
@@ -58,7 +58,7 @@ class EvalOptions:
 
 @dataclass(frozen=True)
 class ScoredSplit:
-    """Scores of a network, or of the mean of several, on a split, and what they were computed from.
+    """Scores of a network, or of the mean of several, on a split, and the inputs of the evaluation.
 
     Attributes:
         networks: by name; the first one's data set is evaluated.
@@ -160,7 +160,7 @@ def _load_ensemble(
 
 
 def _has_same_loss(first: TrainedModel, other: TrainedModel) -> bool:
-    """Return True if two networks were trained with the same criterion, class weights included."""
+    """Return True if two networks were trained with the same criterion, including its class weights."""
     own, theirs = dict(first.criterion or {}), dict(other.criterion or {})
     return (
         first.config.loss == other.config.loss
@@ -170,9 +170,9 @@ def _has_same_loss(first: TrainedModel, other: TrainedModel) -> bool:
 
 
 def _note_training_images(networks: Sequence[tuple[str, TrainedModel]], dataset: SegmentationDataset) -> None:
-    """Print a note if a further network was trained on images of the split: the scores are too good then.
+    """Print a note if a further network was trained on images of the split, which makes the scores too good.
 
-    This is so for the networks of a cross-validation: each was trained on images that validate the others.
+    This is the case for the networks of a cross-validation: each was trained on images that validate the others.
     """
     data = networks[0][1].config.data
     others = [(name, trained.config.data) for name, trained in networks[1:] if trained.config.data != data]
@@ -222,7 +222,7 @@ def _build_evaluators(
         if not devices:
             raise ConfigError("--devices names no device: give at least one, e.g. 0,1 or cpu")
     if ensemble is not None:
-        # With one class per pixel, the mean probabilities come from a softmax, which gives no loss of a sigmoid.
+        # With one class per pixel, the mean probabilities come from a softmax, which gives no loss for a sigmoid.
         has_loss = not criterion.is_sigmoid or trained.inference.threshold is not None
         has_loss = has_loss and all(_has_same_loss(trained, other) for _, other in networks[1:])
     settings = EvaluationSettings(
@@ -242,7 +242,7 @@ def _build_evaluators(
 
 
 def score_lines(scored: ScoredSplit) -> list[str]:
-    """Return the lines that state the scores: classes, groups, boundaries, and the means."""
+    """Return the lines of the scores: classes, groups, boundaries, and the means."""
     found, trained, groups, split = scored.found, scored.trained, scored.groups, scored.split
     evaluation = found.evaluation
     lines = class_table(trained.scheme.names, evaluation.scores)
@@ -298,7 +298,7 @@ def _cell(value: float | None, missing: str = "-") -> str:
 
 
 def _mean_of(values: Sequence[float | None], what: str = "classes") -> str:
-    """Return the mean with the number of values that it is made of."""
+    """Return the mean with the number of averaged values."""
     num_scored = count_scored(values)
     return f"{_cell(mean_of_known(values))} over {of_classes(num_scored, len(values)).replace('classes', what)}"
 

@@ -31,8 +31,8 @@ def export_target(
     """Write the file, check it, and print the result.
 
     Raises:
-        ConfigError: unknown format, an option that the format does not support, or a package is missing.
-        RunError: the network cannot be exported, or the output of the file differs.
+        ConfigError: the format is unknown or does not support an option, or a package is missing.
+        RunError: the network cannot be exported, or the output of the file differs from the network's.
     """
     chosen = _format(out, format)
     if chosen == WEIGHTS and argmax:
@@ -56,7 +56,7 @@ def export_target(
 
 
 def _format(out: Path, format: str | None) -> Format | Literal["safetensors"]:
-    """Return the format of `--format`, or by the suffix of the file."""
+    """Return the format from `--format`, or else from the suffix of the file."""
     known: tuple[Format | Literal["safetensors"], ...] = (*get_args(Format), WEIGHTS)
     wanted = out.suffix.lower().removeprefix(".") if format is None else format
     chosen = next((name for name in known if name == wanted), None)

@@ -1,4 +1,4 @@
-"""`segapp launch`: the agent of one machine of a training on several, and its policy by the exit code of the run."""
+"""`segapp launch`: the agent of one machine in a training on several machines, and its restart policy."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 _ERRORS = (ConfigError, DataError, CheckpointError, NonFiniteError, StorageError)
 FINAL = {0, EXIT_STOPPED_AND_SAVED, 130, 143, *(error.exit_code for error in _ERRORS)}
-"""Exit codes after which a restart would end in the same way, or that a person wanted."""
+"""Exit codes after which a restart would end in the same way, or that a person requested."""
 
 
 @dataclass(frozen=True)
@@ -47,14 +47,14 @@ class LaunchRequest:
     config: str | None
     overrides: Sequence[str]
     resume: str | None
-    """What the training begins from; None: the run itself, if it has begun."""
+    """Checkpoint that the training starts from; None: the run itself, if it has begun."""
     nnodes: str
     nproc_per_node: str
     rdzv_endpoint: str | None
     rdzv_id: str | None
     local_addr: str | None
     max_restarts: int
-    """Restarts without a new checkpoint between them."""
+    """Maximum number of restarts without a new checkpoint."""
     others: Sequence[str]
     """Further options of torchrun."""
 
@@ -89,10 +89,10 @@ def launch(request: LaunchRequest) -> int:
 
 
 def own_address(endpoint: str) -> str:
-    """Return the address of this machine from which packets to the endpoint start; nothing is sent.
+    """Return the address of this machine from which packets to the endpoint would be sent; nothing is sent.
 
     Raises:
-        ConfigError: the endpoint is not HOST:PORT, or its name is not known.
+        ConfigError: the endpoint is not HOST:PORT, or its host name is unknown.
     """
     host, _, port = endpoint.rpartition(":")
     try:
@@ -107,7 +107,7 @@ def own_address(endpoint: str) -> str:
 
 
 def _grace_s(request: LaunchRequest) -> float:
-    """Return the seconds that ranks have to save; where the config cannot be used, they say so themselves."""
+    """Return the seconds that ranks have to save. If the config cannot be used, the ranks report it."""
     try:
         return plan_request(request.config, request.overrides, request.run, "auto").config.checkpoint.grace_s
     except SegappError:
@@ -116,28 +116,28 @@ def _grace_s(request: LaunchRequest) -> float:
 
 @dataclass(frozen=True)
 class Course:
-    """What the folder of a run shows of its course."""
+    """State of a run as its folder shows it."""
 
     step: int | None = None
     """Step of the newest checkpoint."""
     end: dict[str, Any] | None = None
     """The last `run_end`."""
     num_fallbacks: int = 0
-    """Number of ways to continue with less memory that were found."""
+    """Number of times that the run has found a way to continue with less memory."""
 
 
 def read_course(path: Path) -> Course:
-    """Return what the folder of a run shows; nothing if there is none."""
+    """Return the state in the folder of a run; empty if there is no folder."""
     folder = RunFolder(path)
     manifest = CheckpointFolder(folder.checkpoints).read_manifest()
-    # Without its number, which changes when a resume removes events before it.
+    # Without its number, which changes if a resume removes events before it.
     ends = [raw | {"seq": None} for raw in read_tail(folder.events) if raw["type"] == "run_end"]
     step = manifest.entries[0].step if manifest.entries else None
     return Course(step, ends[-1] if ends else None, len(fallbacks_after(folder, 0)))
 
 
 def can_do_better(code: int, before: Course, after: Course, num_round: int) -> bool:
-    """Return True if the run of a round that ended with `code` can end differently in another round.
+    """Return True if another round can end differently from the one that ended with `code`.
 
     Args:
         code: exit code of the run, 128 + n for signal n.
@@ -148,14 +148,14 @@ def can_do_better(code: int, before: Course, after: Course, num_round: int) -> b
     if code == OutOfMemoryError.exit_code:
         return after.num_fallbacks > before.num_fallbacks
     if code == RunBusyError.exit_code:
-        return num_round == 0  # a restart waits for the lock, which a machine that is gone may have left
+        return num_round == 0  # a restart waits for the lock, which a lost machine may have left
     if code == SegappError.exit_code:
-        return after.step != before.step  # an error of the program comes again, unless something has changed
+        return after.step != before.step  # an error of the program occurs again, unless something has changed
     return code not in FINAL
 
 
 class RunPolicy(Policy):
-    """Ends or restarts a training by the exit code of its run."""
+    """Ends or restarts a training depending on the exit code of its run."""
 
     def __init__(self, request: LaunchRequest) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class RunPolicy(Policy):
         return None
 
     def code_after_signal(self, number: int) -> int:
-        """Return the exit code of a run that a signal ended before a rank could save."""
+        """Return the exit code of a run if a signal ended it before a rank could save."""
         return 128 + number if read_course(self._request.run).step is None else EXIT_STOPPED_AND_SAVED
 
 

@@ -1,8 +1,8 @@
 """The facts of this machine as plain values: the "facts" of `segapp doctor --json`. Standard library only.
 
-torch and what depends on it are imported in a child process, because a wrongly installed torch may raise, crash or
-hang. One child tries all imports; if it dies or does not answer, another child tries the imports that are left. No
-function here raises for a missing or broken part; a value that is not known is None.
+torch and the packages that depend on it are imported in a child process, because a wrongly installed torch may raise,
+crash or hang. One child tries all imports; if it dies or does not answer, another child tries the remaining ones. No
+function here raises for a missing or broken component; an unknown value is None.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from typing import Any
 Facts = dict[str, Any]
 
 IMPORTS_S = 90.0
-"""Longest wait for each child. The first import of torch from a slow disk takes tens of seconds."""
+"""Maximum wait for each child. The first import of torch from a slow disk takes tens of seconds."""
 NVIDIA_SMI_S = 10.0
-"""Longest wait for nvidia-smi, which hangs with a driver in trouble."""
+"""Maximum wait for nvidia-smi, which hangs if the driver has a problem."""
 
 _SMI_QUERY = "--query-gpu=index,uuid,driver_version,memory.total,memory.used,name"
 _MARK = "segapp-doctor "
@@ -40,7 +40,7 @@ _CHILD = (
 
 
 def collect_facts() -> Facts:
-    """All facts of this machine; takes as long as the imports of torch and the trainer."""
+    """Return all facts of this machine; takes as long as the imports of torch and the trainer."""
     return {
         "segapp": _version("segapp"),
         "folder": str(Path(__file__).resolve().parents[1]),
@@ -58,10 +58,10 @@ def collect_facts() -> Facts:
 
 
 def _run(command: Sequence[str], timeout_s: float) -> tuple[int | None, str, str]:
-    """Run a program and its children for a limited time, also if killing has no effect (a process in a driver call).
+    """Run a program and its children for a limited time, even if it cannot be killed (a process in a driver call).
 
     Returns:
-        The exit status (minus the number of a signal; None: the program was late), its output, its errors.
+        The exit status (minus the number of a signal; None: it ran out of time), its output, its errors.
     """
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, start_new_session=True)
@@ -85,7 +85,7 @@ def _version(name: str) -> str | None:
 
 
 def _packages() -> Iterator[Facts]:
-    """The distributions that segapp's metadata asks for on this platform, with the versions found."""
+    """Yield the distributions in segapp's requirements for this platform, with the installed versions."""
     try:
         from packaging.requirements import Requirement
 
@@ -147,13 +147,13 @@ def _cuda() -> Facts:
 
 
 def _device(index: int) -> Facts:
-    """Properties of a CUDA device, and the error of a small computation on it."""
+    """Return the properties of a CUDA device, and the error of a small computation on it."""
     import torch
 
     error = ""
     try:
         float(torch.ones(2, device=f"cuda:{index}").sum())
-    except Exception as raised:  # whatever the driver makes of a busy, broken or too old GPU
+    except Exception as raised:  # a busy, broken or old GPU may raise anything
         error = _one_line(raised)
     found = torch.cuda.get_device_properties(index)
     return {
@@ -176,12 +176,12 @@ IMPORTS: dict[str, Callable[[], Facts]] = {
 
 
 def _result(status: str, error: str = "", facts: Facts | None = None) -> Facts:
-    """The result of an import: ok, failed, crashed, hung, or skipped as torch had failed before."""
+    """Return the result of an import: ok, failed, crashed, hung, or skipped because torch had failed before."""
     return {"status": status, "error": error, "facts": facts or {}}
 
 
 def run_imports(names: Sequence[str]) -> None:
-    """Try imports in this process, the child, and print a line for each as soon as its result is known."""
+    """Try imports in this (child) process, and print a line for each as soon as its result is known."""
     for name in names:
         try:
             result = _result("ok", facts=IMPORTS[name]())
@@ -198,7 +198,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def try_imports(timeout_s: float = IMPORTS_S) -> dict[str, Facts]:
-    """Return the result of each import, tried in children with this process's module path, each of limited time."""
+    """Return the result of each import, tried for a limited time in children with this process's module path."""
     found: dict[str, Facts] = {}
     names = list(IMPORTS)
     while names:
@@ -206,7 +206,7 @@ def try_imports(timeout_s: float = IMPORTS_S) -> dict[str, Facts]:
         lines = [line for line in output.splitlines() if line.startswith(_MARK)]
         found |= dict(json.loads(line.removeprefix(_MARK)) for line in lines)
         left = [name for name in names if name not in found]
-        if left and found.get("torch", {}).get("status") != "failed":  # the child ended in this one
+        if left and found.get("torch", {}).get("status") != "failed":  # the child ended during this import
             found[left[0]] = _unanswered(status, errors, timeout_s)
         if found["torch"]["status"] != "ok":
             return {name: found.get(name, _result("skipped", "torch cannot be imported")) for name in IMPORTS}
@@ -215,7 +215,7 @@ def try_imports(timeout_s: float = IMPORTS_S) -> dict[str, Facts]:
 
 
 def _unanswered(status: int | None, errors: str, timeout_s: float) -> Facts:
-    """The result of an import whose process has ended in it, or does not answer."""
+    """Return the result of an import during which the process ended or stopped answering."""
     if status is None:
         return _result("hung", f"no answer within {timeout_s:g} s")
     last = (errors.strip().splitlines() or [""])[-1][:300]
@@ -224,7 +224,7 @@ def _unanswered(status: int | None, errors: str, timeout_s: float) -> Facts:
 
 
 def find_compiler(environ: Mapping[str, str]) -> str | None:
-    """The C compiler that Triton uses: CC, gcc or clang."""
+    """Return the C compiler that Triton uses: CC, gcc or clang."""
     path = environ.get("PATH")
     if given := environ.get("CC"):
         return given if shutil.which(given.split()[0], path=path) else None
@@ -232,7 +232,7 @@ def find_compiler(environ: Mapping[str, str]) -> str | None:
 
 
 def ask_nvidia_smi(timeout_s: float = NVIDIA_SMI_S) -> Facts:
-    """The GPUs that nvidia-smi lists, or why it lists none: ok, absent, failed or hung."""
+    """Return the GPUs that nvidia-smi lists, or why it lists none: ok, absent, failed or hung."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return {"status": "absent", "error": "", "gpus": []}
@@ -263,9 +263,9 @@ def _gpu(index: str, uuid: str, driver: str, total_mib: str, used_mib: str, name
 
 
 def _disks() -> Facts:
-    """The file systems of runs, of temporary files and of shared memory; None for one that this machine lacks."""
+    """Return the file systems of runs, temporary files and shared memory; None for one that this machine lacks."""
     temporary = None
-    with contextlib.suppress(OSError):  # no folder of the usual ones can be written
+    with contextlib.suppress(OSError):  # none of the usual folders can be written
         temporary = _disk(Path(tempfile.gettempdir()))
     shared = Path("/dev/shm")
     return {
@@ -276,7 +276,7 @@ def _disks() -> Facts:
 
 
 def _disk(path: Path) -> Facts:
-    """The file system of a folder, or of the nearest folder above it that exists."""
+    """Return the file system of a folder, or of the nearest existing folder above it."""
     path = path.absolute()
     while not os.path.exists(path) and path != path.parent:  # unlike Path.exists, also below a folder without access
         path = path.parent

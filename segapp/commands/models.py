@@ -1,8 +1,7 @@
-"""`segapp models`: the models that a config can name, their size, cost, memory, speed, and whether weights are here.
+"""`segapp models`: list the models that a config can name, with size, cost, memory, speed and local weights.
 
-Networks are measured on the meta device, by a simulation, and with `--speed` by forward passes with random weights:
-nothing is downloaded. Functions import torch and the
-libraries of networks, which takes seconds, where they are needed.
+Networks are measured on the meta device, by a simulation, and with `--speed` by forward passes with random weights;
+nothing is downloaded. Functions import torch and the model libraries, which takes seconds, only when they need them.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ if TYPE_CHECKING:
     from segapp.models import SegmentationModel
 
 MAX_ROWS = 20
-"""Networks that are built for one table; of more matches the names are listed."""
+"""Maximum number of networks that are built for a table; with more matches, only the names are listed."""
 NUM_CLASSES = 19
-"""Classes of the measured networks, those of Cityscapes."""
+"""Number of classes of the measured networks, as in Cityscapes."""
 _MIN_PASSES, _MIN_S = 5, 0.5
 
 
 @dataclass(frozen=True)
 class ModelName:
-    """The keys of a config's `model` section that name a network; `encoder` is None where the name holds it."""
+    """The keys of a config's `model` section that name a network; `encoder` is None if the name includes it."""
 
     library: str
     name: str
@@ -45,15 +44,15 @@ class ModelName:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a run of a network shows.
+    """Measurements of a network.
 
     Attributes:
-        gflops: 1e9 floating-point operations of a forward pass of one image, a multiplication and an addition as two.
-        size_px: height and width of that image, the nearest that the network takes.
+        gflops: 1e9 floating-point operations of a forward pass of one image; a multiply-add counts as two.
+        size_px: height and width of that image, the nearest size that the network takes.
         stride: pixels per logit along each axis.
-        image_mib: memory that one more image of a training step takes, fp32 with SGD; None: not simulated.
+        image_mib: memory of one more image in a training step, fp32 with SGD; None: not simulated.
         images_per_s: forward passes of one image per second, fp32, on `device`; None: not measured.
-        weights_here: named weights of the backbone, or of the network, that lie in the local caches.
+        weights_here: named weights of the backbone or the network that are in the local caches.
         problem: why it cannot be built or run; None if it can.
         device: the device of `images_per_s`.
     """
@@ -71,7 +70,7 @@ class ModelFacts:
 
 
 def print_models(pattern: str | None, size: str, *, with_memory: bool, with_speed: bool, as_json: bool) -> None:
-    """Print the names that a pattern matches, and, if they are few, what a run of each network shows."""
+    """Print the names that match a pattern and, if they are few, the measurements of each network."""
     size_px = _parse_size(size)
     names = matching_names(pattern)
     if len(names) > MAX_ROWS:
@@ -124,7 +123,7 @@ def table(facts: list[ModelFacts]) -> list[str]:
 
 
 def matching_names(pattern: str | None) -> list[ModelName]:
-    """Return the networks whose label contains a text, or matches it as a glob; ConfigError if there is none."""
+    """Return the networks whose label contains a text or matches it as a glob; ConfigError if there is none."""
     names = all_names()
     if pattern is None:
         return names
@@ -158,7 +157,7 @@ def all_names() -> list[ModelName]:
 def measure_model(
     name: ModelName, size_px: tuple[int, int], *, with_memory: bool = False, with_speed: bool = False
 ) -> ModelFacts:
-    """Return the facts of a network for images of a size; an error is one of them."""
+    """Return the measurements of a network for images of a size; an error is one of the attributes."""
     from segapp.models.by_name import weights_in_cache
 
     try:
@@ -203,7 +202,7 @@ def _num_flops(model: SegmentationModel, size_px: tuple[int, int]) -> int:
 
 
 def _images_per_s(name: ModelName, size_px: tuple[int, int]) -> tuple[float, str]:
-    """Return the median speed of forward passes of one image, and the device, which a run would take too."""
+    """Return the median speed of forward passes of one image, and the device, which a run would also choose."""
     import torch
 
     from segapp.accelerator import accelerator_of
@@ -226,7 +225,7 @@ def _images_per_s(name: ModelName, size_px: tuple[int, int]) -> tuple[float, str
 
 
 def _image_mib(name: ModelName, size_px: tuple[int, int]) -> float:
-    """Return the difference of the peaks of two batches, per image."""
+    """Return the difference between the peaks of two batch sizes, per image."""
     from segapp.build.pairs import build_scheme
     from segapp.build.step import StepAssembler
     from segapp.memory.peaks import SimulationJob

@@ -27,7 +27,7 @@ def print_plan(
 ) -> None:
     """Plan the memory of a config or a run, and print it.
 
-    With `fit`, or if the config does not fit, also the ways to make its step, and the fastest of them.
+    With `fit`, or if the config does not fit, the ways to make its step and the fastest of them are printed too.
     """
     config, measurement = _config_and_measurement(config_name, overrides, run)
     specs = _gpu_specs(gpus, measurement)

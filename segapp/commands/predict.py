@@ -37,10 +37,10 @@ class PredictOptions:
     Attributes:
         save: kinds of output; empty: labels, color and overlay (for a video: color and overlay).
         label_ids: write the ids of the data set instead of class ids.
-        min_confidence: pixels whose likeliest class has a lower probability are written without a class.
-        polygons: which polygons are written; without `save`, nothing else is.
-        batch: pictures per batch; None: by the free memory.
-        config: config of the network for bare weights; None: from the file.
+        min_confidence: pixels whose most likely class has a lower probability are written as ignored.
+        polygons: the polygons to write; without `save`, nothing else is written.
+        batch: images per batch; None: depending on the free memory.
+        config: config of the network for a file with only weights; None: from the file.
     """
 
     save: tuple[Saved, ...] = ()
@@ -54,13 +54,13 @@ class PredictOptions:
 
 
 def split_networks(words: Sequence[str]) -> tuple[list[str], list[Path]]:
-    """Divide the words of a command line into networks, which come first, and paths of pictures.
+    """Divide the words of a command line into networks, which come first, and paths of images.
 
-    The first word is a network. So is each following one up to the first that is neither a run, a checkpoint, weights
-    nor an exported file.
+    The first word is a network. Each following word is one too, up to the first word that is not a run, a checkpoint,
+    weights or an exported file.
 
     Raises:
-        ConfigError: no path is left, or a word names a run and a file or folder of pictures.
+        ConfigError: no path is left, or a word names both a run and a file or folder of images.
     """
     num_networks = 1
     while num_networks < len(words) and _names_network(words[num_networks]):
@@ -85,7 +85,7 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
     """Predict files, write the outputs, and print the speed; the probabilities of several networks are averaged.
 
     Raises:
-        ConfigError: an option does not suit the networks, or their classes differ.
+        ConfigError: an option does not fit the networks, or their classes differ.
         DataError: at the end, if files could not be read; the others are written.
     """
     files = find_images(paths)
@@ -105,7 +105,7 @@ def predict_target(networks: Sequence[str], paths: Sequence[Path], out: Path, op
 
 
 def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> OutputPlan:
-    """Return which files of a prediction are written."""
+    """Return the files to write for each prediction."""
     plan = OutputPlan(
         out,
         predictor.scheme,
@@ -126,7 +126,7 @@ def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> Out
 
 
 def _speed(num_images: int, seconds: float) -> str:
-    """Return images per second, and seconds per image where one takes longer than a second.
+    """Return images per second, and also seconds per image if one takes longer than a second.
 
     >>> _speed(1, 387.0)
     '0.00258 images/s (387.0 s each)'
@@ -137,7 +137,7 @@ def _speed(num_images: int, seconds: float) -> str:
 
 
 def parse_confidence(text: str) -> float:
-    """Return the probability given by `--min-confidence`."""
+    """Return the probability in `--min-confidence`."""
     try:
         value = float(text)
     except ValueError:
@@ -148,7 +148,7 @@ def parse_confidence(text: str) -> float:
 
 
 def parse_batch(text: str) -> int | None:
-    """Return the number given by `--batch`; None for auto."""
+    """Return the number in `--batch`; None for auto."""
     if text == "auto":
         return None
     if not text.isdecimal() or int(text) < 1:

@@ -1,8 +1,8 @@
 """`segapp profile`: time and memory of a few real steps, by phase and by part of the model.
 
-Model, criterion, optimizer and engine are those of a training; the images are black if the data set is missing. Times
-come from torch.profiler; a GPU is synchronized between phases, so a profiled step is slower than a normal one. Memory
-is recorded tensor by tensor in an extra step.
+Model, criterion, optimizer and engine are built as for a training; the images are black if the data set is missing.
+Times come from torch.profiler; a GPU is synchronized between phases, so a profiled step is slower than a normal one.
+Memory is recorded tensor by tensor in an extra step.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class StepProfile:
     Attributes:
         split: samples on each device.
         phase_s: seconds by phase, means over the steps; `data` is the wait for a batch.
-        module_s: seconds of the forward pass by part of the model, without its inner parts; GPU time on a GPU.
+        module_s: seconds of the forward pass by module of the model, without its submodules; GPU time on a GPU.
         peaks: highest memory of each device, by phase.
         module_mib: activations by part of the model at the peak of the first device.
-        advice: what to change if the device waits for data; None if it hardly does.
+        advice: what to change if the device waits for data; None if it rarely does.
     """
 
     devices: tuple[str, ...]
@@ -87,7 +87,7 @@ def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: 
 
 
 def profile_steps(config: RunConfig, num_steps: int) -> StepProfile:
-    """Run and measure steps of a config with a number as batch size."""
+    """Run and measure steps of a config whose batch size is a number."""
     plan = plan_devices(config, is_one_process=True)
     if plan.mode not in ("single", "dp"):
         raise ConfigError(
@@ -117,7 +117,7 @@ def profile_steps(config: RunConfig, num_steps: int) -> StepProfile:
 
 
 def _batches(config: RunConfig, device: torch.device) -> tuple[str, Iterator[Batch], TrainLoader | None]:
-    """Return what the images are, endless batches for a device, and their loader; black images without a data set."""
+    """Return the source of the images, endless batches for a device, and their loader; black images without data."""
     data, batch_size, has_distances = config.data, config.train.batch_size, needs_distances(config.loss)
     scheme = build_scheme(data)
     try:
@@ -140,9 +140,9 @@ def _batches(config: RunConfig, device: torch.device) -> tuple[str, Iterator[Bat
 
 
 def _data_advice(loader: TrainLoader, phase_s: Mapping[str, float]) -> str | None:
-    """Return what to change if loading takes longer than the rest of a step; None if it does not.
+    """Return the advice if loading takes longer than the rest of a step; None if it does not.
 
-    A few steps take batches that were loaded before the first of them, so the cost of a sample counts too.
+    The first steps take batches that were loaded before, so the cost of a sample counts too.
     """
     busy_s = sum(phase_s.values()) - phase_s[WAIT]
     load_s = loader.batch_size * (sample_seconds(loader.dataset) or 0.0) / max(1, loader.workers)
@@ -154,7 +154,7 @@ def _data_advice(loader: TrainLoader, phase_s: Mapping[str, float]) -> str | Non
 
 
 class _Spans:
-    """Annotations for torch.profiler: phases that follow one another, and nested parts of the model."""
+    """Annotations for torch.profiler: consecutive phases, and nested modules of the model."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -162,7 +162,7 @@ class _Spans:
         self._parts = threading.local()  # replicas run in threads
 
     def mark(self, phase: str) -> None:
-        """Begin a phase, once the GPU has finished the one before."""
+        """Begin a phase after the GPU has finished the previous one."""
         self.end()
         self._phase.enter_context(record_function(f"phase:{phase}"))
 

@@ -1,4 +1,4 @@
-"""`segapp requeue-code`: the exit code by which a scheduler starts a job again, or does not. No torch here."""
+"""`segapp requeue-code`: the exit code that tells a scheduler whether to start a job again. No torch here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 
 def print_requeue_code(run: str, code: int | None) -> int:
-    """Print on stderr whether the job of a run should start again, and return the exit code that says so.
+    """Print on stderr whether the job of a run should start again, and return the matching exit code.
 
     Args:
         run: name or folder of the run.
@@ -41,8 +41,8 @@ def requeue_code(
 ) -> tuple[int, str]:
     """Return the exit code for a scheduler, and the reason for it.
 
-    75: a signal stopped the training, and there is a checkpoint to continue from, so the job should start again. 0: it
-    has finished, or a person or a program stopped it. Other codes are those of a failure.
+    75: a signal stopped the training, and it has a checkpoint to resume from, so the job should start again. 0: it has
+        finished, or a person or a program stopped it. Any other code is the exit code of a failure.
 
     Args:
         events: the last `run_start` and `run_end` events of the run.
@@ -55,7 +55,7 @@ def requeue_code(
         return RunError.exit_code, "the run has not written how it ended"
     if code != EXIT_STOPPED_AND_SAVED:
         return code, str(last.get("reason") or "the training did not stop with a checkpoint")
-    if last.get("type") == "run_start":  # a command leaves an end, and a kill after the grace time does not
+    if last.get("type") == "run_start":  # a stop by command writes an end; a kill after the grace time does not
         begun = [raw.get("resumed_from_step") or 0 for raw in events if raw["type"] == "run_start"][-2:]
         if saved_step is None or (len(begun) == 2 and min(begun) >= saved_step):
             return RunError.exit_code, "the training was killed before it had a new checkpoint"

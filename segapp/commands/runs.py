@@ -18,11 +18,11 @@ from segapp.scores import NOT_FINITE, loss_text, of_classes, score_text, with_co
 from segapp.view.summary import RunSummary, list_runs, summarize, summarize_runs, summarize_sweep
 
 MAX_REASON_CHARS = 100
-"""Longest reason in `segapp ls`; `segapp status RUN` has the whole one."""
+"""Maximum length of a reason in `segapp ls`; `segapp status RUN` shows all of it."""
 
 
 def print_runs(root: Path, *, as_json: bool) -> None:
-    """Print one line per run and sweep below a folder, the latest first; or one per run of a sweep."""
+    """Print one line per run and sweep in a folder, the latest first; or one line per run of a sweep."""
     if (sweep := find_sweep(root)) is None:
         found = [*list_runs(root), *map(summarize_sweep, sweep_folders(root))]
         summaries = sorted(found, key=lambda each: -last_start_s(Path(each.path)))
@@ -53,7 +53,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _failure(summary: RunSummary) -> str:
-    """Return why a run failed, cut to what fits next to the other columns; empty for other runs."""
+    """Return why a run failed, cut to the width that is left; empty for other runs."""
     reason = (summary.reason or "") if summary.state == "failed" else ""
     return reason if len(reason) <= MAX_REASON_CHARS else f"{reason[: MAX_REASON_CHARS - 3]}..."
 
@@ -89,7 +89,7 @@ def print_status(run: str, *, as_json: bool) -> None:
 
 
 def _made_of(key: str, facts: Mapping[str, Any]) -> str:
-    """Return what a score of `segapp status` is the mean of; empty for other values."""
+    """Return the source of a score in `segapp status`; empty for other values."""
     if key == "loss":
         return f" (training, mean of epoch {facts['loss_epoch']})"
     num_scored = {"miou": facts["num_scored"], "best_miou": facts["best_num_scored"]}.get(key)
@@ -111,7 +111,7 @@ def _device(facts: Mapping[str, Any]) -> str:
 
 
 def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
-    """Print the committed checkpoints, newest first; return 4 if one is damaged, with `hashes` if a byte is."""
+    """Print the committed checkpoints, newest first; return 4 if one is damaged; `hashes` reads every byte."""
     rows = CheckpointFolder(find_run(run).checkpoints).verify(hashes=hashes)
     if as_json:
         facts = [{**row.entry.model_dump(), "names": list(row.names), "problem": row.problem} for row in rows]

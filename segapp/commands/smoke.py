@@ -1,7 +1,7 @@
-"""`segapp train --smoke`: a few steps of a config on its own data, and the needs of the whole training.
+"""`segapp train --smoke`: run a few steps of a config on its own data, and estimate the needs of the whole training.
 
-A real training with few images in a temporary folder: steps, an evaluation, a save. A second training resumes it, and
-its steps are timed. The measurements are multiplied by the counts of the full config; the folder is removed.
+It runs a real training with few images in a temporary folder: steps, an evaluation, a save. A second training resumes
+it, and its steps are timed. The measurements are multiplied by the counts of the full config; the folder is removed.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from segapp.training.session import run_session
 from segapp.training.start_checks import schedule_notes
 
 NUM_STEPS = 4
-"""Steps of the first training, and of each epoch of the second."""
+"""Number of steps of the first training, and of each epoch of the second."""
 TIMED_S = 4.0
-"""Approximate duration of the second training where steps are short: enough of them for a median."""
+"""Approximate duration of the second training if its steps are short, so that they are enough for a median."""
 MAX_EPOCHS = 16
 NUM_VAL = 4
-"""Validation images."""
+"""Number of validation images."""
 _MEMORY_EVERY_S, _HEARTBEAT_EVERY_S = 2.0, 5.0
 
 
@@ -48,8 +48,8 @@ _MEMORY_EVERY_S, _HEARTBEAT_EVERY_S = 2.0, 5.0
 class Measured:
     """Measurements of the two short trainings.
 
-    `step_s` is a median, of which `data_wait_frac` is spent waiting for data. A save stops the training for `copy_s`
-    and writes for `save_s` while it continues. Events are measured in mean bytes per line, samples per evaluation.
+    `step_s` is a median; `data_wait_frac` of it is spent waiting for data. A save blocks the training for `copy_s` and
+    writes for `save_s` in the background. Event sizes are mean bytes per line, sample sizes per evaluation.
     """
 
     step_s: float
@@ -69,7 +69,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class FullRunEstimate:
-    """Time, memory and disk space that the whole training needs; `total_s` and `disk_bytes` are the sums."""
+    """Time, memory and disk space of the whole training; `total_s` and `disk_bytes` are the sums."""
 
     num_train: int
     num_val: int
@@ -101,7 +101,7 @@ def run_smoke(request: TrainRequest, config_name: str, *, as_json: bool) -> int:
         splits = split_names(request.config.data)
         num_train, num_val = (count_images(request.config.data, split) for split in splits)
         path = Path("runs" if request.run is None else request.run).absolute()
-        home = next(parent for parent in path.parents if parent.is_dir())  # on the same disk as the run will be
+        home = next(parent for parent in path.parents if parent.is_dir())  # on the disk of the future run
         with _folder_in(home) as folder:
             # A mode that this process can run: `auto` would start ranks on several GPUs.
             parallel = request.config.parallel.model_copy(update={"mode": devices.mode})
@@ -151,9 +151,9 @@ def _train_twice(config: RunConfig, folder: Path) -> int:
 
 
 def _shortened(config: RunConfig, epochs: int) -> RunConfig:
-    """Return the config with one evaluation and one save at its end, every step published, and no outside tracker.
+    """Return the config with one evaluation and one save at its end, every step recorded, and no external tracker.
 
-    What thaws at any epoch thaws in the second training, whose steps are timed.
+    Parts of the model that are frozen for some epochs are trained in the second training, whose steps are timed.
     """
     raw = config.model_dump(mode="json")
     raw["train"] |= {"epochs": epochs, "steps": None, "early_stop": None}
@@ -184,7 +184,7 @@ def measure(folder: Path, devices: Sequence[torch.device]) -> Measured:
         checkpoint_bytes=max(save["size_bytes"] for save in saves),
         step_event_bytes=_mean_length(lines, b'"type":"step"'),
         memory_event_bytes=_mean_length(lines, b'"type":"memory"'),
-        # TensorBoard's pictures are copies of the samples; the rest belongs to the steps.
+        # TensorBoard's images are copies of the samples; the other bytes belong to the steps.
         tensorboard_step_bytes=max(0, curves - pictures) / len(steps) if curves else 0.0,
         samples_bytes=(2 if curves else 1) * pictures / len(vals),
         peak_mib=_peaks(devices),

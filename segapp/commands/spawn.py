@@ -1,7 +1,7 @@
-"""Start the trainer as a separate process that outlives the one that started it. No torch.
+"""Start the trainer as a separate process that outlives its parent. No torch.
 
-The trainer is a session leader without standard input; its output goes to `trainer.log` in the run folder. So a closed
-terminal, a killed tmux and Ctrl-C in the viewer do not reach it.
+The trainer is a session leader without standard input; its output goes to `trainer.log` in the run folder. So it is not
+affected by a closed terminal, a killed tmux, or Ctrl-C in the viewer.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 DETACH_AFTER_S = 120.0
-"""Longest wait of `--detach` for the start of the training."""
+"""Maximum time that `--detach` waits for the start of the training."""
 
 _POLL_S = 0.05
 _PR_SET_PDEATHSIG = 1
 _EXIT_S = 30.0
-"""Longest wait for a trainer that has written `run_end` to exit."""
+"""Maximum wait until a trainer that has written `run_end` exits."""
 
 
 def is_interactive() -> bool:
-    """Return True if stdin and stderr are a terminal that can show a screen, and this is not a rank of torchrun."""
+    """Return True if stdin and stderr are a terminal that can show the TUI, and this is not a rank of torchrun."""
     if os.environ.get("TERM", "") in ("", "dumb", "unknown") or {"RANK", "WORLD_SIZE"} <= os.environ.keys():
         return False
     try:
@@ -74,7 +74,7 @@ class TrainerProcess:
         return any(raw["type"] == "run_start" for raw in self._events.read_raw())
 
     def after_screen(self) -> int:
-        """Return the exit code after the user has left the screen: the trainer's if it has ended, else 0."""
+        """Return the exit code after the user has left the TUI: the trainer's if it has ended, else 0."""
         if self.exit_code is None and run_state(self.folder.path) not in ("finished", "stopped", "failed"):
             return 0
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -89,7 +89,7 @@ class TrainerProcess:
         code = self.exit_code or 0
         lines = self._lines()
         error = self.error_lines()
-        if error and code not in (0, EXIT_STOPPED_AND_SAVED):  # ranks that started again had failed before
+        if error and code not in (0, EXIT_STOPPED_AND_SAVED):  # ranks that restarted may have failed before
             print("\n".join(map(printable, error)), file=sys.stderr, flush=True)
             if self.folder.is_made and not any(str(self.folder.log) in line for line in error):
                 remove_failed_start(self.folder)
@@ -100,7 +100,7 @@ class TrainerProcess:
         return code
 
     def error_lines(self) -> list[str]:
-        """Return what the trainer has printed from its error on; empty without one."""
+        """Return the trainer's output from its error message on; empty without an error."""
         lines = self._lines()
         first = next((i for i, line in enumerate(lines) if line.startswith("error: ")), len(lines))
         return lines[first:]
@@ -123,9 +123,9 @@ def spawn_trainer(
     environ: Mapping[str, str] | None = None,
     ends_with_parent: bool = False,
 ) -> TrainerProcess:
-    """Start the requested training as a separate process, with variables added to its environment.
+    """Start the requested training as a separate process, with additional environment variables.
 
-    `ends_with_parent`: on Linux, it gets SIGTERM, and so saves and ends, when this process is gone.
+    `ends_with_parent`: on Linux, it gets SIGTERM, and so saves and ends, if this process ends.
 
     Raises:
         ConfigError: the folder already contains a run.
@@ -158,7 +158,7 @@ def spawn_trainer(
 
 
 def _end_with(parent_pid: int) -> Callable[[], None] | None:
-    """Return a function that makes a child get SIGTERM at the death of its parent; None where that is unknown."""
+    """Return a function that makes a child get SIGTERM if its parent dies; None on systems without that."""
     try:
         prctl = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):
@@ -166,14 +166,14 @@ def _end_with(parent_pid: int) -> Callable[[], None] | None:
 
     def ask_for_signal() -> None:
         prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent_pid:  # it died before the call
+        if os.getppid() != parent_pid:  # the parent died before the call
             os._exit(128 + signal.SIGTERM)
 
     return ask_for_signal
 
 
 def wait_for_start(trainer: TrainerProcess) -> int:
-    """Wait for a trainer to start, leave it running, print how to see it, and return the exit code."""
+    """Wait for a trainer to start, leave it running, print how to view it, and return the exit code."""
     has_started = trainer.wait_until_started(DETACH_AFTER_S)
     if trainer.exit_code is not None:
         return trainer.print_end()
@@ -185,9 +185,9 @@ def wait_for_start(trainer: TrainerProcess) -> int:
 
 
 def show_training(trainer: TrainerProcess) -> int:
-    """Open the screen of a trainer, also while it is starting; return the exit code after the user has left.
+    """Open the TUI of a trainer, even while it is starting; return the exit code after the user has left.
 
-    A trainer that ends before it has begun to train closes the screen, and its error is printed.
+    A trainer that ends before it has begun to train closes the TUI, and its error is printed.
     """
     from segapp.tui.start import run_ui
 

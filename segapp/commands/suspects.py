@@ -1,4 +1,4 @@
-"""`segapp suspects`: masks that are probably wrong, as a page with pictures and as lists (CSV, JSON)."""
+"""`segapp suspects`: list masks that are probably wrong, as a page with images and as CSV and JSON files."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from segapp.run.words import printable
 from segapp.training.telemetry.console import progress_bar
 
 MIN_AREA_SHARE = 0.0005
-"""Share of an image's pixels that a region has at least, by default."""
+"""Default minimum share of an image's pixels in a region."""
 _OUTLINE_RGB = (255, 0, 255)
 
 
 @dataclass(frozen=True)
 class JudgedImage:
-    """An image with a mask, and what a model that was not trained on it finds in the mask."""
+    """An image with a mask, and the judgment of its mask by a model that was not trained on it."""
 
     dataset: SegmentationDataset
     index: int
@@ -62,7 +62,7 @@ class JudgedImage:
 
     @property
     def pair(self) -> ImagePair:
-        """The files."""
+        """The image and mask files."""
         return self.dataset.pairs[self.index]
 
 
@@ -83,7 +83,7 @@ class JudgedMasks:
     images: list[JudgedImage]
     runs: list[str]
     unjudged: list[Path]
-    """Images of which every run was trained."""
+    """Images that were training images of every run."""
     split: str
 
 
@@ -136,7 +136,7 @@ def _runs_of(target: str) -> list[str]:
 
 
 def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None) -> JudgedMasks:
-    """Return what the models find in the masks of their splits, each image judged by the first run that may."""
+    """Return the suspicious regions of the masks; the first run that was not trained on an image judges it."""
     judged: dict[Path, JudgedImage] = {}
     trained_on: dict[Path, Path] = {}
     counts: ClassCounts | None = None
@@ -190,7 +190,7 @@ def _judge(
     counts: ClassCounts,
     min_area_px: int | None,
 ) -> Iterator[JudgedImage]:
-    """Yield what the model finds in each mask, and add the pixels to the counts."""
+    """Yield the judgment of each mask, and add the pixels to the counts."""
     predictor = predictor_of(trained)
     workspace = plan_workspace(predictor)
     ignored = trained.scheme.ignore_index
@@ -218,7 +218,7 @@ def _judge(
 
 
 def reason_of(suspect: Suspect) -> str:
-    """Return what is wrong in a region, in words."""
+    """Return the problem of a region in words."""
     names, region = suspect.judged.dataset.scheme.names, suspect.region
     given, seen = names[region.given], names[region.suggested]
     return {
@@ -246,7 +246,7 @@ def rows_of(found: JudgedMasks) -> list[dict[str, Any]]:
 
 
 def template_values(found: JudgedMasks, most_pictured: int) -> dict[str, Any]:
-    """Return the values that the page shows."""
+    """Return the values for the template of the page."""
     scheme = found.images[0].dataset.scheme
     pairs = Counter((each.region.given, each.region.suggested) for each in found.suspects)
     return {
@@ -260,7 +260,7 @@ def template_values(found: JudgedMasks, most_pictured: int) -> dict[str, Any]:
 
 
 def cut_out(suspect: Suspect) -> dict[str, str]:
-    """Return pictures of the surroundings of a region, which is outlined in the image, as `data:` addresses by name."""
+    """Return images of a region and its surroundings, with the region outlined, as `data:` addresses by name."""
     judged, region = suspect.judged, suspect.region
     image, target = judged.dataset.read(judged.index)
     rgb = np.array(judged.dataset.pixels.as_rgb(image), order="C")

@@ -1,5 +1,5 @@
-"""Private names of other libraries: one module per library, the only places that use them.
+"""Private names of other libraries, with one module per library. Only these modules use such names.
 
-Each name was read in the version that its module states; `tests/test_compat.py` uses each as segapp does, so that a new
-version that lacks or changes one fails there.
+Each module states the versions in which its names were checked. `tests/test_compat.py` uses each name as segapp does,
+so a new version that lacks or changes one fails there.
 """

@@ -6,9 +6,9 @@ from typing import Any
 
 
 def set_within(event: Any, timeout_s: float) -> bool:
-    """Set a `multiprocessing.Event` without waiting for ever for a lock that a killed process holds.
+    """Set a `multiprocessing.Event`, and do not wait forever for a lock that a killed process holds.
 
-    Processes that wait for the event are not notified: those of torch's DataLoader look at it between two batches.
+    Processes that wait for the event are not notified; the workers of torch's DataLoader check it between batches.
 
     Returns:
         True if the lock was free within `timeout_s` seconds.

@@ -10,7 +10,7 @@ from torch import Tensor
 def embed_positions(encoder: Any, patches: Tensor) -> tuple[Tensor, Tensor | None]:
     """Return the tokens of the first block of a VisionTransformer or Eva, and its rotary embedding if it has one.
 
-    `patches` are those of `encoder.patch_embed`.
+    `patches` is the output of `encoder.patch_embed`.
     """
     embedded = encoder._pos_embed(patches)
     return embedded if isinstance(embedded, tuple) else (embedded, None)

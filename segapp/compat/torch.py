@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
 from torch.utils._pytree import tree_iter, tree_leaves
 
-# The names that are imported here for others.
+# These names are imported here for other modules.
 __all__ = [
     "BatchNorm",
     "BatchOrInstanceNorm",
@@ -42,7 +42,7 @@ foreach_mul_ = torch._foreach_mul_
 fused_sgd_ = torch._fused_sgd_
 amp_update_scale_ = torch._amp_update_scale_
 
-# Attention on a kind of device, which `scaled_dot_product_attention` chooses among; they have no public form.
+# Attention implementations that `scaled_dot_product_attention` chooses from; they have no public form.
 attention_math = torch.ops.aten._scaled_dot_product_attention_math.default
 attention_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
@@ -51,13 +51,13 @@ STATE_DICT_METADATA = "_metadata"
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return the address of the tensor's storage object, which no other living storage has; also of fake tensors."""
+    """Return the address of a tensor's storage object, unique among living storages, also for fake tensors."""
     key: int = tensor.untyped_storage()._cdata
     return key
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return how often the tensor was changed in place, as autograd counts it."""
+    """Return how often the tensor was changed in place, as counted by autograd."""
     return tensor._version
 
 
@@ -78,18 +78,18 @@ def saved_tensors_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | Non
 
 
 def set_group_timeout(timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-    """Set the timeout of a process group's collectives, by default the default group's; `dist.set_timeout` is newer."""
+    """Set the timeout of collectives in a process group, by default the default one; `dist.set_timeout` is newer."""
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(timeout, group or dist.group.WORLD)
 
 
 def group_store() -> Any:
-    """Return the store of the default process group, with a connection of its own: another may wait for an answer."""
+    """Return a clone of the default process group's store with its own connection, because the first may be waiting."""
     return dist.distributed_c10d._get_default_store().clone()
 
 
 def rendezvous_store(handler: Any) -> Any:
-    """Return the store in which the agents of torchrun meet, of all rounds; None if the handler has none yet."""
+    """Return the store in which torchrun's agents meet in all rounds; None if the handler has none yet."""
     return getattr(handler, "_store", None)
 
 
@@ -99,22 +99,22 @@ def takes_found_inf(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def parameter_slots(module: nn.Module) -> dict[str, nn.Parameter | None]:
-    """Return the dictionary of a module's own parameters, with those that are None."""
+    """Return the dictionary of a module's own parameters, including None entries."""
     return module._parameters
 
 
 def buffer_slots(module: nn.Module) -> dict[str, Tensor | None]:
-    """Return the dictionary of a module's own buffers, with those that are None."""
+    """Return the dictionary of a module's own buffers, including None entries."""
     return module._buffers
 
 
 def module_slots(module: nn.Module) -> dict[str, nn.Module | None]:
-    """Return the dictionary of a module's children, with those that are None."""
+    """Return the dictionary of a module's children, including None entries."""
     return module._modules
 
 
 def apply_to_own_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-    """Change a module's parameters, their gradients and its buffers as `module.to` does, without its children."""
+    """Change a module's own parameters, their gradients and its buffers as `module.to` does, but not its children's."""
     module._apply(change, recurse=False)  # type: ignore[no-untyped-call]
 
 
@@ -126,7 +126,7 @@ def is_compiled(module: nn.Module) -> bool:
 def shallow_replica(module: nn.Module) -> nn.Module:
     """Return a copy for one forward pass that shares everything but the dictionary of its parameters.
 
-    A class that overrides the method with which `DataParallel` copies it is copied by that method.
+    A class that overrides the method with which `DataParallel` copies modules is copied by that method.
     """
     kind = type(module)
     if kind._replicate_for_data_parallel is not nn.Module._replicate_for_data_parallel:
@@ -160,7 +160,7 @@ def shut_down_workers(iterator: Any) -> bool:
 
 
 def size_oblivious_export() -> AbstractContextManager[Any]:
-    """Return a context in which the sizes of an example do not become constraints of what `torch.export` writes."""
+    """Return a context in which `torch.export` does not turn the sizes of the example into constraints."""
     patch = _symbolic_shapes.patch  # type: ignore[attr-defined]
     made: AbstractContextManager[Any] = patch(backed_size_oblivious=True)
     return made
@@ -180,13 +180,13 @@ class PythonBackend(backend_registration._DummyBackendModule):
 
 
 def register_python_backend(name: str) -> None:
-    """Register a device type whose operators are computed in Python; it lasts as long as the process."""
+    """Register a device type whose operators are computed in Python; it stays registered until the process ends."""
     backend_registration._setup_privateuseone_for_python_backend(name, backend_module=PythonBackend())
 
 
 @contextmanager
 def without_autocast() -> Iterator[None]:
-    """Leave out autocast of the registered device in operators within the block."""
+    """Disable autocast of the registered device for operators within the block."""
     key = getattr(torch._C.DispatchKey, "AutocastPrivateUse1")  # noqa: B009  # not in its stubs
     with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(key)):
         yield

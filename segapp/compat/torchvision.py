@@ -8,7 +8,7 @@ from torch import nn
 
 
 def feature_maps_of(net: nn.Module, names: Mapping[str, str]) -> nn.Module:
-    """Return a module that runs the children in their order and returns the outputs of some by another name."""
+    """Return a module that runs the children in order and returns the outputs of some of them under other names."""
     from torchvision.models._utils import IntermediateLayerGetter
 
     getter: nn.Module = IntermediateLayerGetter(net, return_layers=dict(names))
@@ -16,5 +16,5 @@ def feature_maps_of(net: nn.Module, names: Mapping[str, str]) -> nn.Module:
 
 
 def strided_blocks(blocks: Iterable[nn.Module]) -> list[int]:
-    """Return the places of MobileNetV3's blocks that begin a stage."""
+    """Return the indices of MobileNetV3's blocks that begin a stage."""
     return [place for place, block in enumerate(blocks) if getattr(block, "_is_cn", False)]

@@ -1,7 +1,7 @@
 """The config: YAML files as frozen, validated sections; all problems are reported together. No torch."""
 
 # isort: skip_file
-# `as` marks a public name, for linters and type checkers: the one list of them.
+# `as` marks a public name for linters and type checkers; this is the only list of public names.
 
 from segapp.config.load import (
     changed_keys as changed_keys,

@@ -27,11 +27,11 @@ from segapp.older import say, upgraded
 
 MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 50
-"""Problems beyond these are counted, not listed."""
+"""Maximum number of listed problems; further ones are only counted."""
 
 
 def config_places(name: str) -> list[Path]:
-    """Return the paths at which a config is looked for, in order: as given, under configs/, in the package."""
+    """Return the paths at which a config is searched, in order: as given, under configs/, in the package."""
     given = Path(name)
     here = Path(__file__).resolve().parent.parent
     folders = [Path(), Path("configs"), here / "configs", here.parent / "configs"]
@@ -42,7 +42,7 @@ def config_places(name: str) -> list[Path]:
 
 
 def find_config(name: str) -> Path:
-    """Return the file of a config: as given, else under configs/, else in the package; ConfigError names known ones."""
+    """Return the file of a config, searched in these places; the ConfigError suggests known configs."""
     given, places = Path(name), config_places(name)
     for place in places:
         if os.path.isfile(place):  # unlike Path.is_file, also of a name that is too long
@@ -61,12 +61,12 @@ def _known_configs(places: Iterable[Path]) -> str:
 
 
 def is_config_name(word: str) -> bool:
-    """Return True for a word that looks like the file of a config, or is the name of one."""
+    """Return True if a word looks like a config file, or is the name of a config."""
     return Path(word).suffix in {".yaml", ".yml"} or any(os.path.isfile(place) for place in config_places(word))
 
 
 def named_config(config: str | None, overrides: Sequence[str] = (), advice: str = "name a config") -> str:
-    """Return the value of `--config`; raise ConfigError without one, which names a config among the other words."""
+    """Return the value of `--config`; without one, a ConfigError points to a config among the other words."""
     if config is not None:
         return config
     files = [word for word in overrides if "=" not in word and is_config_name(word)]
@@ -102,9 +102,9 @@ def _merge(raw: dict[str, Any], overrides: Mapping[tuple[str, ...], Any]) -> Non
 
 
 def _drop_defaults(section: dict[str, Any], table: Mapping[str, BuiltIn]) -> None:
-    """Remove options that say nothing from a section that is to name another loss, optimizer or schedule.
+    """Remove options with default values from a section for which another loss, optimizer or schedule is named.
 
-    The config of a run has all of them; another name would be refused for options that nobody gave.
+    The config of a run has all options; another loss would be refused for options that the user never set.
     """
     options, named = section.get("options"), table.get(section.get("name", ""))
     if named is not None and isinstance(options, Mapping):
@@ -146,12 +146,12 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     locations = KeyLocations(path, lines, frozenset(extra))
     try:
         return validate_config(merged, locations)
-    except ConfigError:  # the file without the command line shows which of the two a problem comes from
+    except ConfigError:  # without the command line, to find out where a problem comes from
         return validate_config(merged, replace(locations, wrong_in_file=wrong_keys(raw)))
 
 
 def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
-    """Return nested plain values, which are changed, with `dotted.key=value` words as a config."""
+    """Return a config from nested plain values, which are modified, and `dotted.key=value` words."""
     _merge(raw, parse_overrides(overrides))
     return validate_config(raw)
 
@@ -159,7 +159,7 @@ def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
 def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = None) -> RunConfig:
     """Return a nested mapping as a config; raise one ConfigError that lists every problem.
 
-    Names of older versions are read as those of today, and said once.
+    Names of older versions are replaced by the present names, with one message.
     """
     locations = locations or KeyLocations()
     today, notes = upgraded(raw)
@@ -200,13 +200,13 @@ def _value_at(raw: Any, loc: tuple[str, ...]) -> Any:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return the complete config as YAML, from which `load_config` gives the same config."""
+    """Return the complete config as YAML, from which `load_config` makes the same config."""
     text: str = yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
     return text
 
 
 def explain_config(config: RunConfig) -> str:
-    """Return the complete config as YAML; a comment shows the transforms that `data.augment: null` stands for."""
+    """Return the complete config as YAML; a comment shows the transforms that `data.augment: null` means."""
     text = dump_config(config)
     if config.data.augment is not None:
         return text
@@ -232,10 +232,9 @@ def config_schema() -> dict[str, Any]:
 
 
 def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]:
-    """Return the keys in which a config differs from a saved one so that it cannot resume its run.
+    """Return the differences between a config and a saved one that keep it from resuming the saved one's run.
 
-    One line per key: "optim.lr: 0.01 -> 0.02". Keys that the version of the saved one did not have are taken to have
-    their defaults.
+    One line per key: "optim.lr: 0.01 -> 0.02". A key that is not in the saved config is assumed to have its default.
     """
     try:
         old_config: Mapping[str, Any] = validate_config(saved).model_dump(mode="json")
@@ -249,10 +248,11 @@ def resume_differences(saved: Mapping[str, Any], config: RunConfig) -> list[str]
 
 
 def kept_on_resume(own: RunConfig, asked: RunConfig) -> tuple[RunConfig, list[str]]:
-    """Return the config of a resume that names a config file, and the keys whose values are the run's own.
+    """Return the config for a resume with a config file, and the keys for which the run's values are kept.
 
     The keys that may change on a resume keep the run's values, with one line per kept key, "train.epochs: 50 (the file
-    has 100)"; the others are the file's, and must be equal. Both configs have the overrides of the command line.
+    has 100)". The other keys have the file's values, which must be equal. Both configs include the overrides of the
+    command line.
     """
     raw, kept = asked.model_dump(mode="json"), []
     for key, mine, theirs in _changed(own.model_dump(mode="json"), raw, ""):
@@ -270,7 +270,7 @@ def changed_keys(before: RunConfig, after: RunConfig) -> list[str]:
 
 
 def _may_change(key: str) -> bool:
-    """Return True if the field of a dotted key, or a section around it, is marked with `OnResume`."""
+    """Return True if the field of a dotted key, or a section that contains it, is marked with `OnResume`."""
     model: Any = RunConfig
     for part in key.split("."):
         field = model.model_fields.get(part) if model is not None else None

@@ -1,4 +1,4 @@
-"""Which feature works in which parallel mode: one table, read by the config's checks, `auto`, planner and assembly."""
+"""The parallel modes that each feature supports: one table for config checks, `auto`, planner and step assembly."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from segapp.errors import ConfigError
 
 @dataclass(frozen=True)
 class Feature:
-    """What a config may ask for, and the modes in which it works."""
+    """A feature that a config may use, and the modes in which it works."""
 
     key: str
     modes: tuple[Mode, ...]
     is_on: Callable[[RunConfig], bool]
     otherwise: str = "leave it out"
-    """What to do to use another mode."""
+    """Advice for another mode."""
     value: str = ""
-    """Of the key, for messages."""
+    """Value of the key, for messages."""
     is_of_mode: bool = False
-    """It describes only its modes, and a step in another mode does without it."""
+    """True if it only describes its modes, and a step in another mode works without it."""
 
     def problem(self, mode: str) -> str:
-        """Return the end of a message that begins with the key, for a mode in which the feature does not work."""
+        """Return the rest of a message that begins with the key, for a mode in which the feature does not work."""
         value = f"{self.value} " if self.value else ""
         return f"{value}does not support parallel.mode: {mode}: use {_listed(self.modes)}, or {self.otherwise}"
 
@@ -58,9 +58,9 @@ def unsupported(config: RunConfig, mode: str) -> Iterator[Feature]:
 
 
 def check_mode(config: RunConfig, mode: Mode, *, is_step: bool = False) -> None:
-    """Raise ConfigError if something that a config asks for does not work in a mode.
+    """Raise ConfigError if a feature that the config uses does not work in a mode.
 
-    `is_step`: a step is assembled, which the memory plan also simulates in other modes than the training's.
+    `is_step`: only a step is assembled; the memory plan also simulates steps in other modes than the training's.
     """
     for feature in unsupported(config, mode):
         if not (is_step and feature.is_of_mode):
@@ -73,7 +73,7 @@ def has_step(config: RunConfig, mode: Mode) -> bool:
 
 
 NEARLY = 0.95
-"""Share of ddp's speed that dp must reach for `auto` to take it."""
+"""Share of ddp's speed that dp must reach to be selected by `auto`."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class SpeedEstimate:
 
     @property
     def text(self) -> str:
-        """Both times in words."""
+        """Both times as a sentence."""
         source = "estimated" if self.is_measured else "estimated for a machine with RTX 3090s"
         return f"dp {1000 * self.dp_s:.0f} ms per step, ddp {1000 * self.ddp_s:.0f} ms ({source})"
 
@@ -99,13 +99,14 @@ def auto_mode(
 ) -> tuple[Mode, str]:
     """Return the mode of `parallel.mode: auto`, and the reason; no reason on one device.
 
-    It is the fastest one in which all works that the config asks for. With a split, dp is taken where it is about as
-    fast as ddp, because one process uses less memory and changes its split and its pieces without a restart.
+    The fastest mode that supports all features of the config is chosen. With an uneven split, dp is chosen if it is
+    about as fast as ddp, because one process uses less memory and can change its split and its micro-batches without a
+    restart.
 
     Args:
-        config: the complete config; `train.batch_size` is 0 while it is not known.
+        config: the complete config; `train.batch_size` is 0 while it is unknown.
         num_devices: number of devices.
-        against_ddp: why ranks cannot be started on them; None: they can.
+        against_ddp: why ranks cannot be started on these devices; None: they can.
         estimate: returns the times of a step with a split; None if they cannot be estimated.
     """
     if num_devices == 1:

@@ -1,6 +1,6 @@
-"""The built-in losses, optimizers and schedules: name -> what makes one, and its own options.
+"""The built-in losses, optimizers and schedules: name -> factory and options.
 
-A new one is its own file and an entry here.
+To add one, write its module and an entry here.
 """
 
 from __future__ import annotations
@@ -149,9 +149,9 @@ class BuiltIn:
     """A loss, optimizer or schedule of segapp."""
 
     factory: str
-    """Path of the function that builds it, `package.module:name`; text, so that the config imports no torch."""
+    """Path of the factory, `package.module:name`; a string, so that the config imports no torch."""
     options: type[Section] = NoOptions
-    """Its keys in `options`."""
+    """The keys in `options`."""
 
 
 LOSSES: Mapping[str, BuiltIn] = {
@@ -183,10 +183,10 @@ SCHEDULES: Mapping[str, BuiltIn] = {
 }
 
 UNKNOWN_OPTION = "unknown_option"
-"""Type of the error of a key that the named one does not have."""
+"""Type of the error for a key that the chosen loss, optimizer or schedule does not have."""
 
 BUILT_INS: Mapping[str, Mapping[str, BuiltIn]] = {"loss": LOSSES, "optim": OPTIMIZERS, "schedule": SCHEDULES}
-"""Section -> its table."""
+"""Section -> table of built-ins."""
 
 if TYPE_CHECKING:
     LossName = str
@@ -197,10 +197,10 @@ else:  # pydantic reads the accepted words from here
 
 
 def checked_options(table: Mapping[str, BuiltIn]) -> Any:
-    """Return the validator of a field `options` behind a field `name`: the named one's own keys, defaults filled in."""
+    """Return the validator of a field `options` after a field `name`: it checks the keys and fills in defaults."""
 
     def check(options: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
-        name: str = info.data.get("name", "")  # missing if it is wrong itself
+        name: str = info.data.get("name", "")  # missing if the name itself is invalid
         if name not in table:
             return options
         try:
@@ -223,7 +223,7 @@ def _line_error(item: Any, name: str, model: type[Section]) -> InitErrorDetails:
 
 
 def options_schema(table: Mapping[str, BuiltIn]) -> Callable[[dict[str, Any]], None]:
-    """Return what adds the options of all built-in ones to the JSON schema of a field `options`, for editors."""
+    """Return a function that adds the options of all built-ins to the JSON schema of a field `options`, for editors."""
 
     def add(schema: dict[str, Any]) -> None:
         found: dict[str, list[dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""The own parts that a config names: by key, and relative to its file."""
+"""The custom components that a config names: by key, and relative to the config's file."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def part_sections(config: RunConfig) -> dict[str, Mapping[str, Any]]:
 
 
 def part_names(config: RunConfig) -> dict[str, str]:
-    """Return the config's own parts: key, as `optim.name` -> `package.module:factory`."""
+    """Return the config's custom components: key, such as `optim.name` -> `package.module:factory`."""
     found = {key: name for key, (name, _) in _named(config).items() if is_part(name)}
     if config.model.library != "python":
         found.pop("model.name", None)
@@ -42,7 +42,7 @@ def _keys(value: Any) -> Iterator[Any]:
 
 
 def parts_beside(raw: Any, folder: Path) -> Any:
-    """Return nested config values in which `./file.py:factory`, looked for in `folder` first, is a path from here."""
+    """Return nested config values with each `./file.py:factory` as a path from here; `folder` is searched first."""
     if isinstance(raw, Mapping):
         return {parts_beside(key, folder): parts_beside(value, folder) for key, value in raw.items()}
     if isinstance(raw, list):

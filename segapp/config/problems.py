@@ -1,4 +1,4 @@
-"""Error messages for configs: place, key, value, what is accepted, the nearest known key."""
+"""Error messages for configs: place, key, value, accepted values, and the nearest known key."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class KeyLocations:
     lines: Mapping[tuple[str, ...], int] = field(default_factory=dict)
     overrides: frozenset[tuple[str, ...]] = frozenset()
     wrong_in_file: frozenset[tuple[str, ...]] | None = None
-    """Key paths that have a problem in the file without the command line; None if that is not known."""
+    """Key paths with a problem if the command line is left out; None if unknown."""
 
     def place(self, loc: tuple[str, ...]) -> str:
-        """Return the place that a problem with a key comes from.
+        """Return the place that caused the problem with a key.
 
-        That is `file:line` of the key or of the nearest key above it, or the file for a key that is not in it; or the
-        command line, which gives the key, or another one that the key in the file no longer fits.
+        That is `file:line` of the key or of the nearest key above it, or the file for a key that is not in it. It is
+        the command line if it gives the key, or another key that conflicts with the key in the file.
         """
         if self.overrides and self.wrong_in_file is not None and loc not in self.wrong_in_file:
             return "command line"
@@ -55,7 +55,7 @@ _ACCEPTED = {
     **dict.fromkeys(("list_type", "tuple_type"), "a list is expected"),
     **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping of keys is expected"),
 }
-"""Type of an error of pydantic -> the end of the message."""
+"""Type of a pydantic error -> the end of the message."""
 
 
 def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def _key_path(loc: Sequence[int | str]) -> tuple[str, ...]:
 
 
 def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
-    """Return the key paths of values that do not fit together; None where single values are wrong themselves."""
+    """Return the key paths of values that conflict with each other; None if single values are invalid."""
     try:
         config = RunConfig.model_validate(upgraded(raw)[0])
     except ValidationError:
@@ -85,7 +85,7 @@ def wrong_keys(raw: Mapping[str, Any]) -> frozenset[tuple[str, ...]] | None:
 
 
 def describe_problems(items: Sequence[Any], locations: KeyLocations) -> list[ConfigError]:
-    """Return a problem for each of pydantic's errors; one for all of a value that fits none of several types."""
+    """Return one problem per pydantic error; a value that fits none of several types gives only one."""
     by_key: dict[tuple[str, ...], list[Any]] = {}
     for item in items:
         by_key.setdefault(_key_path(item["loc"]), []).append(item)
@@ -108,7 +108,7 @@ def _shown(value: object) -> str:
 
 
 def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) -> str:
-    """Return one line: place, key, value, what is accepted."""
+    """Return one line: place, key, value and accepted values."""
     key = ".".join(loc)
     kind, value = item["type"], item["input"]
     if kind == UNKNOWN_OPTION:
@@ -129,7 +129,7 @@ def _describe_problem(item: Any, loc: tuple[str, ...], locations: KeyLocations) 
 
 
 def _hint(loc: Sequence[str], value: object) -> str:
-    """Return "did you mean ce? " if the field accepts a word similar to the text; else ""."""
+    """Return "did you mean ce? " if the field accepts a word similar to the given one; else ""."""
     words = words_of(loc)
     hint = meant_word(".".join(loc), value, words) if isinstance(value, str) and words and value not in words else ""
     return f"{hint} " if hint else ""
@@ -209,7 +209,7 @@ def combination_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 def _graph_problems(config: RunConfig) -> Iterator[str]:
-    """Yield the rest of a message for each setting that keeps a step from being captured as a graph."""
+    """Yield the end of a message for each setting that does not allow a step to be captured as a graph."""
     if config.train.compile:
         yield "cannot be combined with train.compile: set one of them to false"
     if config.distill is not None:
@@ -267,7 +267,7 @@ def _part_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
 
 
 MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal", "boundary")
-"""The losses of classes that do not exclude each other."""
+"""The losses for classes that do not exclude each other."""
 
 
 def _multilabel_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -380,6 +380,6 @@ def _label_map_problems(data: DataConfig) -> Iterator[tuple[str, str]]:
 
 
 def _fitting(data: DataConfig, num_wanted: int) -> str:
-    """Return the advice to give as many class names as `data.label_map` has classes; "" if some of these are unused."""
+    """Return the advice to name as many classes as `data.label_map` has; "" if some of these classes are unused."""
     used = {to for to in (data.label_map or {}).values() if to >= 0}
     return f"name {num_wanted} classes in data.classes, or " if used >= set(range(num_wanted)) else ""

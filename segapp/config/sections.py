@@ -1,7 +1,7 @@
-"""The sections of a config file as frozen models, in the order of the file, and the settings that may change in a run.
+"""The sections of a config file as frozen models, in the order of the file, and the settings that a command can change.
 
-The docstring of a field is its documentation: the JSON schema and the page `config` are generated from it. A field that
-has `OnResume` may differ when a run is resumed.
+The docstring of a field is its documentation: the JSON schema and the page `config` are generated from it. A field
+marked with `OnResume` may differ when a run is resumed.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ else:
     ScoreName = Literal[tuple(SCORES)]
 
 MAX_LABELS = 31
-"""Most classes of `data.multilabel`: a target holds them as the bits of an int32."""
+"""Maximum number of classes of `data.multilabel`: a target holds them as the bits of an int32."""
 
 
 class MixConfig(Section):
@@ -464,7 +464,7 @@ class ParallelConfig(Section):
 
     @property
     def has_split(self) -> bool:
-        """True if the batch is to be divided in a certain way."""
+        """True if the user sets the batch split."""
         return self.gpu0_bsz is not None or self.shares is not None
 
 
@@ -514,8 +514,8 @@ class CheckpointConfig(Section):
     """Time between SIGTERM and SIGKILL on your scheduler (SLURM, Kubernetes: 30). A save that takes longer raises an
     alert. Change it to the value of your scheduler."""
     monitor: ScoreName = "miou"
-    """Evaluation score that selects best.pt. Lower is better for loss. Change it to
-    mean_dice or another score that you report."""
+    """Evaluation score that selects best.pt. Lower is better for loss. Change it to mean_dice or another score that you
+    report."""
     full: bool = False
     """With model.adapters: also save the backbone, instead of the sha256 of its weights file. Change it to true to
     share a checkpoint as one file."""
@@ -602,7 +602,7 @@ class RunConfig(Section):
 
 
 RecomputeChoice = Literal["config", "off", "all"]
-"""The blocks that a running training computes again: those that its config names, none, or all."""
+"""The blocks that a running training recomputes: the blocks that its config names, none, or all."""
 
 
 class LiveSettings(BaseModel):

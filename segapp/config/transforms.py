@@ -1,4 +1,4 @@
-"""The list of transforms in `data.augment`: as it is written in YAML, or a file that albumentations wrote."""
+"""The list of transforms in `data.augment`, as YAML or from a file that albumentations wrote."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ MAX_FILE_BYTES = 1 << 20
 _CLASS = "__class_fullname__"
 _COMPOSE_OPTIONS = {_CLASS, "p", "transforms", "is_check_shapes", "seed", "strict", "save_applied_params"}
 _DEFAULTS_IN_FILES = {"fill_mask": 0, "mask_interpolation": 0}
-"""Arguments that albumentations writes with these values where they were not given; segapp has better defaults."""
+"""Arguments that albumentations writes with these values if they were not given; segapp has better defaults."""
 
 
 def parse_transforms(value: object) -> object:
-    """Return a list of transforms with one form for each: {name: {argument: value}}.
+    """Return a list of transforms in one form: {name: {argument: value}}.
 
     Args:
-        value: a list whose entries are names, or names with their arguments; or the path of a file with such a list or
-            with what `A.to_dict` returns; or the name of an own transform, `package.module:factory`.
+        value: a list whose entries are names, or names with their arguments; the path of a file with such a list or
+            with the result of `A.to_dict`; or the name of a custom transform, `package.module:factory`.
 
     Raises:
         ValueError: it is none of these.
@@ -83,7 +83,7 @@ def _read_transforms(path: Path) -> list[dict[str, dict[str, Any]]]:
 
 
 def _from_file(saved: object) -> dict[str, dict[str, Any]]:
-    """Return one transform of such a file as an entry of the list."""
+    """Return one transform of an albumentations file as an entry of the list."""
     if not isinstance(saved, dict) or not isinstance(saved.get(_CLASS), str):
         raise ValueError(f"a transform without {_CLASS}: save the file with A.save")
     name: str = saved[_CLASS]
@@ -103,7 +103,7 @@ def _from_file(saved: object) -> dict[str, dict[str, Any]]:
 
 
 def _all_from_file(saved: Mapping[str, Any]) -> list[dict[str, dict[str, Any]]]:
-    """Return the transforms inside one of such a file as entries."""
+    """Return the transforms inside a composition of such a file as entries."""
     inner = saved.get("transforms")
     if not isinstance(inner, list):
         raise ValueError("a composition without a list of transforms: save the file with A.save")

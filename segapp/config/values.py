@@ -1,4 +1,4 @@
-"""What every section is made of: its base class, and the types of its values."""
+"""Base class of the config sections, and the types of their values."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def section_of(model: type[BaseModel], name: str) -> type[BaseModel] | None:
 
 
 def no_bool(value: object) -> object:
-    """Return the value of a number's field unless it is true or false, which pydantic would take for 1 and 0."""
+    """Return a number's value, or raise for true and false, which pydantic would accept as 1 and 0."""
     if isinstance(value, bool):
         raise ValueError("a number is expected, not true or false")
     return value
@@ -46,19 +46,19 @@ NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False), BeforeVali
 Fraction = Annotated[float, Field(ge=0, le=1), BeforeValidator(no_bool)]
 PositiveFraction = Annotated[float, Field(gt=0, le=1), BeforeValidator(no_bool)]
 OpenFraction = Annotated[float, Field(gt=0, lt=1), BeforeValidator(no_bool)]
-"""A number between 0 and 1, neither of them."""
+"""A number between 0 and 1, both excluded."""
 Decay = Annotated[float, Field(ge=0, lt=1), BeforeValidator(no_bool)]
 Text = Annotated[str, Field(min_length=1)]
 RunName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")]
 PartName = Annotated[str, Field(pattern=PART_PATTERN)]
-"""Name of an own part: package.module:factory, or file.py:factory."""
+"""Name of a custom component: package.module:factory, or file.py:factory."""
 HeightWidth = tuple[PositiveInt, PositiveInt]
 
 AUTO_BATCH = 0
 """The value of `train.batch_size: auto` until the training resolves it."""
 
 MAX_BATCH = 2**16
-"""Upper limit of `train.batch_size`; more is taken for a typing error."""
+"""Upper limit of `train.batch_size`; a larger value is assumed to be a typing error."""
 
 
 def _auto_as_number(value: object) -> object:
@@ -79,7 +79,7 @@ BatchSize = Annotated[
 
 
 MAX_WORKERS = 512
-"""Upper limit of `data.workers`; more is taken for a typing error."""
+"""Upper limit of `data.workers`; a larger value is assumed to be a typing error."""
 
 
 def _check_workers(value: object) -> object:

@@ -1,4 +1,4 @@
-"""The words that a key of the config accepts, and the key or word that a user probably meant."""
+"""The words that a config key accepts, and suggestions for an unknown key or word."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segapp.custom import PART_PATTERN
 from segapp.errors import closest_words, did_you_mean
 
 LISTS_OF_SECTIONS: Mapping[str, type[BaseModel]] = {"plus": LossTerm, "groups": ParamGroupConfig}
-"""Fields that hold a list of sections, and the class of an entry."""
+"""Fields that hold a list of sections -> the class of an entry."""
 
 _WORDS_ELSEWHERE = {
     "parallel.devices": "device gpu gpus gpu_ids cuda num_gpus n_gpus",
@@ -56,7 +56,7 @@ _WORDS_ELSEWHERE = {
     "name": "run_name exp_name experiment experiment_name project",
 }
 KEYS_ELSEWHERE: Mapping[str, str] = {word: key for key, words in _WORDS_ELSEWHERE.items() for word in words.split()}
-"""Names of keys in other trainers, in lower case -> the key here."""
+"""Names of keys in other trainers, in lower case -> the key in segapp."""
 
 VALUES_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "loss.name": {"cross_entropy": "ce", "crossentropy": "ce", "crossentropyloss": "ce", "softmax": "ce"},
@@ -75,11 +75,11 @@ VALUES_ELSEWHERE: Mapping[str, Mapping[str, str]] = {
     "model.library": {"segmentation_models_pytorch": "smp", "torch": "torchvision", "timm": "smp", "own": "python"},
     "parallel.mode": {"dataparallel": "dp", "distributed": "ddp", "fsdp": "model"},
 }
-"""Key -> words of other programs, in lower case -> the word here."""
+"""Key -> words of other programs, in lower case -> the word in segapp."""
 
 
 def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Yield every key path of the config, including those of sections and the options of built-in losses and such."""
+    """Yield every key path of the config, including sections and the options of built-in losses and so on."""
     for name in model.model_fields:
         yield (*prefix, name)
         if name == "options" and prefix[-1] in BUILT_INS:
@@ -91,10 +91,10 @@ def known_keys(model: type[BaseModel] = RunConfig, prefix: tuple[str, ...] = ())
 
 
 def meant_key(path: Sequence[str]) -> str:
-    """Return the key that an unknown one was probably meant to be, as "did you mean optim.lr?", or the keys there are.
+    """Return the suggestion for an unknown key, as "did you mean optim.lr?", or the keys that exist.
 
-    Considered are keys of the same section with a similar spelling, keys of that name in other sections, and the key
-    that other programs call so; without any, similar names anywhere.
+    Candidates are keys of the same section with a similar spelling, keys with that name in other sections, and keys
+    that have that name in other programs; if there are none, similar names in all sections.
     """
     keys = list(known_keys())
     *section, word = path
@@ -161,7 +161,7 @@ def _members(loc: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def words_of(loc: Sequence[str]) -> list[str]:
-    """Return the words that a field accepts; [] for a field without any, such as a number or text."""
+    """Return the words that a field accepts; [] for a field without words, such as a number or text."""
     words: list[str] = []
     for member in map(_resolved, _members(loc)):
         words += [str(value) for value in member.get("enum", [])]
@@ -191,13 +191,13 @@ def _accepted(member: dict[str, Any]) -> str:
 
 
 def options_of(loc: Sequence[str]) -> str:
-    """Return what a field accepts, e.g. "auto | null | a whole number >= 0"; empty for a field with one type."""
+    """Return the accepted values, e.g. "auto | null | a whole number >= 0"; empty for a field with one type."""
     options = [text for member in _members(loc) if (text := _accepted(member))]
     return " | ".join(options) if len(options) > 1 or any("enum" in member for member in _members(loc)) else ""
 
 
 def description_of(loc: Sequence[str]) -> str:
-    """Return ": " and the documentation of a field with what it accepts."""
+    """Return ": ", the documentation of a field, and the values that it accepts."""
     options = options_of(loc)
     text = (_field_schema(loc) or {}).get("description", "")
     return ": " + (f"{text} Accepted: {options}" if options else text or "add it").strip()

@@ -1,6 +1,6 @@
-"""A reader of the YAML 1.2 core schema without tags, aliases and duplicate keys, which gives the line of every key.
+"""Parse the YAML 1.2 core schema without tags, aliases and duplicate keys, with the line of every key.
 
-Nesting and the number of values are limited while the text is parsed, so that no text takes more than about a second.
+The nesting and the number of values are limited during parsing, so any text is parsed in about a second.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import yaml
 from segapp.errors import ConfigError
 
 MAX_DEPTH = 32
-"""Levels of nesting; configs have five."""
+"""Maximum nesting; configs have five levels."""
 MAX_NODES = 20_000
-"""Values in a file; shipped configs have up to two hundred, a palette of a thousand classes four thousand."""
+"""Maximum number of values; shipped configs have up to two hundred, a palette of a thousand classes four thousand."""
 
 _RESOLVED_HERE = {f"tag:yaml.org,2002:{kind}" for kind in ("bool", "int", "float", "timestamp")}
 
@@ -101,7 +101,7 @@ def parse_yaml(
     `what`, `key` and `path` name the text in errors.
 
     Raises:
-        ConfigError: the text is not such YAML.
+        ConfigError: the text is not valid YAML of this kind.
     """
     lines: dict[tuple[str, ...], int] = {}
     try:

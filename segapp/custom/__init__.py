@@ -1,4 +1,4 @@
-"""Own parts: code of the user that a config names, `package.module:factory` or `./file.py:factory`. No torch."""
+"""Custom components: user code that a config names, `package.module:factory` or `./file.py:factory`. No torch."""
 
 from segapp.custom.loading import build_part, load_part, option_problems
 from segapp.custom.names import PART_PATTERN, find_source, is_part, sha256_of_source

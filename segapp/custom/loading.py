@@ -1,4 +1,4 @@
-"""Import own parts and call their factories; every problem is a `ConfigError` that names the key and the next move."""
+"""Import custom components and call their factories; every `ConfigError` names the key and the next move."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from segapp.errors import ConfigError, SegappError, did_you_mean
 
 @dataclass(frozen=True)
 class CustomComponent:
-    """An imported own part: its name in the config, the class or function that makes it, and its source file."""
+    """An imported custom component: its name in the config, its class or factory function, and its source file."""
 
     name: str
     factory: Callable[..., Any]
@@ -27,13 +27,13 @@ class CustomComponent:
 
 
 def load_part(name: str, key: str) -> CustomComponent:
-    """Import an own part, which a config key or an option names.
+    """Import a custom component that a config key or an option names.
 
-    The current folder, or the folder of a named file, is added at the end of the Python path, where other processes of
-    the run (data workers, ranks) find the module too.
+    The current folder, or the folder of a named file, is added at the end of the Python path, so that other processes
+    of the run (data workers, ranks) find the module too.
 
     Raises:
-        ConfigError: there is no such module or name in it, or its import fails.
+        ConfigError: there is no such module, it lacks the name, or its import fails.
     """
     try:
         return _load(name, key)
@@ -83,7 +83,7 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
     folder = folder or os.getcwd()
     if folder not in sys.path:
         sys.path.append(folder)
-    importlib.invalidate_caches()  # the file may be younger than the last look into its folder
+    importlib.invalidate_caches()  # the file may be newer than the cached listing of its folder
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -102,13 +102,13 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
 def option_problems(
     part: CustomComponent, key: str, options: Mapping[str, Any], offered: Sequence[str] = (), num_positional: int = 0
 ) -> list[str]:
-    """Return what is wrong with the options of a part, one sentence each; [] if its factory can be called with them.
+    """Return the problems of a component's options, one sentence each; [] if its factory can be called with them.
 
-    segapp gives `num_positional` arguments by position, and those named in `offered` to a factory that takes them.
+    segapp passes `num_positional` arguments by position, and those in `offered` if the factory has such parameters.
     """
     try:
         parameters = list(inspect.signature(part.factory).parameters.values())
-    except (ValueError, TypeError):  # written in C: it checks its own arguments
+    except (ValueError, TypeError):  # implemented in C: it checks its own arguments
         return []
     num_taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     if num_taken < num_positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
@@ -140,18 +140,18 @@ def build_part(
     offered: Mapping[str, Any] | None = None,
     options_key: str | None = None,
 ) -> Any:
-    """Import the part that a config key names and return what its factory makes.
+    """Import the component that a config key names, and return the result of its factory.
 
     Args:
-        name: of the part.
+        name: name of the component.
         key: config key that holds the name, for messages.
         options: keyword arguments from the config.
         given: positional arguments.
-        offered: further keyword arguments, each given only to a factory that has a parameter of that name.
+        offered: further keyword arguments, passed only to a factory that has a parameter with that name.
         options_key: config key of the options; None: `options` next to `key`.
 
     Raises:
-        ConfigError: the part cannot be imported, does not take the options, or raises.
+        ConfigError: the component cannot be imported, does not accept the options, or raises.
     """
     part = load_part(name, key)
     options_key = options_key or f"{key.rpartition('.')[0]}.options"
@@ -173,7 +173,7 @@ def build_part(
 
 
 def takes(factory: Callable[..., Any], name: str) -> bool:
-    """Return True if a factory has a parameter of a name that can be given by keyword."""
+    """Return True if a factory has a parameter with this name that accepts a keyword argument."""
     try:
         parameter = inspect.signature(factory).parameters.get(name)
     except (ValueError, TypeError):
@@ -182,7 +182,7 @@ def takes(factory: Callable[..., Any], name: str) -> bool:
 
 
 def shown_error(error: BaseException) -> str:
-    """Return type, message and place of an error in one line; the place is the innermost line of the user's code."""
+    """Return type, message and place of an error in one line; the place is the innermost line of user code."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(Path(frame.filename))]
     message, where = str(error).partition("\n")[0], ""
@@ -196,7 +196,7 @@ def shown_error(error: BaseException) -> str:
 
 
 def _is_own(file: Path) -> bool:
-    """Return True for a source file that belongs neither to Python, nor to a package, nor to segapp's code."""
+    """Return True if a source file belongs neither to Python, nor to an installed package, nor to segapp."""
     package = Path(__file__).parents[1]
     is_segapps = file.is_relative_to(package) and not file.is_relative_to(package / "docs")
     return not is_segapps and file.is_file() and not is_installed(file.resolve())
@@ -210,8 +210,8 @@ def _path_shown(file: str) -> str:
 def raised_at(error: BaseException, parts: Mapping[str, str]) -> tuple[str, str] | None:
     """Return the custom component in whose file an error was raised, and file and line; None if in none of them.
 
-    Such as `loss.name = own:focal` and `own.py:12`. The errors that it was raised from are looked at too. `parts` has
-    the component of each key of the config.
+    For example, `loss.name = own:focal` and `own.py:12`. The causes of the error are searched too. `parts` has the
+    component of each key of the config.
     """
     sources = {key: find_source(name) for key, name in parts.items()}
     chain: list[BaseException] = []
@@ -230,7 +230,7 @@ def raised_at(error: BaseException, parts: Mapping[str, str]) -> tuple[str, str]
 
 
 def _holders(keys: list[str], parts: Mapping[str, str], code: CodeType) -> list[str]:
-    """Return which of the components of one file a function belongs to: the one whose factory has its lines, or all."""
+    """Return the components of a file that a function belongs to: the one whose factory contains its lines, or all."""
     for key in keys:
         try:
             lines, first = inspect.getsourcelines(load_part(parts[key], key).factory)

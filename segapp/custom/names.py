@@ -1,7 +1,7 @@
-"""Names of own parts, and the source files that they stand for. Nothing is imported here.
+"""Names of custom components and their source files. Nothing is imported here.
 
-`package.module:factory` is a module of the Python path or of the current folder. `file.py:factory` is a file, relative
-to the current folder; `./file.py:factory` in a config file is looked for next to the config first (`beside`).
+`package.module:factory` is a module on the Python path or in the current folder. `file.py:factory` is a file, relative
+to the current folder; `./file.py:factory` in a config file is first searched next to the config (`beside`).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 _WORDS = r"[A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*"
 PART_PATTERN = rf"^([^:\s]+\.py|{_WORDS}):{_WORDS}$"
-"""Regular expression of the name of an own part."""
+"""Regular expression of the name of a custom component."""
 
 
 def is_part(name: object) -> bool:
-    """Return True if a value is the name of an own part.
+    """Return True if a value is the name of a custom component.
 
     >>> is_part("torch.optim:RMSprop"), is_part("./nets/small.py:Net"), is_part("deeplabv3_resnet50")
     (True, True, False)
@@ -41,12 +41,12 @@ def split_name(name: str) -> tuple[str, str]:
 
 
 def is_file_name(where: str) -> bool:
-    """Return True if a part lies in a named file, not in a named module."""
+    """Return True if a component is in a named file, not in a named module."""
     return where.endswith(".py")
 
 
 def beside(name: str, folder: Path) -> str:
-    """Return `./file.py:factory` with the path from the current folder if the file lies in `folder`.
+    """Return `./file.py:factory` with the path from the current folder if the file is in `folder`.
 
     Names that do not begin with `./` or `../` are returned as they are.
     """
@@ -58,7 +58,7 @@ def beside(name: str, folder: Path) -> str:
 
 
 def find_source(name: str) -> Path | None:
-    """Return the source file of a part without importing anything; None if it is not found."""
+    """Return the source file of a component without importing anything; None if it is not found."""
     where, _ = split_name(name)
     if is_file_name(where):
         path = Path(where).expanduser()
@@ -78,13 +78,13 @@ def find_source(name: str) -> Path | None:
 
 
 def is_installed(source: Path) -> bool:
-    """Return True for a file of Python or of an installed package: its version stands for its content."""
+    """Return True for a file of Python or of an installed package, whose content is determined by its version."""
     paths = sysconfig.get_paths()
     return any(source.is_relative_to(os.path.realpath(paths[key])) for key in ("stdlib", "purelib", "platlib"))
 
 
 def sha256_of_source(source: Path | None) -> str | None:
-    """Return the SHA-256 of a source file in hexadecimal digits; None without a readable file."""
+    """Return the SHA-256 of a source file in hexadecimal digits; None if there is no readable file."""
     try:
         return None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
     except OSError:
@@ -92,11 +92,11 @@ def sha256_of_source(source: Path | None) -> str | None:
 
 
 def keep_parts(names: Iterable[str], folder: Path) -> None:
-    """Copy the source files of parts, `package/module.py` or `file.py`; a copy that exists is never overwritten.
+    """Copy the source files of components, `package/module.py` or `file.py`; an existing copy is never overwritten.
 
-    A file that has changed since is stored next to it, with the beginning of its SHA-256 in its name. Files of
-    installed packages, and files of more than 1 MiB, are left out. A copy is a service: an error of the disk is not
-    reported.
+    A file that has changed since is stored next to the old copy, with the beginning of its SHA-256 in its name. Files
+    of installed packages and files of more than 1 MiB are left out. Disk errors are ignored, because the run does not
+    need the copies.
     """
     for name in names:
         source = find_source(name)

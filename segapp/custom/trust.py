@@ -1,7 +1,7 @@
-"""Which own parts a user has named on this machine: only their code is imported for a run that names them.
+"""Record of the custom components that a user has named on this machine; only these are imported for stored configs.
 
-The config in a run folder or a checkpoint is data that may come from someone else, and `os:system` is a valid name. So
-the parts of such a config are imported only if a training, a check or `--trust-parts` has named them here before;
+The config in a run folder or a checkpoint may come from someone else, and `os:system` is a valid name. So the
+components of such a config are imported only if a training, a check or `--trust-parts` has named them here before;
 `$XDG_STATE_HOME/segapp/parts` keeps their names and source files, one per line.
 """
 
@@ -16,16 +16,16 @@ from segapp.custom.names import find_source
 from segapp.errors import ConfigError
 
 TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
-"""Environment variable that is 1 where the parts of any config may be imported; `--trust-parts` sets it."""
+"""Environment variable that is 1 if the components of any config may be imported; `--trust-parts` sets it."""
 
 
 def trust_parts() -> None:
-    """Accept the parts of any config, in this process and in those that it starts."""
+    """Accept the custom components of any config, in this process and its children."""
     os.environ[TRUST_VARIABLE] = "1"
 
 
 def remember_parts(names: Iterable[str]) -> None:
-    """Note parts that the user has named; without a place for the notes nothing is kept."""
+    """Record components that the user has named; do nothing if the record cannot be written."""
     known = _remembered()
     new = [line for line in map(_line_of, names) if line not in known]
     if not new:
@@ -38,12 +38,12 @@ def remember_parts(names: Iterable[str]) -> None:
 
 
 def check_trusted(named: Mapping[str, str], origin: str) -> None:
-    """Check that code named by a config that is not the user's own may be imported.
+    """Check that the code in a config that was not written by the user may be imported.
 
-    `named` has the part of each config key, `origin` says where the config comes from.
+    `named` has the component of each config key, `origin` says where the config comes from.
 
     Raises:
-        ConfigError: a part was never named on this machine.
+        ConfigError: a component was never named on this machine.
     """
     if os.environ.get(TRUST_VARIABLE) == "1":
         remember_parts(named.values())
@@ -71,5 +71,5 @@ def _remembered() -> set[str]:
 
 
 def _line_of(name: str) -> str:
-    """Return a part's line: its name and its source file, so that a file of the same name elsewhere is another part."""
+    """Return a component's line: its name and its source file, because files elsewhere may have the same name."""
     return f"{name}\t{find_source(name) or ''}"

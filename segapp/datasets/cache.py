@@ -1,14 +1,14 @@
-"""Cache of decoded images and masks (`data.cache`): filled by the first reader of each, read by all processes.
+"""Cache of decoded images and masks (`data.cache`), filled at the first read of each image and read by all processes.
 
-A record holds a seal (a checksum), an image and its mask. On a disk every record is a file, written under a temporary
-name and renamed. In memory all records lie in one file without a name, and a record's seal is written last. So a
-process may be killed at any moment, and two that store the same image at the same time write the same bytes.
+A record holds a seal (a checksum), an image and its mask. On a disk, every record is a file, written under a temporary
+name and renamed. In memory, all records are in one anonymous file, and a record's seal is written last. So a process
+may be killed at any moment, and two that store the same image at the same time write the same bytes.
 
-A record belongs to the image and mask as they are now: a file whose size or modification time changed is decoded and
-stored anew, without the others. Every record is compared with its seal when it is first read in a run. Nothing here
-ends a training: a record that cannot be stored or used is decoded.
+A record belongs to one version of the image and mask: a file whose size or modification time has changed is decoded and
+stored again. Every record is compared with its seal when it is first read in a run. No error here ends a training: an
+image whose record cannot be stored or used is decoded.
 
-Bytes are written with pwrite, so that a full disk is an error; a write to a mapped page would end the process.
+Bytes are written with pwrite, so a full disk is an error; a write to a mapped page would end the process.
 
 Shapes: H, W height and width in pixels; B bands.
 """
@@ -40,10 +40,10 @@ from segapp.datasets.resources import available_bytes
 from segapp.failpoints import failpoint
 
 RESERVE_BYTES = 2**30
-"""Room that a cache leaves free, for checkpoints on a disk and for the training in memory."""
+"""Free space that a cache leaves for checkpoints on a disk, or for the training in memory."""
 
 _FORMAT = 2
-"""Version of the records and of what the readers return; a change makes every cache start anew."""
+"""Version of the records and of the readers' results; if it changes, every cache starts empty."""
 _ALIGN_BYTES = 64
 _FULL, _NUM_DAMAGED = 0, 1
 _STOPPED_FULL = -1
@@ -51,10 +51,10 @@ _STOPPED_FULL = -1
 
 @dataclass(frozen=True)
 class CacheFiles:
-    """Where the records of one split lie."""
+    """Location of the records of a split."""
 
     kind: Literal["disk", "ram"]
-    path: str  # the folder of the records on a disk, the file of the records in memory
+    path: str  # the folder of the records on a disk, or the file of the records in memory
     place: str  # in words
     owner: Any = None  # keeps records in memory alive; None in other processes and on a disk
 
@@ -62,7 +62,7 @@ class CacheFiles:
         return CacheFiles, (self.kind, self.path, self.place)
 
     def free_bytes(self) -> int | None:
-        """Return the room for more records; None if unknown."""
+        """Return the free space for more records; None if unknown."""
         if self.kind == "ram":
             return available_bytes()
         try:
@@ -77,13 +77,13 @@ def default_folder() -> Path:
 
 
 def disk_files(folder: Path, root: str, split: str, scheme: ClassScheme, pixels: PixelFormat = RGB8) -> CacheFiles:
-    """Return the place of one split in the folder of caches, which is made if it is missing.
+    """Return the location of a split in the folder of caches; a missing folder is created.
 
-    Everything that the decoded pixels depend on, except the files, gives the place its name. The libraries that decode
-    belong to it: a JPEG's pixels may differ by one between their versions.
+    Its name is a hash of everything that the decoded pixels depend on, except the files. This includes the versions of
+    the decoders: a JPEG's pixels may differ by one between them.
 
     Raises:
-        OSError: The folder cannot be made.
+        OSError: The folder cannot be created.
     """
     parts = (_FORMAT, os.path.realpath(root), split, repr(scheme), scheme.dtype.str, cv2.__version__, PIL.__version__)
     bands = () if pixels.bands is None else (pixels.bands, pixels.dtype)
@@ -94,13 +94,13 @@ def disk_files(folder: Path, root: str, split: str, scheme: ClassScheme, pixels:
 
 
 def memory_files() -> CacheFiles:
-    """Return a new, empty file in memory, which every process of this user can open while this one lives.
+    """Return a new, empty file in memory, which every process of this user can open while this process lives.
 
-    It is a memfd (memfd_create(2)): the kernel frees it with the last process that has it open, so that nothing is left
-    after any kind of kill, and the size of /dev/shm does not limit it. Other processes open it through /proc/PID/fd.
+    It is a memfd (memfd_create(2)): the kernel frees it with the last process that has it open, so it never outlives a
+    kill, and it is not limited by the size of /dev/shm. Other processes open it through /proc/PID/fd.
 
     Raises:
-        OSError: The system has no memfds, or it cannot be made.
+        OSError: The system has no memfds, or it cannot create one.
     """
     if not hasattr(os, "memfd_create"):
         raise OSError("this system cannot share memory without a name (memfd_create)")
@@ -117,27 +117,27 @@ class _Owner:
 
 @dataclass(frozen=True)
 class CacheState:
-    """How far a cache is."""
+    """Fill state of a cache."""
 
     num_stored: int
     num_images: int
     stored_bytes: int
-    missing_bytes: int  # room that the other images need
-    stopped: str | None  # why nothing more is stored; None while it is
+    missing_bytes: int  # space that the other images need
+    stopped: str | None  # why no more records are stored; None while they are
 
 
 class PixelCache:
     """Cache of the images and masks of one data set, by index; forked workers share its counters.
 
     Args:
-        files: Where it lies.
+        files: Location of the cache.
         pairs: The files of the data set.
         sizes: Height and width of every image in pixels.
-        dtype: Of the masks.
-        pixels: Bands and type of the images.
+        dtype: Dtype of the masks.
+        pixels: Bands and dtype of the images.
 
     Raises:
-        OSError: The place cannot be opened.
+        OSError: The location cannot be opened.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class PixelCache:
         num_px = np.array([height * width for height, width in sizes])
         self._image_bytes = _aligned(num_px * pixels.num_bands * pixels.numpy_dtype.itemsize)
         self._record_bytes = _ALIGN_BYTES + self._image_bytes + _aligned(num_px * dtype.itemsize)
-        # Anonymous shared memory, so that a worker sees at once what another one found.
+        # Anonymous shared memory, so that a worker immediately sees what another one found.
         self._is_checked = np.frombuffer(mmap.mmap(-1, max(1, len(pairs))), np.bool_)
         self._counters = np.frombuffer(mmap.mmap(-1, 16), np.int64)
         if files.kind == "ram":
@@ -174,7 +174,7 @@ class PixelCache:
         return PixelCache, (self.files, self._pairs, self._sizes, self._dtype, self._pixels)
 
     def _remove_useless(self, present: Mapping[str, str]) -> None:
-        """Remove the records of earlier states of the files, and what killed processes left unfinished."""
+        """Remove records of earlier versions of the files, and unfinished files of killed processes."""
         for name in os.listdir(self.files.path):
             if name.startswith(".") or present.get(name.partition("-")[0], name) != name:
                 Path(self.files.path, name).unlink(missing_ok=True)
@@ -182,7 +182,7 @@ class PixelCache:
     def get(self, index: int) -> tuple[Pixels, Pixels] | None:
         """Return read-only views of the image (H, W, B) and the mask (H, W); None if they are not stored.
 
-        Each call maps the record anew: the memory is given back with the views, and no process keeps a mapping of files
+        Each call maps the record anew: the memory is released with the views, and no process keeps a mapping of files
         that may be larger than its memory.
         """
         try:
@@ -193,7 +193,7 @@ class PixelCache:
                 image, mask = self._views(index, fd)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError):  # truncated by someone else
+        except (OSError, ValueError):  # truncated by another process
             self._forget(index)
             return None
         if not self._is_checked[index] and seal != _seal(image, mask):
@@ -211,7 +211,7 @@ class PixelCache:
             os.close(fd)
 
     def _views(self, index: int, fd: int) -> tuple[Pixels, Pixels]:
-        """Return views of a record, of which pages are read when they are touched; raise ValueError if it is short."""
+        """Return views of a record, whose pages are read when they are accessed; ValueError if it is too short."""
         start = self._starts[index]
         end = start + int(self._record_bytes[index])
         if os.fstat(fd).st_size < end:
@@ -235,19 +235,20 @@ class PixelCache:
 
     @property
     def is_full(self) -> bool:
-        """True if nothing more is stored."""
+        """True if no more records are stored."""
         return bool(self._counters[_FULL])
 
     def is_stored(self, index: int) -> bool:
-        """Return True if a record is there; it is not compared with its seal."""
+        """Return True if a record exists; it is not compared with its seal."""
         with contextlib.suppress(OSError), self._opened(index) as fd:
             return any(os.pread(fd, 8, self._starts[index]))
         return False
 
     def put(self, index: int, image: Pixels, mask: Pixels) -> None:
-        """Store an image and its mask as the readers return them, unless they changed since the run began.
+        """Store an image and its mask as the readers return them, unless the files have changed since the run began.
 
-        The next `get` compares what was written with its seal. A failure to write ends the storing, not the run.
+        The next `get` compares the written bytes with the seal. If a write fails, no more records are stored, and the
+        run continues.
         """
         is_unchanged = image.shape[:2] == self._sizes[index] and _stamp(self._pairs[index]) == self._stamps[index]
         if self._counters[_FULL] or not is_unchanged:
@@ -259,7 +260,7 @@ class PixelCache:
         try:
             self._store(index, np.ascontiguousarray(image), np.ascontiguousarray(mask))
         except FileNotFoundError:
-            pass  # another run took the unfinished file for one of a killed process, or the folder was removed
+            pass  # another run removed the unfinished file as a killed process's, or the folder was removed
         except OSError as error:
             self._counters[_FULL] = error.errno or _STOPPED_FULL
 
@@ -289,11 +290,11 @@ class PixelCache:
 
     @property
     def num_damaged(self) -> int:
-        """Records that differed from their seals and were decoded again, in this run."""
+        """Number of records in this run that differed from their seals and were decoded again."""
         return int(self._counters[_NUM_DAMAGED])
 
     def state(self) -> CacheState:
-        """Return how far the cache is, by the records of all processes."""
+        """Return the fill state of the cache, with the records of all processes."""
         is_stored = np.zeros(len(self._pairs), bool)
         with contextlib.suppress(OSError):  # someone removed the folder
             if self.files.kind == "ram":
@@ -311,7 +312,7 @@ class PixelCache:
         )
 
     def _stop_without_room(self) -> None:
-        """Store nothing if what is missing does not fit; a half-filled disk would help nobody."""
+        """Stop storing if the missing records do not fit, because half a cache on a full disk does not help."""
         free, missing_bytes = self.files.free_bytes(), self.state().missing_bytes
         if free is not None and missing_bytes and missing_bytes + RESERVE_BYTES > free:
             self._counters[_FULL] = _STOPPED_FULL
@@ -325,7 +326,7 @@ class PixelCache:
 
 
 def _seal(image: Pixels, mask: Pixels) -> int:
-    """Return the checksum of a record, which is not 0."""
+    """Return the checksum of a record, which is never 0."""
     return 1 << 32 | zlib.crc32(mask.data, zlib.crc32(image.data))
 
 
@@ -334,7 +335,7 @@ def _aligned(num_bytes: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def _stamp(pair: ImagePair) -> str | None:
-    """Return what changes with the sizes and modification times of the files; None if one of them is gone."""
+    """Return a text that changes with the sizes and modification times of the files; None if one does not exist."""
     try:
         stats = [os.stat(path) for path in pair.files]
     except OSError:

@@ -1,7 +1,7 @@
-"""Samples: an image and its target as tensors, a function of only (seed, epoch, index).
+"""Samples: an image and its target as tensors, depending only on (seed, epoch, index).
 
-Images have the type of their files, for uint8 a quarter of the bytes to transfer, and are normalized on the device.
-Large TIFFs of an evaluation are indexed like tensors, of which only the asked part is read.
+Images have the dtype of their files and are normalized on the device; with uint8 this transfers a quarter of the bytes.
+Large TIFFs of an evaluation are indexed like tensors, and only the requested part is read.
 
 Shapes: H, W height and width in pixels; B bands, 3 for RGB.
 """
@@ -37,24 +37,24 @@ from segapp.errors import DataError
 class Sample:
     """One image and its target."""
 
-    image: Tensor  # the bands, shape (B, H, W), of the type of the files, not normalized
+    image: Tensor  # the bands, shape (B, H, W), with the dtype of the files, not normalized
     target: Tensor  # train ids and `ignore_index`, shape (H, W), uint8 or int16; with distances int32 (1 + C, H, W)
     index: int  # in the data set
 
 
 SampleTransform = Callable[[Pixels, Pixels, int, int | None], tuple[Pixels, Pixels]]
-"""Transform of an image (H, W, B) and its mask (H, W): a function of only these, the seed and the aim."""
+"""Transform of an image (H, W, B) and its mask (H, W), which depends only on these, the seed and the aim."""
 
 
 @dataclass(frozen=True)
 class TensorOnDisk:
     """An image (1, B, H, W) or a target (1, H, W) on disk; `large[..., rows, columns]` is a tensor."""
 
-    pixels: Windows | Pixels  # the image (H, W, B) or the mask (H, W), which may have been read
+    pixels: Windows | Pixels  # the image (H, W, B) or the mask (H, W), which may be in memory already
 
     @property
     def shape(self) -> torch.Size:
-        """The shape as of a tensor."""
+        """The shape as that a tensor would have."""
         height, width, *bands = self.pixels.shape
         return torch.Size((1, *bands, height, width))
 
@@ -89,14 +89,14 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
     transform: SampleTransform | None = None  # applied with a seed of (seed, epoch, index); None: full size
     _: KW_ONLY
     pixels: PixelFormat = RGB8
-    seed: int = 0  # of the augmentation
+    seed: int = 0  # seed of the augmentation
     cache: PixelCache | None = None  # filled at the first read; None: every read decodes
     cache_part: Sequence[int] = ()  # the images that this rank stores in the background (`CacheFiller`)
     notes: Sequence[str] = ()  # sentences for the user about how the images are read
-    has_distances: bool = False  # targets hold the distance maps of the classes too, for the boundary loss
-    mix: PairMix | None = None  # mixes each sample with that of another image
-    targets: Targets | None = None  # counts of the masks, as far as they were read before a training
-    # Height of the highest and width of the widest image, as far as their sizes are known
+    has_distances: bool = False  # targets also hold the distance maps of the classes, for the boundary loss
+    mix: PairMix | None = None  # mixes each sample with another image's sample
+    targets: Targets | None = None  # counts of the masks that were read before the training
+    # Largest height and largest width of the images whose sizes are known
     largest_px: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
@@ -127,8 +127,8 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
 
     def _augmented(self, index: int, seed: int, aim: int | None = None) -> tuple[Pixels, Pixels]:
         """Return the transformed image and mask of an index."""
-        # Only a transform that begins with a crop reads windows, and one with an aim looks for the pixels of a class in
-        # the whole mask.
+        # Only a transform that begins with a crop reads windows. With an aim, the whole mask is searched for the pixels
+        # of a class.
         is_windowed = aim is None and getattr(self.transform, "crops_first", False)
         image: Any
         mask: Any
@@ -157,7 +157,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         return LargeBatch(TensorOnDisk(found[0]), TensorOnDisk(found[1]), (index,))
 
     def _windows(self, index: int) -> tuple[Windows, Windows | Pixels] | None:
-        """Return image and mask to be read in windows; None where the whole is read."""
+        """Return image and mask for reading in windows; None if they are read as a whole."""
         image = self._image_windows(index)
         if image is None:
             return None
@@ -168,7 +168,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         return image, mask
 
     def _image_windows(self, index: int) -> Windows | None:
-        """Return an image to be read in windows; with a cache it is decoded once, unless it is too large for that."""
+        """Return an image for reading in windows; unless it is too large, a cache decodes it once instead."""
         pair = self.pairs[index]
         if isinstance(pair, OwnPair):
             return None
@@ -193,7 +193,7 @@ class SegmentationDataset(torch.utils.data.Dataset[Sample]):
         return image, mask
 
     def sizes(self, indices: Sequence[int]) -> list[tuple[int, int]]:
-        """Return the upright (height, width) of images in pixels, from the headers; own data are read for that."""
+        """Return the upright (height, width) of images in pixels from the headers; a custom data set is read."""
         if isinstance(self.pairs[0], OwnPair):
             shapes = (self.read(index)[0].shape for index in indices)
             return [(shape[0], shape[1]) for shape in shapes]
@@ -224,7 +224,7 @@ def image_sizes(pairs: Sequence[ImagePair]) -> list[tuple[int, int]]:
 
 
 def compute_class_frequencies(dataset: SegmentationDataset, *, threads: int = 2) -> ClassFrequencies:
-    """Return the counts over all masks of a data set; every mask is read, and so checked, once."""
+    """Return the counts over all masks of a data set; every mask is read, and thereby checked, once."""
     scheme = dataset.scheme
     masked = [index for index, pair in enumerate(dataset.pairs) if pair.mask is not None]
     with ThreadPool(max(1, threads)) as pool:

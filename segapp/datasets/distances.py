@@ -17,9 +17,10 @@ def with_distances(
 ) -> NDArray[np.int32]:
     """Return a mask followed by the squared signed distances of each class, (1 + C, H, W).
 
-    Outside a class the squared distance to its nearest pixel, inside minus that to the nearest valid pixel that is not
-    of the class, in pixels; 0 everywhere for a class without a boundary. Ignored pixels belong to no class and to none
-    of the others. (The convention of Kervadec et al., MIDL 2019, whose distances are the roots.)
+    Outside a class it is the squared distance in pixels to the nearest pixel of the class. Inside, it is minus the
+    squared distance to the nearest valid pixel of another class. It is 0 everywhere for a class without a boundary.
+    Ignored pixels belong neither to a class nor to the other classes. (The convention of Kervadec et al., MIDL 2019,
+    who use the roots.)
 
     Args:
         mask: (H, W) class ids; with `multilabel` sets of classes, bit c for class c.
@@ -47,14 +48,14 @@ def with_distances(
 def target_layout(
     scheme: ClassScheme, size_px: tuple[int, int], *, has_distances: bool
 ) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and the dtype of a target of that height and width, with or without the maps."""
+    """Return the shape and the dtype of a target with this height and width, with or without distance maps."""
     if has_distances:
         return (1 + scheme.num_classes, *size_px), np.dtype(np.int32)
     return size_px, scheme.dtype
 
 
 def squared_distance(pixels: NDArray[np.bool_]) -> NDArray[np.int32]:
-    """Return the squared Euclidean distance of every pixel to the nearest one that is set, at least one of which is."""
+    """Return the squared Euclidean distance of every pixel to the nearest set pixel; at least one must be set."""
     distance = cv2.distanceTransform((~pixels).astype(np.uint8), cv2.DIST_L2, cv2.DIST_MASK_PRECISE)
     squared: NDArray[np.int32] = np.rint(np.square(distance.astype(np.float64))).astype(np.int32)
     return squared

@@ -1,7 +1,7 @@
 """Read files of a data set: bytes, headers, and a cheap check of every pair before training.
 
-Every failure is a DataError that names the file, the problem and what to do. Headers are read with Pillow, which does
-not decode pixels for that; a file of 1 MB takes tens of microseconds.
+Every failure is a DataError with the file, the problem and the fix. Headers are read with Pillow, which does not decode
+pixels to read them; a file of 1 MB takes tens of microseconds.
 """
 
 import errno
@@ -26,14 +26,14 @@ from segapp.errors import DataError
 Read = TypeVar("Read")
 
 MAX_PIXELS = 178_956_970
-"""Largest number of pixels: above it a file counts as a decompression bomb (Pillow's limit: 512 MiB as RGB)."""
+"""Maximum number of pixels: a larger file is refused as a decompression bomb (Pillow's limit: 512 MiB as RGB)."""
 
 MAX_FILE_BYTES = 2**30
-"""Largest file that is read in one piece; `MAX_PIXELS` of 24 bits, uncompressed, take half of that."""
+"""Largest file that is read in one piece; `MAX_PIXELS` of 24 bits, uncompressed, take half of it."""
 
-# Pillow warns of problems that are checked here or raised as DataError.
+# Pillow warns about problems that are checked here or raised as DataError.
 warnings.filterwarnings("ignore", module=r"PIL\.")
-logging.getLogger("PIL").addHandler(logging.NullHandler())  # what it cannot read is reported as an error
+logging.getLogger("PIL").addHandler(logging.NullHandler())  # unreadable data is reported as an error
 
 _TRANSIENT = {errno.EIO, errno.ESTALE, errno.EAGAIN, errno.EINTR}
 _TAIL_BYTES = 4096
@@ -45,9 +45,9 @@ class ImagePair:
     """One image of a data set and its mask."""
 
     image: Path
-    mask: Path | None  # None where the split has no ground truth
+    mask: Path | None  # None if the split has no masks
     name: str  # the image's path below the image folder without its extension; outputs are named after it
-    others: tuple[Path, ...] = ()  # with a mask of its own for each class, those of the classes after the first
+    others: tuple[Path, ...] = ()  # with one mask file per class, the masks of the classes after the first
 
     @property
     def masks(self) -> tuple[Path, ...]:
@@ -68,11 +68,11 @@ class Header:
     mode: str  # Pillow's name of the pixels; "" for a TIFF
     height_px: int  # height with the EXIF orientation applied
     width_px: int  # width with the EXIF orientation applied
-    stored: StoredPixels | None = None  # the pixels of a PNG or a TIFF; None for other formats, whose decoder says
+    stored: StoredPixels | None = None  # the pixels of a PNG or a TIFF; None for formats whose decoder reports them
 
 
 def shared_images(first: Iterable[ImagePair], second: Iterable[ImagePair]) -> list[Path]:
-    """Return the images of `second` that are files of `first` too, by any name of the file."""
+    """Return the images of `second` that are also files of `first`, even under another name."""
 
     def identity(path: Path) -> tuple[int, int] | str:
         try:
@@ -106,7 +106,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def _retried(read: Callable[[], Read], path: Path, attempt: int = 1) -> Read:
-    """Return what `read` does; retry transient errors of the storage, and raise DataError for others."""
+    """Return the result of `read`; retry transient errors of the storage, and raise DataError for others."""
     try:
         return read()
     except OSError as error:
@@ -189,10 +189,10 @@ def damaged(path: Path, error: BaseException | str) -> DataError:
 
 
 def jpeg_damage(data: bytes) -> str | None:
-    """Return what libjpeg says of damaged image data that it decodes all the same; None for sound or other data.
+    """Return libjpeg's message about damaged image data that it decodes nevertheless; None for intact or other data.
 
-    Wrong bytes inside the image data give wrong pixels from there on and no error. About nine of ten damaged places are
-    noticed; the others decode as if they were meant.
+    Wrong bytes in the image data give wrong pixels from there on, without an error. libjpeg notices about nine of ten
+    damaged places; it decodes the others as if they were correct.
     """
     import simplejpeg
 
@@ -255,7 +255,7 @@ def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
 
 
 def tiff_tags(path: Path) -> TiffTags | None:
-    """Return the tags of a TIFF of any size; None for other formats, and for a TIFF that only Pillow may know."""
+    """Return the tags of a TIFF of any size; None for other formats, and for a TIFF that only Pillow may read."""
 
     def read() -> TiffTags | None:
         with open_regular(path, max_bytes=None) as file:
@@ -271,7 +271,7 @@ _PNG_BANDS = {0: 1, 2: 3, 3: 3, 4: 2, 6: 4}
 
 
 def _stored_in_png(file: BinaryIO) -> StoredPixels | None:
-    """Return the pixels of an open PNG, by its first chunk; a palette counts as its three colors."""
+    """Return the pixels of an open PNG from its first chunk; a palette counts as its three colors."""
     file.seek(0)
     start = file.read(26)
     if start[:8] != b"\x89PNG\r\n\x1a\n" or len(start) < 26:
@@ -284,8 +284,8 @@ def _upright_size(image: Image.Image) -> tuple[int, int]:
     """Return height and width with the EXIF orientation applied."""
     height_px, width_px = image.height, image.width
     if image.format in {"PNG", "WEBP"} and "exif" not in image.info:
-        return height_px, width_px  # Pillow would decode the pixels to look for a late block
-    if image.format == "TIFF":  # some versions of Pillow have swapped these sides already
+        return height_px, width_px  # Pillow would decode the pixels to find a late block
+    if image.format == "TIFF":  # some versions of Pillow have already swapped these sides
         tags = getattr(image, "tag_v2", {})
         height_px, width_px = int(tags.get(257, height_px)), int(tags.get(256, width_px))
     return (width_px, height_px) if exif_orientation(image) in {5, 6, 7, 8} else (height_px, width_px)
@@ -307,7 +307,7 @@ def is_complete(data: bytes, image_format: str) -> bool:
 
 
 def _has_end_marker(file: BinaryIO, image_format: str) -> bool:
-    """Return `is_complete` of an open file, reading only its tail where that suffices."""
+    """Return `is_complete` of an open file; read only its end if that is enough."""
     size = file.seek(0, os.SEEK_END)
     file.seek(max(0, size - _TAIL_BYTES))
     if {"PNG": _PNG_END, "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}.get(image_format, b"") in file.read():
@@ -321,11 +321,11 @@ def check_pairs(
 ) -> tuple[tuple[int, int], ...]:
     """Check the headers of all pairs, and return every image's upright (height, width) in pixels.
 
-    Finds missing and empty files, unreadable headers, truncated files, JPEG masks, masks of another size than their
-    image, and images of another pixel format. Damage inside a file is found only when it is decoded.
+    This finds missing and empty files, unreadable headers, truncated files, JPEG masks, masks whose size differs from
+    their image's, and images with another pixel format. Damage inside a file is found only when it is decoded.
 
     Raises:
-        DataError: Some pairs cannot be used. The message has `max_named` problems and counts the others.
+        DataError: Some pairs cannot be used. The message lists `max_named` problems and counts the others.
     """
     sizes: list[tuple[int, int]] = []
     problems: list[DataError] = []
@@ -370,7 +370,7 @@ def check_mask_format(path: Path, image_format: str) -> None:
 
 
 def check_same_size(pair: ImagePair, image_px: tuple[int, ...], mask_px: tuple[int, ...]) -> None:
-    """Raise DataError for a mask of another size than its image."""
+    """Raise DataError for a mask whose size differs from its image's."""
     if image_px == mask_px or pair.mask is None:
         return
     hint = (

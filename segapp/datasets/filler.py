@@ -1,8 +1,8 @@
-"""Fills the cache of a machine in the background (`data.cache`), where a training runs on several machines.
+"""Fill the cache of a machine in the background (`data.cache`) if a training runs on several machines.
 
-Each machine has a cache of its own, and a rank reads other images in every epoch: with M machines an image would be
-decoded and read from shared storage in about M epochs. So the ranks of a machine divide all images among them, and a
-process of each stores its part while the training runs.
+Each machine has its own cache, and a rank reads other images in every epoch: on M machines it would take about M epochs
+until every image is in every cache. So the ranks of a machine divide all images among them, and a process per rank
+stores its part while the training runs.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ _STOP_S = 1.0
 class CacheFiller:
     """A process of low priority that stores images in the cache of a data set.
 
-    Nothing depends on it: an image that it cannot read or store is read by the training, which reports the error. It
-    ends with the process that started it.
+    The training does not depend on it: an image that it cannot read or store is read by the training, which reports the
+    error. It ends with the process that started it.
 
     Args:
         dataset: The data set, with a cache.

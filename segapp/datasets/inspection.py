@@ -42,7 +42,7 @@ RARE_FRAC = 1e-4
 """Classes with a smaller share of the training pixels are reported as rare."""
 
 _SHRINK = 16
-"""Factor by which blocks of large images are made smaller before they are compared."""
+"""Factor by which blocks of large images are reduced before they are compared."""
 
 _LARGE_PX = 2**25
 _large = threading.Lock()
@@ -86,15 +86,15 @@ class DataProblem:
 
 @dataclass(frozen=True)
 class Comparison:
-    """How many images of a split were compared with the training images, and how many look like one."""
+    """Number of images of a split that were compared with the training images, and that look like one."""
 
-    num_images: int  # of the split
+    num_images: int  # images of the split
     num_plain: int  # images with too little structure to be compared
     num_alike: int  # images that look like a training image, copies included
     num_others: int  # training images
 
     def lines(self, split: str) -> list[str]:
-        """Return how many images of a split look like training images, and which look-alikes cannot be seen."""
+        """Return how many images look like training images, and which kinds of look-alikes cannot be seen."""
         plain = f"; {self.num_plain} are too plain to compare" if self.num_plain else ""
         return [
             f"look-alikes: {self.num_alike} of {self.num_images} {split} images look like one of "
@@ -118,12 +118,12 @@ class SplitReport:
     unknown_ids: UnknownIds | None = None  # None if every id is known
     valid_px: int = 0  # pixels of the readable masks that are not ignored
     ignored: str | None = None  # the share of ignored pixels with its cause; None if it is small
-    comparison: Comparison | None = None  # of the images with those of the first split; None for the first split
+    comparison: Comparison | None = None  # with the images of the first split; None for the first split itself
 
 
 @dataclass(frozen=True)
 class FindingGroup:
-    """Findings of one kind in one split, those with the most wrong pixels first."""
+    """Findings of one kind in a split, starting with the most wrong pixels."""
 
     severity: str
     split: str
@@ -138,8 +138,8 @@ class _Examined:
 
     pair: ImagePair
     size: tuple[int, int] | None = None
-    digest: str | None = None  # of the decoded pixels
-    damage: str | None = None  # of a JPEG that can be decoded
+    digest: str | None = None  # hash of the decoded pixels
+    damage: str | None = None  # damage of a JPEG that can be decoded
     look: Look | None = None
     mask: MaskCounts | None = None
     ids: UnknownIdsError | None = None
@@ -147,7 +147,7 @@ class _Examined:
 
     @contextlib.contextmanager
     def noting(self, kind: str) -> Iterator[None]:
-        """Note an error of reading as a problem of a kind, or as one of ids."""
+        """Record a reading error as a problem of a kind, or as a problem of ids."""
         try:
             yield
         except UnknownIdsError as error:
@@ -314,7 +314,7 @@ def _seen_twice(examined: Mapping[str, Sequence[_Examined]], *, allow_overlap: b
 def _lookalikes(
     split: str, pairs: Sequence[_Examined], first_split: str, firsts: Sequence[_Examined], copies: Iterable[DataProblem]
 ) -> tuple[list[DataProblem], Comparison]:
-    """Return the images of a split that look like one of the first split; copies are findings already."""
+    """Return the images of a split that look like one of the first split; exact copies are reported separately."""
     own = [each for each in pairs if each.look is not None]
     others = [each for each in firsts if each.look is not None]
     known = {id(finding.pair) for finding in copies if finding.kind == "leak"}
@@ -342,7 +342,7 @@ def _twice(
 
 
 def _of_targets(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> list[DataProblem]:
-    """Return an error for masks that nothing can be learned from, else warnings about missing and rare classes."""
+    """Return an error if nothing can be learned from the masks, else warnings about missing and rare classes."""
     split = targets.split
     problem = nothing_to_learn(targets, scheme, is_training=is_training)
     if problem is not None:

@@ -1,8 +1,8 @@
 """Loaders of training and evaluation batches, divided among the ranks.
 
-The contents of a batch depend only on (seed, epoch, position): not on the number of workers, on timing or on where a
-run was interrupted. A file that cannot be used raises DataError; a worker that died or gave no batch within `timeout_s`
-raises WorkerError.
+A batch depends only on (seed, epoch, position), not on the number of workers, the timing or the position of an
+interruption. A file that cannot be used raises DataError; a worker that died or gave no batch within `timeout_s` raises
+WorkerError.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,20 +28,20 @@ _IN_PROCESS = LoadOptions()
 class TrainLoader:
     """Shuffled, augmented batches of one rank.
 
-    The order of the global batch is the same for any `world_size`; each rank takes a contiguous share of it. A rank
+    The order of the global batch is the same for any `world_size`; each rank gets a contiguous share of it. A rank
     without a share gets an empty batch.
 
     Args:
         dataset: The samples; its transform must return images of one size.
-        batch_size: Images in a batch of all ranks together.
+        batch_size: Images per batch, over all ranks.
         seed: Seed of the order.
-        options: How batches are loaded; by default in this process.
-        drop_last: Drop a last batch that is not full; never the only batch of an epoch.
+        options: How batches are loaded; the default is to load in this process.
+        drop_last: Drop a last batch that is not full, unless it is the only batch of an epoch.
         rank: 0 to world_size - 1.
         world_size: Number of ranks, which share each batch.
         order: The samples of an epoch; None: every image once, shuffled.
-        divide: Returns the samples of every rank for a batch of so many; called when an epoch begins. None: even
-            shares.
+        divide: Returns the number of samples per rank for a batch of a given size; called when an epoch begins. None:
+            even shares.
 
     Raises:
         ValueError: batch_size, rank or world_size is out of range.
@@ -79,7 +79,7 @@ class TrainLoader:
 
     @property
     def workers(self) -> int:
-        """Processes that load."""
+        """Number of loading processes."""
         return self._pool.options.workers
 
     def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
@@ -107,7 +107,7 @@ class EvalLoader:
 
     Args:
         dataset: The samples.
-        options: How batches are loaded; by default in this process.
+        options: How batches are loaded; the default is to load in this process.
         batch_size: Largest batch of consecutive images of one size.
         rank: 0 to world_size - 1.
         world_size: Number of ranks, which share the data set.
@@ -137,11 +137,11 @@ class EvalLoader:
         return len(self._batches)
 
     def __iter__(self) -> Iterator[Batch | LargeBatch]:
-        """Return all batches, large TIFFs decoded like other images."""
+        """Return all batches; large TIFFs are decoded like other images."""
         return self.batches(reads_windows=False)
 
     def batches(self, *, reads_windows: bool) -> Iterator[Batch | LargeBatch]:
-        """Return all batches; with `reads_windows` a large TIFF is not decoded, but is a `LargeBatch`.
+        """Return all batches; with `reads_windows`, a large TIFF is returned undecoded as a `LargeBatch`.
 
         A new call ends a pass that is still being read.
         """

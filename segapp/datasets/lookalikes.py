@@ -1,8 +1,8 @@
-"""Images that look alike: copies, and images of one split that show the same view as an image of another.
+"""Images that look alike: copies, and images of a split that show the same view as an image of another split.
 
-Two methods are combined. A difference hash of the whole image finds copies in another size, compression or brightness.
-Local features (ORB, Rublee et al. 2011) that agree at one offset find tiles that overlap and frames of one video.
-Neither finds another view of the same patient or scene.
+Two methods are combined. A difference hash of the whole image finds copies with another size, compression or
+brightness. Local features (ORB, Rublee et al. 2011) that agree at one offset find overlapping tiles and frames of the
+same video. Neither finds another view of the same patient or scene.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 _HASH_PX = 16
-"""Difference hashes are computed from images of (this + 1) x this pixels."""
+"""A difference hash is computed from a reduced image of (N + 1) x N pixels."""
 _MAX_BITS_APART = 5
-"""Maximum distance, of 256 bits, of copies. CamVid frames saved as JPEG at another size differ in up to 7 bits,
-distinct frames in 6 or more: most copies are found, and no neighboring frame is taken for one."""
+"""Maximum distance of copies, of 256 bits. CamVid frames saved as JPEG at another size differ in up to 7 bits and
+distinct frames in 6 or more. So most copies are found, and no neighboring frame is mistaken for a copy."""
 _LEAST_SHARED = 0.75
-"""Share of the bits set in either of two hashes that look-alikes have in common. Frames of different CamVid sequences
-reach 0.6, frames with 1.3 times the brightness 0.78 and more."""
+"""Minimum number of common set bits of two look-alikes, as a share of the bits set in either. Frames of different
+CamVid sequences reach 0.6, frames with 1.3 times the brightness at least 0.78."""
 _LEAST_BITS = 16
-"""Hashes with fewer bits set are of images too plain to compare."""
+"""Images whose hashes have fewer set bits are too plain to compare."""
 
 _FEATURES = 64
 _FEATURE_SIDE_PX = 640
-"""Longest side of the image in which features are searched; larger images are made smaller by a whole factor."""
+"""Longest side of the image in which features are searched; larger images are reduced by an integer factor."""
 _MAX_FEATURE_BITS = 32
 """Maximum distance, of 256 bits, of descriptors that agree."""
 _LEAST_AGREEING = 6
-"""Features at one offset that make a look-alike. Frames of different CamVid sequences have at most 1."""
+"""Minimum number of features that agree at one offset. Frames of different CamVid sequences have at most 1."""
 _LEAST_SPREAD = 0.1
-"""Share of both sides over which they are spread: a logo or a line of text is no look-alike."""
+"""Minimum share of both sides that these features cover, so that a logo or a line of text is no look-alike."""
 _OFFSET_PX = 8
 _MAX_SAME = 32
-"""Features that occur more often than this are not distinctive: the hood of a car, a logo."""
+"""Features that occur more often are not distinctive, such as the hood of a car or a logo."""
 _BLOCK = 256
 
 
@@ -48,7 +48,7 @@ class Look:
     hash: bytes | None  # difference hash, 32 bytes; None for a flat image
     points: NDArray[np.int16]  # positions of local features, (n, 2), px
     descriptors: NDArray[np.uint8]  # their descriptors, (n, 32) bytes
-    side_px: int  # shorter side of the image of the features
+    side_px: int  # shorter side of the image in which the features were searched
 
     @property
     def is_plain(self) -> bool:
@@ -59,7 +59,7 @@ class Look:
 
 @dataclass(frozen=True)
 class Lookalike:
-    """The numbers of an image and of the image that it looks like, and what they have in common."""
+    """The indices of an image and of the image that it looks like, and their common features."""
 
     number: int
     other: int
@@ -107,9 +107,9 @@ def find_copies(hashes: Sequence[bytes | None]) -> Iterator[tuple[int, int]]:
 
 
 def find_lookalikes(looks: Sequence[Look], others: Sequence[Look]) -> list[Lookalike]:
-    """Return the images that look like one of some others, each once with the most similar one.
+    """Return the images that look like one of the others, each once, with the most similar one.
 
-    The time grows with the product of the numbers only for the hashes: 5 000 images against 20 000 take seconds.
+    Only the comparison of the hashes grows with the product of the numbers: 5 000 images against 20 000 take seconds.
     """
     found = {each.number: each for each in _by_features(looks, others)}
     found |= {each.number: each for each in _by_hash(looks, others)}
@@ -137,7 +137,7 @@ def _by_hash(looks: Sequence[Look], others: Sequence[Look]) -> Iterator[Lookalik
 
 
 def _by_features(looks: Sequence[Look], others: Sequence[Look]) -> Iterator[Lookalike]:
-    """Yield the images of which several features agree with those of another image at one offset."""
+    """Yield the images that share several features with another image at one offset."""
     if not any(len(each.points) for each in looks) or not any(len(each.points) for each in others):
         return
     image_of_other = np.repeat(np.arange(len(others)), [len(each.points) for each in others])
@@ -177,7 +177,7 @@ def _by_features(looks: Sequence[Look], others: Sequence[Look]) -> Iterator[Look
 def _equal_words(
     words: NDArray[np.uint32], orders: Sequence[NDArray[Any]], sorted_words: Sequence[NDArray[Any]]
 ) -> NDArray[np.int64]:
-    """Return rows (own, other) of descriptors with one of eight words in common, unless the word is frequent."""
+    """Return rows (own, other) of descriptors with an equal word (one of eight), unless the word is frequent."""
     found = []
     for column, (order, known) in enumerate(zip(orders, sorted_words, strict=True)):
         low = np.searchsorted(known, words[:, column], "left")

@@ -36,7 +36,7 @@ class UnknownIdsError(DataError):
     """A mask holds ids that are no class."""
 
     present: Mapping[int, int] = MappingProxyType({})  # every id in the mask -> its pixels
-    unknown: Mapping[int, int] = MappingProxyType({})  # those of them that the scheme does not know
+    unknown: Mapping[int, int] = MappingProxyType({})  # the ids among them that the scheme does not know
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
     any image whose colors are in the palette.
 
     Raises:
-        DataError: The file cannot be read or is damaged; its format changes ids; or it holds ids or colors that the
-            scheme does not have: the message names them with their number of pixels and the likely cause.
+        DataError: The file cannot be read or is damaged, its format changes ids, or it holds ids or colors that the
+            scheme does not have. The message lists these with their number of pixels and the likely cause.
     """
     if scheme.multilabel is not None:
         return _label_sets(path, scheme)
@@ -82,7 +82,7 @@ def read_mask(path: Path, scheme: ClassScheme) -> Ids:
 
 
 def read_masks(paths: Sequence[Path], scheme: ClassScheme) -> Ids:
-    """Return the mask (H, W) of train ids of an image; with `multilabel: files` from the mask of each class."""
+    """Return the mask (H, W) of train ids of an image; with `multilabel: files` from one mask per class."""
     if scheme.multilabel != "files":
         return read_mask(paths[0], scheme)
     one = replace(scheme, names=("one",), multilabel="channels")
@@ -122,7 +122,7 @@ def _label_sets(path: Path, scheme: ClassScheme) -> NDArray[np.int32]:
 
 
 def _sets_of_channels(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) -> NDArray[np.int64]:
-    """Return the sets of classes of (H, W, C) values, where all but 0 stand for the class."""
+    """Return the sets of classes of (H, W, C) values; a nonzero value means that the pixel has the class."""
     if scheme.num_classes == 1 and planes.shape[2] == 3 and (planes == planes[..., :1]).all():
         planes = planes[..., :1]  # black and white, saved as RGB
     if planes.shape[2] != scheme.num_classes:
@@ -135,7 +135,7 @@ def _sets_of_channels(planes: NDArray[np.int64], path: Path, scheme: ClassScheme
 
 
 def _sets_of_bits(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) -> NDArray[np.int64]:
-    """Return (H, W, 1) values, checked to be sets of classes."""
+    """Return (H, W, 1) values after checking that they are sets of classes."""
     if planes.shape[2] != 1:
         raise DataError(
             f"{shown(path)}: the mask has {planes.shape[2]} channels: set data.multilabel: channels", path=path
@@ -152,7 +152,7 @@ def _sets_of_bits(planes: NDArray[np.int64], path: Path, scheme: ClassScheme) ->
 
 
 def _check_one_frame(image: Image.Image, path: Path) -> None:
-    """Check that there is one frame; frames are not counted, which takes a minute for a million."""
+    """Check that there is only one frame; frames are not counted, because that takes a minute for a million."""
     try:
         has_more = bool(getattr(image, "is_animated", False))
     except Exception as error:  # a damaged directory of frames, as above
@@ -162,7 +162,7 @@ def _check_one_frame(image: Image.Image, path: Path) -> None:
 
 
 def _is_plain_grey(image: Image.Image, data: bytes) -> bool:
-    """Return True for a gray 8-bit PNG without rotation, which OpenCV decodes a third faster, to the same ids."""
+    """Return True for a gray 8-bit PNG without rotation, which OpenCV decodes in a third less time to the same ids."""
     return image.format == "PNG" and image.mode == "L" and data[24] == 8 and b"eXIf" not in data
 
 
@@ -212,7 +212,7 @@ def train_ids(ids: NDArray[Any], path: Path, scheme: ClassScheme) -> Ids:
 
 
 def _table(path: Path, scheme: ClassScheme) -> NDArray[np.int16]:
-    """Return the table id in a mask file -> train id."""
+    """Return the table from id in a mask file to train id."""
     has_train_ids = scheme.train_id_suffix is not None and path.name.endswith(scheme.train_id_suffix)
     return scheme.train_id_table if has_train_ids else scheme.table
 
@@ -224,7 +224,7 @@ def count_values(values: NDArray[Any]) -> dict[int, int]:
 
 
 def unknown_ids_error(path: Path, scheme: ClassScheme, present: Mapping[int, int]) -> UnknownIdsError:
-    """Return the error of a mask with ids that are no class; `present` has the pixels of every id in it."""
+    """Return the error for a mask with ids that are no class; `present` has the number of pixels of each id."""
     table = _table(path, scheme)
     is_known = {value: 0 <= value <= 65_535 and table[value] != UNKNOWN_ID for value in present}
     unknown = {value: present[value] for value in sorted(present) if not is_known[value]}
@@ -239,7 +239,7 @@ def unknown_ids_error(path: Path, scheme: ClassScheme, present: Mapping[int, int
 
 
 def name_ids(pixels: Mapping[int, int]) -> str:
-    """Return ids with their pixels as text: "254 (12 px), 255 (3 px)"; the first few of many."""
+    """Return ids with their pixels as text: "254 (12 px), 255 (3 px)"; only the first few if there are many."""
     named = ", ".join(f"{value} ({count} px)" for value, count in list(pixels.items())[:_MAX_NAMED])
     return named + (f" and {len(pixels) - _MAX_NAMED} more" if len(pixels) > _MAX_NAMED else "")
 
@@ -270,7 +270,7 @@ def summary_of_ids(unknown: UnknownIds) -> str:
 
 
 def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> str:
-    """Return the likely cause of ids outside the classes, and what to do; `present` are all ids of the masks."""
+    """Return the likely cause of ids outside the classes, and the fix; `present` has all ids of the masks."""
     last = scheme.num_classes - 1
     if scheme.label_map is not None:
         return f"Add them to data.label_map, mapped to a class or to ignore_index={scheme.ignore_index}"
@@ -294,7 +294,7 @@ def likely_cause(scheme: ClassScheme, present: set[int], unknown: set[int]) -> s
 
 
 def _ids_of_colors(pixels: NDArray[np.uint8], path: Path, scheme: ClassScheme) -> Ids:
-    """Return the train ids (H, W) of colors (H, W, 3), by a table of all 2^24; its unused pages take no memory."""
+    """Return the train ids (H, W) of colors (H, W, 3), with a table of all 2^24 colors; unused pages take no memory."""
     codes = color_codes(pixels)
     offset = 1 - min(0, scheme.ignore_index)
     found = _code_table(tuple(scheme.color_table.items()), offset)[codes]

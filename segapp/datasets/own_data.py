@@ -1,4 +1,4 @@
-"""Data sets of the user's own code: images and masks from `image_and_mask(index)` instead of files. No torch here."""
+"""Custom data sets: images and masks from `image_and_mask(index)` instead of files. No torch here."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _RENAME = "rename __getitem__, and return the image and the class ids as NumPy a
 
 
 class OwnData:
-    """A checked reader around an object of the user's code, the `part` of a config.
+    """A checked reader of a custom data set object; `part` is its name in the config.
 
     Raises:
-        ConfigError: the object has not these methods.
+        ConfigError: the object lacks a required method.
     """
 
     def __init__(self, source: DataSource, part: str, split: str) -> None:
@@ -41,11 +41,11 @@ class OwnData:
         return len(self.source)
 
     def name(self, index: int) -> str:
-        """Return the name of an image: the source's own, else split and index."""
+        """Return the name of an image: from the object, if it has names, else split and index."""
         return str(self.source.name(index)) if hasattr(self.source, "name") else f"{self.split}[{index}]"
 
     def pairs(self, indices: Sequence[int] | None = None) -> list[OwnPair]:
-        """Return images by their indices, by default all."""
+        """Return images by their indices, by default all of them."""
         named = ((index, self.name(index)) for index in (range(len(self)) if indices is None else indices))
         return [OwnPair(Path(name), Path(name), name, data=self, index=index) for index, name in named]
 
@@ -80,7 +80,7 @@ class OwnData:
 
 @dataclass(frozen=True, kw_only=True)
 class OwnPair(ImagePair):
-    """One image and mask of own data; the paths are its name."""
+    """One image and mask of a custom data set; the paths are its name."""
 
     data: OwnData
     index: int

@@ -1,9 +1,9 @@
 """Batches loaded in this process or in worker processes that live as long as the pool.
 
-Every failure is raised as one error that names the file: an exception of any kind, a killed worker, a worker that
-hangs. No global random generator is used.
+Every failure (an exception of any kind, a killed worker, a worker that hangs) raises one error that names the file. No
+global random generator is used.
 
-Shapes: N images of a batch, B bands, H, W height and width in pixels.
+Shapes: N images per batch, B bands, H, W height and width in pixels.
 """
 
 import signal
@@ -44,7 +44,7 @@ class LoadOptions:
     """How batches are loaded."""
 
     workers: int = 0  # processes that load; 0 loads in this one
-    timeout_s: float = 120.0  # longest wait for a batch of the workers; 0 waits for ever
+    timeout_s: float = 120.0  # maximum wait for a batch from the workers; 0: no limit
     pin_memory: bool = False  # return batches in page-locked memory
 
 
@@ -52,13 +52,13 @@ class LoadOptions:
 class Batch:
     """A batch of images and targets."""
 
-    images: Tensor  # the bands, shape (N, B, H, W), of the type of the files, not normalized, contiguous
+    images: Tensor  # the bands, shape (N, B, H, W), with the dtype of the files, not normalized, contiguous
     # Train ids and `ignore_index`, shape (N, H, W), uint8 or int16; with distances int32 (N, 1 + C, H, W)
     target: Tensor
     indices: tuple[int, ...]  # in the data set
     epoch: int = 0
-    first: int = 0  # place of the first sample in the order of the epoch, over all ranks; the others follow it
-    keys: Tensor | None = None  # of the samples' masks (segapp.parallel.dropout), int64 of shape (N, layers); of a step
+    first: int = 0  # position of the first sample in the epoch, over all ranks; the others follow it
+    keys: Tensor | None = None  # keys of the dropout masks (segapp.parallel.dropout), int64 (N, layers); in training
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -69,7 +69,7 @@ class Batch:
 
 
 def collate(samples: Sequence[Sample], *, shared: bool = False) -> Batch:
-    """Return samples of one size as a batch; `shared` memory is mapped by the main process and not copied.
+    """Return samples of one size as a batch; with `shared`, the main process maps its memory instead of copying it.
 
     Raises:
         DataError: The samples differ in size.
@@ -107,7 +107,7 @@ def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tenso
 
 
 def _portable(error: BaseException, place: str) -> SegappError:
-    """Return an error of any kind as one that survives pickling, with its traceback as a note."""
+    """Return an error of any kind as one that can be pickled, with its traceback as a note."""
     if not isinstance(error, SegappError):
         error = DataError(f"{place}: loading failed ({type(error).__name__}: {error})", path=place)
     error.add_note(traceback.format_exc())
@@ -157,7 +157,7 @@ def start_worker(worker: int) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    signal.set_wakeup_fd(-1)  # the trainer's
+    signal.set_wakeup_fd(-1)  # it belongs to the trainer
     trainer = parent_process()
     sys.excepthook = _report_unless_trainer_left
     # A worker that hangs would outlive a killed trainer.
@@ -165,16 +165,16 @@ def start_worker(worker: int) -> None:
 
 
 def _report_unless_trainer_left(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of the thread that hands batches over, unless its trainer was killed meanwhile."""
+    """Print an error of the thread that passes batches on, unless its trainer was killed meanwhile."""
     if not isinstance(error, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)
 
 
 class _DoneEvent:
-    """The trainer's side of the event by which torch tells its workers to end.
+    """The trainer's side of the event with which torch ends its workers.
 
-    Workers look at the event between two batches, under its lock. One that is killed then holds the lock for ever, and
-    with torch's own event the trainer would wait for it, first when torch marks the worker as dead.
+    Workers check the event between two batches, under its lock. A worker that is killed at that moment holds the lock
+    forever, and with torch's own event the trainer would wait for it as soon as torch marks the worker as dead.
     """
 
     def __init__(self, event: Any, workers: Sequence[Any]) -> None:
@@ -186,7 +186,7 @@ class _DoneEvent:
         return self._is_set
 
     def set(self) -> None:
-        """Tell the workers to end; kill them if they cannot see it."""
+        """Tell the workers to end; kill them if they cannot see the event."""
         self._is_set = True
         if not set_within(self._event, _POLL_S):
             for worker in self._workers:
@@ -260,17 +260,17 @@ class BatchPool:
             timeout=_POLL_S if many else 0,
             worker_init_fn=start_worker if many else None,
             multiprocessing_context="fork" if many and "fork" in get_all_start_methods() else None,
-            generator=torch.Generator(),  # without it the workers' seed would be drawn from the global generator
+            generator=torch.Generator(),  # otherwise the workers' seed would be drawn from the global generator
             persistent_workers=many,
         )
 
     def _next(self, iterator: Iterator[Any], batch: list[SampleKey]) -> Any:
-        """Return the next batch. Waits are short, so that a suspended process does not count its pause as waiting."""
+        """Return the next batch. Waits are short, so the pause of a suspended process does not count as waiting."""
         waited_s = 0.0
         while True:
             try:
                 return next(iterator)
-            except (RuntimeError, ConnectionError, EOFError) as error:  # also of a worker killed while it sends a batch
+            except (RuntimeError, ConnectionError, EOFError) as error:  # also if a worker dies while it sends a batch
                 if not self._workers:
                     raise
                 waited_s += _POLL_S
@@ -294,7 +294,7 @@ class BatchPool:
 
     def _death_error(self, error: Exception) -> WorkerError:
         processes = loader_workers(self._iterator)
-        if not isinstance(error, RuntimeError):  # torch has not found the dead worker yet
+        if not isinstance(error, RuntimeError):  # torch has not noticed the dead worker yet
             ended = wait([process.sentinel for process in processes], _POLL_S)
             for process in (process for process in processes if process.sentinel in ended):
                 process.join(_POLL_S)  # its pipe closes a moment before it is gone
@@ -324,7 +324,7 @@ class BatchPool:
         self._stop()
 
     def _stop(self) -> None:
-        """Stop the workers; those that do not respond within seconds are killed."""
+        """Stop the workers; kill those that do not respond within seconds."""
         if shut_down_workers(self._iterator):
             self._kill(range(self._workers))
         self._loader = self._iterator = None
@@ -341,15 +341,15 @@ class BatchPool:
 def _restore_child_handler(before: Any) -> None:
     """Restore the SIGCHLD handler that torch replaces with its first workers.
 
-    Torch's handler raises in the main thread when a worker dies, even while a checkpoint is written. The pool finds
-    dead workers itself within a second.
+    Torch's handler raises in the main thread when a worker dies, even while a checkpoint is written. The pool notices
+    dead workers within a second without it.
     """
     if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is not before:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL if before is None else before)
 
 
 def _exit_cause(exit_code: int | None) -> str:
-    """Return an exit code or the name of the signal in it as text."""
+    """Return an exit code as text, or the name of its signal."""
     if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code}"
     try:

@@ -1,4 +1,4 @@
-"""Memory and processors that this process may use, within the limits of its control group; threads that read."""
+"""Memory and processors that this process may use, within the limits of its control group; reader threads."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def available_bytes() -> int | None:
         available.append(_counters(Path("/proc/meminfo"))["MemAvailable:"] * 1024)
         limit = int((_GROUP / "memory.max").read_text())
         kinds = _counters(_GROUP / "memory.stat")
-        page_cache = kinds["file"] - kinds.get("shmem", 0)  # shared memory cannot be given back
+        page_cache = kinds["file"] - kinds.get("shmem", 0)  # shared memory cannot be reclaimed
         available.append(limit - int((_GROUP / "memory.current").read_text()) + page_cache)
     except (OSError, ValueError, KeyError):
         pass  # no Linux, no control group, or no limit ("max")
@@ -27,7 +27,7 @@ def available_bytes() -> int | None:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """Return the numbers of a file of "name number" lines."""
+    """Return the numbers in a file of "name number" lines."""
     words = (line.split() for line in path.read_text().splitlines())
     return {word[0]: int(word[1]) for word in words if len(word) > 1}
 
@@ -36,7 +36,7 @@ _REMOTE = re.compile(r"(fuse\.)?(9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|n
 
 
 def remote_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
-    """Return the type of a file system that a path reaches over a network, such as "nfs4"; None if local or unknown."""
+    """Return the type of the network file system of a path, such as "nfs4"; None if it is local or unknown."""
     try:
         lines = [line.split(" ") for line in mounts.read_text().splitlines()]
     except OSError:
@@ -60,12 +60,12 @@ def usable_cores() -> float:
 
 
 def cores_of_rank() -> float:
-    """Return the processors for this process: the usable ones divided by torchrun's ranks on this machine."""
+    """Return the processors for this process: the usable ones divided by the number of torchrun's ranks here."""
     return usable_cores() / _ranks_here()
 
 
 def shared_bytes_of_rank() -> int | None:
-    """Return the free shared memory for this process, divided likewise; None if there is no /dev/shm."""
+    """Return the free shared memory for this process, divided in the same way; None if there is no /dev/shm."""
     try:
         return shutil.disk_usage("/dev/shm").free // _ranks_here()
     except OSError:
@@ -78,10 +78,10 @@ def _ranks_here() -> int:
 
 
 class ThreadPool(ThreadPoolExecutor):
-    """A thread pool whose threads have also ended for the operating system where its `with` block ends.
+    """A thread pool whose threads have also ended for the operating system at the end of its `with` block.
 
-    Python joins a thread before its C++ thread-local data are freed, for which OpenCV takes a global lock. A process
-    forked in that moment has the lock taken for ever, and hangs in its next OpenCV call.
+    Python joins a thread before its C++ thread-local data are freed, and OpenCV takes a global lock to free them. A
+    process forked in that moment inherits the locked lock, and hangs in its next OpenCV call.
     """
 
     def __init__(self, num_threads: int, name: str = "") -> None:
@@ -89,7 +89,7 @@ class ThreadPool(ThreadPoolExecutor):
         super().__init__(num_threads, name, initializer=lambda: self._ids.add(threading.get_native_id()))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """End the threads; Linux lists them for a moment longer."""
+        """End the threads, and wait until Linux no longer lists them, which takes a moment."""
         super().shutdown(wait, cancel_futures=cancel_futures)
         deadline = time.monotonic() + (_END_S if wait else 0)
         while any(Path(f"/proc/self/task/{number}").exists() for number in self._ids) and time.monotonic() < deadline:

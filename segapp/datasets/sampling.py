@@ -1,7 +1,7 @@
 """Order of samples and their seeds: pure functions of (seed, epoch, index).
 
-No generator outlives a call, so the order depends neither on the number of workers nor on where a run was interrupted.
-Global generators are not used.
+No generator outlives a call, so the order depends neither on the number of workers nor on the position of an
+interruption. Global generators are not used.
 """
 
 import hashlib
@@ -20,8 +20,8 @@ class SampleKey(NamedTuple):
 
     epoch: int
     image: int  # index in the data set
-    draw: int = 0  # how often the epoch had this image before
-    aim: int | None = None  # class that the crop is to contain; None: any crop
+    draw: int = 0  # how often the epoch has had this image before
+    aim: int | None = None  # class that the crop must contain; None: any crop
 
 
 Order = Callable[[int], list[SampleKey]]
@@ -45,16 +45,16 @@ def sample_order(num_samples: int, seed: int, epoch: int) -> list[int]:
 
 
 def aimed_order(num_samples: int, images_with: Mapping[int, Sequence[int]], share: float, seed: int) -> Order:
-    """Return an order in which a share of the samples is aimed at classes, all classes equally often.
+    """Return an order in which a share of the crops is chosen to contain a class, all classes equally often.
 
-    The aimed samples are spread evenly over an epoch. Their classes are those of one shuffled list after another, and
-    so are the images of each class; the other samples are images of the whole data set, each at most once in an epoch.
+    The chosen samples are spread evenly over an epoch. Their classes come from one shuffled list after another, and so
+    do the images of each class. The other samples are images of the whole data set, each at most once in an epoch.
 
     Args:
         num_samples: Images in the data set, and samples in an epoch.
-        images_with: For each class the images that contain it; at least one class, and one image for each.
-        share: Of the aimed samples, 0 to 1.
-        seed: Of the order.
+        images_with: For each class, the images that contain it; at least one class, and one image per class.
+        share: Share of the chosen samples, 0 to 1.
+        seed: Seed of the order.
     """
 
     def order(epoch: int) -> list[SampleKey]:
@@ -97,7 +97,7 @@ def plan_shares(num_samples: int, world_size: int) -> tuple[int, ...]:
 
 
 def part_of(samples: list[Item], rank: int, sizes: Sequence[int]) -> list[Item]:
-    """Return the contiguous part of the samples for one rank, where the ranks get so many each.
+    """Return the contiguous part of the samples for one rank; `sizes` has the number of samples per rank.
 
     >>> [part_of([5, 6, 7, 8, 9], rank, (0, 4, 1)) for rank in range(3)]
     [[], [5, 6, 7, 8], [9]]

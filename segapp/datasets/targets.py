@@ -1,6 +1,7 @@
-"""The targets of a split: the counts of its masks, what nothing can be learned from, and what a user should know.
+"""Counts of the masks of a split, errors for masks from which nothing can be learned, and notes for the user.
 
-`read_targets` counts masks before a training, `datasets.inspection` for `segapp check`; the judgment is the same.
+`read_targets` counts masks before a training, `datasets.inspection` counts them for `segapp check`; both use this
+module.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ IGNORED_SHARE = 0.01
 """Share of ignored pixels from which their cause is reported."""
 
 CHEAP_PX = 2**26
-"""Pixels of masks read before a training: all of CamVid, 32 masks of Cityscapes; half a second."""
+"""Pixels of the masks that are read before a training: all of CamVid, 32 masks of Cityscapes, in half a second."""
 _OWN_COST = 8
-"""Time to read an own image with its mask, in times of a mask file."""
+"""Time to read an image of a custom data set with its mask, relative to a mask file."""
 SEARCHED_PX = 2**28
-"""Pixels of masks read before a training to find a pixel of every class; two seconds, where a class is missing."""
+"""Pixels of the masks that are searched for missing classes before a training: two seconds if a class is missing."""
 
 _MAX_NAMED = 8
 
@@ -38,10 +39,10 @@ _MAX_NAMED = 8
 class ClassFrequencies:
     """Counts over all masks of a data set, before any augmentation."""
 
-    pixels: tuple[int, ...]  # of each class
-    images: tuple[int, ...]  # with each class
-    # For each class, the valid pixels of the images with it. `pixels` over these is the frequency of median-frequency
-    # balancing (Eigen & Fergus 2015, section 6.3.2).
+    pixels: tuple[int, ...]  # pixels of each class
+    images: tuple[int, ...]  # images with each class
+    # For each class, the valid pixels of the images with it. `pixels` divided by these is the frequency of
+    # median-frequency balancing (Eigen & Fergus 2015, section 6.3.2).
     pixels_where_present: tuple[int, ...]
     ignored_px: int
     num_images: int
@@ -52,7 +53,7 @@ class ClassFrequencies:
 class MaskCounts:
     """Counts of one mask."""
 
-    pixels: NDArray[np.int64]  # of each class, (C,)
+    pixels: NDArray[np.int64]  # pixels of each class, (C,)
     ignored_px: int
     size: tuple[int, int]  # height and width
 
@@ -89,7 +90,7 @@ def class_frequencies(counted: Sequence[MaskCounts], num_classes: int, *, num_im
 
 @dataclass(frozen=True)
 class Targets:
-    """Counts of the masks of a split, as far as they were read."""
+    """Counts of the masks of a split that were read."""
 
     split: str  # name of the split
     frequencies: ClassFrequencies  # counts over the masks that were read
@@ -112,12 +113,12 @@ class Targets:
 
     @property
     def ignored_share(self) -> float:
-        """Ignored pixels of all pixels of the masks that were read, 0 to 1."""
+        """Share of ignored pixels among all pixels of the masks that were read, 0 to 1."""
         return self.frequencies.ignored_px / max(1, self.frequencies.ignored_px + self.valid_px)
 
     @property
     def where(self) -> str:
-        """The masks that were read, in words."""
+        """Description of the masks that were read."""
         if self.is_complete:
             return f"the {self.num_masks:,} mask{'s' * (self.num_masks != 1)} of split {self.split}"
         return f"the {self.num_read:,} of {self.num_masks:,} masks of split {self.split} that were read"
@@ -134,17 +135,18 @@ def read_targets(
 ) -> Targets:
     """Read and count the masks of a split before a training.
 
-    A small split is read whole. Of a large one evenly spread masks are read, then others for as long as a class is
-    missing, up to `SEARCHED_PX`; and beyond that until there is something to learn, because a split is refused only if
-    every mask was read. Own data, whose masks come with their images, get an eighth of this and are not searched on.
+    A small split is read completely. Of a large one, evenly spread masks are read, and then more while a class is
+    missing, up to `SEARCHED_PX`. If there is nothing to learn yet, reading continues, because a split is refused only
+    if every mask was read. A custom data set, whose masks come with their images, gets an eighth of these limits and is
+    not searched further.
 
     Args:
         pairs: the split; pairs without a mask are left out.
         split: its name, for messages.
         scheme: meaning of the ids.
-        total_px: pixels of all its masks, also if only estimated.
+        total_px: pixels of all masks of the split, which may be an estimate.
         is_training: the split is for training, not for validation.
-        pixels: bands and type of the images of own data.
+        pixels: bands and dtype of the images of a custom data set.
 
     Raises:
         DataError: a mask is not valid, or nothing can be learned from the masks (`nothing_to_learn`).
@@ -192,7 +194,7 @@ def _counted(pairs: Sequence[ImagePair], scheme: ClassScheme, pixels: PixelForma
 
 
 def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool) -> DataError | None:
-    """Return the error that says why no network can be trained, or evaluated, with these masks; None if one can.
+    """Return the error if no network can be trained, or evaluated, with these masks; None if one can.
 
     A validation split needs one valid pixel. A training split needs pixels of two classes; if a pixel may have
     several classes, one class that some valid pixels have and others do not is enough.
@@ -229,7 +231,7 @@ def nothing_to_learn(targets: Targets, scheme: ClassScheme, *, is_training: bool
 
 
 def _one_set(targets: Targets, scheme: ClassScheme, present: Sequence[str]) -> DataError | None:
-    """Return the error of masks of several classes per pixel whose valid pixels are all alike."""
+    """Return the error for masks of several classes per pixel if all valid pixels are equal."""
     if not present:
         ignored = ""
         if targets.frequencies.ignored_px:
@@ -248,7 +250,7 @@ def _one_set(targets: Targets, scheme: ClassScheme, present: Sequence[str]) -> D
 
 
 def _mapped(scheme: ClassScheme, present: str) -> str:
-    """Return how to make a class of the ignored pixels."""
+    """Return how to turn ignored pixels into a class."""
     values = _ignored_ids(scheme)
     others = [number for number, name in enumerate(scheme.names) if name != present]
     if scheme.rgb or len(values) != 1:
@@ -297,7 +299,7 @@ def ignored_note(targets: Targets, scheme: ClassScheme) -> str | None:
 
 
 def has_shades(targets: Targets, scheme: ClassScheme) -> bool:
-    """Return True if many values of masks of two classes are ignored: probably edges that were smoothed."""
+    """Return True if many values of masks with two classes are ignored: probably smoothed edges."""
     has_many_values = not scheme.rgb and len(_ignored_ids(scheme)) > _MAX_NAMED
     return scheme.num_classes == 2 and has_many_values and targets.ignored_share > IGNORED_SHARE
 

@@ -1,4 +1,4 @@
-"""Numbers of data workers from the cost of a sample, and advice where a device waits for data."""
+"""Choose the number of data workers from the cost of a sample, and give advice if a device waits for data."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Literal
 from segapp.datasets.dataset import SegmentationDataset
 
 GPU_PX_PER_S, CPU_PX_PER_S = 120e6, 5e6
-"""Crop pixels that a device trains on each second, upper estimates: DeepLabV3-ResNet50 in bf16 takes 2.3 TFLOP for an
-image of 768x768, of which an H200 does about 200 per second; a small network on some processor cores."""
+"""Crop pixels that a device trains on per second, an upper estimate: DeepLabV3-ResNet50 in bf16 takes 2.3 TFLOP for an
+image of 768x768, and an H200 processes about 200 per second; on the CPU, a small network on some cores."""
 
 WAITING_FRAC = 0.2
-"""Share of the time spent waiting for data from which advice is given; the screen marks the same share."""
+"""Share of the time spent waiting for data from which advice is given; the TUI marks the same share."""
 
 _MARGIN = 1.25
 
 
 def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float | None:
-    """Return the least time to load one of a few training samples, seconds; None if one of them cannot be loaded.
+    """Return the shortest time in seconds to load one of a few training samples; None if one cannot be loaded.
 
-    The greater of elapsed and processor time counts: the storage may be slow, and here several threads may share the
-    work that is one thread's in a worker.
+    The larger of elapsed time and processor time counts: the storage may be slow, and several threads here may share
+    work that a worker does in one thread.
     """
     step = max(1, len(dataset) // num_samples)
     times_s = []
@@ -30,7 +30,7 @@ def sample_seconds(dataset: SegmentationDataset, num_samples: int = 3) -> float 
         began_s, work_s = time.perf_counter(), time.process_time()
         try:
             dataset[0, index]
-        except Exception:  # the loader reports the file, when it comes to it
+        except Exception:  # the loader reports the file when it reads it
             return None
         times_s.append(max(time.perf_counter() - began_s, time.process_time() - work_s))
     return min(times_s)
@@ -41,8 +41,8 @@ def most_workers(cores: float, batch_bytes: int = 0, shared_bytes: int | None = 
 
     Args:
         cores: processors of this rank; one is left to the training thread.
-        batch_bytes: of a batch; each worker holds up to two in shared memory.
-        shared_bytes: free shared memory of this rank, of which half is used; None: not limited.
+        batch_bytes: bytes of a batch; each worker holds up to two in shared memory.
+        shared_bytes: free shared memory of this rank, half of which is used; None: not limited.
 
     >>> most_workers(16), most_workers(16, 20 * 2**20, 64 * 2**20), most_workers(16, 20 * 2**20, 2**30)
     (15, 1, 12)
@@ -59,8 +59,8 @@ def plan_workers(sample_s: float | None, crop_px: tuple[int, int], most: int, de
     Args:
         sample_s: time to load a sample in one process, seconds; None: unknown.
         crop_px: height and width of a sample.
-        most: upper limit; the result where `sample_s` is unknown.
-        device_type: `torch.device.type`; every kind but "cpu" is a GPU.
+        most: upper limit, which is returned if `sample_s` is unknown.
+        device_type: `torch.device.type`; every type except "cpu" is a GPU.
 
     >>> plan_workers(0.053, (768, 768), 15, "cuda"), plan_workers(0.004, (768, 768), 15, "cuda")
     (14, 2)
@@ -76,9 +76,9 @@ def plan_workers(sample_s: float | None, crop_px: tuple[int, int], most: int, de
 def wait_advice(
     wait_frac: float, workers: int, cores: float, cache: Literal["none", "ram", "disk"], *, is_filling: bool = False
 ) -> str | None:
-    """Return, in one sentence, that the device waits for data and what to change; None if it hardly waits.
+    """Return a sentence that says that the device waits for data and what to change; None if it rarely waits.
 
-    Workers and processors are those of a rank; `is_filling` says that the cache does not hold every image yet.
+    Workers and processors are counted per rank; `is_filling` means that the cache does not hold every image yet.
     """
     if wait_frac < WAITING_FRAC:
         return None

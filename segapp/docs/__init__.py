@@ -1,1 +1,1 @@
-"""The documentation: Markdown pages for people, listed in README.md of this folder, and shown by `segapp docs`."""
+"""The documentation: Markdown pages, listed in README.md of this folder and shown by `segapp docs`."""

@@ -22,7 +22,7 @@ _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _MAX_NEAREST = 3
 _MAX_HITS = 12
 _PHRASE = 12.0
-"""Added to the rank of a page if one of its keywords has the words of a search in their order."""
+"""Added to the rank of a page if one of its keywords contains the words of a search in this order."""
 _MIN_STEM = 3
 _DEVELOPERS = 0.5
 """Factor on the rank of the pages about the code."""
@@ -32,14 +32,14 @@ class Page(NamedTuple):
     """One page, as the index lists it."""
 
     topic: str
-    """The word that names it: the name of its file without `.md`."""
+    """The topic: the name of its file without `.md`."""
     group: str
-    """Heading of the index under which it is listed."""
+    """Heading of its group in the index."""
     path: Path
     about: str
     """The question that it answers, in one sentence."""
     keywords: tuple[str, ...] = ()
-    """Other words for its contents, such as terms of other trainers; only the search uses them."""
+    """Other words for its contents, such as terms of other trainers; used only by the search."""
 
     def text(self) -> str:
         """Return the Markdown text without comments, which are for the tests."""
@@ -47,7 +47,7 @@ class Page(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """A line that a search has found."""
+    """A line found by a search."""
 
     page: Page
     line: str
@@ -79,7 +79,7 @@ def find_page(topic: str) -> tuple[Page, str]:
     """Return the page of a topic such as `screen` or `screen#the-chart`, and the anchor in it.
 
     Raises:
-        ConfigError: there is no such page; the message names the nearest ones.
+        ConfigError: there is no such page; the message suggests similar ones.
     """
     name, _, anchor = topic.partition("#")
     known = {page.topic: page for page in pages()}
@@ -98,7 +98,7 @@ def find_page(topic: str) -> tuple[Page, str]:
 
 
 def headings(text: str) -> Iterator[tuple[str, str]]:
-    """Yield (anchor, title) of each heading, the anchor as code hosts and Textual make it."""
+    """Yield (anchor, title) of each heading; code hosts and Textual make the same anchors."""
     return ((slug(title), title) for level, title, _ in _lines(text) if level)
 
 
@@ -178,7 +178,7 @@ def _wanted(stems: Sequence[str]) -> set[str]:
 
 @functools.cache
 def _index() -> dict[Page, dict[str, float]]:
-    """Return the weight of each word of each page, by the best place that has the word."""
+    """Return the weight of each word of each page, determined by the most important place that has the word."""
     index = {}
     for page in pages():
         text = page.text()

@@ -1,4 +1,4 @@
-"""Metadata of an exported file: what it takes, what it gives, its classes, and the checkpoint it was made from."""
+"""Metadata of an exported file: its input, its output, its classes, and the checkpoint from which it was made."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from segapp.errors import CheckpointError
 
 
 class ExportInfo(BaseModel):
-    """Metadata of an exported file: one property per field in ONNX, the extra file `segapp.json` in pt2; all JSON."""
+    """Metadata of an exported file, as JSON: one property per field in ONNX, the extra file `segapp.json` in pt2."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
@@ -47,7 +47,7 @@ class ExportInfo(BaseModel):
     bands: tuple[int, ...] | None = None
     """Bands of an image file that make the input, counted from 1; None: RGB."""
     dtype: str = "uint8"
-    """Type of the input's values."""
+    """Dtype of the input."""
     value_range: tuple[tuple[float, float], ...] | None = None
     """Lowest and highest value of each band in the normalization; None: 0 and 255."""
     align_corners: bool
@@ -57,21 +57,21 @@ class ExportInfo(BaseModel):
     output: Literal["logits", "labels"]
     """Name of the output: logits, float32 (batch, classes, height, width), or labels, (batch, height, width)."""
     multilabel: bool = False
-    """The logits are those of sigmoids: a pixel may have several classes, or none."""
+    """The logits are for sigmoids: a pixel may have several classes, or none."""
     threshold: float | None = None
-    """A class is predicted where its probability is above this (multilabel)."""
+    """A class is predicted if its probability is above this (multilabel)."""
     temperature: float = 1.0
-    """The file divides its logits by this (segapp calibrate); files of weights do not."""
+    """The exported model divides its logits by this (segapp calibrate); weights files do not apply it."""
     precision: Literal["fp32", "fp16"]
-    """Of weights and arithmetic; the types of input and output stay the same."""
+    """Precision of weights and arithmetic; the dtypes of input and output do not change."""
     fixed_size_px: tuple[int, int] | None = None
-    """Height and width of the images if the network accepts one size only; None: any size."""
+    """Height and width of the images if the network accepts only one size; None: any size."""
     opset: int | None = None
     """ONNX opset; None in other formats."""
 
     @property
     def pixels(self) -> PixelFormat:
-        """Bands and type of the images."""
+        """Bands and dtype of the images."""
         return PixelFormat(self.bands, self.dtype, self.value_range)
 
     @property
@@ -89,7 +89,7 @@ class ExportInfo(BaseModel):
 
     @classmethod
     def from_properties(cls, properties: Mapping[str, str], name: str) -> ExportInfo:
-        """Read the metadata that `as_properties` returned; refuse a file that segapp export has not written."""
+        """Read the metadata that `as_properties` returned; refuse a file that was not written by segapp export."""
         try:
             known = {key: json.loads(properties[key]) for key in cls.model_fields if key in properties}
             return cls.model_validate(known)

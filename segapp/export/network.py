@@ -1,4 +1,4 @@
-"""The network that is exported: images as they are stored in, logits or class ids at full resolution out.
+"""The exported module: it takes images as stored in files, and returns logits or class ids at full resolution.
 
 Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
@@ -21,13 +21,13 @@ from segapp.models.surgery import replace_adaptive_pooling
 class ExportNetwork(nn.Module):
     """Normalization, network, upsampling and optional argmax in one module.
 
-    Images of sizes that the network does not accept are padded at the bottom and right with the mean color, as in
+    Images whose size the network does not accept are padded at the bottom and right with the mean color, as in
     evaluation, and the logits are cropped.
 
     Args:
-        model: float32; it is copied.
-        mean: with `std` and `ranges`, as `Normalizer` takes them.
-        align_corners: of the upsampling, as in training.
+        model: a float32 model, which is copied.
+        mean: normalization, with `std` and `ranges` as in `Normalizer`.
+        align_corners: the value for the upsampling, as in training.
         argmax: return class ids instead of logits.
         half: compute the network in float16; the upsampling stays in float32.
         temperature: divides the logits.
@@ -56,7 +56,7 @@ class ExportNetwork(nn.Module):
         self.temperature = temperature
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return float32 logits (N, C, H, W), or class ids (N, H, W) of images (N, H, W, B) as they are stored.
+        """Return float32 logits (N, C, H, W), or class ids (N, H, W), of images (N, H, W, B) as stored in files.
 
         Class ids are uint8, or int32 for more than 256 classes.
         """
@@ -84,8 +84,8 @@ class ExportNetwork(nn.Module):
         divisor = self.model.size_divisor
         sides: list[int] = []
         for side in (pixels.shape[-1], pixels.shape[-2]):
-            # An int when run, a symbol when traced.
+            # An int if run, a symbol if traced.
             least: Any = torch.sym_max(side, self.model.min_size_px) if self.model.min_size_px > 1 else side
-            # Written as a multiple, which a tracer can divide by the network's strides.
+            # Written as a multiple, so that a tracer can divide it by the network's strides.
             sides += [0, (least + divisor - 1) // divisor * divisor - side]
         return F.pad(pixels, sides)

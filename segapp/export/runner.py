@@ -33,7 +33,7 @@ def require_packages(*packages: str) -> None:
 class ExportedModel:
     """An exported ONNX file, opened and ready to run.
 
-    It computes on CUDA if the device is one and onnxruntime supports it.
+    It computes on CUDA if the device is a CUDA device and onnxruntime supports it.
 
     Raises:
         ConfigError: onnxruntime is missing.
@@ -70,7 +70,7 @@ class ExportedModel:
         self.info = ExportInfo.from_properties(dict(self._session.get_modelmeta().custom_metadata_map), str(path))
 
     def __call__(self, images: NDArray[Any]) -> NDArray[Any]:
-        """Return float32 logits (N, C, H, W) or labels (N, H, W), as `info.output` says, of images (N, H, W, B).
+        """Return float32 logits (N, C, H, W) or labels (N, H, W), according to `info.output`, for images (N, H, W, B).
 
         Raises:
             RunError: the network cannot run on images of this size.

@@ -1,4 +1,4 @@
-"""Write a trained network as ONNX, pt2 or safetensors, and check that the file holds what the network computes.
+"""Write a trained network as ONNX, pt2 or safetensors, and check that the file gives the network's output.
 
 Shapes: N images, B bands, C classes, H x W pixels of an image.
 """
@@ -35,15 +35,15 @@ from segapp.run.words import first_line
 
 Format = Literal["onnx", "pt2"]
 Compute = Callable[[NDArray[Any]], NDArray[Any]]
-"""From images (N, H, W, B) as they are stored to logits (N, C, H, W) or labels (N, H, W)."""
+"""Function from images (N, H, W, B) as stored in files to logits (N, C, H, W) or labels (N, H, W)."""
 INFO_FILE = "segapp.json"
 """Name of the metadata inside a pt2 file."""
 _PROGRAM_FIELDS = ("input", "output", "opset", "fixed_size_px")
-"""Metadata that apply to executable formats only."""
+"""Metadata for executable formats only."""
 OPSET = 20
 """ONNX opset; onnxruntime supports it since 1.17."""
 MIN_AGREEMENT = 0.999
-"""Share of pixels at which file and network must give the same class."""
+"""Minimum share of pixels at which file and network must predict the same class."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class CheckResult:
     """Comparison of an exported file with the network computed by torch in float32."""
 
     sizes: tuple[tuple[int, int, int], ...]  # (N, H, W) of the images used
-    max_difference: float | None  # of a logit; None if the file gives labels
-    max_logit: float  # the largest absolute one, as the scale of the difference
+    max_difference: float | None  # largest difference of a logit; None if the file gives labels
+    max_logit: float  # the largest absolute logit, for comparison with the difference
     agreement: float  # share of pixels with the same class
 
 
@@ -66,11 +66,11 @@ def write_export(
         info: output, precision and the other metadata of the file.
         path: the file.
         format: onnx, or pt2 (`torch.export`).
-        pictures: (H, W, B), as they are stored, of any size, cropped for the check; synthetic ones are used if empty.
+        pictures: images (H, W, B) as stored in files, of any size, cropped for the check; if empty, synthetic ones.
 
     Raises:
         ConfigError: a package is missing.
-        RunError: the network cannot be exported, or the file gives other classes; nothing is written then.
+        RunError: the network cannot be exported, or the file predicts other classes; nothing is written then.
         StorageError: the file cannot be written.
     """
     with _written(path, format) as temporary:
@@ -94,7 +94,7 @@ def write_export(
 
 @contextlib.contextmanager
 def _written(path: Path, suffix: str) -> Iterator[Path]:
-    """Yield a temporary name for a file that gets its own name when the block has ended without an error."""
+    """Yield a temporary name for a file, which is renamed when the block ends without an error."""
     from safetensors import SafetensorError
 
     temporary = path.parent / f"{temporary_name()}.{suffix}"
@@ -111,10 +111,10 @@ def _written(path: Path, suffix: str) -> Iterator[Path]:
 def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: Mapping[str, str] | None = None) -> int:
     """Write the state dict of a network under a temporary name, read it back, and rename it if it is unchanged.
 
-    With precision fp16 all floating-point tensors are stored in float16. `more` is additional metadata, text by name.
+    With precision fp16, all floating-point tensors are stored in float16. `more` has additional metadata as text.
 
     Returns:
-        The number of tensors written.
+        The number of written tensors.
 
     Raises:
         RunError: the tensors read back differ.
@@ -154,7 +154,7 @@ def build_network(model: SegmentationModel, info: ExportInfo) -> ExportNetwork:
 
 
 def check_sizes(model: SegmentationModel) -> tuple[tuple[int, int, int], ...]:
-    """Return (N, H, W) of the images for the check; H and W are odd where the network accepts any size."""
+    """Return (N, H, W) of the images for the check; H and W are odd if the network accepts any size."""
     height, width = model.suitable_size(128, 160)
     if model.fixed_size_px is not None:
         return (1, height, width), (2, height, width)
@@ -182,7 +182,7 @@ def check_export(
         expected = reference(torch.from_numpy(images)).numpy()
         found = compute(images)
         if info.output == "logits":
-            # NaN becomes infinity: the check must fail on logits that are not finite.
+            # NaN becomes infinity: the check must fail if logits are not finite.
             difference = max(difference, float(np.nan_to_num(np.abs(found - expected), nan=np.inf).max()))
         is_equal = _decisions(found, info) == _decisions(expected, info)
         largest = max(largest, float(np.abs(expected).max()))
@@ -193,7 +193,7 @@ def check_export(
 
 
 def _decisions(outputs: NDArray[Any], info: ExportInfo) -> NDArray[Any]:
-    """Return the class of each pixel, or with several of them whether it has each; labels are returned as they are."""
+    """Return the class of each pixel, or for multilabel whether it has each class; labels are returned unchanged."""
     if info.multilabel:
         return np.asarray(outputs > 0)
     return np.asarray(outputs.argmax(1)) if outputs.ndim == 4 else outputs

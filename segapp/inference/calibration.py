@@ -1,9 +1,9 @@
-"""Calibration of class probabilities by a temperature: fitted on a validation split, kept with the run.
+"""Calibration of class probabilities by a temperature, which is fitted on a validation split and saved with the run.
 
-A temperature T replaces the probabilities p of a pixel by p ** (1 / T), divided by their sum; for a prediction in one
-pass this is the softmax of the logits divided by T (Guo et al., On Calibration of Modern Neural Networks, ICML 2017).
-The likeliest class stays the same. T is the one with the lowest negative log-likelihood, a sum over pixels that is
-convex in 1 / T.
+A temperature T replaces the probabilities p of a pixel by p ** (1 / T), divided by their sum; for a single-pass
+prediction this is the softmax of the logits divided by T (Guo et al., On Calibration of Modern Neural Networks, ICML
+2017). The most likely class does not change. T minimizes the negative log-likelihood, a sum over pixels that is convex
+in 1 / T.
 
 The expected calibration error is the mean of |accuracy - confidence| over bins of equal width, weighted by their pixels
 (Naeini et al., Obtaining Well Calibrated Probabilities Using Bayesian Binning, AAAI 2015).
@@ -30,9 +30,9 @@ from segapp.inference.predict.predictor import Predictor
 from segapp.inference.predict.tiles import plan_workspace, predict_strips
 
 MAX_VALUES = 2**27
-"""Probabilities that are kept, of pixels drawn evenly from all images: 512 MiB."""
+"""Maximum number of probabilities that are kept, for pixels sampled evenly from all images: 512 MiB."""
 NUM_BINS = 15
-_CHUNK = 2**18  # pixels that are converted to float64 at once
+_CHUNK = 2**18  # pixels that are converted to float64 at the same time
 _LEAST, _MOST = 0.05, 20.0
 
 
@@ -52,13 +52,13 @@ def score_pixels(
     max_values: int = MAX_VALUES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ScoredPixels:
-    """Predict the images of a data set and return pixels, at most as many of each, that depend only on the seed.
+    """Predict the images of a data set and return pixels, equally many per image, which depend only on the seed.
 
     Args:
-        predictor: of one class per pixel, with a temperature of 1.
-        dataset: with the transform of an evaluation.
-        seed: of the pixels that are drawn if there are too many.
-        max_values: probabilities to return at most, unless there are more images than that.
+        predictor: predicts one class per pixel, with a temperature of 1.
+        dataset: data set with the evaluation transform.
+        seed: seed for the sampling if there are too many pixels.
+        max_values: maximum number of returned probabilities, unless there are more images than that.
         progress: called with the number of images done.
 
     Raises:
@@ -91,7 +91,7 @@ def score_pixels(
 
 
 def negative_log_likelihood(pixels: ScoredPixels, temperature: float = 1.0) -> float:
-    """Return the mean over the pixels."""
+    """Return the mean negative log-likelihood over the pixels."""
     scale = torch.tensor(1 / temperature, dtype=torch.float64)
     return sum(float(_sum_of(part, scale)) for part in _parts(pixels)) / len(pixels.targets)
 
@@ -111,7 +111,8 @@ def fit_temperature(pixels: ScoredPixels) -> float:
     """Return the temperature with the lowest negative log-likelihood, found by L-BFGS in float64.
 
     Raises:
-        DataError: it would be below 0.05 or above 20: nearly all pixels are right, or the predictions tell nothing.
+        DataError: it would be below 0.05 or above 20: nearly all pixels are right, or the predictions carry no
+            information.
     """
     log_scale = torch.zeros((), dtype=torch.float64, requires_grad=True)  # its exponential, the scale, is positive
     optimizer = torch.optim.LBFGS(
@@ -121,7 +122,7 @@ def fit_temperature(pixels: ScoredPixels) -> float:
     def mean() -> float:
         optimizer.zero_grad()
         total = 0.0
-        for part in _parts(pixels):  # each with a graph of its own, which is freed
+        for part in _parts(pixels):  # each has its own graph, which is freed
             scale = log_scale.clamp(-math.log(_MOST), -math.log(_LEAST)).exp()
             loss = _sum_of(part, scale) / len(pixels.targets)
             loss.backward()  # type: ignore[no-untyped-call]
@@ -143,9 +144,9 @@ def fit_temperature(pixels: ScoredPixels) -> float:
 class Reliability:
     """Pixels by the confidence of their prediction, in bins of equal width from 0 to 1."""
 
-    num_px: NDArray[np.int64]  # of each bin
+    num_px: NDArray[np.int64]  # pixels of each bin
     confidence: NDArray[np.float64]  # mean of each bin, NaN without pixels
-    accuracy: NDArray[np.float64]  # share of right predictions in each bin, NaN without pixels
+    accuracy: NDArray[np.float64]  # share of correct predictions in each bin, NaN without pixels
 
     @property
     def error(self) -> float:
@@ -156,7 +157,7 @@ class Reliability:
 
 
 def reliability(pixels: ScoredPixels, temperature: float = 1.0, num_bins: int = NUM_BINS) -> Reliability:
-    """Return how often predictions of each confidence are right; bins are closed above: (0, 1 / n], (1 / n, 2 / n]."""
+    """Return the accuracy per confidence bin; bins include their upper end: (0, 1 / n], (1 / n, 2 / n] and so on."""
     counts = np.zeros((3, num_bins))
     for part in _parts(pixels):
         confidence, labels = (part.log_probabilities.double() / temperature).softmax(1).max(1)

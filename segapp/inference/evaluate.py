@@ -1,7 +1,7 @@
 """Evaluation during training: confusion matrix, IoU and validation loss over images of any size.
 
-Several devices share the batches, each with a copy of the model: batch i goes to device i mod n, and each device adds
-its batches in order, so that the result does not depend on speed.
+Several devices share the batches, each with a copy of the model: batch i goes to device i mod n. Each device adds its
+batches in order, so the result does not depend on timing.
 
 Shapes: N images, C classes, H x W pixels of an image, h x w of the model's logits.
 """
@@ -49,9 +49,9 @@ class EvaluationSettings:
     num_classes: int
     ignore_index: int  # target value of pixels that are not counted
     device: torch.device
-    criterion: AdditiveCriterion | None = None  # gives the loss over the whole set (sums, one division)
+    criterion: AdditiveCriterion | None = None  # computes the loss over the whole set (sums, one division)
     is_single: bool = False  # evaluate the images of a batch one at a time
-    host: HostLimit | None = None  # evaluate images beyond the memory of this machine in tiles; None: all whole
+    host: HostLimit | None = None  # evaluate images that exceed this machine's memory in tiles; None: never in tiles
     other_devices: tuple[torch.device, ...] = ()  # share the batches with `device`, each with a copy of the model
 
     def on(self, device: torch.device) -> EvaluationSettings:
@@ -61,12 +61,12 @@ class EvaluationSettings:
         return replace(self, inference=inference, device=device, criterion=criterion, other_devices=())
 
     def fits(self, model: SegmentationModel, images: Tensor | TensorOnDisk) -> bool:
-        """Return True if images (N, 3, H, W) can be evaluated together and whole."""
+        """Return True if images (N, 3, H, W) can be evaluated together without tiles."""
         num_px = images.shape[0] * images.shape[-2] * images.shape[-1]
         return self.host is None or self.host.fits(num_px, model, self.inference, self.device)
 
     def tiles(self, model: SegmentationModel, images: Tensor | TensorOnDisk) -> Iterator[ImageTile]:
-        """Yield the tiles in which images (N, B, H, W) are evaluated: one, or several that fit."""
+        """Yield the tiles in which images (N, B, H, W) are evaluated: one, or several that fit into memory."""
         size = (images.shape[-2], images.shape[-1])
         if self.host is not None and not self.fits(model, images):
             return self.host.tiles(size)
@@ -76,11 +76,11 @@ class EvaluationSettings:
 
     @property
     def reads_windows(self) -> bool:
-        """True if large images are evaluated in tiles, so that no part of them need be decoded before its turn."""
+        """True if large images are evaluated in tiles, each of which is decoded when it is needed."""
         return self.inference.has_plain_windows or (self.host is not None and self.device.type == "cpu")
 
     def finalize(self, statistics: tuple[Tensor, ...]) -> float | None:
-        """Return the loss of summed statistics; None without a criterion or if the loss is not finite."""
+        """Return the loss from summed statistics; None without a criterion or if the loss is not finite."""
         if self.criterion is None:
             return None
         loss = float(self.criterion.finalize(statistics))
@@ -97,7 +97,7 @@ class Evaluation:
     note: str | None = None
 
     def values(self) -> dict[str, float | None]:
-        """Return all scores of the table `segapp.scores.SCORES`: name -> value, None for one without a finite value."""
+        """Return all scores of the table `segapp.scores.SCORES`: name -> value, None if there is no finite value."""
         return {name: self.loss if name == "loss" else getattr(self.scores, name) for name in SCORES}
 
     def monitored(self, name: str) -> float | None:
@@ -107,9 +107,9 @@ class Evaluation:
 
 
 class EvaluationCounts:
-    """All that an evaluation adds up over images, devices and ranks.
+    """All sums of an evaluation over images, devices and ranks.
 
-    A new additive number is one more tensor here: devices and ranks add whatever `tensors` returns.
+    To add a new sum, add a tensor here: devices and ranks sum all tensors that `tensors` returns.
     """
 
     def __init__(self, settings: EvaluationSettings, *, tolerance_px: float | None = None) -> None:
@@ -136,7 +136,7 @@ class EvaluationCounts:
             own += new.to(own.device)
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """Return all sums as views: to add to them changes these counts."""
+        """Return all sums as views, so adding to them changes these counts."""
         of_boundary = () if self.boundary is None else (self.boundary.bands.counts, self.boundary.surfaces.counts)
         return (self.confusion.counts, *self._statistics, *map(torch.from_numpy, of_boundary))
 
@@ -147,7 +147,7 @@ class EvaluationCounts:
         self.num_images += other.num_images
 
     def sum_over(self, ranks: Ranks) -> None:
-        """Add the counts of all ranks, of which each has the sum then."""
+        """Add the counts of all ranks; afterwards each rank has the sums."""
         confusion, *others = self.tensors()
         sums = (*ranks.sums((confusion,)), *(ranks.sums(tuple(others)) if others else ()))
         for own, total in zip(self.tensors(), sums, strict=True):
@@ -155,16 +155,16 @@ class EvaluationCounts:
         self.num_images = sum(ranks.gather(self.num_images))
 
     def result(self, note: str | None = None) -> Evaluation:
-        """Return scores and loss of all that was added."""
+        """Return the scores and the loss of everything that was added."""
         loss = self._settings.finalize(self._statistics) if self._statistics else None
         return Evaluation(self.confusion.scores(), loss, self.num_images, note)
 
 
 def _no_statistics(settings: EvaluationSettings) -> tuple[Tensor, ...]:
-    """Return the criterion's statistics of no image: float64 zeros of the right shapes; () without a criterion.
+    """Return the criterion's statistics of no image: float64 zeros with the right shapes; () without a criterion.
 
     They are on the device, or on the host if the device has no float64. A rank without images takes part in the sum
-    over ranks, for which every rank needs the same shapes and types.
+    over ranks, for which every rank needs the same shapes and dtypes.
     """
     criterion = settings.criterion
     if criterion is None:
@@ -188,20 +188,20 @@ def evaluate(
     ranks: Ranks | None = None,
     num_checks: int = 0,
 ) -> Evaluation:
-    """Evaluate a model over batches of whole images, whose sizes may differ from batch to batch.
+    """Evaluate a model on batches of whole images, whose sizes may differ between batches.
 
     Args:
-        model: put into eval mode, and back into its mode at the end.
-        batches: images (N, B, H, W), as they are stored, and targets (N, H, W).
+        model: set to eval mode during the evaluation, and afterwards to its previous mode.
+        batches: images (N, B, H, W) as stored in files, and targets (N, H, W).
         settings: how the images are evaluated.
         check: called before every batch; may raise to end the evaluation.
         progress: called with the number of images done.
         ranks: the processes that share the images; each returns the result over all images.
-        num_checks: number of calls of `check` on every rank, so that ranks with fewer batches take part in each
-            collective call of it.
+        num_checks: number of calls of `check` on every rank, so that ranks with fewer batches take part in all of its
+            collective calls.
 
     Raises:
-        torch.OutOfMemoryError: another rank ran out of memory; this one raises its own error, whatever its type.
+        torch.OutOfMemoryError: another rank ran out of memory. A rank that fails itself raises its own error.
     """
     ranks = ranks or Ranks()
     was_training = model.training
@@ -270,7 +270,7 @@ def split_batch(
 
 @dataclass(frozen=True)
 class EvaluatedPart:
-    """What an evaluation found in images, or in a tile of them: the results of `count_views` and `Inference.views`."""
+    """Results of `count_views` and `Inference.views` for images, or for a tile of them."""
 
     counts: Tensor
     statistics: tuple[Tensor, ...]
@@ -281,10 +281,10 @@ class EvaluatedPart:
 def evaluate_parts(
     model: SegmentationModel, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk, settings: EvaluationSettings
 ) -> Iterator[EvaluatedPart]:
-    """Yield the evaluation of images: whole, or in tiles where they are large or do not fit into memory.
+    """Yield the evaluation of images: whole, or in tiles if they are large or do not fit into memory.
 
-    The counts and statistics of tiles are those of their cores, with every pixel once. Statistics that belong to an
-    image as a whole (Lovász) take a tile for an image. The images (N, B, H, W) are as they are stored.
+    Tiles overlap, but each pixel counts in only one of them. Statistics of whole images (Lovász) treat a tile as an
+    image. The images (N, B, H, W) are as stored in files.
     """
     device, inference = settings.device, settings.inference
     for tile in settings.tiles(model, images):
@@ -300,11 +300,11 @@ def evaluate_parts(
 def count_views(
     views: Tensor | list[View], size: tuple[int, int], target: Tensor, settings: EvaluationSettings
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return pixel counts and loss statistics of low-resolution logits; cross-entropy takes a single pass.
+    """Return pixel counts and loss statistics from low-resolution logits; cross-entropy needs only one pass.
 
     Args:
-        views: with their size, as `Inference.views` returns them.
-        size: (H', W') that they stand for, at least that of the target.
+        views: logits with their size, as `Inference.views` returns them.
+        size: (H', W') to which the logits are upsampled, at least the size of the target.
         target: (N, H, W) class ids, on the views' device; with distance maps (N, 1 + C, H, W).
         settings: how the logits were computed, and the criterion.
 
@@ -335,18 +335,18 @@ def count_views(
 M = TypeVar("M", bound=nn.Module)
 
 MAX_WAITING = 2
-"""Batches that wait for a device; more would hold the memory of more batches."""
+"""Maximum number of batches that wait for a device; more batches would use more memory."""
 
 
 @contextmanager
 def spread_over(counters: Sequence[DeviceCounter]) -> Iterator[Callable[[Batch | LargeBatch], None]]:
     """Yield a function that passes batches to counters in turn; when the block ends, all are evaluated.
 
-    The first counter runs in the calling thread and every other one in a thread of its own. Under a dispatch mode, such
-    as that of the memory planner, all run in the calling thread, because those modes are not thread-safe.
+    The first counter runs in the calling thread, the others in one thread each. Under a dispatch mode, such as the
+    memory planner's, all run in the calling thread, because those modes are not thread-safe.
 
     Raises:
-        Exception: that of an earlier batch, in a later call of the function or at the end of the block.
+        Exception: the error of an earlier batch, raised by a later call of the function or at the end of the block.
     """
     num_threads = 0 if dispatch_modes() else len(counters) - 1
     threads = [ThreadPoolExecutor(1, thread_name_prefix="evaluation") for _ in range(num_threads)]
@@ -373,7 +373,7 @@ def spread_over(counters: Sequence[DeviceCounter]) -> Iterator[Callable[[Batch |
 
 
 def further_devices(network: nn.Module) -> tuple[torch.device, ...]:
-    """Return the devices besides the first that can share an evaluation: those of a `DataParallelModel`, each once."""
+    """Return the devices except the first that can share an evaluation: a `DataParallelModel`'s, each once."""
     return tuple(dict.fromkeys(network.devices))[1:] if isinstance(network, DataParallelModel) else ()
 
 

@@ -1,4 +1,4 @@
-"""Detailed evaluation of a trained model, or of several: per image, on several devices, in parts if memory is short.
+"""Detailed evaluation of one or several trained models: per image, on several devices, in windows if memory is short.
 
 `segapp.inference.evaluate` is the evaluation during training.
 
@@ -47,15 +47,15 @@ class EvaluationResult:
     evaluation: Evaluation
     # int64 (C, C) on the CPU, row: target's class, column: predicted class; (C, 2, 2) with several classes per pixel.
     matrix: Tensor
-    per_image: dict[int, Tensor] = field(default_factory=dict)  # index in the data set -> such counts, if requested
+    per_image: dict[int, Tensor] = field(default_factory=dict)  # index in the data set -> counts, if requested
     boundary: BoundaryScores | None = None  # if requested
     notes: list[str] = field(default_factory=list)  # for the user, such as the use of windows
 
 
 class Evaluator(DeviceCounter):
-    """Evaluation on one device; windows replace its inference where the device runs out of memory.
+    """Evaluation on one device; if the device runs out of memory, windows are used.
 
-    It keeps the counts of every image and the scores of boundaries (`tolerance_px`) too, if they are asked for.
+    If requested, it also keeps the counts of every image and the boundary scores (`tolerance_px`).
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Evaluator(DeviceCounter):
             inference = self._smaller(inference, (height, width), len(images))
 
     def _smaller(self, inference: Inference, size: tuple[int, int], num_images: int) -> Inference:
-        """Return an inference with windows of half the side."""
+        """Return an inference whose windows have half the side."""
         height, width = inference.window_px or size
         if self.model.fixed_size_px is not None or max(height, width) <= MIN_WINDOW_PX:
             raise OutOfMemoryError(
@@ -127,7 +127,7 @@ class Evaluator(DeviceCounter):
         return replace(inference, window_px=window)
 
     def _count(self, inference: Inference, images: Tensor | TensorOnDisk, target: Tensor | TensorOnDisk) -> Tensor:
-        """Add the counts of images, once all of their parts are computed, and return the pixel counts."""
+        """Add the counts of images after all of their parts are computed, and return the pixel counts."""
         boundary = self.counts.boundary
         labels = np.zeros(target.shape[-2:], np.int64)
         parts = []
@@ -144,12 +144,12 @@ class Evaluator(DeviceCounter):
 
 
 class EnsembleEvaluator(Evaluator):
-    """Evaluation of the mean of several networks, image by image, exactly as they are predicted.
+    """Evaluation of the mean of several networks, image by image, exactly as in prediction.
 
-    The loss is that of the mean probabilities. Statistics that belong to an image as a whole (Lovász) take a strip of a
-    large image for an image.
+    The loss is computed from the mean probabilities. Statistics of whole images (Lovász) treat a strip of a large image
+    as an image.
 
-    The settings state the classes and the criterion; their inference is not used.
+    The settings give the classes and the criterion; their inference is not used.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class EnsembleEvaluator(Evaluator):
 
 
 def _as_logits(probabilities: Tensor, settings: EvaluationSettings) -> Tensor:
-    """Return logits whose probabilities are given: softmax(log p) = p, sigmoid(logit p) = p."""
+    """Return logits with the given probabilities: softmax(log p) = p, sigmoid(logit p) = p."""
     if settings.inference.threshold is not None:
         return probabilities.logit(1e-7)
     return probabilities.clamp_min(torch.finfo(torch.float32).tiny).log()

@@ -1,4 +1,4 @@
-"""Networks that take images as they are stored and run as they are or compiled."""
+"""Networks that take images as stored in files, and can be compiled."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from segapp.parallel import sample_masks
 
 
 class CompiledCall:
-    """Calls a model through `torch.compile`; after a failure to compile it calls the model itself.
+    """Calls a model through `torch.compile`; if the compilation fails, it calls the model directly.
 
-    The model, called with one tensor, stays as it is: state dict, evaluation and export do not know of the compilation.
+    The model, which is called with one tensor, is not modified, so state dict, evaluation and export are unaffected.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -49,7 +49,7 @@ class CompiledCall:
         return outputs
 
     def take_notes(self) -> list[str]:
-        """Return what is to be reported, each once."""
+        """Return the pending notes and clear them."""
         notes, self._notes = self._notes, []
         return notes
 
@@ -65,10 +65,10 @@ def _is_of_the_compiler(error: Exception) -> bool:
 
 
 class NormalizedInput(nn.Module):
-    """Model that takes images as they are stored; copies of uint8 between devices are a quarter of float32's size.
+    """Model that takes images as stored in files; copies of uint8 between devices are a quarter of float32's size.
 
     The inner model takes normalized images (N, B, H, W), with `channels_last` in the NHWC memory format, and returns a
-    tuple, logits first.
+    tuple whose first entry is the logits.
     """
 
     def __init__(self, model: nn.Module, normalizer: Normalizer, *, channels_last: bool = False) -> None:
@@ -85,11 +85,11 @@ class NormalizedInput(nn.Module):
     def forward(self, images: Tensor, keys: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return (logits, *auxiliary logits) of stored images (N, B, H, W).
 
-        `keys` (N, layers) are those of the samples' masks; see `segapp.parallel.dropout`.
+        `keys` (N, layers) are the keys of the samples' dropout masks; see `segapp.parallel.dropout`.
         """
         if self.training:
             oom_failpoint("train.forward")
-        # Evaluation meets many sizes and a rank may have no sample: each would be compiled anew.
+        # Evaluation has many sizes, and a rank may have no sample: each would be compiled anew.
         is_compiled = self.compiled_call is not None and self.training and len(images) > 0
         call: Any = self.compiled_call if is_compiled else self.model
         with sample_masks(keys):

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def without_cudnn_benchmark() -> Iterator[None]:
-    """Keep cuDNN from timing its algorithms: images of many sizes would have every convolution timed anew.
+    """Disable cuDNN's benchmark, which would time every convolution again for each image size.
 
-    (`torch.backends.cudnn.flags` would also set switches that it does not know of.)
+    (`torch.backends.cudnn.flags` would also set unrelated switches.)
     """
     was_on, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, False
     try:
@@ -49,12 +49,12 @@ class Inference:
 
     normalizer: Normalizer  # from stored images to the input of the model, on the same device
     align_corners: bool = True  # of the upsampling, as in training
-    window_px: tuple[int, int] | None = None  # height and width of a sliding window; None: the whole image at once
+    window_px: tuple[int, int] | None = None  # height and width of a sliding window; None: the whole image
     overlap: float = 1 / 3  # share of a window that the next one covers too
     weighting: Literal["uniform", "gaussian"] = "uniform"  # of overlapping windows; gaussian: largest in the middle
-    scales: tuple[float, ...] = (1.0,)  # of the image; the predictions are averaged
+    scales: tuple[float, ...] = (1.0,)  # scales of the image; the predictions are averaged
     flip: bool = False  # also average over the horizontally flipped image
-    threshold: float | None = None  # a class is predicted where its sigmoid is above this; None: one class per pixel
+    threshold: float | None = None  # a class is predicted if its sigmoid is above this; None: one class per pixel
     temperature: float = 1.0  # of the probabilities (`segapp.inference.calibration`); the classes do not depend on it
     autocast: Callable[[], Any] = torch.no_grad  # returns the context manager of the forward pass
 
@@ -80,7 +80,7 @@ class Inference:
 
     @property
     def has_plain_windows(self) -> bool:
-        """True for sliding windows over the image as it is; those of a part are then windows of the whole."""
+        """True for sliding windows over the original image; the windows of a part are then windows of the whole."""
         return self.window_px is not None and self._is_plain
 
     @property
@@ -88,10 +88,10 @@ class Inference:
         return self.scales == (1.0,) and not self.flip
 
     def views(self, model: SegmentationModel, images: Tensor) -> tuple[Tensor | list[View], tuple[int, int]]:
-        """Return low-resolution logits of normalized images (N, B, H, W), and the size that they stand for.
+        """Return low-resolution logits of normalized images (N, B, H, W), and the size to which they are upsampled.
 
         The logits are (N, C, h, w) or a list of views, as `upsample_argmax` and related functions take them. The size
-        (H', W') includes the padding at the bottom and right for models that accept certain sizes only.
+        (H', W') includes the padding at the bottom and right for models that accept only certain sizes.
         """
         frame = _padded(images, model.suitable_size(*images.shape[-2:])) if self.window_px is None else images
         size = (frame.shape[-2], frame.shape[-1])
@@ -115,7 +115,7 @@ class Inference:
         size = (seen.shape[-2], seen.shape[-1])
         if scale == 1.0:
             return [_unflipped(tile, size[1]) if flip else tile for tile in tiles]
-        # The borders of the windows of a scaled image lie between output pixels: they are joined at its size.
+        # The borders of a scaled image's windows lie between output pixels, so they are joined at the scaled size.
         logits = upsample_logits([tiles], size, align_corners=self.align_corners, is_sigmoid=self.multilabel)
         return logits.flip(-1) if flip else logits
 
@@ -154,8 +154,8 @@ def _padded(images: Tensor, size: tuple[int, int]) -> Tensor:
 def gaussian_weights(side: int, device: torch.device) -> Tensor:
     """Return weights along one axis of a window, (side,): a Gaussian with sigma of an eighth of the side, at most 1.
 
-    As in nnU-Net (Isensee et al., Nature Methods 18, 2021), where the product over the axes weights a patch; the
-    weights are at least 0.001, for the precision of pixels that only the corner of one window covers.
+    As in nnU-Net (Isensee et al., Nature Methods 18, 2021), where the product over the axes weights a patch. The
+    weights are at least 0.001, because pixels that only the corner of one window covers would lose precision.
     """
     at = torch.arange(side, dtype=torch.float32, device=device) - (side - 1) / 2
     return torch.exp(-0.5 * (at / (side / 8)) ** 2).clamp_min_(1e-3)
@@ -164,14 +164,14 @@ def gaussian_weights(side: int, device: torch.device) -> Tensor:
 def window_corners(size: tuple[int, int], window: tuple[int, int], overlap: float) -> Iterator[tuple[int, int]]:
     """Yield the top left corners of windows, no larger than the image, that cover it; the last end at its border.
 
-    `overlap` is the share of a window that the next one covers too, 0 <= overlap < 1.
+    `overlap` is the share of a window that the next window also covers, 0 <= overlap < 1.
     """
     tops, lefts = (window_starts(side, length, overlap) for side, length in zip(size, window, strict=True))
     return itertools.product(tops, lefts)
 
 
 def window_starts(side: int, length: int, overlap: float) -> list[int]:
-    """Return where the windows along one axis begin."""
+    """Return the start of each window along one axis."""
     stride = max(1, math.ceil(length * (1 - overlap)))
     steps = math.ceil(max(side - length, 0) / stride) + 1
     return [min(i * stride, side - length) for i in range(steps)]

@@ -1,12 +1,12 @@
 """Regions of masks that are probably wrong, found by a model that was not trained on them.
 
-A region is a connected set of pixels, by their four neighbors, in which the mask has one class and the model predicts
+A region is a set of pixels, connected by their four neighbors, in which the mask has one class and the model predicts
 one other class. As in confident learning (Northcutt et al., Confident Learning: Estimating Uncertainty in Dataset
-Labels, JAIR 2021), the prediction counts if its probability reaches the threshold of its class: the mean probability
-that the model gives to this class over the pixels of the class in the masks. The mean over the region is compared
-with the threshold, so a region is kept or dropped as a whole.
+Labels, JAIR 2021), the prediction counts if its probability reaches the threshold of its class, which is the mean
+probability that the model gives to this class over the class's pixels in the masks. The mean over the region is
+compared with the threshold, so a region is kept or dropped as a whole.
 
-An image is scored by the soft minimum of its pixels' label quality, which is the probability of the mask's class
+An image is scored by the soft minimum of the label quality of its pixels, which is the probability of the mask's class
 (Lad and Mueller, Estimating Label Quality and Errors in Semantic Segmentation Data via Any Model, 2023).
 
 Shapes: C classes, H x W pixels of an image.
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 SOFTMIN_TEMPERATURE = 0.1
-"""Of the soft minimum, as in cleanlab."""
+"""Temperature of the soft minimum, as in cleanlab."""
 
 Kind = Literal["class", "missing", "outline"]
 Source = TypeVar("Source")
@@ -31,7 +31,7 @@ Source = TypeVar("Source")
 
 @dataclass(frozen=True)
 class SuspectedRegion:
-    """A connected set of pixels in which the mask and the model disagree in one way."""
+    """A connected set of pixels with one class in the mask and another one in the prediction."""
 
     given: int  # class id in the mask
     suggested: int  # class id that the model predicts
@@ -44,14 +44,14 @@ class SuspectedRegion:
 
 
 class ClassCounts:
-    """Sums over images from which the thresholds and the rates of confusion follow."""
+    """Sums over images from which the thresholds and the confusion rates are computed."""
 
     def __init__(self, num_classes: int) -> None:
         self.pairs = np.zeros((num_classes, num_classes), np.int64)  # pixels by mask's class and predicted class
         self._probability = np.zeros(num_classes)  # sum over the pixels of each mask's class
 
     def add(self, target: NDArray[Any], labels: NDArray[Any], quality: NDArray[Any]) -> None:
-        """Add pixels with a class: their classes in the mask and predicted, and the probabilities of the mask's."""
+        """Add pixels with a class: their mask's classes, predicted classes, and probabilities of the mask's classes."""
         num_classes = len(self.pairs)
         joint = target.astype(np.int64) * num_classes + labels
         self.pairs += np.bincount(joint, minlength=num_classes**2).reshape(num_classes, num_classes)
@@ -67,7 +67,7 @@ class ClassCounts:
 
 
 def image_quality(quality: NDArray[np.floating[Any]], temperature: float = SOFTMIN_TEMPERATURE) -> float:
-    """Return the soft minimum of the label quality of pixels with a class; 1 without any."""
+    """Return the soft minimum of the label quality of pixels with a class; 1 if there are none."""
     if quality.size == 0:
         return 1.0
     weights = np.exp((quality.min() - quality.astype(np.float64)) / temperature)
@@ -99,7 +99,7 @@ def find_regions(
         quality: probability of the mask's class.
         confidence: probability of the predicted class.
         ignore_index: target of pixels without a class, which belong to no region.
-        min_area_px: pixels that a region has at least.
+        min_area_px: minimum number of pixels of a region.
     """
     differs = (target != ignore_index) & (labels != target)
     pairs = np.where(differs, target.astype(np.int64) << 16 | labels, -1)
@@ -137,7 +137,7 @@ _CROSS = cv2.getStructuringElement(cv2.MORPH_CROSS, (3, 3))
 
 
 def _parts(is_in: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """Return the part of each pixel (H, W), 0 outside, and left, top, width, height and area of each part."""
+    """Return the component of each pixel (H, W), 0 outside, and left, top, width, height and area of each component."""
     _, parts, boxes, _ = cv2.connectedComponentsWithStats(is_in.astype(np.uint8), connectivity=4)
     return parts, boxes
 
@@ -145,11 +145,11 @@ def _parts(is_in: NDArray[np.bool_]) -> tuple[NDArray[Any], NDArray[Any]]:
 def rank_regions(
     counts: ClassCounts, regions: Iterable[tuple[Source, SuspectedRegion]]
 ) -> list[tuple[Source, SuspectedRegion, float]]:
-    """Return the regions that the thresholds keep, the most suspicious first, with scores from -1 to 1.
+    """Return the regions that pass the thresholds, the most suspicious first, with scores from -1 to 1.
 
-    The score is the probability of the predicted class minus the probability of the mask's class, times the share of
-    the mask's class that is not predicted as this other class. A confusion that the model makes everywhere has a low
-    score.
+    The score is the probability of the predicted class minus the probability of the mask's class, multiplied by the
+    share of the mask's class that is not predicted as this other class. A confusion that the model makes everywhere has
+    a low score.
     """
     thresholds, rates = counts.thresholds, counts.pairs / np.maximum(counts.pairs.sum(1, keepdims=True), 1)
     found = [

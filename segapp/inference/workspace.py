@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from segapp.models import SegmentationModel
 
 MAX_HOST_BYTES = 2 << 30
-"""Upper limit of CPU memory for the tensors of the network."""
+"""Upper limit of the network's tensors on the CPU."""
 KERNEL_FACTOR = 1.5
-"""Allowance for workspaces of kernels, which the ledger does not see."""
+"""Allowance for workspaces of kernels, which the ledger does not record."""
 MIN_SIDE_PX = 128
 WINDOWED_TILE_PX = 4096
-"""Side of the core of a tile of sliding windows: as float32 RGB it takes about 200 MiB."""
+"""Side of the core of a sliding-window tile: as float32 RGB it takes about 200 MiB."""
 MARGIN = 1 / 8
-"""Width around the core, as a share of the side of a tile."""
+"""Width of the margin around the core, as a share of the side of a tile."""
 SMALL_PX = 512 * 512
-"""Images up to this size are computed whole without a measurement: MAX_HOST_BYTES is 8 KiB for each pixel."""
+"""Images up to this size are computed whole without a measurement: MAX_HOST_BYTES is 8 KiB per pixel."""
 _PROBE_PX = 256
 
 Span = tuple[int, int, int, int]
-"""Start and end of a tile along one axis, start and end of its core."""
+"""Start and end of a tile along one axis, and start and end of its core."""
 
 
 @dataclass
@@ -46,13 +46,13 @@ class Workspace:
     """Number of pixels that can be predicted at the same time."""
 
     max_px: int
-    """Total over the pictures of a batch."""
+    """Maximum number of pixels of the images of a batch, in total."""
 
     def halve(self) -> None:
         """Halve the number of pixels after an out-of-memory error.
 
         Raises:
-            OutOfMemoryError: tiles have their smallest size already.
+            OutOfMemoryError: tiles already have their smallest size.
         """
         if self.max_px <= MIN_SIDE_PX**2:
             raise OutOfMemoryError(
@@ -64,12 +64,12 @@ class Workspace:
 
 
 def host_budget(num_sharing: int = 1) -> int:
-    """Return the bytes that the tensors of a network may take on the CPU, if so many compute at the same time."""
+    """Return the bytes for a network's tensors on the CPU if this number of networks compute at the same time."""
     return min(MAX_HOST_BYTES, (available_bytes() or 2 * num_sharing * MAX_HOST_BYTES) // (2 * num_sharing))
 
 
 def pixels_within(num_bytes: float, bytes_per_px: float) -> int:
-    """Return how many pixels fit, at least those of the smallest tile."""
+    """Return how many pixels fit, but at least the pixels of the smallest tile."""
     return max(MIN_SIDE_PX**2, int(num_bytes / bytes_per_px))
 
 
@@ -77,8 +77,8 @@ def pixels_within(num_bytes: float, bytes_per_px: float) -> int:
 def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device: torch.device) -> float:
     """Return the peak memory of a prediction per pixel, recorded on a small image; the model is in eval mode.
 
-    Views and windows are computed one after the other, and only low-resolution logits of each are kept: the peak is
-    that of the largest one.
+    Views and windows are computed one after the other, and only the low-resolution logits of each are kept, so the peak
+    is the largest one's.
     """
     height, width = model.suitable_size(_PROBE_PX, _PROBE_PX)
     plain = replace(inference, scales=(1.0,), flip=False, window_px=model.fixed_size_px)
@@ -92,13 +92,13 @@ def measure_bytes_per_px(model: SegmentationModel, inference: Inference, device:
 
 
 class HostLimit:
-    """Limit of an evaluation on the CPU, where the system ends a process that takes more memory than there is.
+    """Limit of an evaluation on the CPU, where the system kills a process that uses too much memory.
 
-    On a GPU there is none: the allocator reports what does not fit, and the evaluation is made again in windows.
+    A GPU needs no limit: its allocator raises an error, and the evaluation is repeated in windows.
 
     Args:
-        num_sharing: evaluations that run on this machine at the same time.
-        max_px: number of pixels of an image or a batch that fit; None: measured when the first large image comes.
+        num_sharing: number of evaluations that run on this machine at the same time.
+        max_px: number of pixels of an image or a batch that fit; None: measured at the first large image.
     """
 
     def __init__(self, num_sharing: int = 1, max_px: int | None = None) -> None:
@@ -108,7 +108,7 @@ class HostLimit:
         self._is_told = False
 
     def fits(self, num_px: int, model: SegmentationModel, inference: Inference, device: torch.device) -> bool:
-        """Return True if images of so many pixels in total are computed whole; windows of `inference` always are."""
+        """Return True if images with this many pixels in total are computed whole, as windows of `inference` are."""
         if device.type != "cpu" or inference.window_px is not None or num_px <= (self._max_px or SMALL_PX):
             return True
         with self._lock:
@@ -129,7 +129,7 @@ class HostLimit:
         yield from tiles_of(size, frame)
 
     def take_note(self) -> str | None:
-        """Return what the user should know about tiles; None if there is nothing, or it was taken before."""
+        """Return the message about tiles for the user, once; None if there is none."""
         note = None if self._is_told else self._note
         self._is_told |= note is not None
         return note
@@ -140,11 +140,11 @@ class ImageTile:
     """A part of an image and its core, as (rows, columns)."""
 
     whole: tuple[slice, slice]
-    """What the network sees."""
+    """The part that the network sees."""
     core: tuple[slice, slice]
-    """The part of `whole` that is kept, counted from its corner."""
+    """The kept part of `whole`, relative to its corner."""
     place: tuple[slice, slice]
-    """The core in the image; the cores of all tiles cover the image once."""
+    """The core in the image; the cores of all tiles cover the image exactly once."""
 
     @classmethod
     def of(cls, row: Span, column: Span) -> ImageTile:
@@ -158,7 +158,7 @@ class ImageTile:
 
 
 def tile_frame(size: tuple[int, int], max_px: int) -> tuple[int, int]:
-    """Return height and width of a tile, margins included; those of the image where it fits."""
+    """Return height and width of a tile, margins included; the image's height and width if it fits."""
     if size[0] * size[1] <= max_px:
         return size
     side = max(MIN_SIDE_PX, math.isqrt(max_px) // 64 * 64)
@@ -167,7 +167,7 @@ def tile_frame(size: tuple[int, int], max_px: int) -> tuple[int, int]:
 
 
 def _even_frame(side: int, frame: int) -> int:
-    """Return the shortest frame, a multiple of 64, that covers an axis with as many tiles: its tiles overlap least."""
+    """Return the shortest frame, a multiple of 64, that covers an axis with as many tiles, for the least overlap."""
     num_tiles = len(tile_cores(side, frame))
     return min(frame, math.ceil(side / (1 + (num_tiles - 1) * (1 - 2 * MARGIN)) / 64) * 64)
 
@@ -192,9 +192,9 @@ def tiles_of(size: tuple[int, int], frame: tuple[int, int]) -> Iterator[ImageTil
 
 
 def window_tiles(size: tuple[int, int], inference: Inference) -> Iterator[ImageTile]:
-    """Yield the tiles of a large image whose sliding windows are those of the whole image, row by row.
+    """Yield the tiles of a large image, row by row, such that their sliding windows are windows of the whole image.
 
-    The tile of a core has all windows that reach into the core: as few more than the core needs as the overlap lets.
+    The tile of a core includes all windows that reach into the core, and as few pixels more as the overlap allows.
     """
     assert inference.window_px is not None
     rows, columns = (
@@ -205,7 +205,7 @@ def window_tiles(size: tuple[int, int], inference: Inference) -> Iterator[ImageT
 
 
 def _window_spans(side: int, length: int, overlap: float) -> list[Span]:
-    """Return the spans of tiles and of their cores along one axis; cores begin where windows begin."""
+    """Return the spans of tiles and of their cores along one axis; cores begin at the start of windows."""
     starts = window_starts(side, length, overlap)
     step = max(1, WINDOWED_TILE_PX // max(1, starts[1] - starts[0])) if len(starts) > 1 else 1
     edges = [0, *starts[step::step], side]

@@ -1,10 +1,10 @@
-"""Losses for semantic segmentation: criteria as additive statistics, exact for any split of a step.
+"""Losses for semantic segmentation: criteria as additive statistics, exact for any batch split.
 
-Needs torch and the standard library, nothing else of segapp.
+They need only torch and the standard library.
 """
 
 # isort: skip_file
-# `as` marks a public name, for linters and type checkers: the one list of them.
+# `as` marks a public name for linters and type checkers; this is the only list of public names.
 
 from segapp.losses.additive import (
     AdditiveCriterion as AdditiveCriterion,

@@ -1,7 +1,7 @@
-"""Criteria as sums that may be added over chunks, replicas, ranks and micro-batches; the division happens once.
+"""Criteria as sums that can be added over chunks, replicas, ranks and micro-batches; the division happens once.
 
-A mean of means is not the mean: chunks hold different numbers of valid pixels. So a criterion returns, per chunk,
-*statistics* (sums and counts), and `finalize` computes the scalar loss of the whole step from their totals.
+A mean of means is not the mean, because chunks have different numbers of valid pixels. So a criterion returns
+*statistics* (sums and counts) per chunk, and `finalize` computes the scalar loss of the whole step from their totals.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from segapp.accelerator import wide_sum
 
 Statistics = tuple[Tensor, ...]
-"""Tensors that may be summed: differentiable sums in float32 or better, counts in float64."""
+"""Tensors that can be summed: differentiable sums in float32 or better, counts in float64."""
 
 Outputs = Tensor | Sequence[Tensor] | Mapping[str, Tensor]
 """Outputs of a model: logits, (logits, *auxiliary logits), or torchvision's {"out": ..., "aux": ...}."""
@@ -46,7 +46,7 @@ def heads_of(outputs: Outputs) -> tuple[Tensor, ...]:
 
 
 def labels_of(target: Tensor) -> Tensor:
-    """Return the class ids (N, H, W) of a target, with or without distance maps behind them."""
+    """Return the class ids (N, H, W) of a target with or without distance maps."""
     return target if target.dim() == 3 else target[:, 0]
 
 
@@ -56,10 +56,10 @@ class AdditiveCriterion(nn.Module):
     `forward` is `finalize(statistics(...))`: on one device a criterion is used like any other loss module.
 
     Attributes:
-        is_sigmoid: the loss takes each logit on its own (sigmoid); otherwise the logits of a pixel together (softmax).
-        needs_distances: the target holds the distance maps of the classes behind the class ids (`labels_of`).
-        is_linear: `finalize` is linear in the differentiable entries, and only the target determines the others.
-            Then `target_statistics` gives the denominators of a step before any logits exist.
+        is_sigmoid: the loss uses each logit separately (sigmoid); otherwise the logits of a pixel together (softmax).
+        needs_distances: the target has the distance maps of the classes after the class ids (`labels_of`).
+        is_linear: `finalize` is linear in the differentiable entries, and the others depend only on the target. Then
+            `target_statistics` gives the denominators of a step before any logits exist.
         num_statistics: number of entries of `statistics`.
     """
 
@@ -79,15 +79,15 @@ class AdditiveCriterion(nn.Module):
 
     @property
     def task(self) -> AdditiveCriterion:
-        """The criterion that needs only the model's outputs and a target; its loss is reported by evaluations."""
+        """The criterion that needs only the model's outputs and a target; evaluations report its loss."""
         return self
 
     def terms(self, totals: Statistics) -> dict[str, Tensor]:
-        """Return the parts of the loss to be shown, by name, not weighted."""
+        """Return the parts of the loss for display, by name, without weights."""
         return {}
 
     def target_statistics(self, target: Tensor) -> Statistics:
-        """Return `statistics` with numerators 0, from only the target (N, H, W).
+        """Return `statistics` with numerators 0, computed only from the target (N, H, W).
 
         Raises:
             TypeError: the criterion is not linear.
@@ -95,11 +95,11 @@ class AdditiveCriterion(nn.Module):
         raise TypeError(f"{type(self).__name__} is not linear: its statistics need the logits")
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Return the scalar loss of the summed statistics; 0 with zero gradient if no pixel was valid."""
+        """Return the scalar loss from the summed statistics; 0 with zero gradient if no pixel was valid."""
         raise NotImplementedError
 
     def forward(self, outputs: Outputs, target: Tensor) -> Tensor:
-        """Return the scalar loss of a step of one chunk; see `statistics` for the arguments."""
+        """Return the scalar loss of a step with one chunk; see `statistics` for the arguments."""
         return self.finalize(self.statistics(outputs, target))
 
 
@@ -121,7 +121,7 @@ class MeanCriterion(AdditiveCriterion):
         raise NotImplementedError
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Return the denominator of `head_sums`, a float64 scalar, from only the target (N, H, W)."""
+        """Return the denominator of `head_sums`, a float64 scalar, computed only from the target (N, H, W)."""
         raise NotImplementedError
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
@@ -137,7 +137,7 @@ class MeanCriterion(AdditiveCriterion):
         return torch.zeros((), device=target.device), self.denominator(target)
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Return loss sum / denominator in the loss sum's dtype; 0 where the denominator is 0."""
+        """Return loss sum / denominator in the loss sum's dtype; 0 if the denominator is 0."""
         total, count = totals
         return (total * reciprocal_or_zero(count)).to(total.dtype)
 
@@ -173,7 +173,7 @@ class PlainCriterion(MeanCriterion):
         self.ignore_index, self.align_corners = ignore_index, align_corners
         self.function = function
         if isinstance(function, nn.Module):
-            function.requires_grad_(False)  # no optimizer has its parameters
+            function.requires_grad_(False)  # no optimizer updates its parameters
 
     def head_sums(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
         """Return (mean x valid pixels, valid pixels) of one head's logits (N, C, h, w)."""
@@ -196,7 +196,7 @@ class PlainCriterion(MeanCriterion):
 
 
 class HeadCriterion(AdditiveCriterion):
-    """Criterion with statistics of their own for each head: every entry is (heads, ...), row 0 the main head.
+    """Criterion with separate statistics per head: every entry is (heads, ...), row 0 is the main head.
 
     Each auxiliary head's loss is multiplied by `aux_weight`.
     """
@@ -260,7 +260,7 @@ class CriterionSum(AdditiveCriterion):
         return [criterion for criterion in self.criteria if isinstance(criterion, AdditiveCriterion)]
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
-        """Return the terms' statistics, concatenated."""
+        """Return the concatenated statistics of the terms."""
         return tuple(
             entry
             for criterion in self._terms()
@@ -268,7 +268,7 @@ class CriterionSum(AdditiveCriterion):
         )
 
     def target_statistics(self, target: Tensor) -> Statistics:
-        """Return the terms' target statistics, concatenated; TypeError unless all are linear."""
+        """Return the concatenated target statistics of the terms; TypeError unless all are linear."""
         return tuple(
             entry
             for criterion in self._terms()
@@ -276,7 +276,7 @@ class CriterionSum(AdditiveCriterion):
         )
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Return the sum of factor x the term's loss."""
+        """Return the sum of factor x loss over the terms."""
         losses, start = [], 0
         for factor, criterion in zip(self.factors, self._terms(), strict=True):
             stop = start + criterion.num_statistics
@@ -289,9 +289,10 @@ def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Stat
     """Return a scalar whose gradient is this chunk's exact share of the gradient of the loss of the whole step.
 
     Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
-    micro-batches to `totals`, and call `backward()` on the surrogate of each chunk. The value is not the loss, which is
-    `criterion.finalize(totals)`. The result is the sum over statistics s of (d finalize / d s at `totals`) times s, so
-    it is exact for any `finalize` by the chain rule. Second derivatives are exact for linear criteria only.
+    Use it in your own DDP or gradient-accumulation loop: compute the statistics of each chunk, add them over ranks and
+    micro-batches to `totals`, and call `backward()` on the surrogate of each chunk. Its value is not the loss, which is
+    `criterion.finalize(totals)`. It is the sum over statistics s of (d finalize / d s at `totals`) times s, so it is
+    exact for any `finalize` by the chain rule. Second derivatives are exact for linear criteria only.
 
     Args:
         criterion: the criterion of the statistics.
@@ -332,5 +333,5 @@ def surrogate(criterion: AdditiveCriterion, statistics: Statistics, totals: Stat
 
 
 def reciprocal_or_zero(count: Tensor) -> Tensor:
-    """Return 1 / count, and 0 where the count is 0: without a valid pixel the loss and its gradient are 0, not NaN."""
+    """Return 1 / count, and 0 for count 0: without a valid pixel the loss and its gradient are 0, not NaN."""
     return torch.where(count > 0, 1 / torch.where(count > 0, count, 1.0), 0.0)

@@ -1,4 +1,4 @@
-"""Binary cross-entropy of each class on its own (sigmoid), against one class or several classes per pixel.
+"""Binary cross-entropy of each class (sigmoid), for targets with one class or several classes per pixel.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """

@@ -1,7 +1,7 @@
 """Boundary loss (Kervadec et al., Boundary loss for highly unbalanced segmentation, MIDL 2019, eq. 5).
 
-The integral of each class's probability over the signed distance to the class's boundary: its level-set form. The maps
-come with the target, made where the samples are loaded, so that no step waits for them.
+It is the integral of each class's probability over the signed distance to the class's boundary, in the level-set form.
+The distance maps come with the target: they are computed when the samples are loaded, so no step waits for them.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -20,11 +20,11 @@ from segapp.losses.fused.reference import target_weight_sum
 
 
 def signed_distance(squared: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return signed distances to the classes' boundaries in pixels, from the squares that a target holds.
+    """Return signed distances to the classes' boundaries in pixels, from the squared distances in a target.
 
-    The squares are integers: outside a class the squared distance to its nearest pixel; inside, negative, that to the
-    nearest pixel of no such class; 0 for a class without a boundary. The result is the distance d outside and 1 - d
-    inside: 0 at a class's outermost pixels, as in the authors' code.
+    The squares are integers: outside a class, the squared distance to its nearest pixel; inside, minus the squared
+    distance to the nearest pixel without the class; 0 for a class without a boundary. The result is the distance d
+    outside and 1 - d inside: 0 at a class's outermost pixels, as in the authors' code.
     """
     distance = squared.abs().to(dtype).sqrt()
     return torch.where(squared < 0, 1 - distance, distance)
@@ -38,7 +38,7 @@ class BoundarySum:
     num_differentiable: int = 1
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
-        """See `PixelSums`; here `ids` are the squared distances of each class."""
+        """See `PixelSums`; here, `ids` are the squared distances of each class."""
         probability = torch.sigmoid(values) if self.is_sigmoid else torch.softmax(values, 1)
         products = (probability * signed_distance(ids, values.dtype)).mean(1, keepdim=True)
         return (wide_sum(torch.where(valid, products, 0.0)).to(values.dtype),)

@@ -1,7 +1,7 @@
 """Predictions, probabilities and scores from low-resolution logits, without the upsampled logits.
 
 `logits` is one tensor (N, C, h, w) or a sequence of views of the same images (see `fused.views`): from flipped or
-resized images (flipped back), from other models, in tiles. The probabilities of several views are averaged.
+resized images (flipped back), from other models, or from tiles. The probabilities of several views are averaged.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the output, R rows of a band.
 """
@@ -25,11 +25,11 @@ from segapp.losses.fused.reference import compute_dtype
 from segapp.losses.fused.views import View, check_views, first_logits, logit_bands, probability_bands
 
 ONE_HOT_BYTES = 32 << 20
-"""Bytes of the one-hot matrices by which pairs of classes are counted."""
+"""Size in bytes of the one-hot matrices with which pairs of classes are counted."""
 
 
 class Scores(NamedTuple):
-    """Confusion matrix and loss sums of one pass over the upsampled logits; all may be summed over batches.
+    """Confusion matrix and loss sums from one pass over the upsampled logits; all can be summed over batches.
 
     Attributes:
         confusion: (C, C) int64 pixel counts: row is the target's class, column the predicted one.
@@ -44,7 +44,7 @@ class Scores(NamedTuple):
 
 @torch.no_grad()
 def upsample_argmax(logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True) -> Tensor:
-    """Return the class with the largest upsampled logit; of equal ones the first.
+    """Return the class with the largest upsampled logit; the first one if several are equal.
 
     Args:
         logits: (N, C, h, w), or views.
@@ -96,7 +96,7 @@ def upsample_sets(
 
 
 def logit_of(probability: float) -> float:
-    """Return the logit whose sigmoid is a probability between 0 and 1."""
+    """Return the logit whose sigmoid is the given probability, which is between 0 and 1."""
     return math.log(probability) - math.log1p(-probability)
 
 
@@ -109,17 +109,17 @@ def upsample_label_counts(
     align_corners: bool = True,
     ignore_index: int = -1,
 ) -> Tensor:
-    """Return the confusion matrix of each class on its own, of predictions above a threshold.
+    """Return a confusion matrix per class, for predictions above a threshold.
 
     Args:
         logits: (N, C, h, w), or views.
         target: (N, H, W) sets of classes: bit c for class c.
         threshold: probability (sigmoid), 0 to 1.
         align_corners: as in `F.interpolate`, but True by default.
-        ignore_index: value of pixels that count nowhere.
+        ignore_index: value of pixels that are not counted.
 
     Returns:
-        (C, 2, 2) int64 pixel counts: row 1 the pixels of the class, column 1 those predicted as it.
+        (C, 2, 2) int64 pixel counts: row 1 for pixels of the class, column 1 for pixels predicted as it.
 
     Raises:
         TypeError: wrong dtypes.
@@ -163,15 +163,15 @@ def upsample_probabilities(
 def upsample_logits(
     logits: Tensor | Sequence[View], size: tuple[int, int], *, align_corners: bool = True, is_sigmoid: bool = False
 ) -> Tensor:
-    """Return upsampled logits (N, C, H, W), up to an additive constant per pixel, to which softmax is invariant.
+    """Return upsampled logits (N, C, H, W), up to an additive constant per pixel, which softmax does not depend on.
 
-    For several views, the logits of the mean probability. For criteria that need all pixels together.
+    For several views, these are the logits of the mean probability. Use it for criteria that need all pixels together.
 
     Args:
         logits: (N, C, h, w), or views.
         size: (H, W).
         align_corners: as in `F.interpolate`, but True by default.
-        is_sigmoid: the logits belong to sigmoids, without such a constant.
+        is_sigmoid: the logits are for sigmoids, and have no such constant.
     """
     return _join_bands(partial(logit_bands, is_sigmoid=is_sigmoid), check_views(logits), size, align_corners)
 
@@ -207,9 +207,9 @@ def upsample_confusion(
         logits: (N, C, h, w), any floating dtype, or views.
         target: (N, H, W) class ids, uint8 or a signed integer type.
         align_corners: as in `F.interpolate`, but True by default.
-        ignore_index: id that counts nowhere.
+        ignore_index: id of pixels that are not counted.
         weight: (C,) factor of each class in the loss, or None.
-        label_smoothing: of the loss, 0 to 1.
+        label_smoothing: smoothing in the loss, 0 to 1.
         with_loss: False skips the loss; its sums are 0.
 
     Raises:
@@ -255,7 +255,7 @@ PartSums = tuple[Tensor, Tensor, Tensor]
 
 
 class _Counter:
-    """Counts of pairs and sums of losses, band by band; pixels that are not valid are counted in an extra row."""
+    """Counts of pairs and sums of losses, band by band; ignored pixels are counted in an extra row."""
 
     def __init__(self, like: Tensor, target: Tensor, weight: Tensor | None, options: CrossEntropySettings) -> None:
         self._target, self._options, self._num_classes = target, options, like.shape[1]
@@ -283,7 +283,7 @@ class _Counter:
 def class_of_largest(values: Tensor) -> Tensor:
     """Return the first class of the largest value: (m, C, R, W) -> (m, R, W), uint8 for up to 256 classes, else int64.
 
-    On the CPU by comparison with the maximum: torch's argmax over a dimension that is not the last is 20 times slower.
+    The CPU compares with the maximum, because torch's argmax over a dimension that is not the last is 20 times slower.
     """
     C = values.shape[1]
     if values.device.type != "cpu" or C > 256:
@@ -297,8 +297,9 @@ def class_of_largest(values: Tensor) -> Tensor:
 def count_pairs(rows: Tensor, columns: Tensor, num_rows: int, num_columns: int) -> Tensor:
     """Return how often each pair of ids, below num_rows and num_columns, occurs, int64 (num_rows, num_columns).
 
-    As products of one-hot matrices: atomic additions of a GPU would meet at the few pairs that most pixels have.
-    Products of zeros and ones are exact in TF32 too, and sums in float32 up to 2**24 pixels, which a part stays below.
+    It multiplies one-hot matrices, because atomic additions on a GPU would collide at the few pairs that most pixels
+    have. Products of zeros and ones are exact even in TF32, and so are float32 sums below 2**24 pixels, which no part
+    reaches.
     """
     counts = torch.zeros(num_rows, num_columns, dtype=torch.int64, device=rows.device)
     every_row = torch.arange(num_rows, device=rows.device)[:, None]

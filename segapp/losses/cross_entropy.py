@@ -1,7 +1,7 @@
-"""Cross-entropy of low-resolution logits against a full-resolution target, without the upsampled logits.
+"""Cross-entropy of low-resolution logits with a full-resolution target, without materializing the upsampled logits.
 
-The loss and its gradient to the low-resolution logits are computed together, band by band, in the forward pass; the
-backward pass only scales the gradient. One low-resolution tensor is kept for it.
+The loss and its gradient with respect to the low-resolution logits are computed together, band by band, in the forward
+pass; the backward pass only scales the gradient. It is the only saved tensor, and it has low resolution.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -35,16 +35,16 @@ from segapp.losses.fused.reference import (
 from segapp.losses.fused.triton_trial import has_kernels, load_kernels, note_failure
 
 Implementation = Literal["auto", "reference", "bands", "triton", "sums"]
-"""How the loss is computed; "auto" chooses by device, sizes and number of classes."""
+"""Implementation of the loss; "auto" chooses by device, sizes and number of classes."""
 
 BAND_DEVICES = frozenset({"cpu"})
-"""Types of devices whose loss is computed on bands by torch's operators; the others take the Triton kernels."""
+"""Types of devices on which torch's operators compute the loss in bands; the others use the Triton kernels."""
 SMALL_BYTES = 8 << 20
-"""Upsampled float32 logits up to this size are computed whole: bands would save nothing and cost time."""
+"""Upsampled float32 logits up to this size are computed whole, because bands would save nothing and cost time."""
 SMALL_BYTES_PER_THREAD = 6 << 20
-"""The same limit, per thread of torch: full resolution gains from more threads, small bands do not."""
+"""The same limit per torch thread: more threads speed up full resolution, but not small bands."""
 MIN_CLASSES = 4
-"""With fewer classes the passes over (N, H, W) dominate the time, and bands take more of them."""
+"""With fewer classes, the passes over (N, H, W) dominate the time, and bands need more of them."""
 LARGE_BYTES = 64 << 20
 """Upsampled logits above this size are never computed whole only for speed."""
 
@@ -64,18 +64,17 @@ def upsample_cross_entropy(
     `loss_sum / weight_sum` equals `F.cross_entropy(full, target)` with the same weights, smoothing and ignored pixels,
     for `full = F.interpolate(logits, size=(H, W), mode="bilinear", align_corners=align_corners)`. You may add the sums
     of chunks of a batch before the division. No tensor of size (N, C, H, W) is allocated, unless `plain_reason` returns
-    a reason. Second derivatives are
-    exact; they are computed at full resolution. The result is deterministic.
+    a reason. Second derivatives are exact, and computed at full resolution. The result is deterministic.
 
     Args:
         logits: (N, C, h, w), any floating dtype and memory layout; half precision is accumulated in float32.
         target: (N, H, W) class ids, uint8 or a signed integer type; or (N, C, H, W) probabilities.
-        align_corners: as in `F.interpolate`, but True by default. Give False for logits of models trained so.
+        align_corners: as in `F.interpolate`, but True by default. Use the value with which the model was trained.
         ignore_index: id of the pixels that are left out.
         weight: (C,) factor of each class, or None.
         label_smoothing: share of the target spread evenly over the classes, 0 to 1.
-        implementation: "auto"; "bands" (CPU); "triton" (CUDA; where "auto" chooses it and it fails, "sums" takes its
-            place); "sums" (any device: torch's operators on bands, gradient by recomputation); "reference"
+        implementation: "auto"; "bands" (CPU); "triton" (CUDA; if "auto" chooses it and it fails, "sums" is used
+            instead); "sums" (any device: torch's operators on bands, gradient by recomputation); "reference"
             (interpolate + cross-entropy).
 
     Returns:
@@ -126,7 +125,7 @@ def upsample_cross_entropy(
 def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
     """Return the implementation that "auto" uses for logits (N, C, h, w) and a target (N, H, W).
 
-    A simulated accelerator counts as CUDA, so that memory plans hold.
+    A simulated accelerator is treated as CUDA, so that memory plans match.
     """
     if plain_reason(logits, target) is not None:
         return "reference"
@@ -138,7 +137,7 @@ def choose_implementation(logits: Tensor, target: Tensor) -> Implementation:
 
 
 def plain_reason(logits: Tensor, target: Tensor) -> str | None:
-    """Return why interpolate + cross-entropy at full resolution is used for these tensors; None if it is not.
+    """Return why interpolate + cross-entropy at full resolution is used for these tensors; None if it is not used.
 
     Args:
         logits: (N, C, h, w).
@@ -231,7 +230,7 @@ def _operator(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (loss sum, weight sum, gradient of the loss sum) from one pass; the gradient may be empty.
 
-    Its parameters are flat because a custom operator takes tensors and plain values only.
+    Its parameters are flat because a custom operator takes only tensors and plain values.
     """
     options = CrossEntropySettings(align_corners, ignore_index, label_smoothing)
     if implementation == "triton":
@@ -274,7 +273,7 @@ def _backward(ctx: Any, slope: Tensor | None, *_: Tensor | None) -> tuple[Tensor
     if slope is None:
         return None, *others
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        # The saved gradient has no graph; a second derivative needs the one that computes it.
+        # The saved gradient has no graph; a second derivative needs the graph that computes it.
         loss_sum = _reference(logits, target, weight, ctx.options)[0]
         (exact,) = torch.autograd.grad(loss_sum, logits, slope, create_graph=True)
         return exact, *others

@@ -1,8 +1,8 @@
-"""Distillation losses between a student's and a teacher's maps, one value per image, and the criterion that adds them.
+"""Distillation losses between student and teacher maps, with one value per image, and the criterion that adds them.
 
-The terms are defined by Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI
+The terms are defined in Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI
 2020), sections 3.1 and 3.2. The published code takes means or sums over a device's chunk; here each term is one value
-per image, so that the loss does not depend on the split.
+per image, so the loss does not depend on the batch split.
 
 Shapes: N images, C classes, K channels, h x w of the student's logits.
 """
@@ -25,8 +25,8 @@ def pixel_wise_divergence(
 ) -> Tensor:
     """Return each image's mean over the pixels of KL(teacher || student), times the temperature squared.
 
-    Equation 2 of Liu et al.; temperature as in Hinton et al. 2015, "Distilling the Knowledge in a Neural Network",
-    section 2: the square keeps the gradient's magnitude independent of it.
+    Equation 2 of Liu et al.; the temperature is as in Hinton et al. 2015, "Distilling the Knowledge in a Neural
+    Network", section 2: its square keeps the magnitude of the gradient independent of it.
 
     Args:
         student: logits (N, C, h, w).
@@ -92,10 +92,10 @@ def pair_wise_difference(student: Tensor, teacher: Tensor) -> Tensor:
 
 
 class CriterionDistilled(AdditiveCriterion):
-    """Criterion of the target, plus the weighted mean of each distillation term over the images.
+    """Criterion of the target, plus the weighted mean over the images of each distillation term.
 
-    Use it when a larger trained model can teach a smaller one. It takes outputs (outputs for `task`, values of the
-    terms (N, terms)), ignores further elements, and takes the target of `task`.
+    Use it if a larger trained model can teach a smaller one. Its outputs are (outputs for `task`, values of the terms
+    (N, terms)), and further elements are ignored; its target is the target of `task`.
 
     Args:
         task: the criterion of the target.
@@ -137,11 +137,11 @@ class CriterionDistilled(AdditiveCriterion):
         return (*self._task.target_statistics(target), sums, count)
 
     def terms(self, totals: Statistics) -> dict[str, Tensor]:
-        """Return each term's mean over the images, by name, not weighted."""
+        """Return each term's mean over the images, by name, without weights."""
         return dict(zip(self.names, _means(totals).unbind(), strict=True))
 
     def finalize(self, totals: Statistics) -> Tensor:
-        """Return the task's loss + the sum over the terms of weight x mean."""
+        """Return the task's loss plus the sum over the terms of weight x mean."""
         task = self._task.finalize(totals[:-2])
         device = totals[-2].device
         factors = self._factors.to(device, wide_dtype(device), non_blocking=True)

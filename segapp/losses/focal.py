@@ -27,9 +27,9 @@ def focal(nll: Tensor, gamma: float) -> Tensor:
 
 @dataclass(frozen=True)
 class FocalSum:
-    """Sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), with p_t the target's probability.
+    """Sum over valid pixels of alpha_t (1 - p_t)^gamma (-log p_t), where p_t is the target's probability.
 
-    With `multilabel`, of the mean over the classes, weighted by alpha (C,) with sum 1, and p_t by the sigmoid.
+    With `multilabel`, a pixel adds the mean over the classes, weighted by alpha (C,) with sum 1, and p_t is a sigmoid.
     """
 
     gamma: float
@@ -98,5 +98,5 @@ class CriterionFocal(MeanCriterion):
         return total, self.denominator(target)
 
     def denominator(self, target: Tensor) -> Tensor:
-        """Return the sum of alpha over the valid pixels; with `multilabel` their number."""
+        """Return the sum of alpha over the valid pixels; with `multilabel` the number of valid pixels."""
         return target_weight_sum(target, self.options.ignore_index, None if self.is_sigmoid else self.alpha)

@@ -19,22 +19,22 @@ from segapp.losses.fused.reference import compute_dtype, upsample
 from segapp.losses.overlap import check_classes
 
 HELD_BYTES = 64 << 20
-"""Probabilities that are held at a time: as many images as fit, at least one."""
+"""Maximum size of the probabilities that are held at a time: as many images as fit, at least one."""
 SORT_BYTES = 256 << 20
-"""Temporary memory of one sort: as many classes of the held images as fit are sorted together, at least one."""
+"""Temporary memory of one sort: as many classes of these images as fit are sorted together, at least one."""
 CPU_SORT_BYTES = 16 << 20
-"""The same on the CPU, where a call costs little and the cache is small."""
+"""The same limit on the CPU, where calls are cheap and the cache is small."""
 BYTES_OF_A_SORTED_PIXEL = 40
-"""Temporary bytes for each pixel and class: keys, order, and the terms of the slopes."""
+"""Temporary bytes per pixel and class: keys, order, and the terms of the slopes."""
 
 
 def jaccard_slopes(own_sorted: Tensor, num_valid: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the gradient of the Jaccard loss's Lovász extension in the sorted errors (Berman et al., alg. 1).
 
-    The differences of successive Jaccard losses, in closed form: 1 / union where the pixel is of the class, and
-    intersection / (union before x union after) where it is not; subtracting the losses would lose digits.
-    `own_sorted` (..., P) says which pixels are valid and of the class, by descending error, invalid pixels last;
-    `num_valid` is (..., 1). The result is (..., P), 0 for invalid pixels.
+    They are differences of successive Jaccard losses in closed form: 1 / union if the pixel has the class, and
+    intersection / (union before x union after) if not; subtracting the losses would lose precision. `own_sorted` (...,
+    P) says which pixels are valid and have the class, by descending error, invalid pixels last; `num_valid` is (...,
+    1). The result is (..., P), 0 for invalid pixels.
     """
     rank = torch.arange(1, own_sorted.shape[-1] + 1, device=own_sorted.device)
     own_so_far = own_sorted.cumsum(-1)
@@ -51,7 +51,7 @@ def sorted_slopes(probability: Tensor, own: Tensor, valid: Tensor) -> tuple[Tens
     """Return the loss of some classes of some images, and its derivative in each pixel's error |own - probability|.
 
     All three are (..., P); `own` are valid pixels of the class. The losses (...) are float64, the derivatives (..., P)
-    of the probability's dtype, both without gradient.
+    have the probability's dtype; both have no gradient.
     """
     error = torch.where(valid, (own.to(probability.dtype) - probability.detach()).abs(), -1.0)
     ranked, order = error.sort(dim=-1, descending=True, stable=True)
@@ -66,7 +66,7 @@ def own_pixels(ids: Tensor, valid: Tensor, classes: slice) -> Tensor:
 
 
 def class_shares(is_present: Tensor, valid: Tensor, classes: str) -> Tensor:
-    """Return each class's factor in an image's mean, (m, C) float64: 1 / number of counted classes, 0 for the others.
+    """Return each class's factor in an image's mean, (m, C) float64: 1 / number of counted classes, else 0.
 
     `is_present` (m, C) says which classes have a valid pixel, `valid` (m, P) which pixels are valid.
     """
@@ -75,9 +75,9 @@ def class_shares(is_present: Tensor, valid: Tensor, classes: str) -> Tensor:
 
 
 def lovasz_of_image(logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int, classes: str) -> Tensor:
-    """Return the loss of one image, logits (1, C, h, w) and target (H, W), by torch's operators at full resolution.
+    """Return the loss of one image, logits (1, C, h, w) and target (H, W), with torch's operators at full resolution.
 
-    It is differentiable any number of times.
+    It can be differentiated any number of times.
     """
     probability = torch.softmax(upsample(logits, (target.shape[0], target.shape[1]), align_corners), 1).flatten(2)
     ids, valid = class_ids(target.view(1, -1), logits.shape[1], ignore_index)
@@ -120,7 +120,7 @@ class _LovaszOfBatch(torch.autograd.Function):
 
 
 class _Images:
-    """Losses of some images whose probabilities are held: logits (m, C, h, w), target (m, H, W)."""
+    """Losses of some images with their probabilities in memory: logits (m, C, h, w), target (m, H, W)."""
 
     def __init__(self, logits: Tensor, target: Tensor, align_corners: bool, ignore_index: int) -> None:
         self.logits, self.size, self.align_corners = logits, (target.shape[1], target.shape[2]), align_corners
@@ -139,7 +139,7 @@ class _Images:
         sweep_bands(store_probabilities, logits, self.size, align_corners)
 
     def add_up(self, classes: str, with_gradient: bool) -> Tensor:
-        """Return the sum of the images' losses, float64; with gradient `held` becomes p_c g_c, g the slopes."""
+        """Return the sum of the images' losses, float64; with gradient, `held` becomes p_c g_c with the slopes g."""
         is_present = [own_pixels(self.ids, self.valid, chunk).any(-1) for chunk in self.chunks]
         shares = class_shares(torch.cat(is_present, 1), self.valid, classes)
         total = torch.zeros((), dtype=wide_dtype(self.held.device), device=self.held.device)
@@ -170,12 +170,12 @@ class _Images:
 class CriterionLovasz(MeanCriterion):
     """Lovász-softmax, averaged over the images with a valid pixel.
 
-    Use it when mIoU is the score that counts, added to cross-entropy or for the last epochs; it sorts the pixels of
-    each class, which takes time. It takes logits (N, C, h, w) and class ids (N, H, W). Statistics: (sum of
-    the images' losses, number of images with a valid pixel).
+    Use it if mIoU is the score that counts, added to cross-entropy or for the last epochs; it sorts the pixels of each
+    class, which takes time. It takes logits (N, C, h, w) and class ids (N, H, W). Statistics: (sum of the images'
+    losses, number of images with a valid pixel).
 
     Args:
-        classes: "present": an image's loss is the mean over the classes in its target; "all": over every class.
+        classes: "present": an image's loss is the mean over the classes in its target; "all": over all classes.
         ignore_index: target id of the pixels that are left out.
         align_corners: as in `F.interpolate`, but True by default.
         aux_weight: weight of the loss of each auxiliary head.

@@ -1,12 +1,12 @@
 """Loss of mask classification: a set of queries, each with a class and a mask, is matched to the classes of an image.
 
 Cheng et al., "Masked-attention Mask Transformer for Universal Image Segmentation" (Mask2Former, CVPR 2022), section
-3.2; for semantic segmentation every class in an image is one mask. The published loss samples random points of each
-mask. Here all pixels count, so that nothing is random: a logit stands for the cell of pixels that it covers, and the
-target of a cell is the share of its area that each class has.
+3.2; for semantic segmentation, every class in an image is one mask. The published loss samples random points of each
+mask. Here all pixels count, so nothing is random: each logit covers a cell of pixels, and the target of a cell is each
+class's share of its area.
 
-Shapes: N images, P predictions (the last one first, then one of each earlier block), Q queries, C classes, h x w of the
-mask logits, L = h w cells, H x W of the target.
+Shapes: N images, P predictions (the last one first, then one per earlier block), Q queries, C classes, h x w of the
+    mask logits, L = h w cells, H x W of the target.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class CriterionMaskClassification(AdditiveCriterion):
         class_factor: factor of the cross-entropy of the queries' classes, here and in the cost of a match.
         bce_factor: factor of the binary cross-entropy of the masks.
         dice_factor: factor of the Dice loss of the masks.
-        no_object: weight of the class "no object", which queries without a match learn, in the cross-entropy.
+        no_object: weight in the cross-entropy of the class "no object", the target of queries without a match.
         ignore_index: target id of the pixels that are left out.
-        align_corners: of the upsampling of the semantic logits in an evaluation.
+        align_corners: value for the upsampling of the semantic logits in an evaluation.
         aux_weight: weight of the loss of each earlier block.
 
     Raises:
@@ -90,14 +90,14 @@ class CriterionMaskClassification(AdditiveCriterion):
         return self._task
 
     def terms(self, totals: Statistics) -> dict[str, Tensor]:
-        """Return the three terms of all predictions, not weighted."""
+        """Return the three terms over all predictions, without weights."""
         return dict(zip(("class", "mask_bce", "mask_dice"), _means(totals), strict=True))
 
     def statistics(self, outputs: Any, target: Tensor) -> Statistics:
         """Return the sums of a chunk.
 
         Args:
-            outputs: mask and class logits of each prediction, as the class describes them.
+            outputs: mask and class logits of each prediction; see the class.
             target: class ids (N, H, W); H and W are multiples of h and w.
 
         Raises:
@@ -167,7 +167,7 @@ class CriterionMaskClassification(AdditiveCriterion):
         queries = match.clamp_min(0)
         bce, dice = (torch.where(is_matched, losses.gather(1, queries[:, None])[:, 0], 0.0).sum() for losses in pairs)
         classes = torch.arange(C, device=logs.device).expand(N, C)
-        labels = torch.full((N, Q + 1), C, device=logs.device)  # slot Q takes the classes without a query
+        labels = torch.full((N, Q + 1), C, device=logs.device)  # slot Q is for the classes without a query
         labels = labels.scatter(1, torch.where(is_matched, match, Q), classes)[:, :Q]
         is_object = (labels < C).to(logs.dtype)
         weights = (is_object + self.no_object * (1 - is_object)) * counts[:, None]
@@ -177,7 +177,7 @@ class CriterionMaskClassification(AdditiveCriterion):
 def _pair_losses(masks: Tensor, areas: Tensor) -> tuple[Tensor, Tensor]:
     """Return BCE and Dice loss of each query's mask with each class of its image, (N, Q, C) each, differentiable.
 
-    There is no tensor of queries x classes x cells.
+    No tensor of queries x classes x cells is made.
 
     With x the logits and t the areas of a class, BCE is the sum of softplus(x) over the valid area minus the sum of
     x t, and Dice is 1 - (2 sum(sigmoid(x) t) + 1) / (sum(sigmoid(x)) + sum(t) + 1). The masks' logits are (N, Q, h, w).
@@ -200,13 +200,13 @@ def _means(totals: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 @torch.no_grad()
 def match_queries(costs: Tensor, is_present: Tensor) -> Tensor:
-    """Return the query that is matched to each present class, at least total cost.
+    """Return the query that is matched to each present class, with the least total cost.
 
-    The Hungarian method runs on the host (scipy), so this waits for the device: once per call, with one copy of all
-    costs. Every image is matched on its own; the result does not depend on the other images.
+    The Hungarian method runs on the host (scipy), so this call waits for the device once, with one copy of all costs.
+    Every image is matched separately; the result does not depend on the other images.
 
-    Costs (N, P, Q, C) that are not finite count as large ones; `is_present` (N, C) says which classes an image has. The
-    result is (N, P, C), -1 for classes that are absent or, where an image has more than Q classes, left over.
+    Costs (N, P, Q, C) that are not finite are treated as large ones; `is_present` (N, C) says which classes an image
+    has. The result is (N, P, C), -1 for classes that are absent or, if an image has more than Q classes, unmatched.
     """
     N, P, _, C = costs.shape
     if is_simulated(costs):  # a memory plan, where tensors have no values
@@ -219,7 +219,7 @@ def match_queries(costs: Tensor, is_present: Tensor) -> Tensor:
     for image, of_image in enumerate(on_host):
         classes = np.flatnonzero(of_image[0, -1])
         for number, table in enumerate(of_image[:, :-1]):
-            large = np.finfo(table.dtype).max / (4 * C)  # sums of so many stay finite
+            large = np.finfo(table.dtype).max / (4 * C)  # a sum of C of them stays finite
             queries, columns = linear_sum_assignment(np.nan_to_num(table[:, classes], nan=large).clip(-large, large))
             found[image, number, classes[columns]] = queries
     return torch.from_numpy(found).to(costs.device)

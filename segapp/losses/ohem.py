@@ -1,7 +1,7 @@
 """Cross-entropy over the hard pixels of a whole step (online hard example mining, Shrivastava et al., CVPR 2016).
 
-The usual rule (HRNet, mmsegmentation): keep the pixels whose target probability is below `threshold`; if they are fewer
-than `min_kept`, keep the `min_kept` hardest. A sorted list cannot be added over chunks; a histogram can.
+The usual rule (HRNet, mmsegmentation) keeps the pixels whose target probability is below `threshold`; if they are fewer
+than `min_kept`, it keeps the `min_kept` hardest. A sorted list cannot be added over chunks; a histogram can.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -22,15 +22,15 @@ from segapp.losses.fused.checks import as_class_weight
 from segapp.losses.fused.pixel_sums import PixelOptions, pixel_cross_entropy, upsampled_sums
 
 DROPPED_BITS = 15
-"""Mantissa bits of a float32 loss, of 23, that a bin ignores: 256 bins an octave, 0.4 % wide."""
+"""Number of mantissa bits of a float32 loss, of 23, that a bin ignores: 256 bins per octave, 0.4 % wide."""
 SMALLEST_LOSS = 2.0**-24
 """Losses below this (float32's resolution at 1) fall into the last bin."""
 
 
 DEVICE_COLUMNS = 64
-"""Columns over which the pixels of a bin are spread on a device, so that few are added one after the other."""
+"""Number of columns over which the pixels of a bin are spread on a device, so that few are added sequentially."""
 CPU_COLUMNS = 1
-"""The same on the CPU, which adds all pixels one after the other."""
+"""The same on the CPU, which adds all pixels sequentially."""
 
 
 def _bin_of(loss: float) -> int:
@@ -40,13 +40,13 @@ def _bin_of(loss: float) -> int:
 
 
 def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_columns: int) -> list[Tensor]:
-    """Return the sum of each term by bin, (num_bins,) each; differentiable any number of times, and deterministic.
+    """Return the sum of each term by bin, (num_bins,) each; deterministic, and differentiable any number of times.
 
-    Accumulating `index_put` sorts the indices on CUDA, instead of atomics on one address: early in a training all
-    pixels are in one bin. A bin is spread over columns, because equal indices are added one after the other.
+    On CUDA, accumulating `index_put` sorts the indices instead of using atomics on one address; early in a training all
+    pixels are in one bin. A bin is spread over columns, because equal indices are added sequentially.
 
-    The terms are (P,) each, float64; other dtypes are added in parallel on the CPU, in any order. If the device has
-    no float64, each column of a bin is added in float32: 2e-6 of the loss for 3e5 pixels (measured). The bins are (P,).
+    The terms are (P,) each, float64; the CPU adds other dtypes in parallel, in any order. If the device has no float64,
+    each column of a bin is added in float32: an error of 2e-6 of the loss for 3e5 pixels (measured). The bins are (P,).
     """
     place = bins
     if num_columns > 1:
@@ -58,7 +58,7 @@ def sums_by_bin(terms: Sequence[Tensor], bins: Tensor, num_bins: int, num_column
 
 @dataclass(frozen=True)
 class HardnessHistogram:
-    """Loss, weight and count of the valid pixels by hardness: bin 0 holds all hard ones, later bins easier ones."""
+    """Loss, weight and count of the valid pixels by hardness: bin 0 holds all hard pixels, later bins easier ones."""
 
     limit: float  # loss above which a pixel is hard, -log(threshold)
     weight: Tensor | None  # (C,)
@@ -66,7 +66,7 @@ class HardnessHistogram:
 
     @property
     def num_bins(self) -> int:
-        """Number of bins: bin 0 and those from the limit down to `SMALLEST_LOSS`."""
+        """Number of bins: bin 0, and the bins from the limit down to `SMALLEST_LOSS`."""
         return 2 + max(0, _bin_of(self.limit) - _bin_of(SMALLEST_LOSS))
 
     def bins(self, nll: Tensor) -> Tensor:
@@ -91,9 +91,9 @@ class HardnessHistogram:
 class CriterionOHEM(HeadCriterion):
     """Cross-entropy averaged over the hard pixels of the step, by class weight.
 
-    Use it when large easy areas, such as road and sky, hide the errors. It takes logits (N, C, h, w) and class ids (N,
-    H, W). Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree to
-    0.4 %) are kept or dropped together, so the kept set is the same for every split of the step, and holds at least
+    Use it if large easy areas, such as road and sky, hide the errors. It takes logits (N, C, h, w) and class ids (N, H,
+    W). Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree to 0.4
+    %) are kept or dropped together. So the kept set is the same for every split of the step, and has at least
     `min_kept` pixels if there are enough.
 
     Args:
@@ -143,7 +143,7 @@ class CriterionOHEM(HeadCriterion):
     def finalize_head(self, totals: Statistics) -> Tensor:
         """Return the mean loss over the kept bins: bin 0, and each bin with fewer than `min_kept` pixels before it."""
         loss, weight, count = totals
-        number = count.long()  # torch adds up floating-point numbers in any order on CUDA
+        number = count.long()  # torch adds floating-point numbers in any order on CUDA
         kept = number.cumsum(0) - number < self.min_kept
         kept = kept | (torch.arange(kept.numel(), device=kept.device) == 0)
         kept_weight = torch.where(kept, weight, 0.0).sum()

@@ -115,13 +115,13 @@ class CriterionTversky(_OverlapCriterion):
     T = (TP + smooth) / (TP + alpha FP + beta FN + smooth), with sums of probabilities. With alpha = beta = 0.5 and
     gamma = 1 it equals the Dice loss with twice the `smooth`.
 
-    Use it when a missed pixel costs more than a false alarm (beta above alpha), or less. Shapes and statistics are the
+    Use it if a missed pixel costs more than a false alarm (beta above alpha), or less. Shapes and statistics are the
     same as for `CriterionDice`.
 
     Args:
         alpha: weight of false positives, at least 0.
         beta: weight of false negatives, at least 0.
-        gamma: exponent, above 0; below 1 the focal Tversky loss, which weights classes that are nearly right more.
+        gamma: exponent, above 0; below 1 it is the focal Tversky loss, which gives nearly correct classes more weight.
         smooth: added to numerator and denominator, at least 0.
         multilabel: bit c of a target id is class c, and probabilities are sigmoids; otherwise softmax.
         ignore_index: target id of the pixels that are left out.

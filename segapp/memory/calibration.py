@@ -1,7 +1,7 @@
-"""Calibration of a memory plan by a run: peaks by split, memory besides tensors, and the error of the prediction.
+"""Calibration of a memory plan by a run: peaks per split, memory other than tensors, and the error of the prediction.
 
-Read from `events.jsonl`: `memory` events have each device's peak; `run_start`, `epoch_start`, `gpu0_bsz` and `step`
-events have the split at that time. No torch here.
+The data are in `events.jsonl`: `memory` events have each device's peak; `run_start`, `epoch_start`, `gpu0_bsz` and
+`step` events have the split at that time. No torch here.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ class Measurement:
     devices: tuple[str, ...]
     total_mib: tuple[float | None, ...]
     peaks_mib: Mapping[Split, tuple[float | None, ...]]
-    """The highest peak of each device under each split, since frozen parameters thawed if they did."""
+    """The highest peak of each device under each split, since the last unfreezing if there was one."""
     beside_mib: tuple[float | None, ...]
     """Memory in use on each GPU outside the run's allocator (context, other processes); None if unknown."""
     is_frozen: bool = False
-    """Parameters were frozen that thaw later."""
+    """True if frozen parameters will be unfrozen later."""
 
     def gpus(self) -> tuple[GpuSpec, ...]:
         """Return the run's GPUs.
 
         Raises:
-            ConfigError: the events have no memory size for them.
+            ConfigError: the events do not have their memory sizes.
         """
         known_mib = [mib for mib in self.total_mib if mib is not None]
         if not self.devices or len(known_mib) < len(self.devices):
@@ -55,7 +55,7 @@ class PeakError:
 
     @property
     def error(self) -> float:
-        """Relative error of the uncalibrated prediction; negative: predicted too little."""
+        """Relative error of the uncalibrated prediction; negative if it was too low."""
         return self.predicted_mib / self.measured_mib - 1
 
     @property
@@ -118,7 +118,7 @@ def collect(events: Iterable[dict[str, Any]]) -> Measurement:
 def calibrated(
     measurement: Measurement, model: PlannedPeaks, assumed: OverheadEstimate
 ) -> tuple[OverheadEstimate, list[PeakError]]:
-    """Return the overhead with measured values instead of assumed ones, and the errors of the prediction."""
+    """Return the overhead with measured instead of assumed values, and the errors of the prediction."""
     scale = measured_scale(model, measurement.peaks_mib, len(assumed.context_mib))
     beside_mib = (*measurement.beside_mib, *[None] * len(scale))  # none was measured on GPUs that the run did not have
     context = tuple(

@@ -1,7 +1,7 @@
-"""Costs of a step: seconds of its operators, and what each block of the network keeps and takes.
+"""Costs of a step: the seconds of its operators, and the memory that each block of the network keeps and needs.
 
-The time of an operator is that of its arithmetic or of its memory traffic, whichever is longer, and of a launch. Blocks
-are followed call by call: a block that runs twice in a forward pass has two calls.
+The time of an operator is the time of its arithmetic or of its memory traffic, whichever is longer, plus a launch.
+Blocks are tracked call by call: a block that runs twice in a forward pass has two calls.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from segapp.memory.peaks import Numbers
 PASS = ("forward", "loss", "backward")
 """Phases of a micro-batch."""
 EFFICIENCY = 0.5
-"""Ratio of the speed of a network, in operations per second, to the speed of one large convolution."""
+"""Ratio of a network's speed, in operations per second, to the speed of one large convolution."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """Speeds of a processor and a GPU; by default those of a machine that is only planned for, an RTX 3090 of 2020."""
+    """Speeds of a processor and a GPU; the defaults, for planned machines, are an RTX 3090's (2020)."""
 
     dispatch_s: float = 12e-6
-    """Of one operator, by Python."""
+    """Seconds that Python takes per operator."""
     launch_s: float = 4e-6
-    """Of one kernel, by the GPU."""
+    """Seconds that the GPU takes per kernel launch."""
     flops_per_s: float = 2e13
     half_flops_per_s: float = 4e13
     bytes_per_s: float = 8e11
@@ -44,7 +44,7 @@ class Machine:
 
 
 class OperatorCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts operators and their floating-point operations; views of other tensors cost nothing."""
+    """Counts operators and their floating-point operations; views of other tensors are free."""
 
     def __init__(self, machine: Machine | None = None) -> None:
         from torch.utils.flop_counter import flop_registry  # imports Triton
@@ -56,7 +56,7 @@ class OperatorCosts(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise torch imports its compiler at the first operator, which takes five seconds."""
+        """Return False; otherwise torch imports its compiler at the first operator, which takes five seconds."""
         return False
 
     def __torch_dispatch__(
@@ -90,7 +90,7 @@ class _Call:
 
     name: str
     first: int
-    """Of the storages that are created in it, in the ledger."""
+    """Numbers in the ledger of the storages that are created in it."""
     end: int = 0
     outputs: frozenset[int] = frozenset()
     seconds: float = 0.0
@@ -108,7 +108,7 @@ class _Course:
 
 
 class StepTrace(OperatorCosts):  # type: ignore[no-untyped-call]
-    """Follows the blocks of a network through a step; `mark` begins a phase of the ledger and of the trace."""
+    """Tracks the blocks of a network through a step; `mark` begins a phase of the ledger and of the trace."""
 
     def __init__(self, ledger: StorageLedger, machine: Machine | None = None) -> None:
         super().__init__(machine)
@@ -118,7 +118,7 @@ class StepTrace(OperatorCosts):  # type: ignore[no-untyped-call]
         self._num_passes = 0
 
     def follow(self, blocks: Mapping[str, nn.Module]) -> None:
-        """Follow blocks, given by name, in their forward and backward passes."""
+        """Track blocks, given by name, in their forward and backward passes."""
         for name, block in blocks.items():
             block.register_forward_pre_hook(functools.partial(self._enter, name), with_kwargs=True)
             block.register_forward_hook(self._leave)

@@ -1,9 +1,9 @@
 """Memory of each device of a training: counters, peaks by phase of a step, and the thread that reports them.
 
-The training thread calls `mark` when it enters a phase, which is one assignment. Every two seconds the thread of
-`MemorySampler` calls `sample`, which also requests a profile of the next step: there each mark reads the peak of the
-phase that ends and resets it. All counters are those of the allocators and the operating system on the host: no call
-waits for a GPU.
+The training thread calls `mark` when it enters a phase; this is one assignment. Every two seconds the thread of
+`MemorySampler` calls `sample`, which also requests a profile of the next step: in this profile, each mark reads and
+resets the peak of the phase that ends. All counters are kept by the allocators and the operating system on the host, so
+no call waits for a GPU.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class DeviceInfo:
 
     device: str
     uuid: str | None = None
-    """Of a GPU, without the prefix "GPU-"; None for a CPU."""
+    """UUID of a GPU, without the prefix "GPU-"; None for a CPU."""
     total_mib: float | None = None
     pid: int | None = None
-    """None on another machine."""
+    """Process id; None on another machine."""
     is_own: bool = True
     name: str | None = None
     usable_mib: float | None = None
-    """Memory for this run when it began, as the device's own process measured it; None: not measured."""
+    """Memory for this run when it began, measured by the device's own process; None: not measured."""
     machine: str | None = None
-    """Name of the machine; None if all devices are of one."""
+    """Name of the machine; None if all devices are on one."""
 
 
 class AllocatorCounters:
-    """Counters of torch's allocator on one GPU; only the driver counts the other processes (`driver_used_mib`)."""
+    """Counters of torch's allocator on one GPU; other processes are only counted by the driver (`driver_used_mib`)."""
 
     def __init__(self, gpu: Gpu, device: torch.device) -> None:
         self._gpu, self._device = gpu, device
@@ -74,7 +74,7 @@ class AllocatorCounters:
         return None
 
     def read(self) -> dict[str, float | None]:
-        """Return the memory of live tensors, and of live tensors and cache."""
+        """Return the memory of live tensors, and of live tensors with the allocator's cache."""
         allocated, reserved = self._gpu.allocated_bytes(self._device), self._gpu.reserved_bytes(self._device)
         return {"allocated_mib": allocated / 2**20, "reserved_mib": reserved / 2**20}
 
@@ -86,7 +86,7 @@ class AllocatorCounters:
 class ProcessCounters:
     """Resident memory and processor time of a process that trains on the CPU; C's allocator does not count tensors.
 
-    The peak can be reset for this process only, which None names.
+    The peak can only be reset for this process, which is named by None.
     """
 
     def __init__(self, pid: int | None = None) -> None:
@@ -101,7 +101,7 @@ class ProcessCounters:
     def read(self) -> dict[str, float | None]:
         """Return the resident memory, and the share of all processors' time since the last call, 0 to 1.
 
-        None if the process is gone; for the share, also at first.
+        Both are None if the process is gone; the share is also None at the first call.
         """
         is_first, self._is_first_read = self._is_first_read, False
         with suppress(psutil.Error):
@@ -112,7 +112,7 @@ class ProcessCounters:
         return {"used_mib": None, "utilization": None}
 
     def pop_peak_mib(self) -> float | None:
-        """Return the highest resident memory (VmHWM in proc(5)), and reset it if the system allows that."""
+        """Return the highest resident memory (VmHWM in proc(5)), and reset it if the system allows it."""
         try:
             status = Path(f"/proc/{self._pid}/status").read_bytes()
             peak = int(status.partition(b"VmHWM:")[2].split(None, 1)[0]) / 1024
@@ -131,7 +131,7 @@ MemoryCounters = AllocatorCounters | ProcessCounters
 
 
 def host_memory_mib() -> float:
-    """Return the memory of this machine, or the limit of its control group where that is less, MiB."""
+    """Return the memory of this machine, or the limit of its control group if it is lower, MiB."""
     limits = [psutil.virtual_memory().total]
     with suppress(OSError, ValueError):  # no control group, or no limit ("max")
         limits.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -141,10 +141,10 @@ def host_memory_mib() -> float:
 def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], first: int = 0) -> None:
     """Limit the tensors on each GPU of this process to `parallel.memory_budget_mib`, by torch's allocator.
 
-    The limits are of the devices of all ranks, of which this process has `devices`, from the index `first` on.
+    The limits are for the devices of all ranks; `devices` of this process begin at the index `first`.
 
     Raises:
-        ConfigError: a device has no limit, or no allocator that keeps to it.
+        ConfigError: a device has no limit, or its allocator does not support limits.
     """
     limits = limits_mib[first : first + len(devices)]
     if len(limits) < len(devices):
@@ -164,7 +164,7 @@ def limit_gpus(limits_mib: Sequence[float], devices: Sequence[torch.device], fir
 
 
 def device_info_of(device: torch.device) -> DeviceInfo:
-    """Return what is known about a device of this process."""
+    """Return the known facts about a device of this process."""
     gpu = gpu_of(device)
     if gpu is None:
         return DeviceInfo(str(device), total_mib=host_memory_mib(), pid=os.getpid())
@@ -173,7 +173,7 @@ def device_info_of(device: torch.device) -> DeviceInfo:
 
 
 def counters_of(info: DeviceInfo) -> MemoryCounters | None:
-    """Return the counters of a device; None for a GPU of another rank, whose allocator this process cannot read."""
+    """Return the counters of a device; None for another rank's GPU, whose allocator this process cannot read."""
     device = torch.device(info.device)
     if gpu := gpu_of(device):
         return AllocatorCounters(gpu, device) if info.is_own else None
@@ -219,10 +219,10 @@ class DeviceMemoryTracker:
         self._lock = threading.Lock()
         self._steps_to_profile = 0
         self._is_phase_whole = False
-        """True if the current phase is the only one since the peaks were last reset."""
+        """True if the current phase is the only one since the last reset of the peaks."""
 
     def usable_mib(self) -> list[float | None]:
-        """Return each device's memory for this run: its total less what other processes hold; None where unknown."""
+        """Return each device's memory for this run: its total minus the memory of other processes; None if unknown."""
         with self._lock:
             found = []
             for info, i in zip(self.devices, self._first, strict=True):
@@ -259,7 +259,7 @@ class DeviceMemoryTracker:
         self.report_progress(phase)
 
     def report_progress(self, activity: str | None = None) -> None:
-        """Record that the training thread makes progress, in a phase or in `read`, while it waits for a batch."""
+        """Record progress of the training thread, in a phase or in `read`, while it waits for a batch."""
         self.activity = activity or self.activity
         self.last_progress_s = time.monotonic()
 
@@ -278,7 +278,7 @@ class DeviceMemoryTracker:
             return [self._peaks[i].observed if i in self._peaks else None for i in self._first]
 
     def sample(self) -> list[dict[str, Any]]:
-        """Return each device's use now and its peak since the last sample, as fields of a `memory` event."""
+        """Return each device's present use and its peak since the last sample, as fields of a `memory` event."""
         with self._lock:
             self._pop_peaks()
             self._is_phase_whole = True
@@ -304,17 +304,17 @@ class DeviceMemoryTracker:
 
 
 IDLE_SAMPLES = 60
-"""Samples of steps, two minutes, after which `MemorySampler` says that GPUs are idle."""
+"""Number of samples during steps, two minutes, after which `MemorySampler` reports that GPUs are idle."""
 BUSY_FRAC = 0.7
 
 
 class MemorySampler:
-    """Context manager that emits a `memory` event every 2 s and a `heartbeat` every 5 s from a thread of its own.
+    """Context manager whose thread emits a `memory` event every 2 s and a `heartbeat` every 5 s.
 
-    It makes no GPU call: torch's counters are on the host, and other threads run nvidia-smi and ask the CUDA driver,
-    whose latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event. A checkpoint
-    write of `saving_s` is reported after each `blocked_s` seconds. `idle_advice` is an alert, once, if no GPU computes
-    for `BUSY_FRAC` of the first minutes of steps, and they do not wait for data.
+    It makes no GPU call: torch's counters are on the host. Other threads run nvidia-smi and query the CUDA driver, and
+    their latest answers are used (`segapp.memory.gpus`). A value that cannot be read is null in the event. A checkpoint
+    write that has taken `saving_s` is reported every `blocked_s` seconds. `idle_advice` is an alert, emitted once if no
+    GPU computes for `BUSY_FRAC` of the first minutes of steps although the steps do not wait for data.
     """
 
     def __init__(
@@ -373,7 +373,7 @@ class MemorySampler:
             self._advise(self._idle_advice, max(busy, default=None))
 
     def _advise(self, advice: str, busiest: float | None) -> None:
-        """Note how busy the busiest GPU is while steps are made; emit the advice after `IDLE_SAMPLES` of these."""
+        """Record how busy the busiest GPU is during steps; emit the advice after `IDLE_SAMPLES` samples."""
         phase = self.device_memory.phase
         if busiest is None or phase in ("start", "eval", "save", "paused"):
             return
@@ -407,7 +407,7 @@ class MemorySampler:
 
 
 def merged(device: dict[str, Any], statuses: dict[str, GpuStatus]) -> DeviceMemory:
-    """Return a device's memory fields, completed by what is known about the GPU of the same uuid."""
+    """Return a device's memory fields, completed by the status of the GPU with the same uuid."""
     status = statuses.get(device.get("uuid") or "")
     phases = {name: device["phase_peak_mib"][name] for name in PHASES if name in device.get("phase_peak_mib", {})}
     found = {**device, "phase_peak_mib": phases}

@@ -1,8 +1,8 @@
 """GPU status from nvidia-smi through GPUtil, or from amd-smi, with timeouts; the only module that imports GPUtil.
 
 GPUtil starts `nvidia-smi` on every call and waits without limit, raises ValueError on "No devices were found", and
-numbers physical devices. Here a call has a timeout, any failure gives an empty list, and devices are matched to torch's
-by uuid, AMD's by PCI address, which amd-smi and torch write alike.
+numbers physical devices. Here, a call has a timeout, any failure gives an empty list, and devices are matched to
+torch's by uuid, or by PCI address for AMD, which amd-smi and torch write in the same way.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class GpuStatus:
     """One GPU as nvidia-smi or amd-smi reports it; None where it reports "N/A"."""
 
     uuid: str
-    """Without the prefix "GPU-"; of an AMD GPU its PCI address."""
+    """UUID without the prefix "GPU-"; for an AMD GPU its PCI address."""
     name: str
     used_mib: float | None
-    """In use by all processes."""
+    """Memory in use by all processes."""
     total_mib: float | None
     utilization: float | None
     """0 to 1."""
     temperature: float | None
-    """Degrees Celsius."""
+    """Temperature in degrees Celsius."""
 
     @property
     def is_available(self) -> bool:
@@ -74,11 +74,11 @@ def count_visible_gpus(environ: Mapping[str, str] = os.environ) -> int:
 
 
 class GpuPoller:
-    """Asks about GPUs in background threads, so that neither a slow nvidia-smi nor a busy driver is waited for.
+    """Queries GPUs in background threads, so that a slow nvidia-smi or a busy driver delays nothing.
 
-    Answers older than `timeout_s` are discarded; `retry_s` is the pause after nvidia-smi failed, `period_s` the least
-    time between two starts of it. `own_used_mib` returns uuid -> memory in use on the GPUs of this process, MiB, as the
-    CUDA driver reports it, which replaces nvidia-smi's number.
+    Answers older than `timeout_s` are discarded. `retry_s` is the pause after a failure of nvidia-smi, `period_s` the
+    minimum time between two starts of it. `own_used_mib` returns uuid -> memory in use on the GPUs of this process,
+    MiB, as reported by the CUDA driver; it replaces nvidia-smi's number.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class GpuPoller:
         self._own = _LatestAnswer("driver memory", own_used_mib)
 
     def poll(self) -> list[GpuStatus]:
-        """Return the last answers, without those that are too old, and start queries for the next call."""
+        """Return the last answers, except those that are too old, and start queries for the next call."""
         self._own.ask_again(0.0)
         self._statuses.ask_again(self.period_s if self._statuses.answer else self.retry_s)
         found = {status.uuid: status for status in self._statuses.newer_than(self.timeout_s) or ()}
@@ -116,8 +116,8 @@ class _LatestAnswer(Generic[T]):
     def ask_again(self, period_s: float) -> None:
         """Start the function unless it still runs, or ran within the last `period_s` seconds.
 
-        A caller that comes once a period may come a moment early: a start may then be a tenth of a period early too,
-        and the next one is due a whole period after this one was, so that there is one a period in the mean.
+        A caller that calls once per period may call slightly early. So a start may be a tenth of a period early, and
+        the next one is due a whole period after the time at which this one was due; on average there is one per period.
         """
         now_s = time.monotonic()
         due_s = self._due_s + period_s
@@ -151,7 +151,7 @@ def ask_gputil() -> list[GpuStatus]:
             )
             for gpu in GPUtil.getGPUs()
         ]
-    except Exception:  # the training does not depend on GPUtil, whatever a broken driver makes it raise
+    except Exception:  # the training does not depend on GPUtil, and a broken driver may make it raise anything
         return []
 
 
@@ -164,7 +164,7 @@ def ask_amd_smi() -> list[GpuStatus]:
     try:
         metrics = _amd_smi("metric", "--mem-usage", "--usage", "--temperature")
         return [_amd_status(each, _amd_cards()[each["gpu"]]) for each in metrics]
-    except Exception:  # absent, late, or with other fields than those known
+    except Exception:  # missing, too slow, or with unknown fields
         return []
 
 
@@ -175,7 +175,7 @@ def _amd_cards() -> dict[int, dict[str, Any]]:
 
 
 def _amd_smi(*words: str) -> list[dict[str, Any]]:
-    """Return a JSON answer of amd-smi: a list of GPUs, which later versions give a name."""
+    """Return amd-smi's JSON answer as a list of GPUs, which later versions wrap in an object."""
     done = subprocess.run(["amd-smi", *words, "--json"], capture_output=True, text=True, timeout=10.0, check=True)
     found = json.loads(done.stdout)
     return found["gpu_data"] if isinstance(found, dict) else found  # type: ignore[no-any-return]
@@ -183,7 +183,7 @@ def _amd_smi(*words: str) -> list[dict[str, Any]]:
 
 def _amd_status(metric: Mapping[str, Any], card: Mapping[str, Any]) -> GpuStatus:
     def amount(group: str, name: str) -> float | None:
-        """Return {"value": 512, "unit": "MB"} as a number; None where this, or the whole group, is "N/A"."""
+        """Return {"value": 512, "unit": "MB"} as a number; None if this, or the whole group, is "N/A"."""
         found: Any = metric
         for key in (group, name, "value"):
             found = found.get(key) if isinstance(found, dict) else None
@@ -201,10 +201,10 @@ def _amd_status(metric: Mapping[str, Any], card: Mapping[str, Any]) -> GpuStatus
 
 
 def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> list[OtherProcess]:
-    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or is late.
+    """Return the other compute processes on a GPU, as nvidia-smi lists them; empty if it fails or times out.
 
-    In a container the ids may be those of the host (driver and container runtime decide). They are the container's if
-    this process is listed with at least the `own_mib` that it holds; else the answer is empty.
+    In a container, the ids may be the host's (driver and container runtime decide). They are the container's if this
+    process is listed with at least the `own_mib` that it holds; otherwise the answer is empty.
     """
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory,name", "--format=csv,noheader,nounits"]
     try:
@@ -222,7 +222,7 @@ def processes_on(uuid: str, timeout_s: float = 5.0, *, own_mib: float = 0.0) -> 
 
 
 def is_first_pid_namespace() -> bool:
-    """Return True if this process is in the first pid namespace (pid_namespaces(7)), that is, in no container."""
+    """Return True if this process is in the first pid namespace (pid_namespaces(7)), which means in no container."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid") == "pid:[4026531836]"  # PROC_PID_INIT_INO, include/linux/proc_ns.h
     return False
@@ -251,8 +251,8 @@ def cuda_uuids() -> list[str]:
 def order_by_free_memory(uuids: Sequence[str], statuses: Sequence[GpuStatus]) -> tuple[list[int], str]:
     """Return the indices of torch's devices, most free memory first, and the reason in one sentence.
 
-    Devices that other processes use (more than half of load or memory) are left out, unless all are in use. If neither
-    nvidia-smi nor amd-smi answers, all devices in torch's order.
+    Devices that other processes use (more than half of the load or memory) are left out, unless all are in use. If
+    neither nvidia-smi nor amd-smi answers, all devices are returned in torch's order.
     """
     by_uuid = {status.uuid: status for status in statuses}
     known = {index: by_uuid[uuid] for index, uuid in enumerate(uuids) if uuid in by_uuid}

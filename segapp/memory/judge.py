@@ -1,8 +1,8 @@
-"""The judge of batch splits: one value, with everything that decides about a split. Pure, and no torch here.
+"""The judge of batch splits: one object with all facts that decide about a split. Pure, and no torch here.
 
-The trainer builds a `SplitJudge`, keeps in it what it learns, and writes it into its events; the screen and `ctl` read
+The trainer builds a `SplitJudge`, updates it with measurements, and writes it into its events. The TUI and `ctl` read
 it there (`segapp.view.view.View.judge`), and the memory plan makes one without a run. So all of them give the same
-verdict on the same facts. The verdict has a level: `refused` (no split can honor the request), `no change`, `won't
+verdict on the same facts. The verdict has a level: `refused` (no split can fulfill the request), `no change`, `won't
 fit` (a device would need more than 95 % of its memory, or ran out of memory with as many samples before), `tight` (more
 than 90 %, or the estimate is an upper bound), `ok`.
 """
@@ -22,10 +22,10 @@ TIGHT_FRAC, FULL_FRAC = 0.90, 0.95
 """Shares of a device's memory above which a split is `tight`, and above which it `won't fit`."""
 
 MARGIN_FRAC = 0.02
-"""Share of its memory that a move of `auto` must free on the fullest device."""
+"""Share of its memory that a change by `auto` must free on the fullest device."""
 
 ASSUMED_FRACS = (1.0, 0.75, 0.5, 0.25)
-"""While no slope is known: shares of a peak that are assumed to grow with the samples, tried in this order."""
+"""If no slope is known: shares of a peak that are assumed to grow with the samples, tried in this order."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class SplitVerdict:
 
     @property
     def is_possible(self) -> bool:
-        """True if the split can be applied at all, with `force`: every level but `refused`."""
+        """True if the split can be applied, possibly with `force`: every level except `refused`."""
         return self.level != "refused"
 
     @property
@@ -74,17 +74,17 @@ class SplitJudge:
     """Samples of a full batch, over all devices."""
     num_devices: int
     mode: str = "dp"
-    """`dp` and `ddp` have a split that can be chosen."""
+    """True if the mode has a split that can be chosen, which `dp` and `ddp` have."""
     smallest_chunk: int = 1
-    """Samples that a device with samples needs at least (`segapp.parallel.batchnorm_guard.smallest_chunk`)."""
+    """Minimum number of samples of a device that has any (`segapp.parallel.batchnorm_guard.smallest_chunk`)."""
     needs_samples: str | None = None
-    """Why no device can be left without samples; None if one can."""
+    """Why no device can be without samples; None if one can."""
     current: Split | None = None
     usable_mib: Sequence[float | None] = ()
     """Memory of each device for this run (`usable_mib`)."""
     peaks: PeakModel = field(default_factory=PeakModel)
     ceiling: int | None = None
-    """Samples on device 0 with which it ran out of memory."""
+    """Number of samples on device 0 with which it ran out of memory."""
     failed: Collection[Split] = ()
 
     @property
@@ -97,7 +97,7 @@ class SplitJudge:
         return f"{why}: gpu0_bsz and shares are for parallel.mode = dp or ddp"
 
     def verdict(self, gpu0_bsz: int | Literal["auto"] | None, shares: Sequence[int] | None = None) -> SplitVerdict:
-        """Check a requested split against everything that is known; never raises for a bad request.
+        """Check a requested split against all known facts; never raises for a bad request.
 
         Args:
             gpu0_bsz: Samples of device 0 in a full batch; None for an even split; `auto` to follow the measured memory.
@@ -128,7 +128,7 @@ class SplitJudge:
         return SplitVerdict(split, level, reason, predicted)
 
     def _split_of(self, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> tuple[Split | None, str]:
-        """Return a split and a note on it, empty if there is none; or None and why no split honors the request."""
+        """Return a split and a note on it, which may be empty; or None and why no split fulfills the request."""
         check = check_split(
             self.batch_size, self.num_devices, gpu0_bsz, shares=shares, smallest_chunk=self.smallest_chunk
         )
@@ -140,7 +140,7 @@ class SplitJudge:
         return check.split, next(iter(check.notes), "")
 
     def fit_of(self, split: Sequence[int]) -> tuple[Level, str]:
-        """Return the level of the device with the highest share of its memory under a split, and the reason.
+        """Return the level of the device with the highest share of its memory in use under a split, and the reason.
 
         Predictions that are upper bounds warn but do not forbid.
         """
@@ -173,11 +173,11 @@ class SplitJudge:
         return SplitVerdict(None, "refused", reason)
 
     def best_move(self) -> SplitMove | None:
-        """Return the move from the split in force to the one whose fullest device is least full; None to stay.
+        """Return the change from the current split to the split whose fullest device is least full; None for no change.
 
-        Without measured peaks of the split in force, or the memory of each device, there is no move. A move must free
-        more than `MARGIN_FRAC` of the memory of the fullest device, and a split that was in force is rated by its
-        measured peaks. So the moves end, whatever the noise of the measurements.
+        Without measured peaks of the current split, or without the memory of each device, there is no change. A change
+        must free more than `MARGIN_FRAC` of the memory of the fullest device, and a split that has been used is rated
+        by its measured peaks. So the changes end, whatever the noise of the measurements.
 
         Example:
             >>> peaks = PeakModel({(6, 1, 1): (700.0, 200.0, 200.0)}, slope_mib=100.0)
@@ -209,10 +209,10 @@ class SplitJudge:
         return None
 
     def _rated_by(self) -> list[tuple[PeakModel, str]]:
-        """Return the peaks by which splits are rated, to be tried in order, and where they come from.
+        """Return the peak models by which splits are rated, to be tried in order, and their sources.
 
-        Without any known slope: shares of the largest one that the peaks allow. A move based on it goes in the right
-        direction, and its measurement shows the slope.
+        Without a known slope, these are shares of the largest slope that the peaks allow. A change based on it goes in
+        the right direction, and its measurement gives the slope.
         """
         if self.peaks.is_proven:
             return [(self.peaks, "fitted to what was measured")]
@@ -223,7 +223,7 @@ class SplitJudge:
         return [(replace(self.peaks, slope_mib=frac * largest), source) for frac in ASSUMED_FRACS]
 
     def _candidates(self) -> dict[Split, int]:
-        """Return the splits that may be tried, with the smallest `gpu0_bsz` that gives each."""
+        """Return the splits to try, with the smallest `gpu0_bsz` that gives each."""
         splits: dict[Split, int] = {}
         for gpu0_bsz in range(self.batch_size + 1):
             split, _ = self._split_of(gpu0_bsz)
@@ -234,7 +234,7 @@ class SplitJudge:
         return splits
 
     def with_failure(self, split: Sequence[int], old: Sequence[int] | None = None) -> SplitJudge:
-        """Return the judge after a split ran out of memory and `old` did not; None: the split in force."""
+        """Return the judge after a split ran out of memory and `old` did not; None: the current split."""
         old = self.current if old is None else old
         ceiling = self.ceiling
         if old is not None and split[0] > old[0]:
@@ -242,7 +242,7 @@ class SplitJudge:
         return replace(self, failed=frozenset({*self.failed, tuple(split)}), ceiling=ceiling)
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, as the events of a run hold them."""
+        """Return plain values for the events of a run."""
         return {
             **vars(self),
             "current": None if self.current is None else list(self.current),
@@ -270,9 +270,9 @@ class SplitJudge:
 
 
 def usable_mib(total_mib: float | None, used_mib: float | None, reserved_mib: float | None) -> float | None:
-    """Return the memory of a device without what other processes and the driver's context hold, MiB.
+    """Return the memory of a device minus the memory of other processes and of the driver's context, MiB.
 
-    The driver reports `used_mib`, all processes together; this run's allocator holds `reserved_mib` of it.
+    The driver reports `used_mib` for all processes together; `reserved_mib` of it is held by this run's allocator.
     """
     if total_mib is None or used_mib is None or reserved_mib is None:
         return total_mib

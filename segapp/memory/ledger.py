@@ -1,7 +1,7 @@
-"""Records every storage that torch code creates, on simulated or real devices, and the contents of memory at a peak.
+"""Records every storage that torch code creates, on simulated or real devices, and the memory contents at a peak.
 
-A storage is alive from the operation that returns it until its last reference is gone, as torch's allocator counts it.
-Memory that a kernel allocates and frees within one call is recorded if `workspaces` names it.
+A storage is alive from the operation that returns it until its last reference is gone, as in torch's allocator. Memory
+that a kernel allocates and frees within one call is recorded if `workspaces` lists it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Allocation:
 
     device: str
     num_bytes: int
-    """Rounded up as the device's allocator does."""
+    """Size, rounded up as the device's allocator does."""
     kind: str
-    """Its use, such as "weights" or "activations"; the phase of its creation if no tag says better."""
+    """Its use, such as "weights" or "activations"; the phase of its creation unless it has been tagged."""
     what: str
     """The operation that created it, and the shape and dtype of the first tensor in it."""
     module: str = ""
@@ -54,12 +54,12 @@ class PeakMoment:
 class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records when storages are created and freed.
 
-    `mark` begins a phase; a `StepEngine` takes it as its own `mark`. The kind of a storage is the phase of its creation
-    unless `tag` sets another.
+    `mark` begins a phase; a `StepEngine` can use it as its `mark`. The kind of a storage is the phase of its creation
+    unless `tag` sets another one.
 
     Args:
-        skipped: in-place operators that are not run; their first argument is returned.
-        workspaces: operator -> the tensors that it allocates and frees within one call, from its arguments.
+        skipped: in-place operators that are not executed; their first argument is returned.
+        workspaces: operator -> tensors that it allocates and frees within one call, computed from its arguments.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.modules.append(module)
 
     def leave(self) -> None:
-        """Record that the module that began last has run."""
+        """Record that the module that began last has finished."""
         self.modules.pop()
 
     def tag(self, tensors: Iterable[Tensor | None], kind: str) -> None:
-        """Set the kind of tensors; those not recorded yet are recorded."""
+        """Set the kind of tensors; unrecorded tensors are recorded."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -108,7 +108,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return None if found is None else self.allocations[found[0]].kind
 
     def alive(self) -> frozenset[int]:
-        """Return the numbers of the storages that are alive, in `allocations`."""
+        """Return the numbers of the living storages, which index `allocations`."""
         return frozenset(number for number, _ in self._alive.values())
 
     def number_of(self, tensor: Tensor) -> int:
@@ -117,7 +117,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return -1 if found is None else found[0]
 
     def living_bytes(self, device: str, first: int, end: int, without: Container[int]) -> int:
-        """Return the bytes of those storages of a device with numbers from `first` to `end` that are alive."""
+        """Return the bytes of a device's living storages with numbers from `first` to `end`."""
         alive = self.alive()
         own = (self.allocations[n] for n in range(first, end) if n in alive and n not in without)
         return sum(allocation.num_bytes for allocation in own if allocation.device == device)
@@ -183,7 +183,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def num_events(self) -> int:
-        """Number of storages created and freed so far, together."""
+        """Number of storages created and freed so far, in total."""
         return len(self._events)
 
     def peaks_between(self, moments: Iterable[tuple[int, str, str]]) -> dict[str, dict[str, int]]:

@@ -1,4 +1,4 @@
-"""Out-of-memory errors: recognized in every form in which torch raises them, examined, reported."""
+"""Out-of-memory errors: recognized in every form in which torch raises them, examined, and reported."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ _PERHAPS_OUT_OF_MEMORY = re.compile(
     r"|CUDNN_STATUS_(NOT_INITIALIZED|EXECUTION_FAILED_CUDART)"
     r"|STATUS_NOT_INITIALIZED[^\n]*Create\("
 )
-"""cuDNN and cuBLAS say the same if memory is short and if they do not support an operation."""
+"""cuDNN and cuBLAS raise the same error if memory is short and if they do not support an operation."""
 
 _STICKY = re.compile(
     r"illegal memory access|illegal instruction|device-side assert|misaligned address|launch failure|ECC error"
     r"|launch timed out|hardware stack error|invalid program counter|invalid address space|NVLink"
 )
-"""After these errors every call of the process fails on its GPU: a smaller batch does not help."""
+"""After one of these errors, every call of the process on its GPU fails, so a smaller batch does not help."""
 
 _SHORT_FRAC = 0.1
-"""A GPU with a smaller share of its memory free is short of memory."""
+"""A GPU with a smaller share of its memory free is considered short of memory."""
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ logger = logging.getLogger("segapp")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if a device, or this machine, had no memory left; also for errors raised from such an error."""
+    """Return True if a device or this machine ran out of memory; also for errors raised from such an error."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:
@@ -99,9 +99,9 @@ def oom_failpoint(point: str) -> None:
 
 
 def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -> events.Oom:
-    """Return the report of an error with the state of its device; to be called before the error's frames are cleared.
+    """Return the report of an error with the state of its device; call it before the error's frames are cleared.
 
-    The caller adds where the training was and how it reacts. `first` is the index of this process's first device.
+    The caller adds the position of the training and its reaction. `first` is the index of this process's first device.
     """
     replica = error if isinstance(error, ReplicaError) else None
     name = memory.devices[first].device if memory.devices else "cpu"
@@ -128,7 +128,7 @@ def examine(error: BaseException, memory: DeviceMemoryTracker, first: int = 0) -
 
 
 def _read(what: str, read: Callable[[], T]) -> T | None:
-    """Return what `read` returns; None if the device does not answer, so that the report says the rest."""
+    """Return the result of `read`; None if the device does not answer, so that the rest can be reported."""
     try:
         return read()
     except Exception:
@@ -150,12 +150,12 @@ def _counters_of(gpu: Gpu, device: torch.device) -> dict[str, Any]:
 
 
 def _largest_on(gpu: Gpu, device: torch.device) -> list[events.LiveTensor]:
-    """Return the largest blocks of a GPU's allocator, with the shapes of those that Python can see.
+    """Return the largest blocks of a GPU's allocator, with the shapes of tensors that Python can see.
 
     Allocators without a snapshot, such as cudaMallocAsync, raise RuntimeError.
     """
     shapes: dict[int, str] = {}
-    for item in gc.get_objects():  # its `__class__` is not asked: a proxy may do anything then
+    for item in gc.get_objects():  # `__class__` is not read, because a proxy may run code then
         if issubclass(type(item), torch.Tensor) and item.device == device and item.layout is torch.strided:
             words = f"{'x'.join(map(str, item.shape))} {str(item.dtype).removeprefix('torch.')}"
             shapes.setdefault(item.untyped_storage().data_ptr(), words)
@@ -172,10 +172,10 @@ def _largest_on(gpu: Gpu, device: torch.device) -> list[events.LiveTensor]:
 
 
 def release(error: BaseException, device: torch.device) -> None:
-    """Free what a failed step held."""
+    """Free the memory that a failed step held."""
     seen: BaseException | None = error
     while seen is not None:
-        traceback.clear_frames(seen.__traceback__)  # their local variables are what filled the memory
+        traceback.clear_frames(seen.__traceback__)  # their local variables fill the memory
         seen = seen.__cause__ or seen.__context__
     gc.collect()
     _read("how to empty its cache", accelerator_of(device).empty_cache)

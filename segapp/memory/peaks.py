@@ -1,7 +1,7 @@
-"""The peak memory of each device under a split: planned by simulation, measured by a run. No torch here.
+"""The peak memory of each device under a split: planned by simulation, or measured by a run. No torch here.
 
-The peak of a device is close to a line, `peak_i = fixed_i + slope * samples_i`. `PeakModel.peak` is the one answer to
-"how much would this split need?", and says on what it is based.
+The peak of a device is close to a line, `peak_i = fixed_i + slope * samples_i`. `PeakModel.peak` is the only prediction
+of the memory of a split, and says what it is based on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from segapp.chunks import Mode
 
 LossStyle = Literal["small", "upsampled"]
 """small: segapp's loss from low-resolution logits, band by band. upsampled: the model upsamples, as torchvision's
-models do, and the loss is computed at full resolution: what other programs need, for the advice."""
+models do, and the loss is computed at full resolution, as in other programs; for the advice."""
 
 EVAL = "eval"
 PHASES = ("forward", "loss", "backward", "step", EVAL)
@@ -45,7 +45,7 @@ class SimulationJob:
     changes: dict[str, Any] = field(default_factory=dict)
     """Dotted config keys and their values, only for this job."""
     recompute: tuple[tuple[str, ...], ...] | None = None
-    """Blocks that are computed again, for each device in dp, else once; None: as the config says, none with `auto`."""
+    """Blocks that are recomputed, one set per device in dp, else one; None: from the config, none with `auto`."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +64,9 @@ class SimulationResult:
 
     devices: tuple[dict[str, PhasePeak], ...]
     is_sharded: bool = False
-    """The ranks of ddp divide the optimizer's state."""
+    """True if the ranks of ddp divide the optimizer's state."""
     trace: tuple[dict[str, float], ...] = ()
-    """What `segapp.memory.costs.StepTrace` found on each device."""
+    """Results of `segapp.memory.costs.StepTrace` for each device."""
 
     def peak_mib(self) -> tuple[float, ...]:
         """Return each device's highest peak over all phases, MiB."""
@@ -80,9 +80,9 @@ Point = tuple[float, float]
 """(x, y): samples on a device, MiB."""
 
 Basis = Literal["measured", "fitted", "planned", "bound", "unknown"]
-"""Sources of a device's peak, the surest first. `measured`: the split was in force. `fitted`: a line through
-what was measured with other numbers of samples. `planned`: simulated, or a line through what was measured with the
-slope of the memory plan. `bound`: an upper bound from one number of samples."""
+"""Sources of a device's peak, the most reliable first. `measured`: the split was used. `fitted`: a line through
+measurements with other numbers of samples. `planned`: simulated, or a line through measurements with the slope of the
+memory plan. `bound`: an upper bound from one number of samples."""
 
 
 class LineFit(NamedTuple):
@@ -95,7 +95,7 @@ class LineFit(NamedTuple):
 
 
 def fit_lines(groups: Sequence[Sequence[Point]], slope: float | None = None) -> LineFit:
-    """Fit `y = fixed[group] + slope * x` by least squares, with one slope for all groups, unless it is given.
+    """Fit `y = fixed[group] + slope * x` by least squares, with one slope for all groups, which may be given.
 
     Example:
         >>> fit_lines([[(2, 500.0), (4, 700.0)], [(1, 50.0)]])
@@ -136,27 +136,27 @@ class Line:
 Lines = Mapping[str, Line]
 """Phase or phase/kind -> line."""
 Regimes = tuple[Lines, ...]
-"""Lines for few and for many samples; in every phase the higher one holds."""
+"""Lines for few and for many samples; in every phase, the higher one applies."""
 
 
 @dataclass(frozen=True)
 class PlannedPeaks:
     """Peaks of the tensors on every device under any split, from a few simulated ones, MiB.
 
-    In each phase `peak = fixed + per_sample * samples of the device`. Device 0 without samples has lines of its own,
-    because it holds no activations and no gradients of a replica; another device without samples evaluates only.
+    In each phase, `peak = fixed + per_sample * samples of the device`. Device 0 without samples has separate lines,
+    because it holds no activations and gradients of a replica; another device without samples only evaluates.
 
     The peak of a phase may occur at different moments with few and with many samples (with few, loss bands and
-    gradients weigh more). So there are two regimes of lines, and the higher one holds. The model is off by about 20 MiB
-    for chunks whose upsampled logits are below 8 MiB, because the loss then computes them whole: there the peak is not
-    affine.
+    gradients matter more). So there are two regimes of lines, and the higher one applies. The model is wrong by about
+    20 MiB for chunks whose upsampled logits are below 8 MiB, because the loss then computes them whole, so the peak is
+    not affine.
     """
 
     mode: Mode
     first: Regimes
-    """Device 0 with samples; in model mode the device of the first stage."""
+    """Device 0 with samples; in mode model, the device of the first stage."""
     others: tuple[Regimes, ...] = ()
-    """Further devices with samples; the last entry holds for all that follow, and `first` if there is none."""
+    """Further devices with samples; the last entry applies to all that follow, and `first` if it is empty."""
     idle: Regimes = ()
     """Device 0 without samples."""
 
@@ -178,7 +178,7 @@ class PlannedPeaks:
     def traces(self, split: Sequence[int]) -> tuple[Numbers, ...]:
         """Return the trace of the step on every device.
 
-        Only what grows with the samples counts as kept: casts of weights live on in autocast's cache.
+        Only memory that grows with the samples counts as kept, because casts of weights stay in autocast's cache.
         """
         return tuple(_traced(self._regimes[key], samples) for key, samples in self._places(split))
 
@@ -187,7 +187,7 @@ class PlannedPeaks:
         for i, samples in enumerate(split):
             if self.mode == "model":
                 yield i, sum(split)
-            elif samples or self.mode == "ddp":  # a rank without samples has weights, gradients and optimizer too
+            elif samples or self.mode == "ddp":  # a rank without samples also has weights, gradients and optimizer
                 yield min(i, len(self.others)), samples
             else:
                 yield "evaluation" if i else "idle", samples
@@ -199,7 +199,7 @@ class PlannedPeaks:
 
     @cached_property
     def _by_phase(self) -> dict[int | str, dict[str, list[Line]]]:
-        """Only the lines of whole phases: a plan asks for the peaks of thousands of splits."""
+        """Only the lines of whole phases, because a plan needs the peaks of thousands of splits."""
         return {
             key: {phase: lines for phase in PHASES if (lines := [found[phase] for found in regimes if phase in found])}
             for key, regimes in self._regimes.items()
@@ -207,7 +207,7 @@ class PlannedPeaks:
 
 
 def _evaluation(regimes: Regimes) -> Regimes:
-    """Return the lines of the evaluation, in which devices without samples take part too."""
+    """Return the lines of the evaluation, in which devices without samples also take part."""
     return tuple({key: line for key, line in lines.items() if key.partition("/")[0] == "eval"} for lines in regimes)
 
 
@@ -285,25 +285,25 @@ class Peak(NamedTuple):
 
 @dataclass(frozen=True)
 class PeakModel:
-    """What is planned and what was measured, and the peaks of any split that follow from it.
+    """Planned and measured peaks, and the predicted peaks of any split.
 
-    A run measures, and knows of its plan the slope; a memory plan has simulated lines, scaled by what a run measured.
+    A run has measured peaks and the plan's slope; a memory plan has simulated lines, scaled by a run's measurements.
     """
 
     measured: Mapping[Split, tuple[float | None, ...]] = field(default_factory=dict)
-    """Highest allocation of each device under each split that was in force, MiB."""
+    """Highest allocation of each device under each split that was used, MiB."""
     slope_mib: float | None = None
     """MiB that one sample adds to a device according to the memory plan."""
     planned: PlannedPeaks | None = None
-    """Simulated lines; where they are given, they answer for every split. They stay out of JSON."""
+    """Simulated lines; if given, they are used for every split. They are not written to JSON."""
     scale: tuple[float, ...] = ()
-    """Measured over simulated peak of each device (`measured_scale`); 1 for those beyond its end."""
+    """Measured over simulated peak of each device (`measured_scale`); 1 for further devices."""
 
     def peak(self, split: Sequence[int]) -> tuple[Peak, ...]:
         """Return the peak of each device under a split, MiB, and the basis of each number.
 
-        While no slope is known, the peaks are upper bounds: a peak scales with the samples when they increase, and
-        stays when they decrease.
+        While no slope is known, the peaks are upper bounds: a peak scales with the samples if they increase, and stays
+        the same if they decrease.
 
         Example:
             >>> PeakModel({(2, 3): (500.0, 600.0), (1, 4): (400.0, 700.0)}).peak((3, 2))
@@ -339,7 +339,7 @@ class PeakModel:
 
     @property
     def largest_slope_mib(self) -> float:
-        """The largest slope that the measured peaks allow: that of a device for which nothing is fixed."""
+        """The largest slope that the measured peaks allow: the slope if a device needed no fixed memory."""
         return min((mib / samples for own in self._points for samples, mib in own if samples), default=0.0)
 
     @cached_property
@@ -374,12 +374,12 @@ class PeakModel:
 
     @cached_property
     def _points(self) -> list[list[Point]]:
-        """The points of the lines: those without samples, where a device holds no replica, only if it has no others."""
+        """The points of the lines; points without samples (no replica on the device) only if there are no others."""
         return [[point for point in own if point[0]] or own for own in self._observed]
 
     @cached_property
     def _fit(self) -> LineFit:
-        """The lines through what was measured; without a slope from one device, the devices but the first share one."""
+        """The lines through the measurements; if no single device gives a slope, all but the first share one."""
         found = fit_lines(self._points)
         if found.slope is None:
             found = fit_lines([[point for own in self._points[1:] for point in own]])
@@ -425,7 +425,7 @@ def measured_scale(
 ) -> tuple[float, ...]:
     """Return the measured over the simulated peak of each device: the median over its splits.
 
-    A device without a measurement has the median over all.
+    A device without a measurement gets the median over all devices.
     """
     ratios: list[list[float]] = [[] for _ in range(num_devices)]
     for split, peaks in measured.items():

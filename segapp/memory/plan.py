@@ -1,8 +1,8 @@
-"""The memory plan: the splits and batches that fit given GPUs, changes that save memory, and what of it a run keeps.
+"""The memory plan: splits and batches that fit given GPUs, changes that save memory, and the part that a run saves.
 
 A GPU must hold the tensors, the driver's context and some spare memory for the allocator. Peaks come from the simulated
-lines of `segapp.memory.peaks`, verdicts from the judge of splits (`segapp.memory.judge`), so that a split fits if a
-running training would allow it. No torch here.
+lines of `segapp.memory.peaks`, verdicts from the judge of splits (`segapp.memory.judge`), so a split fits if a running
+training would allow it. No torch here.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from segapp.memory.peaks import PeakModel, PlannedPeaks
 from segapp.run.files import write_atomic
 
 CONTEXT_MIB = 500.0
-"""Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, by driver, GPU and libraries."""
+"""Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, depending on driver, GPU and libraries."""
 
 NCCL_MIB = 200.0
-"""Memory of NCCL's buffers on the GPU of each rank, assumed: 4 MiB for each channel and direction, 25 channels."""
+"""Assumed memory of NCCL's buffers on the GPU of each rank: 4 MiB per channel and direction, 25 channels."""
 
 HANDLES_MIB = 64.0
-"""Memory of the cuBLAS workspaces of dp's threads on each GPU, assumed: 32 MiB each (on Hopper; less before) for the
-replica's worker and for autograd's thread. dp exchanges by copies and has no NCCL."""
+"""Assumed memory of the cuBLAS workspaces of dp's threads on each GPU: 32 MiB each (on Hopper; less before) for the
+replica's worker and for autograd's thread. dp exchanges by copies and does not use NCCL."""
 
 LARGEST_BATCH = 4096
 
 EQUALLY_FAST = 1.02
-"""Estimated times of a step within this ratio count as equal."""
+"""Estimated step times within this ratio are considered equal."""
 
 _SAVED_FORMAT = 1
 
@@ -57,7 +57,7 @@ class GpuSpec:
 
 
 def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
-    """Parse GPU sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with an optional count in front.
+    """Parse GPU sizes with a unit (MiB, GiB, MB, GB), separated by commas, each with an optional count before it.
 
     Raises:
         ConfigError: the text has another form.
@@ -86,8 +86,8 @@ def parse_gpus(text: str) -> tuple[GpuSpec, ...]:
 def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) -> tuple[float, ...]:
     """Return the assumed memory of driver and libraries on each GPU.
 
-    In ddp ranks exchange through NCCL; in dp each replica has threads of its own. `driver_mib` is 0 where the GPUs'
-    memory is already net of it.
+    In ddp, ranks communicate with NCCL; in dp, each replica has its own threads. `driver_mib` is 0 if the GPUs' memory
+    is given without the driver's.
     """
     shared_mib = {"ddp": NCCL_MIB, "dp": HANDLES_MIB}.get(mode, 0.0) if num_gpus > 1 else 0.0
     return (driver_mib + shared_mib,) * num_gpus
@@ -95,12 +95,12 @@ def context_mib(mode: str, num_gpus: int, *, driver_mib: float = CONTEXT_MIB) ->
 
 @dataclass(frozen=True)
 class OverheadEstimate:
-    """Memory of each GPU that no simulation covers."""
+    """Memory of each GPU that simulations do not include."""
 
     context_mib: tuple[float, ...]
     """Driver, libraries and other processes."""
     room: float = FULL_FRAC
-    """Share of the rest for tensors, 0 to 1; the allocator's rounding and fragments take the other part."""
+    """Share of the rest for tensors, 0 to 1; the remainder is for the allocator's rounding and fragments."""
     scale: tuple[float, ...] = ()
     """Measured over predicted memory of tensors; empty or 1 if nothing was measured."""
     source: Literal["assumed", "measured"] = "assumed"
@@ -110,7 +110,7 @@ class OverheadEstimate:
         return simulated_mib * (self.scale[device] if device < len(self.scale) else 1.0)
 
     def required_mib(self, device: int, tensors_mib: float) -> float:
-        """Return the memory a GPU needs for so much memory of tensors."""
+        """Return the memory that a GPU needs for this amount of tensors."""
         return self.context_mib[device] + tensors_mib / self.room
 
 
@@ -119,14 +119,14 @@ class PlanRow:
     """One split of a batch, its predicted memory and the verdict on it."""
 
     gpu0_bsz: int | None
-    """None if the mode has none."""
+    """gpu0_bsz; None if the mode has none."""
     split: tuple[int, ...]
     peak_mib: tuple[float, ...]
-    """Memory each GPU needs, overhead included."""
+    """Memory that each GPU needs, overhead included."""
     tensors_mib: tuple[float, ...]
-    """Predicted peak of only the tensors."""
+    """Predicted peak of the tensors only."""
     phase: tuple[str, ...]
-    """Of each GPU's peak."""
+    """Basis of each GPU's peak."""
     phases: tuple[dict[str, float], ...]
     """Peak of the tensors in each phase, for each GPU."""
     fits: bool
@@ -140,7 +140,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Fit:
-    """One way to make a step of a given number of images: batch, split, and blocks that are computed again."""
+    """One way to make a step of a given number of images: batch, split, and recomputed blocks."""
 
     batch_size: int
     accumulate: int
@@ -149,23 +149,23 @@ class Fit:
     recompute: str
     """off, chosen or all."""
     sets: tuple[tuple[str, ...], ...]
-    """Names of blocks for each device in dp and each rank in ddp, else once."""
+    """Names of blocks, one set per device in dp and per rank in ddp, else one set."""
     peak_mib: tuple[float, ...]
-    """Memory each GPU needs, overhead included."""
+    """Memory that each GPU needs, overhead included."""
     fits: bool
     step_s: float
-    """Estimated for the machine of `segapp.memory.costs.Machine`."""
+    """Seconds per step, estimated for the machine of `segapp.memory.costs.Machine`."""
     tensors_mib: tuple[float, ...] = ()
-    """Simulated peak of the tensors; empty where it is a line through other splits."""
+    """Simulated peak of the tensors; empty if it is a line through other splits."""
     saved_mib: tuple[float, ...] = ()
-    """What each GPU needs less than with nothing computed again."""
+    """Memory that each GPU saves compared with a step without recomputation."""
     slower: float = 1.0
-    """`step_s` over that with nothing computed again."""
+    """`step_s` divided by the time without recomputation."""
     names: tuple[str, ...] = ()
-    """Shortest names for `train.recompute` of a set that all devices have in common."""
+    """Shortest names for `train.recompute` of a set that all devices share."""
 
     def words(self, *, keeps_images: bool) -> str:
-        """Return the keys of a config that make the step so; `keeps_images`: it has `train.effective_batch_size`."""
+        """Return the config keys for this way; `keeps_images`: the config has `train.effective_batch_size`."""
         names = f"[{','.join(self.names)}]" if self.names else "auto"
         found = [f"train.batch_size={self.batch_size}"]
         found += [] if keeps_images else [f"train.accumulate={self.accumulate}"]
@@ -175,7 +175,7 @@ class Fit:
 
 @dataclass(frozen=True)
 class Advice:
-    """A change that reduces memory; the amounts are of the fullest GPU."""
+    """A change that reduces memory; the amounts are for the fullest GPU."""
 
     change: str
     gain_mib: float
@@ -184,7 +184,7 @@ class Advice:
     note: str
     """Its other effects."""
     in_use: bool = False
-    """The plan has the change already."""
+    """True if the plan already includes the change."""
 
 
 @dataclass(frozen=True)
@@ -208,22 +208,22 @@ class MemoryPlan:
     notes: tuple[str, ...] = ()
     facts: dict[str, Any] = field(default_factory=dict)
     keeps_images: bool = False
-    """The config has `train.effective_batch_size`."""
+    """True if the config has `train.effective_batch_size`."""
     fits: tuple[Fit, ...] = ()
-    """Ways to make a step of the same images, the largest batch first; empty if none was looked for."""
+    """Ways to make a step of the same images, the largest batch first; empty if none was searched."""
     chosen: Fit | None = None
-    """With `train.recompute: auto`: the blocks that `model` computes again, and the split they were chosen for."""
+    """With `train.recompute: auto`: the blocks that `model` recomputes, and the split that they were chosen for."""
 
     @property
     def fastest(self) -> Fit | None:
-        """The fastest of `fits` that fits; of equally fast ones the largest batch, of which BatchNorm sees more."""
+        """The fastest of `fits` that fits; of several equally fast ones, the largest batch, for BatchNorm."""
         fitting = [each for each in self.fits if each.fits]
         fastest_s = min((each.step_s for each in fitting), default=0.0)
         return next((each for each in fitting if each.step_s <= EQUALLY_FAST * fastest_s), None)
 
     @property
     def best(self) -> PlanRow:
-        """The split whose fullest GPU has the most free memory, or that blocks to compute again were chosen for."""
+        """The split whose fullest GPU has the most free memory, or for which the recomputed blocks were chosen."""
         if self.chosen is not None and self.current is None:
             return next(row for row in self.rows if row.split == self.chosen.split)
         return min(self.rows, key=lambda row: (round(row.fullest(self.gpus), 4), -(row.gpu0_bsz or 0)))
@@ -245,7 +245,7 @@ class Planner:
         return self.model.mode in ("dp", "ddp")
 
     def budget_mib(self, device: int) -> float:
-        """Return the simulated memory of tensors that a GPU has room for."""
+        """Return the simulated memory of tensors that fits on a GPU."""
         room = (self.gpus[device].total_mib - self.overhead.context_mib[device]) * self.overhead.room
         return room / self.overhead.tensors_mib(device, 1.0)
 
@@ -261,7 +261,7 @@ class Planner:
         return rows, tuple((name, reason) for name, reason in found.items() if isinstance(reason, str))
 
     def row(self, batch_size: int, gpu0_bsz: int | None = None, shares: Sequence[int] | None = None) -> PlanRow:
-        """Return one split of a batch; `shares` take the place of `gpu0_bsz`.
+        """Return one split of a batch; `shares` replace `gpu0_bsz`.
 
         Raises:
             ValueError: the split is not possible.
@@ -303,7 +303,7 @@ class Planner:
         return min(fitting, key=lambda row: row.fullest(self.gpus), default=None)
 
     def judge(self, batch_size: int) -> SplitJudge:
-        """Return what decides about the splits of a batch."""
+        """Return the judge of the splits of a batch."""
         usable = (gpu.total_mib - context for gpu, context in zip(self.gpus, self.overhead.context_mib, strict=True))
         return SplitJudge(
             batch_size,
@@ -316,7 +316,7 @@ class Planner:
         )
 
     def _evaluate(self, judge: SplitJudge, gpu0_bsz: int | None, shares: Sequence[int] | None = None) -> PlanRow | str:
-        """Return the row of a split, or why it is refused; a mode without a split has the whole batch first."""
+        """Return the row of a split, or why it is refused; modes without a split have the whole batch first."""
         if self.has_split or gpu0_bsz is not None or shares is not None:
             verdict = judge.verdict(gpu0_bsz, shares)
             if verdict.split is None:
@@ -350,20 +350,20 @@ class Planner:
 
 @dataclass(frozen=True)
 class Variant:
-    """A change of the config that a simulation can evaluate."""
+    """A change of the config that can be simulated."""
 
     change: str
-    """What the user writes into the config."""
+    """Text of the change in the config."""
     note: str
     """Its other effects."""
     changes: Mapping[str, object]
     """Config keys and values for the simulation."""
     in_use: bool = False
-    """The plan has it already; the simulation is of the config without it."""
+    """True if the plan already has it; then the config without it is simulated."""
 
 
 def variants(precision: str, crop_px: tuple[int, int], smaller_crop_px: tuple[int, int] | None) -> list[Variant]:
-    """Return the changes worth a simulation."""
+    """Return the changes that are worth a simulation."""
     found = []
     if precision == "fp32":
         note = "half-precision activations; needs a GPU with bfloat16 (Ampere or later), else amp-fp16"
@@ -389,11 +389,11 @@ def split_advice(plan_row: PlanRow, best: PlanRow, planner: Planner) -> list[Adv
 
 def _split_words(row: PlanRow, planner: Planner) -> str:
     words = f"parallel.gpu0_bsz={row.gpu0_bsz}"
-    return f"parallel.mode=ddp {words}" if planner.model.mode == "ddp" else words  # `auto` may take dp with a gpu0_bsz
+    return f"parallel.mode=ddp {words}" if planner.model.mode == "ddp" else words  # `auto` may choose dp for a gpu0_bsz
 
 
 def variant_advice(variant: Variant, reference_mib: float, varied_mib: float, row: PlanRow, planner: Planner) -> Advice:
-    """Return what a variant saves on the fullest GPU."""
+    """Return the memory that a variant saves on the fullest GPU."""
     fullest = max(range(len(row.split)), key=lambda i: row.peak_mib[i])
     before = row.peak_mib[fullest]
     if variant.in_use:
@@ -418,7 +418,7 @@ def accumulate_advice(
     if not rows:
         return []
     best = min(rows, key=lambda candidate: candidate.fullest(planner.gpus))
-    # From the second micro-batch on, the gradients of the first are alive during forward.
+    # From the second micro-batch on, the gradients of the first are alive during the forward pass.
     extra = gradients_mib / planner.overhead.room if accumulate == 1 else 0.0
     after = max(best.peak_mib[0] + extra, *best.peak_mib)
     change = f"train.batch_size={batch_size // 2} train.accumulate={2 * accumulate}"
@@ -430,7 +430,7 @@ def accumulate_advice(
 
 
 def ranked(advice: Sequence[Advice]) -> tuple[Advice, ...]:
-    """Return the advice that saves memory, largest saving first, then the changes already in use."""
+    """Return the advice that saves memory, largest saving first, then the changes that are already in use."""
     useful = [item for item in advice if item.gain_mib > 0.5 or item.in_use]
     return tuple(sorted(useful, key=lambda item: (item.in_use, -item.gain_mib)))
 
@@ -467,17 +467,17 @@ class SavedMemoryPlan:
     batch_size: int
     accumulate: int
     gpu0_bsz: int | None
-    """Of the best split; None if the mode has none."""
+    """gpu0_bsz of the best split; None if the mode has none."""
     best_split: tuple[int, ...]
-    """Of the best `gpu0_bsz` where that is auto, else of the config."""
+    """Split of the best `gpu0_bsz` if it is auto, else of the config."""
     splits: tuple[tuple[int, ...], ...]
     tensors_mib: tuple[tuple[float, ...], ...]
     slope_mib: float
     """Memory that one more sample adds to a device."""
     notes: tuple[str, ...] = ()
-    """How the batch was found."""
+    """Sentences on how the batch was found."""
     recompute: tuple[tuple[str, ...], ...] | None = None
-    """With `train.recompute: auto`: blocks to compute again, for each device in dp and each rank in ddp, else once."""
+    """With `train.recompute: auto`: recomputed blocks, one set per device in dp and per rank in ddp, else one set."""
     saved_mib: tuple[float, ...] | None = None
     """`Fit.saved_mib` of these blocks."""
     slower: float | None = None
@@ -485,7 +485,7 @@ class SavedMemoryPlan:
     def predicted_mib(self, split: Sequence[int] | None) -> tuple[float | None, ...]:
         """Return the predicted peak of each device under a split; empty if the plan does not have the split.
 
-        None is the split of a mode that has only one.
+        The split is None in a mode that has only one.
         """
         if split is None:
             return self.tensors_mib[0] if len(self.tensors_mib) == 1 else ()
@@ -495,7 +495,7 @@ class SavedMemoryPlan:
     def of_plan(cls, plan: MemoryPlan, accumulate: int, notes: Sequence[str] = ()) -> SavedMemoryPlan:
         """Return the saved form of a plan."""
         row = plan.current or plan.best
-        many = plan.batch_size + 8  # where the activations set the peak
+        many = plan.batch_size + 8  # a batch at which the activations determine the peak
         shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()
         if (chosen := plan.chosen) is not None:
             counts = "/".join(str(len(names)) for names in chosen.sets)

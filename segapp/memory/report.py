@@ -1,4 +1,4 @@
-"""Text of a memory plan: a table of splits, a bar for each GPU, and advice. No torch here."""
+"""Text of a memory plan: a table of splits, a bar per GPU, and advice. No torch here."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
 
 
 def split_table(plan: MemoryPlan) -> list[str]:
-    """Return one line for each split: the memory each GPU needs, the phase of its peak, and the verdict."""
+    """Return one line per split: the memory that each GPU needs, the phase of its peak, and the verdict."""
     header = ("gpu0_bsz", "split", *(f"{gpu.name or f'GPU {i}'} MiB" for i, gpu in enumerate(plan.gpus)), "verdict")
     shown = _shown_rows(plan)
     rows: list[Sequence[str]] = [header]
@@ -70,7 +70,7 @@ def split_table(plan: MemoryPlan) -> list[str]:
 
 
 def gpu_bars(plan: MemoryPlan, row: PlanRow) -> list[str]:
-    """Return a bar for each GPU: its memory by kind at its peak, under one split."""
+    """Return a bar per GPU: its memory by kind at its peak, under one split."""
     numbers = plan.model.numbers(row.split)
     lines = [f"split {_joined(row.split)}, each GPU at its peak:"]
     for i, gpu in enumerate(plan.gpus):
@@ -147,7 +147,7 @@ def fit_lines(plan: MemoryPlan) -> list[str]:
 
 
 def error_lines(errors: Sequence[PeakError]) -> list[str]:
-    """Return a table of the predictions' errors against a run's measurements."""
+    """Return a table of the predictions' errors compared with a run's measurements."""
     rows: list[Sequence[str]] = [("split", "GPU", "measured", "predicted", "error", "calibrated", "error")]
     rows += [
         (
@@ -200,7 +200,7 @@ def _shown_rows(plan: MemoryPlan) -> Sequence[PlanRow]:
 
 
 def _bar(parts: dict[str, float], total_mib: float) -> str:
-    """Return letters in proportion to the parts, cut at the end of the bar."""
+    """Return letters in proportion to the parts, cut off at the end of the bar."""
     bar, reached = "", 0.0
     for kind, mib in parts.items():
         reached += mib

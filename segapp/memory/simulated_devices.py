@@ -1,7 +1,7 @@
 """Simulated devices: tensors with a shape, a device and a lifetime, but without data.
 
-A PrivateUse1 backend in Python under torch's FakeTensorMode, because fake *CUDA* tensors cannot run backward on a
-machine without a GPU. The backend cannot be removed from a process, so simulations run in processes of their own.
+This is a PrivateUse1 backend in Python under torch's FakeTensorMode, because fake *CUDA* tensors cannot run a backward
+pass on a machine without a GPU. The backend cannot be removed from a process, so simulations run in separate processes.
 
 Not simulated: the CUDA context, the workspaces of cuDNN and cuBLAS, memory that kernels allocate and free within one
 call, and the allocator's fragmentation.
@@ -59,7 +59,7 @@ _IN_FLOAT = (
 )  # fmt: skip
 
 _MASK_ALIGNMENT = 16
-"""The memory-efficient attention of CUDA pads the rows of a mask to a multiple of this."""
+"""CUDA's memory-efficient attention pads the rows of a mask to a multiple of this."""
 
 
 @functools.cache
@@ -95,11 +95,11 @@ def _clear_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None
 
 
 _libraries: list[torch.library.Library] = []
-"""Libraries whose registrations last as long as these objects."""
+"""Library objects, which must stay alive as long as their registrations."""
 
 
 def _register_autocast() -> None:
-    """Register autocast on the simulated device for the operators of CUDA's lists that segmentation networks use."""
+    """Register autocast on the simulated device for the operators in CUDA's lists that segmentation networks use."""
     fallback = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -132,11 +132,11 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Tensor:
-    """Return attention as CUDA's kernels compute it, which keep no matrix of tokens by tokens except a mask.
+    """Return attention as CUDA's kernels compute it: they keep no matrix of tokens by tokens except a mask.
 
-    CUDA takes flash attention in half precision without a mask, and the memory-efficient kernel otherwise; both keep
-    their inputs, the output and one number for each token and head. As on CUDA, float64 and inputs without four
-    dimensions have no such kernel.
+    CUDA uses flash attention in half precision without a mask, and the memory-efficient kernel otherwise; both keep
+    their inputs, the output and one number per token and head. As on CUDA, float64 and inputs without four dimensions
+    have no such kernel.
     """
     if query.dim() != 4 or query.dtype == torch.float64 or options.get("enable_gqa"):
         return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
@@ -155,7 +155,7 @@ def _attention(
 def _triton_buffers(
     logits: Tensor, target: Tensor, weight: Tensor | None, align_corners: bool, *options: Any
 ) -> tuple[Tensor, ...]:
-    """Return tensors like those that the Triton launch allocates and frees, for the arguments of the operator."""
+    """Return tensors like those that the Triton launch allocates and frees for the operator's arguments."""
     _ignore_index, _label_smoothing, with_gradient, implementation = options
     if implementation != "triton":
         return ()
@@ -169,7 +169,7 @@ def _triton_buffers(
 
 
 def simulated_ledger(granule_bytes: int = CUDA_GRANULE_BYTES) -> StorageLedger:
-    """Return the ledger of a simulation: it knows what fake tensors lack, in-place rules and the loss's workspace."""
+    """Return the ledger of a simulation, with the in-place rules and the loss's workspace that fake tensors lack."""
     workspaces = {torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers}
     return StorageLedger(granule_bytes, _CHANGE_IN_PLACE, workspaces)
 
@@ -206,13 +206,13 @@ def simulation(*modes: Any) -> Iterator[None]:
 
 
 def _apply_by_replacing(module: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    """Replace parameters and buffers, where `Module._apply` changes them in place, which fake tensors do not allow."""
+    """Replace parameters and buffers; `Module._apply` changes them in place, which fake tensors do not allow."""
     _replace_tensors(module, lambda tensor, _: fn(_fake(tensor).detach()), recurse)
     return module
 
 
 def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor], recurse: bool = True) -> None:
-    """Replace parameters and buffers, in place; those that several parts of the module share stay shared."""
+    """Replace parameters and buffers, in place; tensors that several modules share stay shared."""
     made: dict[int, Tensor] = {}
     for name, part in module.named_modules() if recurse else (("", module),):
         all_slots: tuple[dict[str, Any], ...] = parameter_slots(part), buffer_slots(part)
@@ -225,7 +225,7 @@ def _replace_tensors(module: nn.Module, change: Callable[[Tensor, str], Tensor],
 
 
 def _as_parameter(made: Tensor, old: Tensor) -> Tensor:
-    """Return a new tensor as a parameter if the old one, in whose place it is, is a parameter."""
+    """Return a new tensor as a parameter if the old tensor that it replaces is a parameter."""
     return nn.Parameter(made, old.requires_grad) if isinstance(old, nn.Parameter) else made
 
 
@@ -243,20 +243,20 @@ _tensor = torch.tensor
 
 
 def _tensor_on_device(data: Any, **options: Any) -> Tensor:
-    """Return `torch.tensor` on the host; on a simulated device an empty tensor of its shape and dtype."""
+    """Return `torch.tensor` on the host; on a simulated device an empty tensor with its shape and dtype."""
     device = torch.device(options.pop("device", None) or "cpu")
     made = _tensor(data, **options)
     return made if device.type == "cpu" else torch.empty(made.shape, dtype=made.dtype, device=device)
 
 
 def skeleton(module: nn.Module) -> nn.Module:
-    """Return the module with its tensors on the meta device, to be copied by `place`."""
+    """Return the module with its tensors on the meta device, for copies by `place`."""
     _replace_tensors(module, lambda tensor, _: _like(tensor, "meta"))
     return module
 
 
 def place(module: nn.Module, device_of: Callable[[str], str]) -> nn.Module:
-    """Return a copy of a skeleton with its tensors on simulated devices; to be called within `simulation`."""
+    """Return a copy of a skeleton with its tensors on simulated devices; call it within `simulation`."""
     with without_dispatch_modes():
         copied = copy.deepcopy(module)
     _replace_tensors(copied, lambda tensor, name: _like(tensor, device_of(name)))
@@ -274,8 +274,8 @@ _FIRST_BUCKET_BYTES = 2**20
 class Buckets:
     """Memory of DistributedDataParallel's reducer, which copies gradients into buckets in the reverse parameter order.
 
-    With `gradient_as_bucket_view` a gradient becomes a view of its bucket; without it, buckets are additional memory. A
-    bucket is allocated with its first gradient (`lazy_bucket_allocation`, which `wrap_ddp` sets if torch has it) or
+    With `gradient_as_bucket_view`, a gradient becomes a view of its bucket; without it, buckets are additional memory.
+    A bucket is allocated with its first gradient (`lazy_bucket_allocation`, which `wrap_ddp` sets if torch has it) or
     at construction.
     """
 

@@ -1,7 +1,7 @@
 """Segmentation networks of torchvision and segmentation_models_pytorch behind one `build_model`.
 
-Every network returns a tuple: the lowest-resolution logits its head computes, then, in training mode, those of
-its auxiliary head. Nothing is upsampled to the input size here; the criterion and the evaluator own that.
+Every network returns a tuple: logits at the resolution of its head and, in training mode, the auxiliary head's logits.
+Nothing is upsampled to the input size here; the criterion and the evaluator do that.
 """
 
 from segapp.models.by_name import build_model

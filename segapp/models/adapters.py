@@ -1,4 +1,4 @@
-"""LoRA through peft: low-rank adapters in a frozen backbone, which checkpoints need not hold.
+"""LoRA with peft: low-rank adapters in a frozen backbone, which checkpoints can leave out.
 
 Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (ICLR 2022): a layer computes W x + (alpha / r) B A x. A
 (r x inputs) and B (outputs x r) are trained, W is not.
@@ -21,7 +21,7 @@ from segapp.models.network import BaseReference, SegmentationModel
 
 ATTENTION = ("q", "k", "v", "qkv", "kv", "q_proj", "k_proj", "v_proj", "proj")
 MLP = ("fc1", "fc2", "fc1_g", "fc1_x")
-"""Last parts of the names of a transformer's linear layers in timm and smp."""
+"""Last components of the names of a transformer's linear layers in timm and smp."""
 
 
 def add_adapters(
@@ -29,18 +29,18 @@ def add_adapters(
 ) -> None:
     """Freeze the backbone and put LoRA layers of peft around some of its layers, in place.
 
-    Its BatchNorms stay in evaluation mode. `model.base` is set if weights files gave tensors of the backbone.
+    Its BatchNorms stay in evaluation mode. `model.base` is set if tensors of the backbone came from weights files.
 
     Args:
         model: the network, with its pretrained weights.
         rank: r, the width of an adapter.
         alpha: the adapters' outputs are multiplied by alpha / r.
         dropout: probability of dropout before the adapters.
-        targets: names of layers, ends of names, or patterns; None: the linear layers of attention and MLPs, without the
-            MLPs if attention has reduced keys and values (MiT, PVT).
+        targets: names of layers, ends of names, or patterns; None: the linear layers of attention and MLPs, but not of
+            the MLPs if attention has reduced keys and values (MiT, PVT).
 
     Raises:
-        ConfigError: peft is missing, the network has no backbone, or a target matches nothing that can be adapted.
+        ConfigError: peft is missing, the network has no backbone, or a target matches no layer that can be adapted.
     """
     if importlib.util.find_spec("peft") is None:
         raise ConfigError(f"model.adapters needs the package peft: {install_command('lora')}", key="model.adapters")
@@ -64,7 +64,7 @@ def add_adapters(
 
 
 def merge_adapters(model: SegmentationModel) -> SegmentationModel:
-    """Add the adapters to the weights that they adapt, in place, and return the network, which then has none."""
+    """Add the adapters to the weights that they adapt, in place, and return the network without adapters."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     for name, layer in list(model.named_modules()):
@@ -78,9 +78,9 @@ def merge_adapters(model: SegmentationModel) -> SegmentationModel:
 
 
 def _chosen_layers(model: SegmentationModel, targets: Sequence[str] | None) -> list[str]:
-    """Return the names of the layers to adapt; ConfigError, with those that there are, if a target matches none.
+    """Return the names of the layers to adapt; if a target matches none, the ConfigError lists the available layers.
 
-    Some transformers read a layer's weight and never call the layer, as timm's BEiT does with `qkv`: an adapter around
+    Some transformers read a layer's weight and never call the layer, as timm's BEiT does with `qkv`; an adapter around
     it would have no effect.
     """
     inside = ((name, part) for name, part in model.named_modules() if name.startswith(model.backbone_prefix))
@@ -116,7 +116,7 @@ def _no_target(model: SegmentationModel, said: str, what: str, known: Sequence[s
 
 
 def _reference(model: SegmentationModel, adapted: Sequence[str]) -> BaseReference | None:
-    """Return the reference to the backbone's tensors that weights files gave; None if there are none."""
+    """Return the reference to the backbone's tensors that came from weights files; None if there are none."""
     prefix = model.backbone_prefix
     taken = {name for report in model.load_reports for name in report.keys.taken}
     tensors = {

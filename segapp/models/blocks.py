@@ -1,4 +1,4 @@
-"""The blocks of a network: the parts whose activations can be computed again in the backward pass instead of kept."""
+"""The blocks of a network: modules whose activations can be recomputed in the backward pass instead of kept."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from segapp.errors import ConfigError
 from segapp.models.names import unknown_name
 
 MOST_LAYERS = 8
-"""A part with more weights of two or more dimensions is a stage, whose own blocks are taken if it has any."""
+"""A module with more weights of two or more dimensions is a stage; if it contains blocks, these are used instead."""
 
 CHECKPOINT_BLOCKS = "checkpoint_blocks"
 """Attribute of a custom network: the names of its blocks, or patterns of names, relative to the network."""
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a network by name, in the order of definition; none lies within another.
+    """Return the blocks of a network by name, in the order of definition; no block lies within another.
 
-    A block is one of several parts of the same class and parent, with two layers or more, such as the residual blocks
-    of a ResNet or the layers of a transformer. Plain containers (`nn.Sequential` and its subclasses) are none, and of a
-    stage its blocks are taken. A custom network names its blocks itself if it has an attribute `checkpoint_blocks`.
+    A block is one of several modules of the same class and parent, with two layers or more, such as the residual blocks
+    of a ResNet or the layers of a transformer. Plain containers (`nn.Sequential` and its subclasses) are not blocks;
+    for a stage, its blocks are used. A custom network can name its blocks in an attribute `checkpoint_blocks`.
 
     Raises:
-        ConfigError: `checkpoint_blocks` names no part of the network.
+        ConfigError: `checkpoint_blocks` names no module of the network.
     """
     for name, part in model.named_modules():
         wanted = getattr(part, CHECKPOINT_BLOCKS, None)
@@ -39,10 +39,10 @@ def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def names_matching(patterns: Sequence[str], names: Sequence[str], key: str = "train.recompute") -> list[str]:
-    """Return the names that are, lie within, or match one of some names and patterns, in their own order.
+    """Return the names that equal or match one of some names and patterns, or lie within a match, in their own order.
 
     Raises:
-        ConfigError: a pattern matches none; the message has the nearest names.
+        ConfigError: a pattern matches none; the message suggests similar names.
     """
     chosen = set()
     for pattern in patterns:
@@ -74,7 +74,7 @@ def _blocks_within(part: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
     kinds = Counter(type(child) for _, child in children)
     found: list[tuple[str, nn.Module]] = []
     for name, child in children:
-        # The matrices that adapters add to a layer (peft names them lora_A and lora_B) are no layers.
+        # The matrices that adapters add to a layer (peft names them lora_A and lora_B) are not layers.
         num_layers = sum(p.dim() > 1 and "lora_" not in key for key, p in child.named_parameters())
         inner = _blocks_within(child, f"{name}.")
         is_block = kinds[type(child)] > 1 and num_layers > 1
@@ -83,7 +83,7 @@ def _blocks_within(part: nn.Module, prefix: str) -> list[tuple[str, nn.Module]]:
 
 
 def _children(part: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the parts of a part with layers of their own, by name; those of plain containers in their places."""
+    """Yield the children of a module that have layers, by name; plain containers are replaced by their children."""
     for name, child in part.named_children():
         if isinstance(child, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             yield from _children(child, f"{prefix}{name}.")
@@ -92,5 +92,5 @@ def _children(part: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _outermost(names: Sequence[str]) -> list[str]:
-    """Return the names that lie within no other one."""
+    """Return the names that do not lie within another one."""
     return [name for name in names if not any(name.startswith(f"{other}.") for other in names)]

@@ -43,19 +43,19 @@ def build_model(
 ) -> SegmentationModel:
     """Return a segmentation network, in training mode, on the CPU.
 
-    Random initialization uses torch's global generator: seed it before. The parameters are the keys of a config's
+    Random initialization uses torch's global generator, so seed it before. The parameters are the keys of a config's
     `model` section and `num_classes`.
 
     Args:
-        library: `torchvision`, `smp`, `segapp` for `eomt`, or `python` for own code.
-        name: the model's name in that library; of own code `package.module:factory`.
+        library: `torchvision`, `smp`, `segapp` for `eomt`, or `python` for a custom model.
+        name: the model's name in that library; for a custom model `package.module:factory`.
         num_classes: C, at least 1.
         in_channels: B, the bands of the images; the first convolution of a weights file for RGB is adapted to them.
-        weights: for the whole network: a name of torchvision (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
-            Tensors of another shape, as a head for other classes has, stay at their initialization.
+        weights: for the whole network: a torchvision name (`COCO_WITH_VOC_LABELS_V1`, `DEFAULT`) or a local file.
+            Tensors with another shape, such as a head for other classes, keep their initialization.
         weights_backbone: for the backbone: a name of torchvision (`IMAGENET1K_V1`, `DEFAULT`), one of smp's names for
             its encoders (`imagenet`), or a local file. Loaded before `weights`.
-        partial_weights: take the tensors that match, also of another backbone or of a part of one.
+        partial_weights: load only the tensors that match, also from another backbone or a part of one.
         aux: train the auxiliary head of torchvision's FCN and DeepLabV3, and the predictions of EoMT's earlier blocks;
             the other families have none.
         encoder: the backbone's name, for smp, for EoMT and for torchvision's bare families.
@@ -66,7 +66,7 @@ def build_model(
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.
-        CheckpointError: a weights file that is missing, cannot be downloaded, is damaged, or of another model.
+        CheckpointError: a weights file is missing, cannot be downloaded, is damaged, or belongs to another model.
         ValueError: `num_classes` is less than 1.
 
     Example:
@@ -97,7 +97,7 @@ def build_model(
 
 
 def _load(model: SegmentationModel, key: str, weights: str, *, is_partial: bool) -> None:
-    """Load the weights that a config key names, `model.weights` or `model.weights_backbone`, and record the report."""
+    """Load the weights of a config key, `model.weights` or `model.weights_backbone`, and record the report."""
     module: nn.Module = model
     if key == "model.weights":
         prefix, what = model.backbone_prefix, f"weights of {model.name}"
@@ -135,7 +135,7 @@ def _locate(weights: str, named: Mapping[str, Callable[[], Path]], what: str, ke
 
 
 def weights_in_cache(model: SegmentationModel) -> list[str]:
-    """Return the named weights of a network and its backbone whose files are on this machine; nothing is downloaded."""
+    """Return the named weights of a network and its backbone whose files are on this machine, without a download."""
     from torchvision.models import get_model_weights, list_models
 
     if model.library != "torchvision":
@@ -152,7 +152,7 @@ def weights_in_cache(model: SegmentationModel) -> list[str]:
 
 
 def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
-    """Return torchvision's named weights for a model, each with the function that fetches its file."""
+    """Return torchvision's named weights for a model, each with a function that fetches its file."""
     from torchvision.models import get_model_weights, list_models
 
     if name not in list_models():
@@ -162,7 +162,7 @@ def _torchvision_weights(name: str, key: str) -> dict[str, Callable[[], Path]]:
 
 
 def _hub_files(encoder: str) -> dict[str, tuple[str, str | None]]:
-    """Return repository and revision of an encoder's named weights; a timm model's are `imagenet` and `DEFAULT`."""
+    """Return repository and revision of an encoder's named weights; for a timm model, `imagenet` and `DEFAULT`."""
     import timm
     from segmentation_models_pytorch.encoders import encoders
 

@@ -1,8 +1,8 @@
-"""The critic of holistic distillation: scores whether a map of class probabilities of an image is a teacher's.
+"""The critic of holistic distillation: it scores whether a map of class probabilities of an image is a teacher's.
 
-After Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI 2020), section 3.3: a
-fully convolutional network of strided 4 x 4 convolutions with self-attention (Zhang et al. 2019, SAGAN, section 3) in
-its last stages; its input is the image and the map.
+Follows Liu et al., "Structured Knowledge Distillation for Semantic Segmentation" (CVPR 2019; TPAMI 2020), section 3.3:
+a fully convolutional network of strided 4 x 4 convolutions with self-attention (Zhang et al. 2019, SAGAN, section 3) in
+its last stages. Its input is the image and the map.
 
 Shapes: N images, B bands, C classes, K channels, H x W of the crop, h x w of the critic's input.
 """
@@ -56,11 +56,11 @@ class SelfAttention(nn.Module):
 
 
 class Critic(nn.Module):
-    """Network that scores each image's map; a higher score means more like a teacher's.
+    """Network that scores each image's map; a higher score means that it is more like a teacher's.
 
-    Every layer is twice differentiable, as a gradient penalty requires. Smaller inputs get fewer stages; each stage has
-    twice as many channels as the one before, the first `width`. `has_batchnorm` normalizes the input over the batch
-    first, as the published network does.
+    Every layer is twice differentiable, as a gradient penalty requires. Smaller inputs get fewer stages; the first
+    stage has `width` channels, and each further one twice as many as the previous. `has_batchnorm` normalizes the input
+    over the batch first, as in the published network.
     """
 
     def __init__(self, channels: int, size: tuple[int, int], *, width: int = 64, has_batchnorm: bool = True) -> None:

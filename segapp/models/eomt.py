@@ -1,8 +1,8 @@
 """EoMT: mask classification with a plain vision transformer, whose last blocks also process learned queries.
 
-Kerssies et al., "Your ViT is Secretly an Image Segmentation Model" (CVPR 2025). timm builds the transformer; the head
-is a linear layer for the queries' classes, a small MLP whose product with the upscaled patches gives the masks, and
-nothing else. Images of any multiple of the patch size are taken.
+Kerssies et al., "Your ViT is Secretly an Image Segmentation Model" (CVPR 2025). timm builds the transformer. The head
+consists of a linear layer for the queries' classes and a small MLP, whose product with the upscaled patches gives the
+masks. The input may have any size that is a multiple of the patch size.
 
 Shapes: N images, C classes, Q queries, D channels, T tokens (prefix, queries, patches in this order), H x W of the
 input in pixels, h x w of the masks, gh x gw of the grid of patches.
@@ -31,16 +31,16 @@ NUM_QUERIES, NUM_BLOCKS = 100, 4
 class EomtModel(SegmentationModel):
     """A vision transformer with learned queries in its last blocks.
 
-    In training mode it returns what `CriterionMaskClassification` takes: mask and class logits of the last prediction
+    In training mode it returns the input of `CriterionMaskClassification`: mask and class logits of the last prediction
     and, with `aux`, of the state before each of the last blocks. In evaluation mode it returns semantic logits.
 
     Args:
-        encoder: a VisionTransformer or Eva of timm for images of any size, without a classifier.
+        encoder: a timm VisionTransformer or Eva for images of any size, without a classifier.
         num_queries: Q.
         num_blocks: blocks at the end that process the queries.
         aux: in training, also predict before each of these blocks.
-        mask_steps: length in steps of a training in which each query attends only to the patches of its own mask, less
-            and less often, block after block; None: no masked attention.
+        mask_steps: number of steps during which each query attends only to the patches of its own mask; this applies to
+            fewer queries as the training proceeds, block after block. None: no masked attention.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class EomtModel(SegmentationModel):
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the outputs, and the upscaled patches (N, D, h, w).
 
-        In training mode the outputs are (mask logits (N, Q, h, w), class logits (N, Q, C + 1)) of the last prediction,
-        then the same pair of each earlier one; in evaluation mode the semantic logits (N, C, h, w).
+        In training mode, the outputs are (mask logits (N, Q, h, w), class logits (N, Q, C + 1)) of the last prediction,
+        then the same pair for each earlier one; in evaluation mode, the semantic logits (N, C, h, w).
         """
         patches = self.encoder.patch_embed(images_NCHW)
         grid = patches.shape[1:3]
@@ -136,12 +136,12 @@ class UpscaleBlock(nn.Module):
 
 
 class QueryMasking(nn.Module):
-    """Masked attention that fades away during training: a query attends only to the patches of its predicted mask.
+    """Masked attention that is reduced during training: a query attends only to the patches of its predicted mask.
 
-    The share of masked queries falls from 1 to 0 as (1 - progress)^0.9, one block after another: block i of B between
-    the shares (i + 1) / (B + 2) and (i + 2) / (B + 2) of the training, as in the published configs. Which queries are
-    masked follows only from the number of updates, so that no split of a batch changes it; the published code draws
-    them for each image. An evaluation has no masks: it measures the network that will be used.
+    The share of masked queries falls from 1 to 0 as (1 - progress)^0.9, one block after another: in block i of B
+    between the shares (i + 1) / (B + 2) and (i + 2) / (B + 2) of the training, as in the published configs. The masked
+    queries depend only on the number of updates, so no split of a batch changes them; the published code draws them per
+    image. An evaluation has no masks: it measures the network that will be used.
     """
 
     num_updates: Tensor
@@ -162,13 +162,13 @@ class QueryMasking(nn.Module):
         return (1 - progress) ** 0.9
 
     def forward(self, masks: Tensor, block: int, grid: tuple[int, int], num_prefix: int) -> Tensor:
-        """Return which tokens attend to which, (N, 1, T, T) bool, in a block, counted from the first with queries.
+        """Return which tokens attend to which, (N, 1, T, T) bool; blocks are counted from the first one with queries.
 
         `masks` are logits (N, Q, h, w), `grid` is (gh, gw), `num_prefix` the number of tokens before the queries.
         """
         N, Q = masks.shape[:2]
         inside = F.interpolate(masks.detach(), grid, mode="bilinear", align_corners=False).flatten(2) > 0
-        # Multiples of the golden ratio, modulo 1, spread evenly over the queries and over the steps.
+        # Multiples of the golden ratio, modulo 1, are spread evenly over the queries and over the steps.
         numbers = torch.arange(Q, device=masks.device) + Q * (self.num_updates * self.num_blocks + block)
         is_free = numbers * 2654435761 % 2**32 >= self.masked_share(block) * 2**32
         patches = num_prefix + Q
@@ -179,7 +179,7 @@ class QueryMasking(nn.Module):
 
 
 def num_upscales(patch_px: int) -> int:
-    """Return how often the patches' height and width are doubled: to a stride of 4, or 7 for patches of 14."""
+    """Return how often the patches' height and width are doubled: up to stride 4, or 7 for patches of 14."""
     return max(1, int(math.log2(patch_px)) - 2)
 
 
@@ -187,9 +187,9 @@ def semantic_logits(masks: Tensor, classes: Tensor) -> Tensor:
     """Return the logarithm of each class's score, (N, C, h, w) in float32 or better.
 
     The score of a pixel and class is the sum over the queries of class probability x mask probability (Cheng et al.,
-    MaskFormer, NeurIPS 2021, section 3.4), here at the masks' resolution; its logarithm is what the program's
-    upsampling, softmax and argmax take as logits, and softmax gives the scores divided by their sum. `masks` are logits
-    (N, Q, h, w), `classes` logits (N, Q, C + 1) with "no object" last.
+    MaskFormer, NeurIPS 2021, section 3.4), here at the masks' resolution. Its logarithm serves as the logits of the
+    upsampling, softmax and argmax; softmax gives the scores divided by their sum. `masks` are logits (N, Q, h, w),
+    `classes` logits (N, Q, C + 1) with "no object" last.
     """
     wide = torch.promote_types(masks.dtype, torch.float32)
     kind = masks.device.type
@@ -204,11 +204,11 @@ def build_eomt(
 ) -> SegmentationModel:
     """Return a network with random weights; see `build_model`.
 
-    The encoder is `tu-` and a vision transformer of timm; the options are `num_queries`, `num_blocks`, `mask_steps`
-    (see `EomtModel`) and arguments of timm's model.
+    The encoder is `tu-` and the name of a timm vision transformer; the options are `num_queries`, `num_blocks`,
+    `mask_steps` (see `EomtModel`) and arguments of the timm model.
 
     Raises:
-        ConfigError: an unknown name, an encoder that is not a plain vision transformer, or options that do not suit it.
+        ConfigError: an unknown name, an encoder that is not a plain vision transformer, or options that do not fit it.
     """
     if name.lower() != "eomt":
         raise unknown_name("model.name", name, "a model of segapp", ("eomt",))
@@ -232,7 +232,7 @@ def _refused(problem: str) -> ConfigError:
 
 
 def _build_transformer(encoder: str | None, options: Mapping[str, Any]) -> Any:
-    """Return a plain vision transformer of timm without a classifier, for images of any multiple of its patch."""
+    """Return a plain timm vision transformer without a classifier, for images of any multiple of its patch size."""
     import timm
     from timm.models.eva import Eva
     from timm.models.vision_transformer import VisionTransformer

@@ -1,4 +1,4 @@
-"""Networks of the user's own code (`model.library: python`)."""
+"""Custom networks (`model.library: python`)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,9 +12,9 @@ from segapp.models.network import SegmentationModel
 
 
 class PythonModel(SegmentationModel):
-    """A network of the user's own code; tensor names are its own behind `network.`.
+    """A custom network; tensor names are its own with the prefix `network.`.
 
-    Its submodule `backbone` or `encoder` counts as the backbone; without one the whole network does.
+    Its submodule `backbone` or `encoder` is the backbone; without one, the whole network is.
     """
 
     def __init__(self, network: nn.Module, *, name: str, num_classes: int, in_channels: int) -> None:
@@ -41,12 +41,12 @@ class PythonModel(SegmentationModel):
         return heads if self.training else heads[:1]
 
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Raise TypeError: features before the last layer are not known of a user's network."""
+        """Raise TypeError: the features before the last layer of a custom network are unknown."""
         raise TypeError(f"{self.name} has no features for distillation")
 
 
 def build_python(name: str, num_classes: int, options: Mapping[str, Any], in_channels: int) -> PythonModel:
-    """Return the network of an own part, whose factory gets `num_classes` and `in_channels` if it takes them."""
+    """Return the network of a custom factory, which gets `num_classes` and `in_channels` if it has such parameters."""
     network = build_part(name, "model.name", options, offered={"num_classes": num_classes, "in_channels": in_channels})
     if not isinstance(network, nn.Module):
         raise ConfigError(

@@ -1,7 +1,7 @@
 """segmentation_models_pytorch: every architecture with every encoder, smp's own and timm's (`tu-...`).
 
-smp builds the network, without downloads; its encoder, decoder and head are taken from it, the head without upsampling
-and activation.
+smp builds the network, without downloads; its encoder, decoder and head are used, but without the head's upsampling and
+activation.
 
 Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
 """
@@ -39,7 +39,7 @@ class SmpModel(SegmentationModel):
     def compute_with_features(self, images_NCHW: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Return the logits, and the decoder's output (N, K, h, w)."""
         features = self.encoder(images_NCHW)
-        # DPT's encoder returns (features, prefix tokens) and its decoder takes both.
+        # DPT's encoder returns (features, prefix tokens), and its decoder takes both.
         decoded: Tensor = self.decoder(*features) if isinstance(features, tuple) else self.decoder(features)
         return (self.segmentation_head(decoded),), decoded
 
@@ -54,9 +54,9 @@ def build_smp(
 ) -> SmpModel:
     """Return a network with random weights; see `build_model`.
 
-    The name is that of an architecture's class in smp, in any case; the encoder one of smp, or `tu-` and a model of
-    timm. The options are arguments of the class and, with a `tu-` encoder, of the timm model. PSPNet also takes
-    `encoder_output_stride`: `encoder_depth: 5` and stride 8 give the published network.
+    The name is the class name of an smp architecture, in any case. The encoder is one of smp's, or `tu-` and the name
+    of a timm model. The options are arguments of the class and, with a `tu-` encoder, of the timm model. PSPNet also
+    takes `encoder_output_stride`: `encoder_depth: 5` and stride 8 give the published network.
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.
@@ -117,7 +117,7 @@ def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: li
                 f"model.options: {option} is set by other keys of model or data, or is not used: remove it",
                 key="model.options",
             )
-    # smp's PSPNet hands `output_stride` on to its encoder; DeepLabV3 has the option under the longer name.
+    # smp's PSPNet passes `output_stride` to its encoder; DeepLabV3 has the option under the longer name.
     renamed = {"encoder_output_stride": "output_stride"} if name == "PSPNet" else {}
     if not encoder.startswith("tu-"):  # smp ignores unknown arguments, timm raises an error
         check_options(options, [*accepted, *renamed], f"smp {name}")
@@ -142,10 +142,11 @@ def _construct(architecture: Any, name: str, encoder: str, num_classes: int, arg
 
 
 def _resize_by_powers_of_two(net: Any) -> None:
-    """Let a DPT whose patches are not 2^k px wide, as DINOv2's of 14 px, resize its features as with the nearest 2^k.
+    """Let a DPT whose patches are not 2^k px wide, such as DINOv2's 14 px, resize its features as for the nearest 2^k.
 
-    The published decoder resizes by 4, 2, 1 and 1/2 whatever the patch (Ranftl et al., "Vision Transformers for Dense
-    Prediction", ICCV 2021, section 3.1); smp cuts 14 / 4 and 14 / 8 to whole numbers, whose features do not add up.
+    The published decoder resizes by 4, 2, 1 and 1/2 for any patch size (Ranftl et al., "Vision Transformers for Dense
+    Prediction", ICCV 2021, section 3.1); smp truncates 14 / 4 and 14 / 8 to whole numbers, so the sizes of the features
+    do not match.
     """
     strides = net.encoder.output_strides
     if all(_power_of_two(stride) == stride for stride in strides):
@@ -173,7 +174,7 @@ def _head_without_upsampling(head: nn.Module) -> nn.Module:
 
 
 def _size_divisor(name: str, net: Any) -> int:
-    """Return the divisor of H and W, by smp's rule; for DPT that rule accepts sizes that cannot run."""
+    """Return the divisor of H and W by smp's rule; for DPT, that rule accepts sizes that cannot run."""
     if not net.requires_divisible_input_shape:
         return 1
     if name == "DPT":  # resizes the features of its n blocks to the strides 4, 8, ..., 2^(n+1) and adds them up
@@ -184,7 +185,7 @@ def _size_divisor(name: str, net: Any) -> int:
 
 
 def _fixed_size(encoder: nn.Module) -> tuple[int, int] | None:
-    """Return (H, W) in pixels if a transformer of timm takes no other size, else None."""
+    """Return (H, W) in pixels if a timm transformer accepts no other size, else None."""
     for module in encoder.modules():
         if getattr(module, "strict_img_size", False) and getattr(module, "img_size", None) is not None:
             height_px, width_px = cast(tuple[int, int], module.img_size)

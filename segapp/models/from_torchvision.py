@@ -1,6 +1,6 @@
 """torchvision's segmentation families: FCN, DeepLabV3 and LR-ASPP on ResNets and MobileNetV3.
 
-The networks are built from torchvision's backbones and heads, because its builders support few pairs, download
+The networks are built from torchvision's backbones and heads, because its builders support few combinations, download
 weights, and upsample to the input size.
 
 Shapes: N images, C classes, K feature channels, H x W of the input in pixels, h x w of the logits.
@@ -34,7 +34,7 @@ class TorchvisionModel(SegmentationModel):
         self.aux_classifier = aux
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return the classifier's logits (N, C, h, w), then those of the auxiliary head in training mode."""
+        """Return the classifier's logits (N, C, h, w) and, in training mode, the auxiliary head's logits."""
         maps = self.backbone(images_NCHW)
         return self._with_aux(self.classifier(maps if "low" in maps else maps["out"]), maps)
 
@@ -56,7 +56,7 @@ class TorchvisionModel(SegmentationModel):
 
 
 def torchvision_names() -> tuple[str, ...]:
-    """Return all names that `build_torchvision` takes: torchvision's own, then the bare families."""
+    """Return all names that `build_torchvision` accepts: torchvision's own, then the bare families."""
     from torchvision.models import list_models, segmentation
 
     return (*list_models(module=segmentation), *FAMILIES)
@@ -72,9 +72,10 @@ def build_torchvision(
 ) -> TorchvisionModel:
     """Return a network with random weights; see `build_model`.
 
-    The name is one of torchvision, such as `deeplabv3_resnet50`, or a family (`fcn`, `deeplabv3`, `lraspp`) whose
-    backbone `encoder` then names: any ResNet or MobileNetV3. The auxiliary FCN head is on an earlier stage; LR-ASPP has
-    none. The options are `output_stride` of the backbone (8, 16 or 32), and other arguments of backbone and head.
+    The name is a torchvision name, such as `deeplabv3_resnet50`, or a family (`fcn`, `deeplabv3`, `lraspp`) whose
+    backbone is then given by `encoder`: any ResNet or MobileNetV3. The auxiliary FCN head is on an earlier stage;
+    LR-ASPP has none. The options are the backbone's `output_stride` (8, 16 or 32), and other arguments of backbone and
+    head.
 
     Raises:
         ConfigError: an unknown name or option, or a combination that cannot be built.
@@ -118,7 +119,7 @@ def build_torchvision(
 
 
 def torchvision_backbones() -> list[str]:
-    """Return the names of the backbones that the bare families take: ResNets and MobileNetV3."""
+    """Return the names of the backbones for the bare families: ResNets and MobileNetV3."""
     from torchvision.models import get_model_builder, list_models
 
     modules = ("torchvision.models.resnet", "torchvision.models.mobilenetv3")
@@ -157,7 +158,7 @@ def _build_backbone(name: str, family: str, aux: bool, options: Mapping[str, Any
 
 
 def _take_stride(options: Mapping[str, Any], name: str, accepted: Sequence[int], words: str) -> tuple[int, Any]:
-    """Return the option `output_stride`, by default the first one accepted, and the other options."""
+    """Return the option `output_stride`, by default the first accepted one, and the other options."""
     stride = options.get("output_stride", accepted[0])
     if stride not in accepted:
         raise ConfigError(f"model.options: output_stride={stride!r}; {name} takes {words}", key="model.options")

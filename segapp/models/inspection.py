@@ -1,11 +1,11 @@
 """Inspect a network by running it once on the meta device: shapes only, no arithmetic, no random numbers.
 
-Libraries build parts that a given depth never runs (a ResNet's last stages under a PSPNet) or whose output is unused.
+Libraries build modules that a given depth never runs (a ResNet's last stages under a PSPNet) or whose output is unused.
 Such parameters take memory on every device, and DistributedDataParallel waits for their gradients. A BatchNorm after a
 global pooling cannot train on a batch of one image. Both depend on the backbone, so they are measured, not listed.
 
-`train.deterministic` asks for networks that repeat bit for bit on a GPU: torch raises at the first operation that has
-no deterministic implementation on CUDA; here such operations are named before the training begins.
+`train.deterministic` needs networks that repeat bit for bit on a GPU. torch raises at the first operation that has no
+deterministic implementation on CUDA; here such operations are reported before the training begins.
 
 Shapes: N images, C classes, H x W of the input, h x w of the logits.
 """
@@ -59,9 +59,9 @@ def inspect_model(model: SegmentationModel) -> None:
 def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str | None:
     """Return a sentence if the outputs of a network are probabilities instead of logits; else None.
 
-    A criterion applies softmax or sigmoid again, so that the loss of such a network hardly falls. Outputs of a softmax
-    sum to 1 over the classes. Outputs of a sigmoid stay within 0 and 1 for any image, unlike those of a last ReLU with
-    small weights, which grow with the image: `of_brighter_NCHW` are the outputs for the same images with values a
+    A criterion would apply softmax or sigmoid again, so the loss of such a network would hardly fall. Outputs of a
+    softmax sum to 1 over the classes. Outputs of a sigmoid stay within 0 and 1 for any image, but outputs of a final
+    ReLU with small weights grow with the image: `of_brighter_NCHW` are the outputs for the same images with values a
     thousand times as large. Logarithms of probabilities are logits.
     """
     both = (logits_NCHW.float(), of_brighter_NCHW.float())
@@ -74,7 +74,7 @@ def probabilities_problem(logits_NCHW: Tensor, of_brighter_NCHW: Tensor) -> str 
 
 
 def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
-    """Run the network, record its measures in it, and return the names of the parameters without a gradient."""
+    """Run the network, record its measurements in it, and return the names of the parameters without a gradient."""
     # Some code reads a tensor's value, which a meta tensor does not have.
     with contextlib.suppress(Exception), QuickShapes():  # type: ignore[no-untyped-call]
         return _measure_on("meta", model, size_px)
@@ -92,7 +92,7 @@ def _measure(model: SegmentationModel, size_px: tuple[int, int]) -> set[str]:
 
 
 def _own_failure(model: SegmentationModel, size_px: tuple[int, int], error: Exception) -> ConfigError:
-    """Return the error for a network of own code that cannot run, with a size that it does take."""
+    """Return the error for a custom network that cannot run, with a size that it accepts."""
     failed = f"model.name = {model.name} fails on images of {size_px[0]}x{size_px[1]} px with {shown_error(error)}"
     for side in (32, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512):
         with contextlib.suppress(Exception):
@@ -119,7 +119,7 @@ def _measure_on(device: str, model: SegmentationModel, size_px: tuple[int, int])
     model.logits_stride = max(1, round(size_px[0] / logits.shape[-2]))
     model.min_train_batch = min_train_batch
     names = [name for name, _ in model.named_parameters()]
-    given = [torch.empty_like(logits) for logits in logits_all]  # only which gradients exist is asked
+    given = [torch.empty_like(logits) for logits in logits_all]  # only the existence of gradients matters
     gradients = torch.autograd.grad(logits_all, [tensors[name] for name in names], given, allow_unused=True)
     return {name for name, gradient in zip(names, gradients, strict=True) if gradient is None}
 
@@ -217,18 +217,18 @@ ANSWERS: dict[Any, Callable[..., Any]] = {
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.upsample_bilinear2d.default: _upsample,
 }
-"""Operator -> outputs of the right shapes and types, with its arguments."""
+"""Operator -> function that returns outputs with the right shapes and dtypes for its arguments."""
 
 
 class QuickShapes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Answers the operators of `ANSWERS` only by shape, on the meta device; all others run as without it.
+    """Computes only the shapes of the operators in `ANSWERS`, on the meta device; all others run as usual.
 
-    On that device torch runs many operators in Python, a BatchNorm or an interpolation in a millisecond and more.
+    On that device, torch runs many operators in Python, which takes a millisecond or more for a BatchNorm.
     """
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: otherwise torch imports its compiler at the first operator, which takes five seconds."""
+        """Return False; otherwise torch imports its compiler at the first operator, which takes five seconds."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -244,14 +244,14 @@ WITHOUT_DETERMINISTIC_CUDA = frozenset(
         "upsample_trilinear3d",
     }
 )  # fmt: skip
-"""Operators that raise under `torch.use_deterministic_algorithms`, most of them in backward; see there.
+"""Operators that raise under `torch.use_deterministic_algorithms`, most of them in the backward pass; see there.
 
-Bilinear upsampling is not among them: `F.interpolate` has another, slower form of it for this.
+Bilinear upsampling is not among them, because `F.interpolate` has another, slower implementation for this case.
 """
 
 
 class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes operators that have no deterministic implementation, with the module that runs."""
+    """Records operators that have no deterministic implementation, with the module that runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -259,7 +259,7 @@ class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.found: list[tuple[str, str]] = []
 
     def leave(self) -> None:
-        """Note that the module that began last has run."""
+        """Record that the module that began last has finished."""
         self.running.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -272,8 +272,8 @@ class _Finder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def nondeterministic_parts(model: nn.Module, example: Tensor) -> list[tuple[str, str]]:
     """Return (module, operator) for each operator without a deterministic implementation on CUDA.
 
-    The forward pass runs on the meta device, without values; the model, on any device, is not changed. `example` is
-    (N, B, H, W) on the meta device.
+    The forward pass runs on the meta device, without values; the model may be on any device and is not changed.
+    `example` is (N, B, H, W) on the meta device.
     """
     finder, handles = _Finder(), []
     for name, part in model.named_modules():
@@ -290,10 +290,10 @@ def nondeterministic_parts(model: nn.Module, example: Tensor) -> list[tuple[str,
 
 
 def refusal(model: nn.Module, example: Tensor) -> str | None:
-    """Return why a network cannot train deterministically on CUDA, and what to do; None if it can."""
+    """Return why a network cannot train deterministically on CUDA, and the fix; None if it can."""
     try:
         found = nondeterministic_parts(model, example)
-    except (RuntimeError, NotImplementedError):  # an operator without a meta kernel: the first step will tell
+    except (RuntimeError, NotImplementedError):  # an operator without a meta kernel: the first step will show it
         return None
     if not found:
         return None

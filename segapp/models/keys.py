@@ -1,7 +1,7 @@
-"""Map the tensors of a weights file to those of a network, only by names and shapes.
+"""Map the tensors of a weights file to the tensors of a network, only by names and shapes.
 
-Libraries use different prefixes for the same names, and mmsegmentation names torchvision's FCN heads and timm's deep
-stem differently. All such renamings are tried; the one that matches most tensors is used.
+Libraries use different prefixes for the same names, and mmsegmentation has other names for torchvision's FCN heads and
+timm's deep stem. All such renamings are tried; the one that matches the most tensors is used.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _HEADS_OF_MMSEG = {"decode_head.": "classifier.", "auxiliary_head.": "aux_classi
 class KeyMap:
     """Mapping between the tensors of a file and of a network."""
 
-    convention: str  # the renaming that was used, in words
+    convention: str  # description of the renaming that was used
     taken: Mapping[str, str]  # name in the network -> name in the file
     left_out: Mapping[str, str]  # name in the file -> reason why it is not used
     missing: Mapping[str, str]  # name in the network -> reason why it keeps its initialization
 
 
 class _Renaming(NamedTuple):
-    """A file's tensors under names of a network."""
+    """A file's tensors under the names of a network."""
 
     convention: str
     names: Mapping[str, str]  # in the network -> in the file
@@ -52,11 +52,11 @@ def map_keys(
         wanted: shape of each tensor of the network, or of only its backbone.
         backbone: prefix of the backbone's names in `wanted`, with the dot; "" if it is all backbone.
         optional: names in `wanted` that older or other programs do not save (buffers).
-        is_partial: accept any tensors that match, also a part of a backbone or of a head.
+        is_partial: accept any matching tensors, also a part of a backbone or of a head.
 
     Raises:
-        CheckpointError: too few tensors match, they are of another backbone, or the file has several networks that
-            match equally well. The message continues the file's name.
+        CheckpointError: too few tensors match, they belong to another backbone, or the file has several networks that
+            match equally well. The message is the rest of a sentence that begins with the file's name.
 
     Example:
         >>> file = {"module.fc.weight": (9, 4), "module.conv1.weight": (4, 3, 7, 7)}
@@ -92,7 +92,7 @@ def map_keys(
 
 
 def _best_renaming(found: Shapes, wanted: Shapes, backbone: str) -> _Renaming:
-    """Return the first renaming that matches most tensors; refuse a file where another matches as many others."""
+    """Return the first renaming with the most matches; refuse a file if another one matches as many other tensors."""
     best, best_taken = _Renaming("its own names", {}), dict[str, str]()
     rival: Mapping[str, str] | None = None
     for renaming in _renamings(found, wanted, backbone):
@@ -144,16 +144,16 @@ def _flattened(name: str) -> str:
 
 
 def _deep_stem(name: str) -> str:
-    """Return timm's name (resnet50c and 50d) of the deep stem in mmsegmentation's ResNetV1c and V1d."""
+    """Return timm's name (resnet50c and 50d) for the deep stem in mmsegmentation's ResNetV1c and V1d."""
     return re.sub(r"^stem\.7\.", "bn1.", re.sub(r"^stem\.([0-6])\.", r"conv1.\1.", name))
 
 
 def _of_mmseg(inner: Mapping[str, str], wanted: Shapes, add: str) -> _Renaming:
     """Return the renaming from mmsegmentation: `backbone.*`, `decode_head.*`, `auxiliary_head.*`.
 
-    Its FCN head of one convolution is torchvision's. Its ASPP, PSP and other heads differ from those of torchvision and
-    smp of the same name (another order, other kernels), so they have no counterpart. `add` is the prefix of the
-    backbone's names in the network.
+    Its FCN head with one convolution equals torchvision's. Its ASPP, PSP and other heads differ from torchvision's and
+    smp's heads with the same name (another order, other kernels), so they have no counterpart. `add` is the prefix of
+    the backbone's names in the network.
     """
     stem = _deep_stem if f"{add}conv1.0.weight" in wanted else str
     notes: dict[str, str] = {}
@@ -183,7 +183,7 @@ def _fitting(renaming: _Renaming, found: Shapes, wanted: Shapes) -> dict[str, st
 
 
 def _check_backbone(taken: Mapping[str, str], found: Shapes, own: Sequence[str], has_backbone: bool) -> None:
-    """Raise CheckpointError if the file has a backbone of which only a part matches, or nothing; only a head may."""
+    """Raise CheckpointError if the file's backbone matches only in part; without a backbone, a head is enough."""
     absent = [name for name in own if name not in taken]
     if absent and (has_backbone or len(absent) < len(own)):
         problem = f"{len(absent)} of {len(own)} tensors are missing or of another shape, such as {some_names(absent)}"
@@ -208,9 +208,9 @@ def _stem_hint(found: Shapes, absent: Sequence[str]) -> str:
 
 
 def _further_blocks(taken: Mapping[str, str], found: Shapes) -> list[str]:
-    """Return blocks of the file between those taken: a ResNet-34 holds all names of a ResNet-18.
+    """Return blocks of the file between the loaded ones, because a ResNet-34 has all names of a ResNet-18.
 
-    Blocks after the last one taken are ignored: modules that a network never runs were removed from it.
+    Blocks after the last loaded one are ignored: modules that a network never runs were removed from it.
     """
     last_of_list: dict[str, int] = {}
     last_of_kind: dict[str, tuple[int, ...]] = {}
@@ -250,7 +250,7 @@ def _check_head(taken: Mapping[str, str], found: Shapes, wanted: Shapes, own: Co
 
 
 def _nearest(found: Shapes, names: Collection[str]) -> str:
-    """Return text with the file's name that is closest to one of the network's; "" if none is close."""
+    """Return a text with the file's name that is closest to one of the network's; "" if none is close."""
     for name in list(names)[:8]:
         near = difflib.get_close_matches(name, list(found)[:2000], n=1, cutoff=0.5)
         if near:
@@ -259,7 +259,7 @@ def _nearest(found: Shapes, names: Collection[str]) -> str:
 
 
 def _shape_reasons(renaming: _Renaming, found: Shapes, wanted: Shapes, backbone: str) -> dict[str, str]:
-    """Return name in the network -> difference of the shapes, for equal names of different shapes."""
+    """Return name in the network -> difference of the shapes, for equal names with different shapes."""
     pairs = {
         name: (found[file_name], wanted[name])
         for name, file_name in renaming.names.items()

@@ -12,7 +12,7 @@ def unknown_name(key: str, value: str, what: str, known: Iterable[str]) -> Confi
 
 
 def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -> None:
-    """Raise ConfigError for the first option that `owner` does not take."""
+    """Raise ConfigError for the first option that `owner` does not accept."""
     accepted = tuple(accepted)
     for option in options:
         if option not in accepted:
@@ -20,6 +20,6 @@ def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -
 
 
 def some_names(names: Collection[str], most: int = 2) -> str:
-    """Return the first names and the number of the others."""
+    """Return the first names and the number of the rest."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(list(names)[:most]) + rest

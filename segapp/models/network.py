@@ -22,24 +22,24 @@ from segapp.models.weights import LoadReport
 
 @dataclass(frozen=True)
 class BaseReference:
-    """Frozen tensors below adapters that checkpoints leave out, because weights files hold them."""
+    """Frozen tensors below adapters that checkpoints leave out, because weights files contain them."""
 
     names: frozenset[str]
-    """In the network with its adapters."""
+    """Names in the network with its adapters."""
     sha256: str
-    """Of names, types, shapes and values, before adapters and any cast."""
+    """Hash of names, dtypes, shapes and values, before adapters and casts."""
     sources: tuple[str, ...]
-    """The weights files, as the config names them."""
+    """The weights files, as named in the config."""
 
     def as_state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it."""
+        """Return its representation in a checkpoint."""
         return {"sha256": self.sha256, "sources": list(self.sources), "num_tensors": len(self.names)}
 
 
 class SegmentationModel(nn.Module):
     """A backbone and a head that return logits at the head's own resolution.
 
-    Parameter names are those of the original library, so that weights can be exchanged with it.
+    Parameter names are the original library's, so weights can be exchanged with it.
 
     Attributes:
         library: `torchvision`, `smp`, `segapp` or `python`.
@@ -50,15 +50,15 @@ class SegmentationModel(nn.Module):
         in_channels: B, the channels of the images.
         size_divisor: H and W must be multiples of it; 1: any size.
         min_size_px: smallest H and W.
-        fixed_size_px: (H, W) if the backbone takes no other size, else None.
+        fixed_size_px: (H, W) if the backbone accepts no other size, else None.
         min_train_batch: smallest N in training mode; 2 if a BatchNorm follows a global pooling, which leaves one value
             per image and channel.
         logits_stride: input pixels per logit along each axis, measured by `inspect_model`.
         load_reports: one report per loaded weights file, the backbone's first.
-        frozen_modules: names of the modules that stay in evaluation mode, by `freeze`.
-        frozen_parameters: names of the parameters that `freeze` took from the training.
+        frozen_modules: names of the modules that `freeze` keeps in evaluation mode.
+        frozen_parameters: names of the parameters that `freeze` has excluded from the training.
         called_modules: names of the modules that a forward pass calls, measured by `inspect_model`.
-        base: tensors below adapters that checkpoints leave out; None: they hold all.
+        base: tensors below adapters that checkpoints leave out; None: checkpoints hold all tensors.
         base_norms: names of the BatchNorms below adapters, which stay in evaluation mode.
     """
 
@@ -99,7 +99,7 @@ class SegmentationModel(nn.Module):
         return f"{self.backbone_name}."
 
     def compute_logits(self, images_NCHW: Tensor) -> tuple[Tensor, ...]:
-        """Return what `forward` does, without the check of the size."""
+        """Return the same as `forward`, without checking the size."""
         return self.compute_with_features(images_NCHW)[0]
 
     @abstractmethod
@@ -110,14 +110,14 @@ class SegmentationModel(nn.Module):
         """Return the logits (N, C, h, w) of normalized images (N, B, H, W), and auxiliary logits in training mode.
 
         Raises:
-            ValueError: the network does not take this H and W; the message names the nearest size that it takes.
+            ValueError: the network does not accept this H and W; the message names the nearest size that it accepts.
         """
         if not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined,no-untyped-call]
             self.check_size(images_NCHW.shape[-2], images_NCHW.shape[-1])
         return self.compute_logits(images_NCHW)
 
     def check_size(self, height_px: int, width_px: int) -> None:
-        """Raise ValueError, with the size to use, if the network does not take images of this size."""
+        """Raise ValueError, with the size to use, if the network does not accept images of this size."""
         wanted = self.suitable_size(height_px, width_px)
         if (height_px, width_px) == wanted:
             return
@@ -134,7 +134,7 @@ class SegmentationModel(nn.Module):
         )
 
     def suitable_size(self, height_px: int, width_px: int) -> tuple[int, int]:
-        """Return the smallest (H, W) that the network takes and that is at least this; a fixed size in any case."""
+        """Return the smallest (H, W) that the network accepts and that is at least this; a fixed size in any case."""
         if self.fixed_size_px is not None:
             return self.fixed_size_px
         d = self.size_divisor
@@ -142,12 +142,13 @@ class SegmentationModel(nn.Module):
         return -(-height_px // d) * d, -(-width_px // d) * d
 
     def names_matching(self, pattern: str, key: str) -> list[str]:
-        """Return the names of the parameters that the pattern of a config key matches.
+        """Return the names of the parameters that a pattern matches, which is the value of a config key.
 
-        It is "backbone", or a glob over the names of parameters and modules; a module stands for all within it.
+        It is "backbone", or a glob over the names of parameters and modules; a module includes all parameters within
+        it.
 
         Raises:
-            ConfigError: it matches none; the message has the nearest names.
+            ConfigError: it matches nothing; the message suggests similar names.
         """
         pattern, names = self._resolved(pattern), [name for name, _ in self.named_parameters()]
         found = [name for name in names if any(fnmatchcase(each, pattern) for each in _with_modules(name))]
@@ -157,10 +158,10 @@ class SegmentationModel(nn.Module):
         return found
 
     def freeze(self, patterns: Sequence[str]) -> None:
-        """Take the parameters that patterns match (`names_matching`) from the training: they get no gradient.
+        """Exclude the parameters that patterns match (`names_matching`) from the training: they get no gradient.
 
-        Modules that a pattern names stay in evaluation mode from the next `train()` on: their BatchNorm normalizes with
-        its running statistics and leaves them as they are, and there is no dropout within them.
+        Modules that a pattern names stay in evaluation mode from the next `train()` on: their BatchNorm uses its
+        running statistics and does not update them, and dropout within them is off.
 
         Raises:
             ConfigError: a pattern matches nothing, or nothing is left to train.
@@ -182,7 +183,7 @@ class SegmentationModel(nn.Module):
         )
 
     def thaw(self) -> list[str]:
-        """Train what `freeze` took from the training again, and return the names of these parameters."""
+        """Undo `freeze`, so that the parameters train again, and return their names."""
         names, self.frozen_parameters, self.frozen_modules = list(self.frozen_parameters), (), ()
         for name in names:
             self.get_parameter(name).requires_grad_(True)
@@ -196,7 +197,7 @@ class SegmentationModel(nn.Module):
         return self
 
     def without_base(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict of this network without the tensors that `base` refers to; they are removed in place."""
+        """Return a state dict of this network without the tensors that `base` refers to; it is modified in place."""
         for name in () if self.base is None else self.base.names:
             del state[name]
         return state
@@ -206,7 +207,7 @@ class SegmentationModel(nn.Module):
 
 
 def _with_modules(name: str) -> Iterator[str]:
-    """Yield the names of the modules that hold a parameter, the outermost first, and its own.
+    """Yield the names of the modules that contain a parameter, the outermost first, and its own.
 
     >>> list(_with_modules("encoder.layer1.weight"))
     ['encoder', 'encoder.layer1', 'encoder.layer1.weight']

@@ -1,4 +1,4 @@
-"""Normalization of images, as they are stored, on the device that runs the network."""
+"""Normalization of images as stored in files, on the device that runs the network."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 
 class Normalizer(nn.Module):
-    """Normalization of images, on their device: (value - low) / (high - low), limited to 0..1, then mean and std.
+    """Normalization of images on their device: (value - low) / (high - low), clipped to 0..1, then mean and std.
 
-    Without `ranges`, values are 0 to 255 and need no limits. NaN, as float images have without data, becomes 0.
+    Without `ranges`, values are 0 to 255 and are not clipped. NaN, which float images may have for missing data,
+    becomes 0.
 
     Mean and standard deviation of each band are in 0..1; `ranges` has the lowest and highest value of each band.
     """
@@ -39,7 +40,7 @@ class Normalizer(nn.Module):
             self.register_buffer(name, torch.tensor(values).view(1, -1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return normalized images of the same shape, from (N, B, H, W) of the type of the files."""
+        """Return normalized images with the same shape, from (N, B, H, W) with the dtype of the files."""
         pixels = images.to(torch.float32, copy=True)
         if self.has_ranges:
             pixels.sub_(self.low).div_(self.span).nan_to_num_(nan=0.0).clamp_(0, 1)

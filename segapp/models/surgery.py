@@ -12,7 +12,7 @@ RGB = 3
 
 
 def first_conv_name(module: nn.Module, in_channels: int) -> str | None:
-    """Return the name of the convolution that takes the image: the first one with so many input channels."""
+    """Return the name of the convolution that gets the image: the first one with this number of input channels."""
     for name, part in module.named_modules():
         if isinstance(part, nn.Conv2d) and part.in_channels == in_channels:
             return str(name)
@@ -20,10 +20,10 @@ def first_conv_name(module: nn.Module, in_channels: int) -> str | None:
 
 
 def adapt_first_conv(weight: Tensor, in_channels: int) -> Tensor:
-    """Return the weight (O, B, k, k) of a first convolution for B bands, from one for RGB (O, 3, k, k).
+    """Return the weight (O, B, k, k) of a first convolution for B bands, from a weight for RGB (O, 3, k, k).
 
-    One band gets the sum over RGB. Others repeat R, G, B in turn, times 3 / B, which keeps the size of the output. As
-    segmentation_models_pytorch's `patch_first_conv`.
+    One band gets the sum over RGB. Other numbers repeat R, G, B in turn, multiplied by 3 / B, which preserves the size
+    of the output, as in segmentation_models_pytorch's `patch_first_conv`.
     """
     if in_channels == 1:
         return weight.sum(1, keepdim=True)
@@ -31,7 +31,7 @@ def adapt_first_conv(weight: Tensor, in_channels: int) -> Tensor:
 
 
 def widen_first_conv(module: nn.Module, in_channels: int) -> None:
-    """Replace the first convolution of a network for RGB by one for other bands, with new random weights, in place."""
+    """Replace the first convolution of a network for RGB by one for other bands, with random weights, in place."""
     name = first_conv_name(module, RGB)
     if in_channels == RGB or name is None:
         return
@@ -53,7 +53,7 @@ def widen_first_conv(module: nn.Module, in_channels: int) -> None:
 class SizedPooling(nn.Module):
     """`nn.AdaptiveAvgPool2d` as two matrix products.
 
-    ONNX can express them for images of any size, and on CUDA their gradient is summed in a fixed order.
+    ONNX can express these for images of any size, and on CUDA their gradient is summed in a fixed order.
     """
 
     def __init__(self, size: tuple[int, int]) -> None:

@@ -1,6 +1,6 @@
 """Pretrained weights: fetch files, read their tensors, load them into a network.
 
-Files cannot run code: pickles are read with `weights_only=True`. `keys` maps tensor names; a `LoadReport` names the
+Files cannot run code: pickles are read with `weights_only=True`. `keys` maps tensor names; a `LoadReport` lists the
 tensors that a file does not have.
 """
 
@@ -34,15 +34,15 @@ from segapp.run.events import Weights
 StateDict = dict[str, Tensor]
 
 _WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "network", "net", "module")
-"""Keys under which training scripts store a state dict, the most likely first; up to four lie in each other."""
+"""Keys under which training scripts store a state dict, the most likely first; up to four may be nested."""
 MAX_NAMES = 100
-"""Largest number of names of each kind in an event."""
+"""Maximum number of names of each kind in an event."""
 HUB_FILE = "model.safetensors"
 
 
 @dataclass(frozen=True)
 class LoadReport:
-    """Tensors that a weights file contributed to a network, and why it did not contribute the others."""
+    """Tensors that a network got from a weights file, and why it did not get the others."""
 
     source: str
     keys: KeyMap
@@ -89,7 +89,7 @@ def _by_reason(reasons: Mapping[str, str], most: int = 3) -> str:
 
 
 def _refused(key: str, path: Path, reason: str, name: str | None = None) -> CheckpointError:
-    """Return the error about a file that a config key, or a name as its value, asks for."""
+    """Return the error about a file that a config key, or a name as its value, refers to."""
     said = key if name is None else f"{key}={name}"
     return CheckpointError(f"{said}: {reason}", key=_config_key(key), value=name, path=path)
 
@@ -104,7 +104,7 @@ def looks_like_path(text: str) -> bool:
 
 
 def fetch_url(url: str, name: str, key: str) -> Path:
-    """Return the local file of a torchvision weights URL; downloaded into torch's hub folder if missing."""
+    """Return the local file of a torchvision weights URL; downloaded to torch's hub folder if missing."""
     path = _torch_hub_file(url)
     in_name = re.search(r"-([0-9a-f]{8,})\.", path.name)  # torch hub's convention: resnet50-0676ba61.pth
     sha256_prefix = in_name.group(1) if in_name else None
@@ -142,7 +142,7 @@ def fetch_hub_file(repo_id: str, revision: str | None, name: str, key: str) -> P
 
 
 def cached_url(url: str) -> bool:
-    """Return True if the file of a torchvision weights URL lies in torch's hub folder."""
+    """Return True if the file of a torchvision weights URL is in torch's hub folder."""
     return _torch_hub_file(url).is_file()
 
 
@@ -151,7 +151,7 @@ def _torch_hub_file(url: str) -> Path:
 
 
 def cached_hub_file(repo_id: str, revision: str | None) -> bool:
-    """Return True if encoder weights lie in the Hugging Face cache."""
+    """Return True if encoder weights are in the Hugging Face cache."""
     import huggingface_hub
 
     return isinstance(huggingface_hub.try_to_load_from_cache(repo_id, HUB_FILE, revision=revision), str)
@@ -160,7 +160,7 @@ def cached_hub_file(repo_id: str, revision: str | None) -> bool:
 def check_reachable(url: str, timeout_s: float = 2.0) -> None:
     """Raise OSError if the server of a URL, or the proxy that leads to it, does not accept a connection.
 
-    Without this, libraries try again and again. The timeout includes the lookup of the name, which has none of its own.
+    Otherwise libraries retry for a long time. The timeout includes the lookup of the name, which has no timeout itself.
     """
     parts = urlsplit(url)
     proxy = urllib.request.getproxies().get(parts.scheme)
@@ -193,7 +193,7 @@ def _not_fetched(what: str, url: str, error: Exception, advice: str, key: str) -
 
 
 def sha256_of(path: Path, key: str) -> str:
-    """Return the hexadecimal sha256 of a file, which a key asks for."""
+    """Return the hexadecimal sha256 of a file that a key refers to."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -204,12 +204,12 @@ def sha256_of(path: Path, key: str) -> str:
 def read_weights_file(path: str | Path, key: str = "model.weights") -> StateDict:
     """Return the tensors of a weights file, on the CPU.
 
-    Accepts a state dict saved by torch.save, directly or under `model` (a checkpoint of this project), `state_dict` and
-    other usual keys; or a `.safetensors` file.
+    Accepts a state dict saved by torch.save, directly or under `model` (a segapp checkpoint), `state_dict` and other
+    common keys; or a `.safetensors` file.
 
     Raises:
-        CheckpointError: the file is missing or damaged, holds no tensors or several state dicts, or holds other
-            objects than tensors and plain values.
+        CheckpointError: the file is missing or damaged, has no tensors or several state dicts, or has objects other
+            than tensors and plain values.
     """
     path = Path(path)
     if path.suffix.lower() == ".safetensors":
@@ -249,23 +249,24 @@ def _tensors_in(content: Mapping[Any, Any]) -> StateDict:
 
 
 def load_tensors(file: BinaryIO) -> Any:
-    """Return the tensors and plain values of a file of `torch.save`, on the CPU.
+    """Return the tensors and plain values in a file of `torch.save`, on the CPU.
 
-    torch writes archives without compression; one that unpacks to more than its size is refused as a memory bomb.
+    torch writes archives without compression; an archive that unpacks to more than its size is refused as a memory
+    bomb.
 
     Raises:
         CheckpointError: the file unpacks to more than its size.
-        Exception: torch's own, of many types, for a file that is damaged or holds other objects.
+        Exception: torch's own, of many types, if a file is damaged or contains other objects.
     """
     _refuse_compressed(file)
     return _loaded(file)
 
 
 def load_mapped_tensors(file: BinaryIO) -> Any:
-    """Return and raise what `load_tensors` does, the tensors mapped from the file: pages are read as they are used.
+    """Do the same as `load_tensors`, with the tensors mapped from the file: pages are read when they are used.
 
-    The tensors need no memory of their own, and processes of one machine share their pages. A file system or an
-    operating system that cannot map the file has the tensors read.
+    The tensors need no memory, and processes on one machine share their pages. If the file system or the operating
+    system cannot map the file, the tensors are read.
     """
     _refuse_compressed(file)
     try:
@@ -276,7 +277,7 @@ def load_mapped_tensors(file: BinaryIO) -> Any:
 
 
 def peek_tensors(path: Path) -> Any:
-    """Return and raise what `load_tensors` does, the tensors mapped from the file and not read."""
+    """Do the same as `load_tensors`, with the tensors mapped from the file and not read."""
     with path.open("rb") as file:
         return load_mapped_tensors(file)
 
@@ -322,7 +323,7 @@ def _read_torch(path: Path, key: str) -> Any:
 
 @contextlib.contextmanager
 def _reading(path: Path, key: str, kind: str) -> Iterator[None]:
-    """Turn what a reader raises about a missing or damaged file, any of a dozen exceptions, into CheckpointErrors."""
+    """Turn the exceptions of a reader for a missing or damaged file, of any type, into CheckpointErrors."""
     if not path.is_file():
         raise _refused(key, path, f"no file {path}; give the path of a weights file")
     try:
@@ -346,21 +347,22 @@ def load_weights(
     is_partial: bool = False,
     in_channels: int = RGB,
 ) -> LoadReport:
-    """Copy the matching tensors of `state` into a network or a backbone, in place, and return which those are.
+    """Copy the matching tensors of `state` into a network or a backbone, in place, and return the mapping.
 
-    A missing head, or one for other classes, keeps its initialization. The classifier in a backbone's file is not used.
+    A missing head, or a head for other classes, keeps its initialization. The classifier in a backbone's file is not
+    used.
 
     Args:
         module: a whole network, or only a backbone.
-        state: tensors by name, of the network in the naming of any library that `map_keys` knows, or of its backbone.
-        source: where the tensors are from, for messages.
-        key: the config key that asked for them.
+        state: tensors by name, of the network or its backbone, in any naming that `map_keys` knows.
+        source: origin of the tensors, for messages.
+        key: the config key that refers to them.
         backbone_prefix: prefix of the backbone's tensors in `module`; "" for only a backbone.
-        is_partial: take whatever matches, also of another backbone.
+        is_partial: load all tensors that match, also from another backbone.
         in_channels: B of the network; the first convolution of a file for RGB is adapted to it.
 
     Raises:
-        CheckpointError: too few tensors match, or they are of another backbone.
+        CheckpointError: too few tensors match, or they belong to another backbone.
     """
     own = module.state_dict()
     buffers = {name for name, _ in module.named_buffers(remove_duplicate=False)}

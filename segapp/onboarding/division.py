@@ -1,9 +1,9 @@
-"""Groups of images that show the same patient, video or place, and the division of images without splits by groups.
+"""Groups of images that show the same patient, video or place, and the division of images into splits by groups.
 
-Images of one group resemble each other, so a group on both sides of a division makes the scores too good. Every folder
-and every word of the names is a candidate; group words such as `patient` decide, then folders, words with letters, and
-numbers. Of several plausible candidates the coarser one is taken, because it keeps the finer groups together too. If no
-candidate is coarser than the others, the choice is a question.
+Images of a group resemble each other, so a group on both sides of a division makes the scores too good. Every folder
+and every word of the names is a candidate. Group words such as `patient` have priority, then folders, words with
+letters, and numbers. Of several plausible candidates the coarsest is used, because it also keeps the finer groups
+together. If no candidate is coarser than the others, the user is asked.
 """
 
 import hashlib
@@ -22,12 +22,12 @@ from segapp.onboarding.layout import Pair
 from segapp.onboarding.survey.questions import Answer, open_question
 from segapp.onboarding.survey.words import SPLIT_WORDS, known_words
 
-MIN_GROUPS = 5  # fewer groups of a kind are used only if there is no other kind
+MIN_GROUPS = 5  # a kind with fewer groups is used only if there is no other kind
 _FEW_GROUPS = 3
 _MOST_IN_ONE = 0.8  # largest share of the images in one group, unless a group word names it
 _LEAST_STEP_PX = 16  # numbers that are multiples of such a step are positions of tiles
 
-EACH_IMAGE = ".+"  # `--group` by which each image is its own group
+EACH_IMAGE = ".+"  # value of `--group` with which each image is its own group
 
 _PERSONS, _RECORDINGS = known_words("groups", "persons"), known_words("groups", "recordings")
 _IMAGES, _PARTS = known_words("groups", "images"), known_words("groups", "parts")
@@ -39,7 +39,7 @@ _DATE = re.compile(
 
 
 class Evidence(IntEnum):
-    """How much speaks for a candidate."""
+    """Strength of the evidence for a candidate."""
 
     COUNTER = 0
     NUMBER = 1
@@ -53,7 +53,7 @@ _ROLES = {
     **dict.fromkeys(known_words("groups", "places"), Evidence.WORD),
     **dict.fromkeys(_RECORDINGS, Evidence.RECORDING),
     **dict.fromkeys(_PERSONS, Evidence.PERSON),
-}  # what a word of a name speaks for
+}  # evidence of a word in a name
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Grouping:
         return len(set(self.groups))
 
     def examples(self, images: Sequence[str]) -> str:
-        """Return the first two groups in words, each with its number of images and one of them."""
+        """Return the first two groups as text, each with its number of images and an example."""
         members = _members(self.groups, images)
         return "; ".join(f"{shown(group)}: {_some(members[group])}" for group in sorted(members)[:2])
 
@@ -79,9 +79,9 @@ class Grouping:
 def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
     """Return the group of each pair.
 
-    It is the first group, or else the whole match, of a regular expression in the image's path; without a pattern, that
-    of a table, or else the best candidate of the folders and names. Several plausible candidates that divide the images
-    differently are a question.
+    It is the first group, or else the whole match, of a regular expression in the image's path. Without a pattern, it
+    is the group in a table, or else the best candidate of the folders and names. If several plausible candidates divide
+    the images differently, the user is asked.
     """
     images = [pair.image for pair in pairs]
     if pattern is not None:
@@ -96,7 +96,7 @@ def group_pairs(pairs: Sequence[Pair], pattern: str | None) -> Grouping:
 
 
 def find_by_expression(images: Sequence[str], pattern: str) -> tuple[str, ...]:
-    """Return the match of an expression in the path of each image; ConfigError if it is wrong, or an image has none."""
+    """Return the match of an expression in each image's path; ConfigError if it is invalid or has no match."""
     try:
         expression = re.compile(pattern)
     except re.error as error:
@@ -119,8 +119,8 @@ def find_shared_groups(
 ) -> str | None:
     """Return a sentence on the patients, videos or other groups that have images in two splits, with the next move.
 
-    The names of the images of each of the two splits say it, or a column of a table, which may say nothing of an image.
-    Numbers that start again in each split, so that the same names are in both, are no evidence.
+    They are found in the names of the images in both splits, or in a column of a table, which may be empty for an
+    image. Numbers that start again in each split, so that the same names are in both, are ignored.
     """
     (first, firsts), (second, seconds) = images.items()
     if columns is not None and None not in (*columns[first], *columns[second]):
@@ -167,7 +167,7 @@ def _some(images: Sequence[str], whose: str = "") -> str:
 
 
 def _chosen(candidates: Sequence[Grouping], images: Sequence[str]) -> Grouping | None:
-    """Return the groups that the strongest evidence names; None if there are none."""
+    """Return the groups with the strongest evidence; None if there are none."""
     of = {kind: [each for each in candidates if each.evidence == kind] for kind in Evidence}
     many = {kind: [each for each in own if each.num_groups >= MIN_GROUPS] for kind, own in of.items()}
     recordings = many[Evidence.RECORDING] + many[Evidence.FOLDER]
@@ -203,7 +203,7 @@ def _coarsest(plausible: Sequence[Grouping], images: Sequence[str]) -> Grouping:
 
 
 def _is_coarser(one: Grouping, other: Grouping) -> bool:
-    """Return True if each group of the other lies within one group."""
+    """Return True if each group of the other candidate lies within one group."""
     return len(set(zip(one.groups, other.groups, strict=True))) == other.num_groups
 
 
@@ -217,7 +217,7 @@ def _expresses(grouping: Grouping, images: Sequence[str]) -> bool:
 
 
 def _candidates(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
-    """Yield the parts of the paths that may name a group, the coarser ones first."""
+    """Yield the parts of the paths that may name a group, coarsest first."""
     yielded: set[tuple[int, ...]] = set()
     for found in (*_folders(images, scenes), *_parts_of_names(images)):
         numbers: dict[str, int] = {}
@@ -236,7 +236,7 @@ def _may_be_groups(found: Grouping) -> bool:
 
 
 def _folders(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterator[Grouping]:
-    """Yield each level of the folders that differ, and the first levels together."""
+    """Yield each level of folders that differ, and the first levels together."""
     if not scenes or len({len(scene) for scene in scenes}) != 1:
         return
     folders = [image.split("/")[:-1] for image in images]
@@ -256,7 +256,7 @@ def _folders(images: Sequence[str], scenes: Sequence[tuple[str, ...]]) -> Iterat
 
 
 def _parts_of_names(images: Sequence[str]) -> Iterator[Grouping]:
-    """Yield the words of the names, or of names of different shapes the group words and the beginnings."""
+    """Yield the words of the names; if the names have different shapes, the group words and the beginnings."""
     stems = [os.path.splitext(image.rpartition("/")[2])[0] for image in images]
     dates = [_DATE.search(stem) for stem in stems]
     if all(dates):
@@ -281,13 +281,13 @@ def _parts_of_names(images: Sequence[str]) -> Iterator[Grouping]:
 
 
 def _columns(columns: Sequence[list[str]]) -> Iterator[Grouping]:
-    """Yield the words of names that all have as many words: those that vary and do not count images or their parts."""
+    """Yield the words at each position of equally long names, if they vary and do not count images or parts."""
     varying = [number for number, column in enumerate(columns) if len(set(column)) > 1]
     leads = {number: _context(columns, number) for number in varying}
     parts = [number for number in varying if leads[number] in _PARTS]
     counted = [number for number in varying if leads[number] in _IMAGES and _is_number(columns[number])]
     if parts and counted:
-        counted = counted[:-1] if len(counted) > 1 else []  # several tiles of each image
+        counted = counted[:-1] if len(counted) > 1 else []  # several tiles per image
     digits = [number for number in varying if all(word.isdigit() for word in columns[number])]
     positions = [number for number in digits if math.gcd(*map(int, columns[number])) >= _LEAST_STEP_PX]
     skipped = {*parts, *counted, *positions}
@@ -311,7 +311,7 @@ def _columns(columns: Sequence[list[str]]) -> Iterator[Grouping]:
 
 
 def _beginnings_of_words(column: Sequence[str], kind: str, before: str) -> Iterator[Grouping]:
-    """Yield the letters or digits that words of one shape begin with, such as 01 of 01L and austin of austin1."""
+    """Yield the letters or digits with which words of one shape begin, such as 01 of 01L and austin of austin1."""
     shapes = {re.sub(r"[^\W\d_]+", "a", re.sub(r"\d+", "0", word)) for word in column}
     if shapes not in ({"a0"}, {"0a"}):
         return
@@ -328,7 +328,7 @@ def _is_number(column: Sequence[str]) -> bool:
 
 
 def _lead(column: Sequence[str]) -> str:
-    """Return the letters that all words begin with, in lower case: patient of patient01, patientA and Patient."""
+    """Return the letters with which all words begin, in lower case: patient of patient01, patientA and Patient."""
     runs = {match[0] if (match := re.match(r"[^\W\d_]+", word)) else "" for word in column}
     if len(runs) > 1:
         runs = {run[:-1] if re.search(r"[a-z][A-Z]$", run) else run for run in runs}
@@ -337,7 +337,7 @@ def _lead(column: Sequence[str]) -> str:
 
 
 def _context(columns: Sequence[Sequence[str]], number: int) -> str:
-    """Return the letters that the words of a column begin with, or else the constant word before it."""
+    """Return the letters with which the words of a column begin, or else the constant word before it."""
     lead = _lead(columns[number])
     if lead or number == 0 or len(set(columns[number - 1])) > 1:
         return lead
@@ -353,9 +353,9 @@ def _in_words(lead: str, place: str) -> str:
 def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -> list[str]:
     """Return "train" or "val" for each pair.
 
-    Groups are taken in the order of a hash of their names and the seed, so that images added later hardly change the
-    division; a group goes to the validation images if that brings their share nearer to the wanted one. DataError is
-    raised for a single group, ConfigError if one side would be empty.
+    Groups are processed in the order of a hash of their names and the seed, so images that are added later rarely
+    change the division. A group becomes validation images if that brings their share closer to the requested one.
+    DataError is raised for a single group, ConfigError if one side would be empty.
     """
     sizes = Counter(grouping.groups)
     if len(sizes) < 2:
@@ -380,9 +380,9 @@ def divide(pairs: Sequence[Pair], grouping: Grouping, share: float, seed: int) -
 
 
 def divide_into_folds(grouping: Grouping, num_folds: int, seed: int) -> list[int]:
-    """Return the fold, from 0, of each pair: large groups first, each to the fold with fewest images.
+    """Return the fold, from 0, of each pair: large groups first, each in the fold with the fewest images.
 
-    Groups of one size are taken in the order of a hash. ConfigError is raised for fewer groups than folds.
+    Groups of equal size are ordered by a hash. ConfigError is raised if there are fewer groups than folds.
     """
     if grouping.num_groups < num_folds:
         raise ConfigError(
@@ -399,7 +399,7 @@ def divide_into_folds(grouping: Grouping, num_folds: int, seed: int) -> list[int
 
 
 def split_word_of(pairs: Sequence[Pair], split: str) -> str:
-    """Return the word of a split on disk; the split itself if pairs have different words or none."""
+    """Return the name of a split on disk; the split itself if pairs have different names or none."""
     words = {pair.split_word for pair in pairs if pair.split == split}
     only = words.pop() if len(words) == 1 else None
     return only if only is not None and only.lower() in SPLIT_WORDS else split

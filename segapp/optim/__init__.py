@@ -1,1 +1,1 @@
-"""What changes the weights in a step: optimizers and the average of the weights, and the learning rate of each step."""
+"""Optimizers, the average of the weights, and the learning rate of each step."""

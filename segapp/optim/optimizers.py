@@ -1,6 +1,6 @@
 """Optimizers in torch's fused form, their parameter groups, and the moving average of the weights.
 
-The fused implementations take `found_inf`: a tensor on the device that skips the step without a host synchronization.
+The fused implementations accept `found_inf`, a tensor on the device that skips the step without a host synchronization.
 The state of an optimizer is allocated before the first step.
 """
 
@@ -25,12 +25,12 @@ _NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.GroupNorm)
 
 @dataclass(frozen=True, order=True)
 class GroupSettings:
-    """What the parameters of a group share. Groups are ordered by these fields, which a resume relies on."""
+    """Settings that the parameters of a group share. A resume relies on the order of groups by these fields."""
 
     is_head: bool  # outside the backbone
     layer: int  # depth of the block, from 0 at the stem; 0 everywhere without layer-wise decay
     pattern: int  # number of the entry of `optim.groups`, from 1; 0: none
-    is_norm_or_bias: bool  # exempt from weight decay where `optim.decay_norm_and_bias` is false
+    is_norm_or_bias: bool  # exempt from weight decay if `optim.decay_norm_and_bias` is false
     lr_factor: float
     weight_decay: float
 
@@ -47,7 +47,7 @@ def parameter_groups(
 
 
 def as_optimizer_group(settings: GroupSettings, parameters: Iterable[nn.Parameter]) -> dict[str, Any]:
-    """Return a group as torch's optimizers take it, with the key `lr_factor` for `set_lr`."""
+    """Return a group in the form of torch's optimizers, with the key `lr_factor` for `set_lr`."""
     return {"params": list(parameters), "lr_factor": settings.lr_factor, "weight_decay": settings.weight_decay}
 
 
@@ -58,12 +58,12 @@ def norm_and_bias(model: nn.Module) -> set[int]:
 
 
 def adamw(groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return AdamW over parameter groups: weight decay apart from the gradient (Loshchilov & Hutter, 2019)."""
+    """Return AdamW over parameter groups: weight decay is decoupled from the gradient (Loshchilov & Hutter, 2019)."""
     return _with_state(torch.optim.AdamW([dict(g) for g in groups], lr=lr, betas=betas, fused=True))
 
 
 def adam(groups: Sequence[Mapping[str, Any]], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """Return Adam over parameter groups: weight decay as a part of the gradient (L2), as torch has it."""
+    """Return Adam over parameter groups: weight decay is a part of the gradient (L2), as in torch."""
     return _with_state(torch.optim.Adam([dict(g) for g in groups], lr=lr, betas=betas, fused=True))
 
 
@@ -83,7 +83,7 @@ def _with_state(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
 
 
 def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Allocate the state of parameters, so that no update can run out of memory half way."""
+    """Allocate the state of parameters, so that no update can run out of memory halfway."""
     for parameter in parameters:
         if isinstance(optimizer, torch.optim.Adam):  # AdamW is one
             optimizer.state[parameter] = {
@@ -92,13 +92,13 @@ def allocate_state(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Par
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
         elif optimizer.defaults.get("momentum"):
-            # torch allocates momentum buffers uninitialized at the first step and leaves them so when that step is
-            # skipped. From zeros the first step is the same one: momentum * 0 + gradient.
+            # torch allocates momentum buffers uninitialized at the first step, and leaves them uninitialized if that
+            # step is skipped. From zeros, the first step gives the same result: momentum * 0 + gradient.
             optimizer.state[parameter] = {"momentum_buffer": torch.zeros_like(parameter)}
 
 
 def add_groups(optimizer: torch.optim.Optimizer, groups: Iterable[Mapping[str, Any]]) -> None:
-    """Add parameter groups to an optimizer that has made steps, with fresh state and the learning rate of the others.
+    """Add parameter groups to an optimizer that has made steps, with fresh state and the present learning rate.
 
     All groups have the key `lr_factor`.
     """
@@ -119,14 +119,15 @@ def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
 class WeightAverage(Generic[Module]):
     """Exponential moving average of weights and floating-point buffers, kept as a second module in float32.
 
-    A non-finite step is left out (`is_bad`), decided on the device.
+    A non-finite step is skipped (`is_bad`); this is decided on the device.
 
     Args:
-        model: what is averaged.
+        model: the averaged model.
         decay: share of the average that an update keeps; after n updates at most (1 + n) / (10 + n), so that the
-            initial weights are soon forgotten (as tf.train.ExponentialMovingAverage with num_updates).
-        shards: the ranks among which the averages of `model`'s parameters are divided; None: each rank has all of them.
-        fixed: parameters that never change, without `shards`: those in float32 are their own average, without a copy.
+            initial weights fade quickly (as in tf.train.ExponentialMovingAverage with num_updates).
+        shards: the ranks that divide the averages of `model`'s parameters; None: each rank has all of them.
+        fixed: parameters that never change; not with `shards`. Those in float32 are used as their own average, without
+            a copy.
     """
 
     def __init__(
@@ -150,7 +151,7 @@ class WeightAverage(Generic[Module]):
 
     @torch.no_grad()
     def update(self, is_bad: Tensor) -> None:
-        """Move the average towards the model; not where `is_bad`, a 0-dim float32 tensor of 0 or 1, is 1."""
+        """Move the average towards the model, unless `is_bad`, a 0-dim float32 tensor of 0 or 1, is 1."""
         self.num_updates += 1
         n = self.num_updates
         rate = 1.0 - min(self.decay, (1 + n) / (10 + n))
@@ -158,9 +159,9 @@ class WeightAverage(Generic[Module]):
             if not is_alike:
                 current, sources = sources, [torch.empty_like(average) for average in averages]
                 foreach_copy_(sources, current)
-            # average += rate * (source - average) is a step of SGD along the gradient average - source, which torch's
-            # fused kernel forms as weight decay minus `source`. It goes over 64 tensors in a launch, and leaves all as
-            # they are where found_inf is set, without asking the host.
+            # average += rate * (source - average) is an SGD step along the gradient average - source, which torch's
+            # fused kernel computes as weight decay minus `source`. It processes 64 tensors per launch, and changes
+            # nothing if found_inf is set, without a host synchronization.
             fused_sgd_(
                 averages,
                 sources,
@@ -176,7 +177,7 @@ class WeightAverage(Generic[Module]):
             )
 
     def _divide(self, parameters: Sequence[nn.Parameter], shards: Shards) -> None:
-        """Free the averages that belong to other ranks; their places in the module get tensors without elements."""
+        """Free the averages that belong to other ranks, and replace them in the module by empty tensors."""
         averages = list(self.module.parameters())
         self._owners = [shards.owner(parameter) for parameter in parameters]
         numbers = {id(average): number for number, average in enumerate(averages)}
@@ -197,7 +198,7 @@ class WeightAverage(Generic[Module]):
 
     @contextlib.contextmanager
     def whole(self) -> Iterator[Module]:
-        """Return a context with the averaged module; if ranks divide it, all of it is here only within the context.
+        """Return a context with the averaged module; if ranks divide it, it is complete only within the context.
 
         Every rank must enter it.
         """
@@ -222,7 +223,7 @@ class WeightAverage(Generic[Module]):
             return {"module": module.state_dict(), "num_updates": self.num_updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned; every rank must call it."""
+        """Load the result of `state_dict`; every rank must call it."""
         with self.whole() as module:
             module.load_state_dict(state["module"])
         self.num_updates = int(state["num_updates"])

@@ -1,7 +1,7 @@
-"""The learning rate as a function of the step, and the factor that an evaluation may change.
+"""The learning rate as a function of the step, and a factor that depends on evaluations.
 
-A shape is a function from the number of the step, from 1, to the learning rate: pure, so that a resumed run needs no
-state of a scheduler. With t from 0 at the first step towards 1 after the last.
+A shape is a pure function from the number of the step, counted from 1, to the learning rate, so a resumed run needs no
+scheduler state. In the formulas, t goes from 0 at the first step towards 1 after the last.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def wsd(
 ) -> Shape:
     """Return lr, and a decay to min_lr over the last `decay_ratio` of the steps; with a warm-up: warm-up-stable-decay.
 
-    Hu et al., MiniCPM, 2024; the shapes of the decay are torchtitan's, `sqrt` being 1 - sqrt(t).
+    Hu et al., MiniCPM, 2024; the shapes of the decay are torchtitan's, and `sqrt` is 1 - sqrt(t).
     """
     num_decay = round(decay_ratio * total_steps)
 
@@ -44,7 +44,7 @@ def wsd(
 def steps_down(
     lr: float, steps_per_epoch: int, *, epochs: Sequence[int] = (), steps: Sequence[int] = (), gamma: float = 0.1
 ) -> Shape:
-    """Return lr times gamma for each of `epochs` and `steps` that is over."""
+    """Return lr, multiplied by gamma after each of `epochs` and `steps`."""
 
     def rate(step: int) -> float:
         epoch = (step - 1) // max(steps_per_epoch, 1)
@@ -58,8 +58,8 @@ def one_cycle(
 ) -> Shape:
     """Return a rise from lr / div_factor to lr, and a fall to lr / div_factor / final_div_factor, by half cosines.
 
-    Smith & Topin, Super-Convergence, 2018; as torch's OneCycleLR with cycle_momentum=False, which counts steps from 0
-    and reaches its peak at pct_start * total_steps - 1.
+    Smith & Topin, Super-Convergence, 2018; the same as torch's OneCycleLR with cycle_momentum=False, which counts steps
+    from 0 and reaches its peak at pct_start * total_steps - 1.
     """
     first = lr / div_factor
     peak, end = pct_start * total_steps - 1, total_steps - 1
@@ -74,12 +74,12 @@ def one_cycle(
 
 
 def constant(lr: float, **_: Any) -> Shape:
-    """Return lr at every step; the options are those of `Plateau`, whose factor lowers it."""
+    """Return lr at every step; it accepts the options of `Plateau`, whose factor reduces it."""
     return lambda _: lr
 
 
 def warmed_up(shape: Shape, num_steps: int, first_factor: float) -> Shape:
-    """Return a shape whose first steps are multiplied by a line from `first_factor` to 1."""
+    """Return a shape whose first steps are multiplied by a linear factor from `first_factor` to 1."""
 
     def rate(step: int) -> float:
         value = shape(step)
@@ -99,8 +99,8 @@ def _half_cosine(start: float, end: float, t: float) -> float:
 class Plateau:
     """Multiplies the learning rate by `gamma` after more than `patience` evaluations without a better result.
 
-    As torch's ReduceLROnPlateau: a result is better if it improves on the best by a relative 1e-4. `factor`, from 1 on,
-    does not fall below `lowest`.
+    As in torch's ReduceLROnPlateau, a result is better if it improves on the best one by a relative 1e-4. `factor`
+    starts at 1 and never falls below `lowest`.
     """
 
     def __init__(self, patience: int, gamma: float, lowest: float = 0.0, *, larger_is_better: bool = True) -> None:
@@ -110,7 +110,7 @@ class Plateau:
         self._num_bad = 0
 
     def observe(self, value: float | None) -> bool:
-        """Take the result of an evaluation; None or nan is not better. Return True if the factor has fallen."""
+        """Process the result of an evaluation; None or nan is never better. Return True if the factor was reduced."""
         if value is not None and self._is_better(value):
             self._best, self._num_bad = value, 0
             return False
@@ -131,5 +131,5 @@ class Plateau:
         return {"factor": self.factor, "best": self._best, "num_bad": self._num_bad}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load the result of `state_dict`."""
         self.factor, self._best, self._num_bad = float(state["factor"]), state["best"], int(state["num_bad"])

@@ -1,7 +1,8 @@
-"""The agent of one machine: torch's elastic agent, with a policy that ends or restarts the ranks by their exit codes.
+"""The agent of one machine: torch's elastic agent, with a policy that ends or restarts ranks by their exit codes.
 
-Agents meet in rounds. When a rank has ended, the agents stop their ranks, meet again and start the next round, or the
-job ends: the first agent to know its exit code writes it to the store of the rendezvous, and all return that code.
+Agents meet in rounds. When a rank has ended, the agents either stop their ranks, meet again and start the next round,
+or end the job: the first agent that knows the job's exit code writes it to the store of the rendezvous, and all agents
+return that code.
 """
 
 from __future__ import annotations
@@ -37,12 +38,12 @@ from segapp.compat.torch import rendezvous_store
 from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, peer_limit_s
 
 LOST = 8
-"""Exit code of an agent that cannot meet the others."""
+"""Exit code of an agent that cannot reach the others."""
 
 _PATIENCE_S = 10.0
-"""Seconds for the ranks to end on their own, and for the other agents to follow, once the job has ended."""
+"""Seconds after the end of the job in which ranks can end on their own and other agents can follow."""
 _LOOK_S = 1.0
-"""Seconds between looks at the store."""
+"""Seconds between reads of the store."""
 _STORE_ERRORS = (RuntimeError, ValueError, TimeoutError, RendezvousError)
 
 
@@ -55,13 +56,13 @@ class JobEndedError(Exception):
 
 
 class Policy:
-    """What follows when a rank has ended: this policy ends the job with the exit code of that rank."""
+    """Decision after the end of a rank: this policy ends the job with the exit code of that rank."""
 
     def __init__(self, command: Sequence[str] = ()) -> None:
         self.command = command
 
     def begin_round(self) -> Sequence[str]:
-        """Return the arguments of Python for the ranks of the round that begins."""
+        """Return Python's arguments for the ranks of the next round."""
         return self.command
 
     def code_of_job(self, code: int, *, regroups: bool) -> int | None:
@@ -80,10 +81,10 @@ class Agent(LocalElasticAgent):
     """The agent of this machine.
 
     Args:
-        spec: the ranks of this machine and how they meet the others.
-        logs_specs: where the output of the ranks goes.
-        policy: what follows when a rank has ended.
-        endpoint: address and port of the rendezvous; None if this process holds it for itself.
+        spec: the ranks of this machine, and how they meet the others.
+        logs_specs: destination of the ranks' output.
+        policy: decision after the end of a rank.
+        endpoint: address and port of the rendezvous; None if only this process uses it.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
     """
 
@@ -96,18 +97,18 @@ class Agent(LocalElasticAgent):
         meeting: Any = spec.rdzv_handler
         self._meeting, self._ask_who_waits = meeting, meeting.num_nodes_waiting
         meeting.num_nodes_waiting = lambda: self._asked(self._ask_who_waits) or 0  # without a store the ranks continue
-        self._job: Any = None  # the store of all rounds; None if it does not answer any more
+        self._job: Any = None  # the store of all rounds; None if it no longer answers
         if (store := rendezvous_store(meeting)) is not None:
             self._job = PrefixStore(f"segapp/{meeting.get_run_id()}", store)
         self._round = -1
         self._pids: list[int] = []
-        self._code: int | None = None  # of the first rank that ended here
+        self._code: int | None = None  # exit code of the first rank that ended here
         self._signal: int | None = None
         self._looked_s, self._over_s = 0.0, 0.0
         self._watch: PeerWatch | None = None
 
     def carry_out(self) -> int:
-        """Run the job to its end and return its exit code: the same on every machine that can still ask for it."""
+        """Run the job to its end and return its exit code: the same on every machine that can still read it."""
         if self._endpoint is not None:
             threading.Thread(target=self._end_without_store, args=self._endpoint, daemon=True).start()
         code = 0
@@ -127,18 +128,18 @@ class Agent(LocalElasticAgent):
         return code
 
     def pass_on(self, number: int, _frame: FrameType | None = None) -> None:
-        """Handle a signal: pass it on to the ranks, which save and end; without ranks, end the job."""
+        """Handle a signal: pass it on to the ranks, which save and end; if there are none, end the job."""
         if number != signal.SIGUSR1:
             self._signal = number
             if not any(map(_is_running, self._pids)):
                 if self._round < 0:
-                    self._job = None  # the others can do without a machine that has not begun
+                    self._job = None  # the others do not need a machine that has not begun
                 raise JobEndedError(self._policy.code_after_signal(number))
         for pid in filter(_is_running, self._pids):
             os.kill(pid, number)
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
-        """Meet the other agents and agree on the number of the round, which a machine that joins does not know."""
+        """Meet the other agents and agree on the number of the round, which a joining machine does not know."""
         self._end_watch()
         super()._rendezvous(worker_group)
         store: Any = worker_group.store
@@ -146,7 +147,7 @@ class Agent(LocalElasticAgent):
         rounds = store.multi_get([f"round/{each}" for each in range(worker_group.group_world_size or 1)])
         self._round = max(map(int, rounds))
         self._job = PrefixStore(f"segapp/{self._meeting.get_run_id()}", store.underlying_store)
-        worker_group.spec.max_restarts = self._round + self._remaining_restarts  # torch tells the ranks the difference
+        worker_group.spec.max_restarts = self._round + self._remaining_restarts  # torch passes on the difference
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         worker_group.spec.args = tuple(self._policy.begin_round())
@@ -155,17 +156,17 @@ class Agent(LocalElasticAgent):
         self._pids = list(ids.values())
         self._watch_agents(worker_group)
         ranks: Any = self._pcontext
-        close = ranks.close  # through it, torch ends the other ranks when one has failed, after 30 s
+        close = ranks.close  # with it, torch ends the other ranks if one has failed, after 30 s
         ranks.close = lambda death_sig=None, timeout=self._shutdown_timeout: close(death_sig, timeout)
         return ids
 
     def _watch_agents(self, worker_group: WorkerGroup) -> None:
-        """Begin to watch the other machines of the round: ranks that still start wait for a lost one for minutes."""
+        """Start to watch the other machines of the round: starting ranks would wait for a lost one for minutes."""
         names = {f"alive/{self._round}/{each}": f"machine {each}" for each in range(worker_group.group_world_size or 1)}
         own, limit_s = f"alive/{self._round}/{worker_group.group_rank}", peer_limit_s()
         del names[own]
         if names and limit_s:
-            limit_s += _PATIENCE_S  # ranks that watch by themselves end before, and report it
+            limit_s += _PATIENCE_S  # ranks that watch themselves end earlier, and report it
             with contextlib.suppress(*_STORE_ERRORS):
                 store = self._job.clone()
                 self._watch = PeerWatch(store, own, names, self._end_ranks, limit_s=limit_s, needs_store=False)
@@ -181,7 +182,7 @@ class Agent(LocalElasticAgent):
             self._watch = None
 
     def _stop_workers(self, worker_group: WorkerGroup, *_: Any, **__: Any) -> None:
-        """Stop the ranks for another round, with the time that they need to save."""
+        """Stop the ranks for another round, after the time that they need to save."""
         if self._code is None:
             print("other machines join or start again: the ranks of this one follow", file=sys.stderr, flush=True)
         self._asked(lambda: self._job.set(f"regroups/{self._round}", "1"))
@@ -224,7 +225,7 @@ class Agent(LocalElasticAgent):
         if (code := self._known()) is not None:
             self._over_s = self._over_s or now_s
             if now_s - self._over_s > _PATIENCE_S:
-                self._shutdown_timeout = min(self._shutdown_timeout, int(_PATIENCE_S))  # nothing is left to be saved
+                self._shutdown_timeout = min(self._shutdown_timeout, int(_PATIENCE_S))  # nothing is left to save
                 raise JobEndedError(code)
 
     def _known(self) -> int | None:
@@ -233,13 +234,13 @@ class Agent(LocalElasticAgent):
         return code
 
     def _agreed(self, code: int) -> int:
-        """End the job with an exit code, or with the one that another agent was first to write; return it."""
+        """End the job with an exit code, or with the one that another agent wrote first; return it."""
         agreed: int | None = self._asked(lambda: int(self._job.compare_set("code", "", str(code))))
         self._asked(self._meeting.set_closed)  # no machine waits for another round
         return code if agreed is None else agreed
 
     def _asked(self, question: Callable[[], Any]) -> Any:
-        """Return the answer of the store; None if there is none."""
+        """Return the answer of the store; None if it does not answer."""
         try:
             return None if self._job is None else question()
         except _STORE_ERRORS:
@@ -247,7 +248,7 @@ class Agent(LocalElasticAgent):
             return None
 
     def _part(self) -> None:
-        """Wait until the other agents know the exit code: the store ends with the agent that holds it."""
+        """Wait until the other agents know the exit code, because the store ends with the agent that holds it."""
         self._end_watch()
         deadline_s = time.monotonic() + _PATIENCE_S + self._shutdown_timeout
         self._asked(lambda: self._job.add("ended", 1))
@@ -265,7 +266,7 @@ class Agent(LocalElasticAgent):
         return code
 
     def _end_without_store(self, host: str, port: int) -> None:
-        """End this process if its ranks have ended and the rendezvous does not answer: the agent may wait for it."""
+        """End this process if its ranks have ended and the rendezvous does not answer; the agent may wait for it."""
         answered_s = ran_s = time.monotonic()
         limit_s = peer_limit_s() or LIMIT_S
         while time.monotonic() - answered_s < limit_s or time.monotonic() - ran_s < _PATIENCE_S:
@@ -278,7 +279,7 @@ class Agent(LocalElasticAgent):
 
 
 def _is_running(pid: int) -> bool:
-    """Return True while a child runs; does not collect its status."""
+    """Return True while a child runs, without collecting its status."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
@@ -300,8 +301,8 @@ def run_job(
 
     Args:
         options: the options of torchrun, and the program of the ranks.
-        policy: what follows when a rank has ended, and the program; by default the one of the options, which ends with
-            the first rank that fails.
+        policy: decision after the end of a rank, and the program; by default the options' program, with the end of the
+            first rank that fails.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
         join_s: seconds to wait for the machine that holds the rendezvous.
     """
@@ -334,7 +335,7 @@ def run_job(
 
 
 def _handler_of(parameters: RendezvousParameters, join_s: float) -> Any:
-    """Return what meets the other agents; waits until the machine that holds the rendezvous has started."""
+    """Return the handler that meets the other agents; wait until the machine that holds the rendezvous has started."""
     deadline_s = time.monotonic() + join_s
     while True:
         try:

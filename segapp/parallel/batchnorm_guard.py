@@ -1,7 +1,7 @@
-"""Find what a network cannot train on: a single value per channel in BatchNorm, or a rank's batch without samples.
+"""Find batches that a network cannot train on: one value per channel in BatchNorm, or a rank without samples.
 
-BatchNorm cannot train on one value: a chunk of one sample behind image-wide pooling (1 x 1 pixels, as in DeepLab's
-ASPP) has no variance. Synchronized over the batch it has.
+BatchNorm cannot train on one value: a chunk of one sample after image-wide pooling (1 x 1 pixels, as in DeepLab's ASPP)
+has no variance. Synchronized over the batch, it has one.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from segapp.parallel.sync_batchnorm import SyncBatchNorm, convert_sync_batchnorm
 
 
 def smallest_chunk(module: nn.Module, *inputs: Any) -> int:
-    """Return the least samples of a device that has any: 2 if a BatchNorm layer gets one value per sample, else 1.
+    """Return the minimum number of samples per device: 2 if a BatchNorm layer gets one value per sample, else 1.
 
     Args:
-        module: the model in the mode it will be trained in: layers in evaluation mode do not count.
+        module: the model in the mode in which it will be trained; layers in evaluation mode are ignored.
         *inputs: example inputs with any number of samples; only shapes and dtypes are used, nothing is computed and no
-            memory allocated.
+        memory is allocated.
     """
     return 2 if _starved_layers(module, inputs) else 1
 
 
 def check_batchnorm(module: nn.Module, split: Sequence[int], *inputs: Any) -> None:
-    """Check that a split leaves no BatchNorm layer a single value per channel.
+    """Check that no BatchNorm layer gets a single value per channel with a split.
 
     Args:
-        module: the model in the mode it will be trained in.
+        module: the model in the mode in which it will be trained.
         split: samples per device.
         *inputs: as for `smallest_chunk`.
 
     Raises:
-        ValueError: it leaves one a single value per channel.
+        ValueError: a BatchNorm layer would get a single value per channel.
 
     Example:
         >>> pooled = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.BatchNorm2d(3))
@@ -70,15 +70,15 @@ def no_samples_problem(
 ) -> str | None:
     """Return why a rank cannot train this module without samples; None if it can.
 
-    Without samples a rank still runs its forward and backward pass, because it takes part in the ranks' exchanges.
-    The check runs both, as the training does; synchronized BatchNorm uses its running statistics, because no other
-    rank takes part. Gradients, buffers and torch's random states are left as they are.
+    Without samples, a rank still runs its forward and backward pass, because it takes part in the ranks' exchanges. The
+    check runs both in the same way; synchronized BatchNorm uses its running statistics, because no other rank takes
+    part. Gradients, buffers and torch's random states are not changed.
 
     Args:
-        module: the model on its device, in the mode it will be trained in.
+        module: the model on its device, in the mode in which it will be trained.
         *inputs: example inputs on that device; only their shapes and dtypes are used.
         autocast: returns the context of the training's forward pass.
-        loss: returns a 0-dim tensor of the module's outputs, for the backward pass.
+        loss: returns a 0-dim tensor from the module's outputs, for the backward pass.
 
     Example:
         >>> no_samples_problem(nn.Conv2d(3, 4, 1), torch.zeros(2, 3, 8, 8))
@@ -122,10 +122,10 @@ def no_samples_problem(
 def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     """Return the trainable parameters on which no output depends; empty if the module cannot run on the meta device.
 
-    `DistributedDataParallel` waits for the gradient of every parameter, unless it looks for the unused ones itself.
+    `DistributedDataParallel` waits for the gradient of every parameter, unless it searches for unused ones itself.
 
     Args:
-        module: the model in the mode it will be trained in.
+        module: the model in the mode in which it will be trained.
         *inputs: as for `smallest_chunk`.
 
     Example:
@@ -139,7 +139,7 @@ def unused_parameters(module: nn.Module, *inputs: Any) -> list[str]:
     trained = {name: torch.empty_like(each, device="meta", requires_grad=True) for name, each in named.items()}
     state = {name: each.to("meta") for name, each in (*module.named_parameters(), *module.named_buffers())}
     try:
-        for layer in synced:  # the other ranks are not asked
+        for layer in synced:  # no exchange with the other ranks
             revert_sync_batchnorm(layer)
         with activations_kept():  # the backward pass is outside of `functional_call`, which replaces the parameters
             found = functional_call(
@@ -165,7 +165,7 @@ def _plain_batchnorms(module: nn.Module) -> dict[str, BatchNorm]:
 def _starved_layers(module: nn.Module, inputs: Sequence[Any]) -> list[str]:
     """Return the names of the plain BatchNorm layers that get one value per channel and sample.
 
-    If the module cannot run on the meta device, all of them: a split refused without need is better than a crash.
+    If the module cannot run on the meta device, return all of them: refusing a split is better than a crash.
     """
     layers = _plain_batchnorms(module).items()
     plain = {name: layer for name, layer in layers if layer.training or layer.running_mean is None}

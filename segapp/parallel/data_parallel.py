@@ -1,7 +1,7 @@
-"""One batch over several devices in one process, exact at any split.
+"""One batch over several devices in one process, exact for any split.
 
 `DataParallelModel` leaves each chunk's output on its device and `DataParallelCriterion` computes the loss there, so
-that device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, as `torch.nn.DataParallel` does.
+device 0 never holds the whole batch's logits. `BalancedDataParallel` gathers, like `torch.nn.DataParallel`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class ReplicaOutputs(list[Any]):
     Attributes:
         sizes: samples per output, as many as there are outputs.
         devices: the device of each output.
-        main_device: device 0 of the model, where sums are computed, with or without samples of its own.
+        main_device: device 0 of the model, where sums are computed, even if it has no samples.
         dim: the dimension of the samples.
         mode: how the replicas ran.
     """
@@ -58,7 +58,7 @@ class ReplicaOutputs(list[Any]):
 
     @classmethod
     def __torch_function__(cls, function: Any, *_: Any) -> Any:
-        """Refuse to be taken for a tensor, and name the class that computes the loss."""
+        """Refuse to be treated as a tensor, and name the class that computes the loss."""
         name = getattr(function, "__name__", str(function))
         raise TypeError(
             f"{name} takes a tensor, and a DataParallelModel returns one output per device (ReplicaOutputs): compute "
@@ -71,23 +71,23 @@ class ReplicaOutputs(list[Any]):
 
 
 def _replicator_of(module: nn.Module, known: Replicator | None = None) -> Replicator:
-    """Return the known replicator if it is the module's, else a new one."""
+    """Return the known replicator if it belongs to the module, else a new one."""
     return known if known is not None and known.module is module else Replicator(module)
 
 
 class DataParallelModel(nn.Module):
     """Run a module on several devices; each output stays on the device that computed it.
 
-    State dicts have the bare module's keys, when saved and when loaded. The first four parameters are the same as for
-    `torch.nn.DataParallel`, with `gpu0_bsz` instead of `output_device`; the others are options by keyword.
+    State dicts have the bare module's keys, when saved and when loaded. The first four parameters are the same as in
+    `torch.nn.DataParallel`, with `gpu0_bsz` instead of `output_device`; the others are keyword options.
 
     Args:
         module: the module, its parameters on device 0.
         device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
             CPU if there is none.
-        gpu0_bsz: device 0's samples of a full batch; see `plan_chunks`.
+        gpu0_bsz: samples of device 0 in a full batch; see `plan_chunks`.
         dim: the dimension of the samples in inputs and outputs.
-        shares: every device's samples of a full batch, instead of `gpu0_bsz`.
+        shares: samples of every device in a full batch, instead of `gpu0_bsz`.
         full_batch: samples of a full batch; a shorter batch scales `gpu0_bsz` down, and a larger `gpu0_bsz` is an
             error.
         mode: "threads", or "lockstep" for one replica at a time in a fixed order.
@@ -139,12 +139,12 @@ class DataParallelModel(nn.Module):
 
     @property
     def device_ids(self) -> list[torch.device]:
-        """The devices, by the name of this attribute in `torch.nn.DataParallel`."""
+        """The devices; `torch.nn.DataParallel` has the same attribute."""
         return list(self.devices)
 
     @property
     def gpu0_bsz(self) -> int | None:
-        """Device 0's samples of a full batch; a new value takes effect at the next forward pass."""
+        """Samples of device 0 in a full batch; a new value takes effect at the next forward pass."""
         return self._gpu0_bsz
 
     @gpu0_bsz.setter
@@ -160,12 +160,12 @@ class DataParallelModel(nn.Module):
         )
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the chunks of a batch given as positional or keyword arguments in any nesting.
+        """Run the chunks of a batch, given as positional or keyword arguments in any nesting.
 
         Devices without samples are skipped. A call without samples, or without tensors, runs once on device 0.
 
         Returns:
-            `ReplicaOutputs`: one output per device with samples, also for a single device.
+            `ReplicaOutputs`: one output per device with samples, even for a single device.
         """
         num_samples = batch_size((args, kwargs), self.dim)
         self.last_split = self.plan(num_samples or 0)
@@ -179,7 +179,7 @@ class DataParallelModel(nn.Module):
         return ReplicaOutputs(outputs, sizes, devices, self.devices[0], self.dim, self.mode)
 
     def _run_chunks(self, used: Sequence[int], chunks: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]) -> list[Any]:
-        """Run the chunks on the devices of these numbers."""
+        """Run the chunks on the devices with these numbers."""
         if len(self.devices) == 1:
             self._check_placement(itertools.islice(self.module.parameters(), 1))  # torch checks the others itself
             ((args, kwargs),) = chunks
@@ -188,7 +188,7 @@ class DataParallelModel(nn.Module):
         self._replicator = _replicator_of(self.module, self._replicator)
         self._check_placement(self._replicator.parameters())
         devices = [self.devices[i] for i in used]
-        is_home = devices == [self.devices[0]]  # a short batch on device 0 alone needs no copy
+        is_home = devices == [self.devices[0]]  # a short batch only on device 0 needs no copy
         replicas = [[self.module]] if is_home else self._replicator.replicate(devices)
         positional, named = zip(*chunks, strict=True)
         modules = [parts[0] for parts in replicas]
@@ -217,21 +217,21 @@ class DataParallelModel(nn.Module):
         return self.module.load_state_dict(state_dict, strict, assign)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load from the state dict of an outer module, whose keys for this wrapper lack `module.` too."""
+        """Load from the state dict of an outer module, whose keys for this wrapper also lack `module.`."""
         for key in [key for key in state_dict if key.startswith(prefix)]:
             state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
 class BalancedDataParallel(DataParallelModel):
-    """`torch.nn.DataParallel` with a set share for device 0: the outputs are gathered on one device.
+    """`torch.nn.DataParallel` with a given share for device 0: the outputs are gathered on one device.
 
     Gathering puts the whole batch's outputs on `output_device`; `DataParallelModel` with `DataParallelCriterion` does
-    not. The name and the order of the arguments are taken from transformer-xl's class; unlike it, this class accepts
+    not. The name and the order of the arguments come from transformer-xl's class. Unlike that class, this one accepts
     every `gpu0_bsz` from 0 to the batch size, short batches and keyword arguments.
 
     Args:
-        gpu0_bsz: device 0's samples of a full batch, or None for an even split; see `plan_chunks`.
+        gpu0_bsz: samples of device 0 in a full batch, or None for an even split; see `plan_chunks`.
         module: the module, its parameters on device 0.
         device_ids: as for `DataParallelModel`.
         output_device: device of the gathered outputs; device 0 by default.
@@ -257,19 +257,19 @@ class BalancedDataParallel(DataParallelModel):
         self.output_device = self.devices[0] if output_device is None else resolve_devices([output_device])[0]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the chunks of a batch and return their joined outputs, as the bare module does."""
+        """Run the chunks of a batch and return their joined outputs, like the bare module."""
         return super().forward(*args, **kwargs).gather(self.output_device)
 
 
 class DataParallelCriterion(nn.Module):
     """Loss of the whole batch from outputs that stay on their devices.
 
-    The criterion returns sums per chunk; they are added on device 0 in replica order and divided once. So the loss is
-    independent of the split, however ignored pixels are distributed. The mean of the chunks' means is not.
+    The criterion returns sums per chunk; they are added on device 0 in replica order and divided once. So the loss does
+    not depend on the split, however ignored pixels are distributed, unlike a mean of the chunks' means.
 
     Args:
         criterion: has `statistics(outputs, target) -> tuple of tensors`, the differentiable sums over one chunk, and
-            `finalize(totals) -> scalar`; where it is an `nn.Module` with weights of its own, every device gets a copy.
+            `finalize(totals) -> scalar`. If it is an `nn.Module` with weights, every device gets a copy.
         device_ids: the model's devices, for outputs that are not `ReplicaOutputs`; the sums are added on the first.
 
     Raises:
@@ -294,7 +294,7 @@ class DataParallelCriterion(nn.Module):
         return self.finalize(self.statistics(outputs, target))
 
     def finalize(self, totals: Sequence[Tensor]) -> Tensor:
-        """Return the scalar loss of statistics, which may be summed over micro-batches and ranks too."""
+        """Return the scalar loss from statistics, which may also be summed over micro-batches and ranks."""
         return cast(Tensor, self.criterion.finalize(tuple(totals)))
 
     def statistics(self, outputs: Any, target: Any) -> tuple[Tensor, ...]:
@@ -304,7 +304,7 @@ class DataParallelCriterion(nn.Module):
             outputs: the result of a `DataParallelModel`, a list with one output per device, or the gathered output of
                 the whole batch, a tensor or a tuple.
             target: the whole batch's target, on any device; it is split as the outputs were. A list with one tensor per
-                output, of its number of samples, counts as already split.
+                output, with the same number of samples, is treated as already split.
 
         Raises:
             ValueError: outputs and target do not fit together.

@@ -1,10 +1,10 @@
-"""One process per device: ranks under torchrun, on one machine or several, with the loss of a single device.
+"""One process per device: ranks under torchrun, on one or several machines, with the loss of a single device.
 
-The exact loss of a step is `finalize(allreduce(*statistics))`: every rank gets the same scalar, and because the
-derivative of a sum over ranks is the sum of the ranks' gradients, the *mean* over ranks of the parameters' gradients,
-as `DistributedDataParallel` and `all_reduce_gradients` compute it, is the gradient of that scalar. The mean of the
-ranks' own means is not. Under accumulation a rank scales its own sum instead: `world_size * loss_sum / total_weight`,
-with the weight of all micro-batches of all ranks.
+The exact loss of a step is `finalize(allreduce(*statistics))`, which is the same scalar on every rank. The derivative
+of a sum over ranks is the sum of the ranks' gradients. So the *mean* over ranks of the parameters' gradients, which
+`DistributedDataParallel` and `all_reduce_gradients` compute, is the gradient of that scalar. The mean of the ranks' own
+means is not. With accumulation, a rank scales its own sum instead: `world_size * loss_sum / total_weight`, where the
+weight is summed over all micro-batches of all ranks.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from segapp.parallel.launch import die_with_parent, signal_children
 from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
-_BUCKET_BYTES = 25 * 2**20  # as large as DDP's buckets
+_BUCKET_BYTES = 25 * 2**20  # the size of DDP's buckets
 _FILE_BLOCK_BYTES = 64 * 2**20
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
 
 
 class DistributedSetupError(RuntimeError):
-    """The process group cannot be set up: a variable, an address, a device or an existing process group."""
+    """The process group cannot be set up because of a variable, an address, a device or an existing process group."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class RankInfo:
 
     @property
     def is_main(self) -> bool:
-        """True on rank 0, which writes what is written once: events, checkpoints, console lines."""
+        """True on rank 0, which writes everything that is written once: events, checkpoints, console lines."""
         return self.rank == 0
 
 
 def is_launched(environ: Mapping[str, str] | None = None) -> bool:
-    """Return True if torchrun, or a similar launcher, started this process as a rank, or made a process group of it.
+    """Return True if torchrun or a similar launcher started this process as a rank, or created its process group.
 
     Args:
         environ: environment variables; by default the environment of the process.
@@ -79,7 +79,7 @@ def is_launched(environ: Mapping[str, str] | None = None) -> bool:
 
 
 _own_groups: list[Any] = []
-"""The process group that `init_from_env` made; one that existed before is destroyed by whoever made it."""
+"""The process group made by `init_from_env`; a group that existed before is destroyed by its creator."""
 
 
 def init_from_env(
@@ -91,13 +91,14 @@ def init_from_env(
 ) -> RankInfo:
     """Join the process group of torchrun's ranks, and end this process when its launcher dies.
 
-    A process group that exists, such as the group of a worker of Ray Train, is used as it is, and `shutdown` leaves it.
+    An existing process group, such as the group of a Ray Train worker, is used unchanged and not destroyed by
+    `shutdown`.
 
     Args:
         device: the device of this rank; by default CUDA device LOCAL_RANK, or the CPU if there is none.
         backend: "nccl" or "gloo"; by default nccl on CUDA, which refuses two ranks on one GPU.
-        start_timeout_s: seconds to wait for the other ranks, whose imports, caches and compilers differ by minutes,
-            and for any exchange until `tighten_timeout`.
+        start_timeout_s: seconds to wait for the other ranks, whose imports, caches and compilers differ by minutes, and
+            for any exchange until `tighten_timeout`.
         parent_poll_s: seconds between checks of the launcher.
 
     Raises:
@@ -151,9 +152,9 @@ def _make_layers_group(backend: str, world_size: int, timeout_s: float) -> None:
 
 
 def tighten_timeout(step_timeout_s: float = 120.0, *groups: Any) -> None:
-    """Set the timeout of exchanges from now on, after which a rank counts as lost.
+    """Set the timeout of exchanges from now on, after which a rank is considered lost.
 
-    To be called after the first step, by every rank: it is a barrier.
+    Every rank must call it after the first step; it is a barrier.
 
     Args:
         step_timeout_s: seconds.
@@ -167,7 +168,7 @@ def tighten_timeout(step_timeout_s: float = 120.0, *groups: Any) -> None:
 
 
 def shutdown() -> None:
-    """Leave the process group, if there is one, so that the process can end cleanly; one of others stays."""
+    """Leave the process group, if there is one, so that the process can end cleanly; a group of others is kept."""
     if not dist.is_initialized():
         return
     use_layers_group(None)
@@ -175,15 +176,15 @@ def shutdown() -> None:
         return
     _own_groups.clear()
     dist.destroy_process_group()
-    # gloo's worker threads release the last exchange's tensors after it is done, and need the interpreter for that: if
-    # it is shutting down then, the process aborts. Collecting the group joins the threads; if something still refers to
-    # the group, the sleep gives them time.
+    # gloo's worker threads release the last exchange's tensors after it is done, and need the interpreter for this; if
+    # the interpreter is shutting down then, the process aborts. Collecting the group joins the threads; if something
+    # still refers to the group, the sleep gives them time.
     gc.collect()
     time.sleep(0.1)
 
 
 def abandon(exit_code: int) -> None:
-    """Let this process end with a status and without leaving the process group, after a failure that is only its own.
+    """Let this process end with a status, without leaving the process group, after a failure only on this rank.
 
     Destroying an NCCL group waits for its operations, which wait for the other ranks, which wait for this one.
     """
@@ -234,14 +235,15 @@ def _rank_device(local_rank: int, device: DeviceLike | None) -> torch.device:
 def wrap_ddp(
     module: nn.Module, device: torch.device | None = None, *, sync_buffers: bool | None = None, **options: Any
 ) -> DistributedDataParallel:
-    """Return the module in `DistributedDataParallel`, with the options that save memory where this torch has them.
+    """Return the module in `DistributedDataParallel`, with the memory-saving options that this torch supports.
 
-    `gradient_as_bucket_view` saves the gradients' own copy, `lazy_bucket_allocation` delays the buckets' memory until
-    the first backward pass: memory in parameter sizes is 1 after wrapping and 2 in backward, instead of 2 and 3.
+    `gradient_as_bucket_view` saves a copy of the gradients; `lazy_bucket_allocation` delays the buckets' memory until
+    the first backward pass. The memory, in parameter sizes, is 1 after wrapping and 2 in the backward pass, instead of
+    2 and 3.
 
-    A module whose gradients come from `torch.autograd.grad(create_graph=True)`, such as a critic with a gradient
-    penalty, must not be wrapped: a parameter without gradient silently leaves its bucket unreduced. Use the bare module
-    and `all_reduce_gradients`.
+    Do not wrap a module whose gradients come from `torch.autograd.grad(create_graph=True)`, such as a critic with a
+    gradient penalty: a parameter without gradient silently leaves its bucket unreduced. Use the bare module and
+    `all_reduce_gradients`.
 
     Args:
         module: the module, on its device.
@@ -271,13 +273,13 @@ def wrap_ddp(
 def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) -> None:
     """Replace every rank's gradients by their mean (or sum) over all ranks, in place; every rank must call it.
 
-    For modules that cannot be wrapped in `DistributedDataParallel`; see `wrap_ddp`. A gradient that exists on some
-    ranks only counts as 0 on the others; one that exists on none stays None.
+    Use it for modules that cannot be wrapped in `DistributedDataParallel`; see `wrap_ddp`. A gradient that exists only
+    on some ranks counts as 0 on the others; one that exists on none stays None.
 
     Args:
         parameters: the same parameters in the same order on every rank; frozen ones are skipped.
         average: divide by the number of ranks, for losses `finalize(allreduce(*statistics))`; False for a loss that
-            each rank has divided by the global count itself.
+            each rank has already divided by the global count.
     """
     active = [parameter for parameter in parameters if parameter.requires_grad]
     if not active or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -300,17 +302,17 @@ def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) 
 
 
 class PeerOutOfMemoryError(torch.OutOfMemoryError):
-    """Another rank ran out of memory; raised on every rank, so that all handle it alike."""
+    """Another rank ran out of memory; raised on every rank, so that all ranks handle it in the same way."""
 
 
 class Ranks:
     """This process's rank, and collective operations on Python values and tensors.
 
-    Every method but `is_main` is collective: all ranks must call it. Python values use gloo on the host, so that they
-    never wait for a GPU; with one rank nothing is sent.
+    Every method except `is_main` is collective: all ranks must call it. Python values use gloo on the host, so they
+    never wait for a GPU; with one rank, nothing is sent.
 
     Args:
-        info: result of `init_from_env`; None for a process on its own.
+        info: result of `init_from_env`; None for a single process.
         step_timeout_s: timeout of the exchanges from `tighten_timeout` on.
     """
 
@@ -368,16 +370,16 @@ class Ranks:
     def blocks_from_main(
         self, file: BinaryIO | None, num_bytes: int, receivers: Collection[int]
     ) -> Iterator[memoryview]:
-        """Yield the blocks of a file that the main rank has open at its start; nothing on ranks that are no receivers.
+        """Yield the blocks of a file that the main rank has opened at its start; nothing on ranks that do not receive.
 
-        Every rank must call it and take all blocks. One block at a time is in memory.
+        Every rank must call it and consume all blocks. One block at a time is in memory.
         """
         members = sorted({0, *receivers})
         group = cast("dist.ProcessGroup", dist.new_group(members, backend="gloo")) if len(members) > 1 else None
         for start in range(0, num_bytes if self.rank in members else 0, _FILE_BLOCK_BYTES):
             block = torch.zeros(min(_FILE_BLOCK_BYTES, num_bytes - start), dtype=torch.uint8)
             if file is not None:
-                with contextlib.suppress(OSError):  # the receivers compare the sum
+                with contextlib.suppress(OSError):  # the receivers verify the hash
                     file.readinto(block.numpy())  # type: ignore[attr-defined]
             if group is not None:
                 dist.broadcast(block, 0, group=group)
@@ -391,7 +393,7 @@ class Ranks:
         dist.send(_flat(tensor.detach().cpu()), 0, group=self._host_group)
 
     def receive(self, tensor: Tensor, source: int) -> Tensor:
-        """Fill a dense tensor on the CPU with that which the rank `source` sends, and return it."""
+        """Fill a dense tensor on the CPU with the tensor that the rank `source` sends, and return it."""
         dist.recv(_flat(tensor), source, group=self._host_group)
         return tensor
 
@@ -400,7 +402,7 @@ class Ranks:
         """Return the sums of the ranks' tensors, without gradient, in one exchange.
 
         Args:
-            tensors: Of the same shapes and types on every rank; several travel together in float64.
+            tensors: Tensors with the same shapes and dtypes on every rank; several are sent together in float64.
         """
         if self.world_size == 1:
             return tensors

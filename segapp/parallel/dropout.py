@@ -1,13 +1,13 @@
-"""Dropout whose masks follow from (seed, epoch, place of the sample in it, layer, call): the same on any device.
+"""Dropout whose masks depend only on (seed, epoch, position of the sample, layer, call), not on the device.
 
-torch's layers draw from the generator of their device, so that a sample's mask depends on the samples that share the
-device. Here each sample of a batch comes with a key for each layer, and a layer makes the sample's mask only from its
-key, by integer arithmetic that is exact on every device. So loss and gradient equal one device's at any split
-over devices, ranks and micro-batches, and when activations are computed again; and generators are left as they are.
+torch's layers draw from the generator of their device, so a sample's mask depends on the samples that share the device.
+Here, each sample of a batch comes with one key per layer, and a layer makes the sample's mask only from its key, by
+integer arithmetic that is exact on every device. So loss and gradient are equal for any division over devices, ranks
+and micro-batches, and if activations are recomputed; generators are not used.
 
 Keys and masks are numbers of SplitMix64 (Steele, Lea, Flood: "Fast splittable pseudorandom number generators", OOPSLA
-2014). A mask takes 16 bits of them for each value: probabilities are rounded to multiples of 2^-16, and the kept values
-are divided by the rounded one.
+2014). A mask uses 16 bits per value: probabilities are rounded to multiples of 2^-16, and the kept values are divided
+by the rounded probability.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _GAMMA, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
-"""The constants of SplitMix64: of its sequence, and of the two multiplications that mix a number of it."""
+"""The constants of SplitMix64: one for its sequence, and two for the multiplications that mix a number of it."""
 
 _OF_CALLS = 6364136223846793005
 """The multiplier of Knuth's MMIX generator, whose steps from a key are the keys of a layer's further calls."""
@@ -43,10 +43,10 @@ def mask_by_sample(network: nn.Module) -> None:
     """Let the layers of a network that drop values make their masks from the samples' keys, in place.
 
     These layers are torch's `Dropout` and `Dropout1d` to `Dropout3d`, timm's `DropPath`, torchvision's
-    `StochasticDepth` by rows, and the blocks of smp's EfficientNets. Those that drop nothing, and subclasses with a
-    `forward` of their own, are left as they are. Parameters, state-dict keys and references stay valid.
+    `StochasticDepth` by rows, and the blocks of smp's EfficientNets. Layers that drop nothing, and subclasses with
+    their own `forward`, are not changed. Parameters, state-dict keys and references stay valid.
 
-    To be called before `set_recompute`, and before the network is copied.
+    Call it before `set_recompute`, and before the network is copied.
     """
     for layer in network.modules():
         base: Any = _base_of(layer)
@@ -64,7 +64,7 @@ class SampleMasks:
 
     Args:
         network: the network.
-        seed: of the run.
+        seed: seed of the run.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(1, 4), nn.Dropout(0.5))
@@ -85,8 +85,8 @@ class SampleMasks:
         """Return the keys (N, layers) of N = `count` samples in int64; None if no layer drops anything.
 
         Args:
-            epoch: of the samples.
-            first: place of the first sample in the epoch's order, over all ranks; the others follow it.
+            epoch: epoch of the samples.
+            first: position of the first sample in the epoch's order, over all ranks; the others follow it.
             count: number of samples.
         """
         if not self._num_layers:
@@ -98,7 +98,7 @@ class SampleMasks:
 
 
 def _mixed(states: NDArray[np.uint64], places: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return the numbers at places, from 0, of the sequences of SplitMix64 that begin with these states."""
+    """Return the numbers at positions, from 0, of the SplitMix64 sequences that begin with these states."""
     z = states + (places.astype(np.uint64) + np.uint64(1)) * np.uint64(_GAMMA)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(_FIRST)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(_SECOND)
@@ -107,7 +107,7 @@ def _mixed(states: NDArray[np.uint64], places: NDArray[Any]) -> NDArray[np.uint6
 
 
 class _KeysOfPass:
-    """The keys (N, L) of a forward pass, on each device that asks for them, and how often each layer was called."""
+    """The keys (N, L) of a forward pass on each device that needs them, and the number of calls of each layer."""
 
     def __init__(self, keys: Tensor) -> None:
         self._keys = {keys.device: keys}
@@ -126,7 +126,7 @@ class _KeysOfPass:
 def sample_masks(keys: Tensor | None) -> Iterator[None]:
     """Let layers make their masks from keys (N, L) of `SampleMasks` in the `with` statement, in this thread.
 
-    None: they draw from the generator of their device, as torch's layers do.
+    If `keys` is None, they draw from the generator of their device, like torch's layers.
     """
     outer = getattr(_thread_local, "current", None)
     _thread_local.current = None if keys is None else _KeysOfPass(keys)
@@ -137,7 +137,7 @@ def sample_masks(keys: Tensor | None) -> Iterator[None]:
 
 
 def _keys_of_call(layer: int, device: torch.device) -> Tensor | None:
-    """Return the keys (N) of a layer's call; the keys of the first pass if activations are computed again."""
+    """Return the keys (N) of a layer's call; the keys of the first pass if activations are recomputed."""
     tape, current = current_tape(), getattr(_thread_local, "current", None)
     if tape is not None and tape.is_second_pass:
         kept: Tensor | None = tape.take()
@@ -149,11 +149,11 @@ def _keys_of_call(layer: int, device: torch.device) -> Tensor | None:
 
 
 class _Masked(nn.Module):
-    """Base of the classes that `SampleMasks` gives to layers."""
+    """Base class of the classes that `mask_by_sample` gives to layers."""
 
     mask_layer: int
     num_dims: int | None = None
-    """Leading dimensions along which values are dropped independently: 1, of samples; 2, of channels; None: all."""
+    """Leading dimensions along which values are dropped independently: 1, per sample; 2, per channel; None: all."""
 
     def forward(self, features: Tensor) -> Tensor:
         """Return the features, some of them dropped; see the layer's own class."""
@@ -164,9 +164,9 @@ class _Masked(nn.Module):
         return made
 
     def _dropped(self, features: Tensor, p: float) -> Tensor | None:
-        """Return the features, masked by keys; None if there are none, or nothing is dropped or everything."""
+        """Return the features, masked by keys; None if there are no keys, or if nothing or everything is dropped."""
         keys = _keys_of_call(self.mask_layer, features.device) if self.training and 0 < p < 1 else None
-        # Layers in windows of an image have several rows for a sample, which follow one another.
+        # Layers in windows of an image have several consecutive rows per sample.
         if keys is None or not len(keys) or len(features) % len(keys):
             return None
         threshold = min(max(round(p * _LANE), 1), _LANE - 1)
@@ -180,7 +180,7 @@ class _Masked(nn.Module):
             return features * (kept.to(features.dtype) * scale)
         if features.ndim == 4 and not features.is_contiguous():
             kept = kept.contiguous(memory_format=torch.channels_last)
-        # One kernel, which saves the mask alone: it is what the backward pass of torch's dropout does with a gradient.
+        # One kernel that saves only the mask: torch's dropout applies it to a gradient in its backward pass.
         made: Tensor = torch.ops.aten.native_dropout_backward(features, kept, scale)
         return made
 
@@ -194,7 +194,7 @@ class _OfSamples(_Masked):
 
 
 class _OfBlocks(_Masked):
-    """An `MBConvBlock` of smp; what it adds to its input is dropped by samples."""
+    """An `MBConvBlock` of smp; the part that it adds to its input is dropped per sample."""
 
     num_dims = 1
 
@@ -217,11 +217,11 @@ _BASES: dict[str, type[_Masked]] = {
     "torchvision.ops.stochastic_depth.StochasticDepth": _OfSamples,
     "segmentation_models_pytorch.encoders._efficientnet.MBConvBlock": _OfBlocks,
 }
-"""By the name of the class that defines `forward`: libraries are not imported for layers that they may not have."""
+"""Bases by the name of the class that defines `forward`, so that libraries need not be imported."""
 
 
 def _base_of(layer: nn.Module) -> type[_Masked] | None:
-    """Return the base for a layer that drops values; None for others, and for layers with a `forward` of their own."""
+    """Return the base for a layer that drops values; None for others, and for layers with their own `forward`."""
     owner = next(kind for kind in type(layer).__mro__ if "forward" in vars(kind))
     base = _BASES.get(f"{owner.__module__}.{owner.__qualname__}")
     is_idle = 0 in (getattr(layer, "p", 1), getattr(layer, "drop_prob", 1), getattr(layer, "_has_drop_connect", 1))
@@ -243,7 +243,7 @@ def _signed(constant: int) -> int:
 def _words(keys: Tensor, count: int) -> Tensor:
     """Return `count` words (N, count) of 64 random bits for each of the keys (N), in int64.
 
-    They are numbers of SplitMix64 before its last shift, with shifts that keep the sign, as int64 has them.
+    They are numbers of SplitMix64 before its last shift, with int64's arithmetic shifts, which keep the sign.
     """
     places = torch.arange(1, count + 1, device=keys.device) * _signed(_GAMMA)
     words = places + keys[:, None]
@@ -255,9 +255,9 @@ def _words(keys: Tensor, count: int) -> Tensor:
 
 
 def _kept(keys: Tensor, count: int, threshold: int) -> Tensor:
-    """Return a mask (N, count), False where the next 16 bits for a key are below the threshold."""
+    """Return a mask (N, count), False if the next 16 bits for a key are below the threshold."""
     if count == 1:
-        return keys[:, None] >= (threshold - _LANE // 2) * 2**48  # the highest bits; as signed numbers, both
+        return keys[:, None] >= (threshold - _LANE // 2) * 2**48  # the highest bits, both as signed numbers
     words = _words(keys, -(-count // 4))
     if torch.compiler.is_compiling():  # Inductor has no views of other sizes
         places = torch.arange(0, 64, 16, device=keys.device)

@@ -15,16 +15,16 @@ from segapp.parallel.scatter_gather import reduce_add
 def allreduce(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors' sums over all replicas, or over all ranks; differentiable any number of times.
 
-    Inside a replica of a `DataParallelModel` the sum is over the running replicas, in replica order. Otherwise, where
-    `torch.distributed` has a process group, it is over its ranks. Otherwise the tensors are returned unchanged. All
-    parts must call it with the same number of tensors of the same shapes.
+    Inside a replica of a `DataParallelModel`, the sum is over the running replicas, in replica order. Otherwise, if
+    `torch.distributed` has a process group, it is over its ranks. Otherwise, the tensors are returned unchanged. All
+    participants must call it with the same number of tensors of the same shapes.
 
     Args:
         *tensors: this part's summands, each on the part's device.
 
     Returns:
-        One sum per tensor, on the same device. Each part's gradient is the sum of all parts' gradients: the one of the
-        sum of all parts' losses.
+        One sum per tensor, on the same device. Each part's gradient is the sum of all parts' gradients, which is the
+        gradient of the sum of all parts' losses.
 
     Raises:
         ValueError: the parts' shapes differ.
@@ -52,17 +52,17 @@ _layers_group: dist.ProcessGroup | None = None
 
 
 def use_layers_group(group: dist.ProcessGroup | None) -> None:
-    """Let synchronized layers exchange through a process group of their own, on all ranks; None: the default one.
+    """Let synchronized layers use a separate process group, on all ranks; None: the default group.
 
-    NCCL has one queue for each group and GPU. In the default one, the small exchange of a layer in the backward pass
-    would wait behind each bucket of gradients that DDP has begun to reduce.
+    NCCL has one queue per group and GPU. In the default group, the small exchange of a layer in the backward pass would
+    wait behind each bucket of gradients that DDP has begun to reduce.
     """
     global _layers_group
     _layers_group = group
 
 
 def layers_group() -> dist.ProcessGroup | None:
-    """Return the process group of synchronized layers; None is the default one."""
+    """Return the process group of synchronized layers; None is the default group."""
     return _layers_group
 
 
@@ -92,7 +92,7 @@ class _StackRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor) -> Tensor:
         rows = tensor.new_empty((dist.get_world_size(), *tensor.shape))
-        if dist.get_backend(_layers_group) == "gloo":  # which cannot gather into one tensor
+        if dist.get_backend(_layers_group) == "gloo":  # it cannot gather into one tensor
             dist.all_gather(list(rows.unbind()), tensor.contiguous(), group=_layers_group)
         else:
             dist.all_gather_into_tensor(rows, tensor.contiguous(), group=_layers_group)
@@ -104,7 +104,7 @@ class _StackRanks(torch.autograd.Function):
 
 
 def sum_of_layer(tensor: Tensor) -> Tensor:
-    """Return the sum over the ranks of a layer's tensor, as `sum_over_ranks` in the layers' own group."""
+    """Return the sum over the ranks of a layer's tensor, like `sum_over_ranks` in the layers' group."""
     return sum_over_ranks(tensor, _layers_group)
 
 

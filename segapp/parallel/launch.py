@@ -1,7 +1,7 @@
-"""Start ranks on this machine through torchrun's agent, so that they end when their parent does.
+"""Start ranks on this machine with torchrun's agent, such that they end if their parent does.
 
-kill -9 of torchrun's agent leaves its ranks running. So every process here asks the kernel for a signal at the death of
-its parent (`PR_SET_PDEATHSIG`, Linux), polls for it as well, and is killed if it does not end then.
+kill -9 of torchrun's agent leaves its ranks running. So every process here requests a signal from the kernel for the
+death of its parent (`PR_SET_PDEATHSIG`, Linux), also polls for it, and is killed if it does not end then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PARENT_PID = "SEGAPP_PARENT_PID"
 """Process id of the parent, for the agent and each rank: the parent may die while Python still starts."""
 
 AGENT = "import sys; from segapp.parallel.launch import run_agent; sys.exit(run_agent(sys.argv[1:]))"
-"""The program of torchrun's agent; `-m` would run this module, which the package has imported, a second time."""
+"""The program of torchrun's agent; `-m` would run this module a second time, since the package has imported it."""
 
 _watched: set[int] = set()
 
@@ -37,8 +37,8 @@ def launch_local(
 ) -> int:
     """Run a Python program as several ranks on this machine and wait for it.
 
-    The ranks run under torchrun's agent, which ends all of them when one fails. SIGINT and SIGTERM to this process are
-    passed on, once; if this process is killed, agent and ranks end as well.
+    The ranks run under torchrun's agent, which ends all of them if one fails. SIGINT and SIGTERM to this process are
+    passed on, once; if this process is killed, agent and ranks also end.
 
     Args:
         command: the arguments of `python`: `["-m", "package", ...]` or `["script.py", ...]`.
@@ -68,7 +68,7 @@ def launch_local(
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
     agent = [sys.executable, "-c", AGENT, *options]
     # A new session, so that Ctrl-C reaches the ranks once, through this process.
-    # "--", because argparse takes the program's own `--run` for an abbreviation of torchrun's `--run-path`.
+    # "--", because argparse would treat the program's `--run` as an abbreviation of torchrun's `--run-path`.
     flag, program = (["-m"], command[1:]) if command[0] == "-m" else ([], command)
     process = subprocess.Popen([*agent, *flag, "--", *program], env=environ, start_new_session=True)
     with _passing_signals_to(process):
@@ -78,7 +78,7 @@ def launch_local(
 
 @contextlib.contextmanager
 def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the process; handlers can be set in the main thread only."""
+    """Pass SIGINT and SIGTERM on to the process; handlers can be set only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -98,7 +98,7 @@ def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
 def signal_when_parent_dies(number: int, parent: int | None = None) -> None:
     """Ask the Linux kernel to send this process a signal when the thread that created it ends.
 
-    If the process `parent`, which created this one, is dead already, the signal is sent immediately.
+    If the process `parent`, which created this one, is already dead, the signal is sent immediately.
     """
     if sys.platform == "linux":
         with contextlib.suppress(OSError, AttributeError):
@@ -111,7 +111,7 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
     """End this process when its parent dies: SIGTERM first, so that it can save, then SIGKILL.
 
     Args:
-        poll_s: seconds between polls, where the kernel's signal does not apply.
+        poll_s: seconds between polls, for cases in which the kernel sends no signal.
         grace_s: seconds between SIGTERM and SIGKILL.
     """
     if os.getpid() in _watched:
@@ -119,7 +119,7 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
     parent = os.getppid()
     expected = int(os.environ.get(_PARENT_PID, parent))
     if expected != parent and not _is_alive(expected):
-        parent = expected  # it died while this process started: the thread below ends this one at once
+        parent = expected  # it died while this process started: the thread below ends this one immediately
     _watched.add(os.getpid())
     signal_when_parent_dies(signal.SIGTERM)
 
@@ -136,19 +136,19 @@ def die_with_parent(poll_s: float = 1.0, grace_s: float = 30.0) -> None:
 def end_with_peers(
     pids: Iterable[int], exit_code: int, before: Callable[[], None] = lambda: None, *, grace_s: float = 10.0
 ) -> Callable[[], None]:
-    """End this process when another rank on this machine is gone, in case it waits for that rank for ever.
+    """End this process when another rank on this machine is gone, because it may wait for that rank forever.
 
     A collective operation on a GPU does not notice that a peer has died, and a thread that waits for it handles no
-    signals. If the operation fails on its own, as with gloo, this process ends before that.
+    signals. If the operation fails on its own, as with gloo, this process ends earlier.
 
     Args:
         pids: process ids of the other ranks.
-        exit_code: of this process.
+        exit_code: exit code of this process.
         before: called before it ends.
-        grace_s: seconds from the end of the peer, in which this process may end on its own.
+        grace_s: seconds after the end of the peer in which this process may end on its own.
 
     Returns:
-        A function that ends the watch; to be called when no rank waits for another any more.
+        A function that ends the watch; call it when no rank waits for another any more.
     """
     watched, is_over = tuple(pids), threading.Event()
 
@@ -164,7 +164,7 @@ def end_with_peers(
 
 
 def end_process(exit_code: int, before: Callable[[], object], *, before_s: float = 5.0) -> None:
-    """End this process and its children, from any thread; `before` gets so long, as its disk may be gone as well."""
+    """End this process and its children, from any thread; `before` has a time limit, as its disk may be gone too."""
     report = threading.Thread(target=before, name="last-report", daemon=True)
     report.start()
     report.join(before_s)
@@ -183,7 +183,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def run_agent(arguments: Sequence[str]) -> int:
-    """Run the agent with torchrun's arguments; it ends with its parent and returns the status of the rank that failed.
+    """Run the agent with torchrun's arguments; it ends with its parent and returns the status of the failed rank.
 
     SIGINT and SIGTERM are passed on to the ranks, which save and end.
     """
@@ -199,7 +199,7 @@ def run_agent(arguments: Sequence[str]) -> int:
 
 
 def signal_children(number: int) -> None:
-    """Send a signal to every child of this process; on Linux only."""
+    """Send a signal to every child of this process (Linux only)."""
     for task in os.listdir("/proc/self/task") if sys.platform == "linux" else ():
         with contextlib.suppress(OSError), open(f"/proc/self/task/{task}/children") as listed:
             for pid in listed.read().split():

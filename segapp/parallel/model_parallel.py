@@ -1,6 +1,6 @@
 """One model over several devices: stages on different devices, with tensors moved between them.
 
-For models that do not fit one device. Results and state-dict keys equal one device's.
+Use it for models that do not fit on one device. Results and state-dict keys are the same as on one device.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class StagePlacement:
         self.hooks.clear()
 
     def device_of(self, name: str) -> torch.device:
-        """Return the device of a part of the module, by its dotted name: the device of the innermost stage with it."""
+        """Return the device of a submodule, by its dotted name: the device of the innermost stage that contains it."""
         holders = [stage for stage in self.stages if name == stage or name.startswith(f"{stage}.")]
         return self.stages[max(holders, key=len)] if holders else self.rest
 
@@ -59,8 +59,8 @@ def place_stages(
 ) -> StagePlacement:
     """Move stages of a module to devices, in place, and add hooks that move their inputs.
 
-    The inputs of every part with parameters are moved to its device, so a placement works if the remaining code
-    (additions, concatenations) joins tensors of one device.
+    The inputs of every submodule with parameters are moved to its device, so a placement works if the remaining code
+    (additions, concatenations) joins tensors on the same device.
 
     Args:
         module: the model, changed in place.
@@ -118,7 +118,7 @@ def _check_shared(parts: Mapping[str, nn.Module], placement: StagePlacement) -> 
 
 
 def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
-    """Assign consecutive stages to consecutive devices so that the largest load of a device is least.
+    """Assign consecutive stages to consecutive devices so that the largest load of a device is minimal.
 
     Args:
         costs: additive cost of each stage, such as bytes, in the order of use.
@@ -155,13 +155,13 @@ def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
 def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dict[str, int]:
     """Return the bytes that each stage keeps in a training step: parameters, gradients, tensors saved for backward.
 
-    The module runs on the meta device: nothing is computed, no memory is allocated, and the module is not changed. So
-    a model that is too large for one device can be measured.
+    The module runs on the meta device: nothing is computed, no memory is allocated, and the module is not changed. So a
+    model that is too large for one device can be measured.
 
     Args:
         module: the model, on any device.
         names: stages, none inside another; together they should hold most of the memory.
-        *inputs: a small example batch, of which only shapes and dtypes are used.
+        *inputs: a small example batch; only shapes and dtypes are used.
 
     Returns:
         Stage name -> bytes, in the order of execution.
@@ -178,7 +178,7 @@ def measure_stages(module: nn.Module, names: Iterable[str], *inputs: Any) -> dic
     def save(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if running and storage_key(tensor) not in seen:
-            seen.add(storage_key(tensor))  # the graph keeps it alive, so that no two storages share an address
+            seen.add(storage_key(tensor))  # the graph keeps it alive, so no two storages share an address
             costs[running[-1]] += storage.nbytes()
         return tensor
 
@@ -215,7 +215,7 @@ def balance_stages(
     Args:
         module: the model.
         device_ids: devices to fill, in order.
-        *inputs: a small example batch, of which only shapes and dtypes are used.
+        *inputs: a small example batch; only shapes and dtypes are used.
         names: the stages; by default the module's direct children, such as encoder, decoder and head.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Activations of a block that wait for their backward pass in host memory."""
+"""Activations of a block that are kept in host memory until their backward pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from segapp.accelerator import accelerator_of
 from segapp.compat.torch import storage_key
 
 SMALLEST_BYTES = 2**18
-"""Smaller tensors stay where they are: their copies would take longer than the kernels that they wait for."""
+"""Smaller tensors are not moved: their copies would take longer than the kernels that overlap them."""
 
 _latest = threading.local()
 
@@ -29,12 +29,12 @@ class _Saved:
         self._given: weakref.ref[Tensor] | None = None
 
     def prefetch(self) -> None:
-        """Begin to copy it back, unless it is there."""
+        """Begin to copy it back, unless it is already there."""
         if self._fetched is None and (self._given is None or self._given() is None):
             self._fetched = self._parked.fetch()
 
     def take(self) -> Tensor:
-        """Return it on its device, and begin to copy back what the block before it saved."""
+        """Return it on its device, and begin to copy back the tensors that the previous block saved."""
         self._offload.prefetch()
         given = None if self._given is None else self._given()
         if given is None:
@@ -49,10 +49,10 @@ class _Saved:
 
 
 class Offload:
-    """One forward pass of a block, whose saved tensors move to the host and come back while the next block computes.
+    """One forward pass of a block whose saved tensors move to the host, and come back while the next block computes.
 
     Args:
-        kept: tensors that stay on the device whatever saves them: parameters and buffers.
+        kept: tensors that always stay on the device: parameters and buffers.
     """
 
     def __init__(self, kept: Iterable[Tensor]) -> None:
@@ -65,14 +65,14 @@ class Offload:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Move what is saved in the block of the `with` statement."""
+        """Move the tensors that are saved in the `with` statement."""
         _latest.offload = weakref.ref(self)
         with saved_tensors_hooks(self._pack, _unpack):
             yield
-        self._known.clear()  # it holds what the graph does not need
+        self._known.clear()  # it holds tensors that the graph does not need
 
     def prefetch(self) -> None:
-        """Begin to copy back all that the graph still needs."""
+        """Begin to copy back all tensors that the graph still needs."""
         if not self._is_fetched:
             self._is_fetched = True
             for ref in self._saved:
@@ -85,7 +85,7 @@ class Offload:
             return tensor
         place = key, tensor.dtype, tensor.shape, tensor.stride()
         storage, saved = self._known.get(place, (lambda: None, None))
-        if storage() is None or saved is None:  # another storage may have taken the address of one that is gone
+        if storage() is None or saved is None:  # another storage may have the address of a freed one
             saved = _Saved(self, tensor.detach())
             self._known[place] = weakref.ref(tensor.untyped_storage()), saved
             self._saved.append(weakref.ref(saved))

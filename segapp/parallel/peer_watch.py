@@ -1,8 +1,8 @@
-"""End this process when another machine of the job is gone.
+"""End this process if another machine of the job is lost.
 
-A machine that loses its power or its network sends no packet that says so, and an exchange waits for it until a timeout
-of many minutes. So one rank of each machine counts in the store of the process group, and reads the counts of the
-others. A machine whose count does not change is lost. Only this process's own clock is used.
+A machine that loses its power or its network sends no packet about it, and an exchange waits for it until a timeout of
+many minutes. So one rank of each machine increments a counter in the store of the process group, and reads the counters
+of the others. A machine whose counter does not change is lost. Only this process's clock is used.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from typing import Protocol
 
 LIMIT_VARIABLE = "SEGAPP_PEER_TIMEOUT_S"
 LIMIT_S = 30.0
-"""Seconds without a sign of life after which a machine is lost, unless the variable says otherwise."""
+"""Seconds without a sign of life after which a machine is lost, unless the variable sets another value."""
 
 _LEFT = 2**40
-"""Added to the count of a machine whose ranks need no other any more."""
+"""Added to the counter of a machine whose ranks no longer need the others."""
 
 
 class Store(Protocol):
@@ -35,17 +35,17 @@ class Store(Protocol):
 
 
 class PeerWatch:
-    """A watch over the other machines of a job, in two threads: a store that is gone may never answer.
+    """A watch over the other machines of a job, in two threads, because a lost store may never answer.
 
-    The time of a stopped process or a suspended machine does not count.
+    Time in which this process is stopped or its machine is suspended does not count.
 
     Args:
-        store: of the process group, with a connection of its own.
+        store: store of the process group, with a separate connection.
         own: the key of this machine.
-        others: what an error message calls each other machine, by its key.
+        others: names of the other machines in error messages, by key.
         end: ends this process; called in a thread, with the reason.
         limit_s: seconds of silence after which a machine, or the store, is lost.
-        needs_store: a store that does not answer is lost; False: only machines are.
+        needs_store: treat a store that does not answer as lost, too.
     """
 
     def __init__(
@@ -71,18 +71,18 @@ class PeerWatch:
         """End the watch.
 
         Args:
-            has_left: this machine ends as it should: the others do not wait for it, and must not miss it.
+            has_left: this machine ends regularly: the others do not wait for it, and must not report it.
         """
         self._has_left = has_left
         self._is_over.set()
         self._beating.join(self._beat_s)
 
     def _beat(self) -> None:
-        """Count, and read the counts of the others, until the watch is over or the store is gone."""
+        """Increment the counter and read the others, until the watch is over or the store is gone."""
         silence = _Silence(2 * self._beat_s)
         with contextlib.suppress(RuntimeError):  # torch's DistError: no answer any more
             for key in self._others:
-                self._store.add(key, 0)  # so that it exists: reading a missing key waits for it
+                self._store.add(key, 0)  # so that it exists: reading a missing key would wait for it
             while True:
                 self._store.add(self._own, 1)
                 counts = self._store.multi_get([*self._others])
@@ -111,10 +111,10 @@ class PeerWatch:
 
 
 class _Silence:
-    """For how long values have not changed, by the clock of this process.
+    """Measures how long values have not changed, by the clock of this process.
 
     Args:
-        longest_s: what a longer time between two looks counts as.
+        longest_s: a longer time between two reads counts as this.
     """
 
     def __init__(self, longest_s: float) -> None:
@@ -123,7 +123,7 @@ class _Silence:
         self._silent_s: dict[str, float] = {}
 
     def note(self, values: Mapping[str, object]) -> None:
-        """Take the values of a look; one that is left out is not looked for any more."""
+        """Process the values of a read; a key that is left out is no longer watched."""
         now_s = time.monotonic()
         passed_s, self._looked_s = min(now_s - self._looked_s, self._longest_s), now_s
         self._silent_s = {
@@ -133,12 +133,12 @@ class _Silence:
         self._values = dict(values)
 
     def longer_than(self, limit_s: float) -> list[str]:
-        """Return what has not changed for so long."""
+        """Return the keys whose values have not changed for this time."""
         return [key for key, silent_s in self._silent_s.items() if silent_s >= limit_s]
 
 
 def peer_limit_s() -> float:
-    """Return the seconds after which a machine counts as lost; 0: it is not looked for.
+    """Return the seconds after which a machine is considered lost; 0: no watch.
 
     Raises:
         ValueError: the variable is no number of seconds.

@@ -1,4 +1,4 @@
-"""Gradient penalties of critics, exact at any split: second derivatives include replicas and ranks.
+"""Gradient penalties of critics, exact for any batch split: second derivatives include replicas and ranks.
 
 The penalty is computed in the caller's thread, over all replicas in one autograd call, because with synchronized
 BatchNorm a sample's gradient depends on samples of the other replicas.
@@ -31,9 +31,9 @@ def gradient_penalty(
     noise: Tensor | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """Return the mean over all samples of a penalty on the critic's gradient norm; not weighted.
+    """Return the mean over all samples of a penalty on the critic's gradient norm, without a weight.
 
-    With D the critic and x a point between or near the samples:
+    With critic D and a point x between or near the samples:
 
     - "wgan-gp": (|grad D(x)| - 1)^2 between real and fake; Gulrajani et al. 2017, "Improved Training of Wasserstein
       GANs", section 4, with weight 10.
@@ -42,24 +42,24 @@ def gradient_penalty(
     - "dragan": (|grad D(x)| - 1)^2 at real + 0.5 * std(real) * uniform noise; Kodali et al. 2017, "On Convergence and
       Stability of GANs", section 2.3.
 
-    On several ranks each passes its own samples; the result is the mean over all of them, the same on every rank, and
+    On several ranks, each passes its own samples; the result is the mean over all of them, the same on every rank, and
     `all_reduce_gradients` computes its exact gradient. A critic wrapped in DistributedDataParallel gets wrong gradients
-    without an error: pass the bare module. The parameters after `kind` are those that tests and callers may fix.
+    without an error, so pass the bare module. The parameters after `kind` can be fixed by tests and callers.
 
     Args:
         critic: a module, a `DataParallelModel`, or any function of the batch; the sum of all returned tensors is
             differentiated.
         real: (N, ...) real samples.
         fake: (N, ...) generated samples; not needed for "dragan".
-        kind: which penalty.
-        target_norm: the norm without penalty.
+        kind: kind of penalty.
+        target_norm: the norm at which the penalty is 0.
         alpha: (N,) interpolation between fake (0) and real (1); None: drawn uniformly.
         noise: in [0, 1], shape of real, for "dragan"; None: drawn uniformly.
         generator: random generator of alpha and noise, on real's device.
 
     Returns:
-        A scalar in float32 or better, differentiable with respect to the critic's parameters. At a gradient of exactly
-        0, where the derivative of the norm would be NaN, it is 0.
+        A scalar in float32 or better, differentiable with respect to the critic's parameters. For a gradient of exactly
+        0, where the derivative of the norm would be NaN, the derivative is 0.
 
     Raises:
         ValueError: an unknown kind, or shapes that do not fit.
@@ -105,7 +105,7 @@ def _points(
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """Return the sample standard deviation over all values of all ranks, as `Tensor.std`."""
+    """Return the sample standard deviation over all values of all ranks, like `Tensor.std`."""
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     if not has_other_ranks():
         return values.std()

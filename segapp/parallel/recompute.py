@@ -1,11 +1,11 @@
 """Activation checkpointing of a network's blocks, exact in every parallel mode.
 
-A block keeps only its inputs and computes its activations again in the backward pass, by torch's non-reentrant
-`checkpoint`. Everything that a second forward pass could change stays as in the first one:
+A block keeps only its inputs and recomputes its activations in the backward pass, with torch's non-reentrant
+`checkpoint`. Everything that a second forward pass could change is kept from the first one:
 
 - Random numbers: the second pass begins with the generator's state of the first.
-- BatchNorm: running statistics are counted once, and the statistics of the whole batch come from the first pass
-  (`SyncBatchNorm`), so replicas and ranks exchange nothing for a second time.
+- BatchNorm: running statistics are updated once, and the statistics of the whole batch come from the first pass
+  (`SyncBatchNorm`), so replicas and ranks do not exchange them a second time.
 - Inputs and buffers that change in between would give other activations: torch, or this module, raises an error.
 
 A block becomes an instance of a subclass of its own class, which copies of the module for other devices keep.
@@ -47,10 +47,10 @@ _thread_local = threading.local()
 
 
 class Tape:
-    """What layers of a block keep of the first pass for the second, in the order of their calls.
+    """Values that layers of a block save in the first pass for the second, in the order of their calls.
 
     Replicas that take turns on one device share its generator, which others use while a layer waits for them. So the
-    random states after each of these layers, `random_states`, are kept too; None for a generator of one's own.
+    random states after each of these layers, `random_states`, are also saved; None for a generator that is not shared.
     """
 
     def __init__(self, random_states: Callable[[], RandomStates] | None) -> None:
@@ -60,7 +60,7 @@ class Tape:
 
     @property
     def is_second_pass(self) -> bool:
-        """True while the activations are computed again."""
+        """True while the activations are recomputed."""
         return self._next is not None
 
     def keep(self, value: Any) -> None:
@@ -68,7 +68,7 @@ class Tape:
         self._kept.append((value, [] if self._random_states is None else self._random_states()))
 
     def take(self) -> Any:
-        """Return the value that the same call kept in the first pass."""
+        """Return the value that the same call saved in the first pass."""
         assert self._next is not None
         value, states = next(self._next)
         _set_random_states(states)
@@ -92,14 +92,14 @@ def current_tape() -> Tape | None:
 
 
 class _Pass:
-    """One forward pass of a block, and the context of every further one: each backward pass computes it anew."""
+    """One forward pass of a block, and the contexts of its recomputations; each backward pass recomputes it."""
 
     def __init__(self, block: RecomputedBlock, inputs: Any) -> None:
         replica = current_replica()
         tensors = [tensor for tensor in tree_iter(inputs) if isinstance(tensor, Tensor)]
         is_simulated = any(isinstance(tensor, FakeTensor) for tensor in tensors)
         devices = () if is_simulated else tuple(dict.fromkeys(tensor.device for tensor in tensors))
-        # Replicas on GPUs have threads of their own, which share the CPU's generator: it is not theirs to set.
+        # Replicas on GPUs have separate threads, which share the CPU's generator, so they must not set it.
         has_cpu = not is_simulated and (replica is None or not any(gpu_of(device) for device in devices))
         self._block, self._stack = block, contextlib.ExitStack()
         self._states = functools.partial(_random_states, devices, has_cpu=has_cpu)
@@ -155,7 +155,7 @@ def _set_random_states(states: RandomStates) -> None:
 
 
 def _versions_of_buffers(block: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return storage and version of each buffer that is no running statistic."""
+    """Return storage and version of each buffer that is not a running statistic."""
     return {
         f"{path}.{name}" if path else name: (storage_key(buffer), version_of(buffer))
         for path, part in block.named_modules()
@@ -167,10 +167,11 @@ def _versions_of_buffers(block: nn.Module) -> dict[str, tuple[int, int]]:
 
 @contextlib.contextmanager
 def _counted_once(block: nn.Module) -> Iterator[None]:
-    """Let normalization layers leave their running statistics as they are, for one pass.
+    """Keep normalization layers from changing their running statistics during one pass.
 
-    They are still passed on, because autograd must save as many tensors as in the first pass, and they move by a
-    momentum of 0. The counter is replaced for the time: a checkpoint may be written meanwhile.
+    They are still used as arguments, because autograd must save as many tensors as in the first pass, and they are
+    updated with a momentum of 0. The counter is replaced during the pass, because a checkpoint may be written
+    meanwhile.
     """
     layers: list[tuple[Any, Any, Tensor]] = []
     counters: dict[torch.device, Tensor] = {}
@@ -190,13 +191,13 @@ def _counted_once(block: nn.Module) -> Iterator[None]:
 
 
 class _BlockPlan:
-    """What a block and its copies for other devices share.
+    """Settings that a block and its copies for other devices share.
 
     Attributes:
-        name: of the block in its network.
-        devices: numbers of the devices on which it is computed again.
+        name: name of the block in its network.
+        devices: numbers of the devices on which it is recomputed.
         offloaded_on: numbers of the devices on which its activations are kept in host memory.
-        is_checked: True once a pass was seen to leave its buffers as they are.
+        is_checked: True after a pass has been seen not to change its buffers.
     """
 
     def __init__(self, name: str, devices: Collection[int], offloaded_on: Collection[int]) -> None:
@@ -205,12 +206,12 @@ class _BlockPlan:
 
 
 class RecomputedBlock(nn.Module):
-    """Base of the classes that `set_recompute` gives to blocks."""
+    """Base class of the classes that `set_recompute` gives to blocks."""
 
     recompute_plan: _BlockPlan
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the block returns; see its own class."""
+        """Return the block's output; see its own class."""
         replica, run = current_replica(), super().forward
         number = 0 if replica is None else replica.position
         if getattr(_thread_local, "is_off", False) or not torch.is_grad_enabled():
@@ -228,7 +229,7 @@ class RecomputedBlock(nn.Module):
 
 @contextlib.contextmanager
 def activations_kept() -> Iterator[None]:
-    """Let all blocks keep their activations in the block of the `with` statement, in this thread."""
+    """Let all blocks keep their activations in the `with` statement, in this thread."""
     _thread_local.is_off = True
     try:
         yield
@@ -246,21 +247,21 @@ def _recomputed(kind: type[nn.Module]) -> Any:
 def set_recompute(
     network: nn.Module, sets: Sequence[Collection[str]], offloaded: Sequence[Collection[str]] = ()
 ) -> None:
-    """Choose the blocks of a network whose activations are computed again in the backward pass, in place.
+    """Choose the blocks of a network whose activations are recomputed in the backward pass, in place.
 
-    A later call replaces the choice; one with empty sets undoes it. To be called between two steps. Parameters,
-    buffers, state-dict keys and references stay valid.
+    A later call replaces the choice; empty sets undo it. Call it between two steps. Parameters, buffers, state-dict
+    keys and references stay valid.
 
     Args:
         network: any module.
-        sets: names of sub-modules, none within another, for each device of a `DataParallelModel`, or once for a network
-            on one device, in stages, or of a rank; ranks may differ.
-        offloaded: in the same form, blocks whose activations are not computed again but kept in host memory; those that
-            are computed again too are not offloaded.
+        sets: names of submodules, none within another: one set per device of a `DataParallelModel`, or one set for a
+            network on one device, in stages, or of a rank; ranks may differ.
+        offloaded: in the same form, blocks whose activations are kept in host memory; blocks that are also in `sets`
+            are recomputed instead.
 
     Raises:
         ValueError: a block lies within another, is compiled, or has a `forward` that its class does not have.
-        RuntimeError: in a later step: a block's inputs or buffers change so that it cannot be computed again.
+        RuntimeError: in a later step, a block's inputs or buffers change so that it cannot be recomputed.
 
     Example:
         >>> network = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2), nn.ReLU()))
@@ -299,11 +300,11 @@ def is_recomputable(block: nn.Module) -> bool:
 
 
 def recomputed_blocks(network: nn.Module, num_devices: int = 1, *, offloaded: bool = False) -> BlockSets:
-    """Return the names that `set_recompute` was given for each device, in the order of the network."""
+    """Return the names that `set_recompute` got for each device, in the order of the network."""
     plans = [part.recompute_plan for part in network.modules() if isinstance(part, RecomputedBlock)]
     chosen = [(plan.name, plan.offloaded_on if offloaded else plan.devices) for plan in plans]
     return tuple(tuple(name for name, devices in chosen if i in devices) for i in range(num_devices))
 
 
 IN_BLOCK = "_is_in_recomputed_block"
-"""Attribute of normalization layers in blocks that any device computes again."""
+"""Attribute of normalization layers in blocks that any device recomputes."""

@@ -1,14 +1,14 @@
-"""Running replicas: one thread each, synchronized at exchanges, with an abort when a replica fails.
+"""Run replicas in one thread each, synchronized at exchanges, with an abort if a replica fails.
 
 A *group* runs one call per replica. Inside a call, `current_replica().exchange(...)` is a barrier with values: every
-replica passes a value, replica 0 combines all of them in replica order, each gets its result. So the autograd graph,
-and with it every rounding, is the same in each run. The backward pass has no barrier.
+replica passes a value, replica 0 combines all of them in replica order, and each gets its result. So the autograd
+graph, and with it every rounding, is the same in each run. The backward pass has no barrier.
 
 A replica that raises, ends early, or reaches another exchange aborts the group: the others get an error, and the first
 cause is raised with its replica and device.
 
-All replicas run in threads of `workers`, the first one too, so that the caller can wait for each of them with a timeout
-and leave one that hangs.
+All replicas, including the first, run in threads of `workers`, so the caller can wait for each with a timeout and
+abandon one that hangs.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ReplicaOutOfMemoryError(ReplicaError, torch.OutOfMemoryError):
 
 
 class ReplicaDesyncError(RuntimeError):
-    """A replica did not come to an exchange: it ended, reached another one, or timed out."""
+    """A replica did not reach an exchange: it ended, reached another one, or timed out."""
 
 
 class _ReleasedError(ReplicaDesyncError):
@@ -85,7 +85,7 @@ class ReplicaContext:
 
     @property
     def position(self) -> int:
-        """The number of its device among all devices, with those that have no samples and no replica."""
+        """The number of its device among all devices, including devices without samples."""
         return self.group.positions[self.index]
 
     def exchange(self, key: str, value: T, combine: Callable[[list[T]], Sequence[Any]]) -> Any:
@@ -100,7 +100,7 @@ class ReplicaContext:
             This replica's result.
 
         Raises:
-            ReplicaDesyncError: not every replica comes to this exchange.
+            ReplicaDesyncError: not every replica reaches this exchange.
         """
         return self.group.exchange(self.index, key, value, combine)
 
@@ -116,12 +116,12 @@ def current_replica() -> ReplicaContext | None:
 class ReplicaGroup(Generic[T]):
     """Runs one call per replica, once.
 
-    In mode "threads" the calls run at the same time. In mode "lockstep" one runs at a time, in replica order, switching
-    at exchanges only: random numbers are drawn in a fixed order, and dispatch modes such as `FakeTensorMode`, which are
-    not thread-safe, work. If a dispatch mode is active, the group runs in lockstep.
+    In mode "threads", the calls run at the same time. In mode "lockstep", one runs at a time, in replica order,
+    switching only at exchanges: random numbers are drawn in a fixed order, and dispatch modes such as `FakeTensorMode`,
+    which are not thread-safe, work. If a dispatch mode is active, the group runs in lockstep.
 
-    There is one device per replica; `positions` are their numbers among all devices, by default 0, 1, and so on. A
-    missing replica is waited for `timeout_s`, at an exchange or at the end.
+    There is one device per replica; `positions` are their numbers among all devices, by default 0, 1, and so on. The
+    group waits at most `timeout_s` for a missing replica, at an exchange or at the end.
     """
 
     def __init__(
@@ -139,9 +139,9 @@ class ReplicaGroup(Generic[T]):
         # A single call runs in the caller's thread, which already has these states.
         self._entered = _caller_states(self.devices) if len(self.devices) > 1 else _made_current
         self.takes_turns = len(self.devices) > 1 and (mode == "lockstep" or bool(dispatch_modes()))
-        """True in lockstep."""
+        """True in mode lockstep."""
         lock = threading.Lock()
-        # One condition for each replica and one for the caller, so that only the thread that can go on is woken.
+        # One condition per replica and one for the caller, so that only the thread that can continue is woken.
         self._changed = [threading.Condition(lock) for _ in self.devices]
         self._ending = threading.Condition(lock)
         self._turn = 0
@@ -156,7 +156,7 @@ class ReplicaGroup(Generic[T]):
         self._late_s = timeout_s
         """Seconds to wait for late replicas after a failure."""
         self.common: dict[Any, Any] = {}
-        """What exchanges of this pass have in common; only their `combine` functions use it."""
+        """State that the exchanges of this pass share; only their `combine` functions use it."""
 
     def run(self, calls: Sequence[Callable[[], T]]) -> list[T]:
         """Run the calls and return their results in replica order.
@@ -167,7 +167,7 @@ class ReplicaGroup(Generic[T]):
         Raises:
             ReplicaError: a call raised; the first error is the cause.
             ReplicaOutOfMemoryError: a call ran out of memory.
-            ReplicaDesyncError: a replica did not come to an exchange in time, or cannot.
+            ReplicaDesyncError: a replica did not reach an exchange in time, or cannot.
         """
         if len(calls) != len(self.devices):
             raise ValueError(f"{len(calls)} calls for {len(self.devices)} devices: give one call per device")
@@ -186,7 +186,7 @@ class ReplicaGroup(Generic[T]):
                     workers[i].next_number = number
                 give_back(workers, ended)
         if self._failure is not None:
-            # Late replicas still see a failure; the error is released, with the tensors that its traceback holds.
+            # Late replicas still see a failure; the error is released, with the tensors in its traceback.
             failure, self._failure = self._failure, (None, _ReleasedError("the group has failed"))
             raise self._as_error(*failure)
         return [self._results[i] for i in range(len(calls))]
@@ -208,7 +208,7 @@ class ReplicaGroup(Generic[T]):
                 return self._answers[index]
             self._wait(0, lambda: len(self._arrived) == len(self.devices) and self._is_turn(0), key, self.timeout_s)
             values = self._take_values()
-        answers = combine(values)  # without the lock, so that the others and the caller find it missing if it hangs
+        answers = combine(values)  # without the lock, so that others and the caller notice if it hangs
         with self._ending:
             self._raise_if_failed()
             self._give_answers(answers)
@@ -239,7 +239,7 @@ class ReplicaGroup(Generic[T]):
                 self._ending.notify()
 
     def _join(self) -> None:
-        """Wait for all replicas; after a failure too, because a late one may still update the model's own buffers."""
+        """Wait for all replicas, even after a failure, because a late one may still update the model's buffers."""
         try:
             with self._ending:
                 while len(self._ended) < len(self.devices) and self._failure is None:
@@ -254,7 +254,7 @@ class ReplicaGroup(Generic[T]):
                 deadline = time.monotonic() + self._late_s
                 while len(self._ended) < len(self.devices) and time.monotonic() < deadline:
                     self._ending.wait(min(_GRACE_S, max(0.0, deadline - time.monotonic())))
-        except BaseException as error:  # Ctrl-C in the caller's thread stops the replicas too
+        except BaseException as error:  # Ctrl-C in the caller's thread also stops the replicas
             with self._ending:
                 self._fail(None, error)
             raise
@@ -315,7 +315,7 @@ class ReplicaGroup(Generic[T]):
             condition.notify_all()
 
     def _time_out(self, place: str, present: Collection[int]) -> None:
-        self._late_s = _GRACE_S  # a replica hangs, and has been waited for
+        self._late_s = _GRACE_S  # a replica hangs; the timeout has passed
         missing = ", ".join(f"{i} on {device}" for i, device in enumerate(self.devices) if i not in present)
         message = f"replica {missing} did not come to {place} within {self.timeout_s:g} s"
         self._fail(
@@ -347,7 +347,7 @@ def _made_current(device: torch.device) -> contextlib.AbstractContextManager[Any
 def _caller_states(
     devices: Sequence[torch.device],
 ) -> Callable[[torch.device], contextlib.AbstractContextManager[Any]]:
-    """Return a function that sets the present thread-local states of torch in another thread, on a replica's device.
+    """Return a function that sets torch's present thread-local states in another thread, on a replica's device.
 
     A new thread does not inherit them.
     """

@@ -1,12 +1,13 @@
-"""Replicas of a module on several devices: copy it, run the copies at the same time.
+"""Replicas of a module on several devices: copy the module, and run the copies at the same time.
 
-Device lists may name a device more than once (`["cpu", "cpu"]`, `["cuda:0", "cuda:0"]`): *logical* devices, on which
-the same code runs as on distinct ones. Copies are differentiable, twice where the module is.
+Device lists may name a device more than once (`["cpu", "cpu"]`, `["cuda:0", "cuda:0"]`): these are *logical* devices,
+on which the same code runs as on distinct ones. Copies are differentiable, twice if the module is.
 
 Weights travel in flat buckets from one device to the next, and so do the sums of their gradients: no device sends or
-receives a bucket more than once. All of this is copies between two streams, ordered by events. There is no collective,
-because the kernels of one wait for each other: if another thread puts a copy between their launches, as the backward
-pass of synchronized BatchNorm may, the devices wait for each other for ever (`tests/parallel/test_order_graph.py`).
+receives a bucket more than once. All of this uses copies between two streams, ordered by events. Collectives are not
+used, because the kernels of a collective wait for each other: if another thread issues a copy between their launches,
+as the backward pass of synchronized BatchNorm may, the devices wait for each other forever
+(`tests/parallel/test_order_graph.py`).
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from segapp.parallel.scatter_gather import buckets, reduce_add, to_device
 T = TypeVar("T")
 
 _BUCKET_BYTES = 25 * 2**20
-"""Bytes of parameters whose gradients are summed together: early buckets are reduced and freed while backward runs."""
+"""Bytes of parameters whose gradients are summed together: early buckets are freed during the backward pass."""
 
 
 def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Module]:
     """Return copies of a module, one per device, whose parameters are differentiable copies of the module's.
 
     The gradient of a parameter is the sum of its copies' gradients, added in device order on the parameter's device.
-    Shared parameters and shared sub-modules stay shared within a replica. The first replica *owns* the buffers: on the
-    module's device it updates the module's own, elsewhere `Replicator.write_back_buffers` copies them back; the updates
-    of the other replicas are discarded.
+    Shared parameters and shared submodules stay shared within a replica. The first replica *owns* the buffers: on the
+    module's device it updates the module's own buffers, elsewhere `Replicator.write_back_buffers` copies them back. The
+    buffer updates of other replicas are discarded.
 
     Args:
-        module: what to copy; its parameters on one device.
+        module: the module to copy; its parameters are on one device.
         devices: one per replica.
 
     Raises:
@@ -50,11 +51,11 @@ def replicate(module: nn.Module, devices: Sequence[torch.device]) -> list[nn.Mod
 
 
 class Replicator:
-    """Makes the replicas of one module in every step; its structure is read once, and again when it has changed.
+    """Makes the replicas of a module in every step; its structure is read once, and again after a change.
 
-    The structure is the parts' classes, and which parameters, buffers and sub-modules they hold under which names. All
-    else is read in every step: values, dtypes and devices of the tensors, and the other attributes of the parts, such
-    as hooks, the training mode and functions that were patched onto them.
+    The structure consists of the submodules' classes, and the names of their parameters, buffers and submodules.
+    Everything else is read in every step: values, dtypes and devices of the tensors, and other attributes of the
+    submodules, such as hooks, the training mode and functions that were patched onto them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -73,7 +74,7 @@ class Replicator:
         return self._structure().buffers
 
     def replicate(self, devices: Sequence[torch.device]) -> list[list[nn.Module]]:
-        """Return for each device the copies of all parts, of the whole module first; see `replicate`."""
+        """Return for each device the copies of all submodules, first of the whole module; see `replicate`."""
         structure = self._structure()
         parameter_rows = _copy_parameters(structure.parameters, devices)
         buffer_rows = _copy_buffers(structure.buffers, devices)
@@ -126,15 +127,15 @@ def check_replicable(module: nn.Module) -> None:
 
 @dataclass(frozen=True)
 class _Layout:
-    """Size and strides of a tensor, and how it lies in memory."""
+    """Size and strides of a tensor, and its order in memory."""
 
     size: torch.Size
     stride: tuple[int, ...] | None = None  # None: contiguous
-    order: tuple[int, ...] | None = None  # dimensions from the outermost in memory to the innermost; None: as they are
+    order: tuple[int, ...] | None = None  # dimensions from outermost to innermost in memory; None: unchanged
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Layout:
-        """Return the layout of a tensor, contiguous for one that is not dense."""
+        """Return the layout of a tensor; contiguous if it is not dense."""
         size, stride = tensor.size(), tensor.stride()
         if len(size) < 2:
             return cls(size)
@@ -164,8 +165,8 @@ def _unpack(
 ) -> list[Tensor]:
     """Return the parts of a tensor from `_pack`, in their layouts.
 
-    `split` makes views, or, as `torch.unsafe_split_with_sizes`, tensors with versions of their own, of which one may
-    change while autograd has saved another.
+    `split` makes views or, like `torch.unsafe_split_with_sizes`, tensors with separate version counters, of which one
+    may change while autograd has saved another.
     """
     parts = split(flat, [layout.size.numel() for layout in layouts])
     unpacked = []
@@ -181,8 +182,8 @@ def _unpack(
 class _CopyToDevices(torch.autograd.Function):
     """Tensors of one dtype and device -> their copies on every device, device by device.
 
-    The gradient is the sum in device order. On the tensors' own device the copies are views, which take no memory.
-    Twice differentiable: under `create_graph` the backward pass consists of differentiable operations.
+    The gradient is the sum in device order. On the tensors' own device, the copies are views, which need no memory. It
+    is twice differentiable: under `create_graph`, the backward pass consists of differentiable operations.
     """
 
     @staticmethod
@@ -250,7 +251,7 @@ def _copy_parameters(parameters: Sequence[Tensor], devices: Sequence[torch.devic
 
 @torch.no_grad()
 def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) -> list[list[Tensor]]:
-    """Return one row of copies per device; the first row are the buffers themselves where they are on its device."""
+    """Return one row of copies per device; the first row has the buffers themselves if they are on its device."""
     rows: list[list[Tensor]] = [list(buffers) for _ in devices]
     for group in buckets(buffers):
         tensors = [buffers[j] for j in group]
@@ -270,7 +271,7 @@ def _copy_buffers(buffers: Sequence[Tensor], devices: Sequence[torch.device]) ->
 
 @dataclass(frozen=True)
 class _SubModule:
-    """A sub-module, and which of the module's parts and tensors it holds, by their numbers; None stays None."""
+    """A submodule, and the numbers of the submodules and tensors that it holds; None stays None."""
 
     module: nn.Module
     name: str
@@ -280,7 +281,7 @@ class _SubModule:
 
 
 def _contents_of(parts: Iterable[nn.Module]) -> list[Any]:
-    """Return what a `_Structure` depends on: classes, names, and the identities of what each part holds itself."""
+    """Return the data that a `_Structure` depends on: classes, names, and identities of submodules' contents."""
     contents: list[Any] = []
     for part in parts:
         contents += (type(part), is_compiled(part))
@@ -292,7 +293,7 @@ def _contents_of(parts: Iterable[nn.Module]) -> list[Any]:
 
 
 def _own_methods(part: nn.Module) -> dict[str, Callable[..., Any]]:
-    """Return the functions that were patched onto a module as methods of it, such as another forward."""
+    """Return the functions that were patched onto a module as its methods, such as another forward."""
     return {
         key: value.__func__
         for key, value in part.__dict__.items()
@@ -302,7 +303,7 @@ def _own_methods(part: nn.Module) -> dict[str, Callable[..., Any]]:
 
 @dataclass(frozen=True)
 class _Structure:
-    """The parts of a module, each once, and its tensors without repetitions."""
+    """The submodules of a module, each once, and its tensors without repetitions."""
 
     parts: list[_SubModule]
     parameters: list[Tensor]
@@ -341,7 +342,7 @@ class _Structure:
     def assemble(
         self, parameter_rows: Sequence[Sequence[Tensor]], buffer_rows: Sequence[Sequence[Tensor]]
     ) -> list[list[nn.Module]]:
-        """Return for each row of tensors shallow copies of all parts; their other attributes are the present ones."""
+        """Return shallow copies of all submodules per row of tensors; their other attributes are the present ones."""
         methods = [_own_methods(part.module) for part in self.parts]
         return [self._assemble(*rows, methods) for rows in zip(parameter_rows, buffer_rows, strict=True)]
 
@@ -359,7 +360,7 @@ class _Structure:
                 for key, value in values.items():
                     if value is not None:
                         setattr(replica, key, value)  # recurrent layers update their flat weights here
-            own["_parameters"] = values  # so that `next(self.parameters()).device` holds in a forward pass
+            own["_parameters"] = values  # so that `next(self.parameters()).device` is correct in a forward pass
             for key, function in own_methods.items():
                 own[key] = types.MethodType(function, replica)
         return replicas
@@ -394,7 +395,7 @@ def run_replicas(
 
     Raises:
         ReplicaError: a module raised; the others are stopped.
-        ReplicaDesyncError: a replica did not come to an exchange.
+        ReplicaDesyncError: a replica did not reach an exchange.
     """
     named = kwargs if kwargs is not None else [{}] * len(modules)
 

@@ -1,6 +1,6 @@
-"""Devices, and batches on several of them: scatter, gather, sum; for nested tuples, lists, mappings and dataclasses.
+"""Devices, and batches on several of them: scatter, gather and sum nested tuples, lists, mappings and dataclasses.
 
-Everything here is differentiable any number of times.
+All functions are differentiable any number of times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ DeviceLike: TypeAlias = int | str | torch.device
 
 
 def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[torch.device, ...]:
-    """Return the devices, each checked to exist.
+    """Return the devices after checking that each exists.
 
     Args:
         device_ids: CUDA indices, strings or `torch.device`s, repetitions allowed; None takes all CUDA devices, or the
@@ -101,7 +101,7 @@ def tensors_in(item: Any) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], item: Any) -> Any:
-    """Return the same structure with every tensor replaced; other leaves stay."""
+    """Return the same structure with every tensor replaced; other leaves are unchanged."""
     if isinstance(item, Tensor):
         return function(item)
     children = _children(item)
@@ -125,8 +125,8 @@ def _has_dim(tensor: Tensor, dim: int) -> bool:
 def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim: int = 0) -> list[T]:
     """Cut a batch into chunks, one per device.
 
-    Tensors are cut along `dim`; on their own device a chunk is a view. 0-d tensors and other values go to every device
-    whole. Tuples, named tuples, lists, dicts and dataclasses keep their type.
+    Tensors are cut along `dim`; on their own device, a chunk is a view. 0-d tensors and other values are passed to
+    every device unchanged. Tuples, named tuples, lists, dicts and dataclasses keep their type.
 
     Args:
         item: the batch: tensors whose size along `dim` is `sum(sizes)`, in any nesting.
@@ -160,12 +160,12 @@ def scatter(item: T, devices: Sequence[torch.device], sizes: Sequence[int], dim:
 def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
     """Return the replicas' outputs joined on one device: the inverse of `scatter`.
 
-    Tensors are concatenated along `dim`, 0-d tensors stacked. Containers keep their type. Other values must be the same
-    from every replica.
+    Tensors are concatenated along `dim`, 0-d tensors are stacked. Containers keep their type. Other values must be
+    equal from every replica.
 
     Args:
         outputs: one structure per replica, in replica order.
-        device: of the result.
+        device: device of the result.
         dim: the dimension of the samples.
 
     Raises:
@@ -198,11 +198,11 @@ def gather(outputs: Sequence[T], device: torch.device, dim: int = 0) -> T:
 
 
 def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-    """Return the tensors' sum on one device, added in the given order, so that every run rounds alike.
+    """Return the tensors' sum on one device, added in the given order, so that every run rounds equally.
 
     Args:
-        tensors: of one shape, on any devices; at least one.
-        device: of the sum.
+        tensors: tensors of one shape, on any devices; at least one.
+        device: device of the sum.
     """
     total: Tensor = to_device(tensors[0], device)
     for tensor in tensors[1:]:
@@ -211,7 +211,7 @@ def reduce_add(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def spread(tensors: Sequence[Tensor], devices: Iterable[torch.device]) -> dict[torch.device, Sequence[Tensor]]:
-    """Return tensors (K,) of one dtype and device on every device, moved there in one copy; not differentiable."""
+    """Return tensors (K,) of one dtype and device on every device, moved in one copy; not differentiable."""
     home = tensors[0].device
     flat = None
     copies: dict[torch.device, Sequence[Tensor]] = {home: tensors}

@@ -1,8 +1,8 @@
 """Tensors divided over ranks: each rank keeps and updates its own, and sends them to the others.
 
 This is stage 1 of ZeRO (Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models",
-2020) by whole parameters: gradients are reduced as without it, and the same operator updates each parameter, on one
-rank instead of all. The weights are bit for bit the same.
+2020), divided by whole parameters: gradients are reduced as usual, and the same operator updates each parameter, on one
+rank instead of all. The resulting weights are equal bit for bit.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from segapp.parallel.distributed import PeerOutOfMemoryError, Ranks
 from segapp.parallel.scatter_gather import buckets
 
 _BUCKET_BYTES = 25 * 2**20
-"""A message is sent when it has this size, as DDP's buckets: one needs memory in addition to the tensors."""
+"""A message is sent when it has this size, like DDP's buckets, because a message needs additional memory."""
 
 
 class Shards:
     """Owners of tensors, and exchanges between them. Every rank must make the same calls.
 
-    The tensors are the same on every rank, in order and sizes, and `num_shards` ranks share them. If there is one
-    rank, nothing is sent, and it takes the place of the rank with the most bytes, as a memory plan wants it.
+    The tensors are the same on every rank, in order and sizes, and `num_shards` ranks share them. In a single process
+    nothing is sent, and it has the shard with the most bytes, as a memory plan needs.
     """
 
     def __init__(self, tensors: Iterable[Tensor], num_shards: int, ranks: Ranks) -> None:
@@ -61,7 +61,7 @@ class Shards:
 
     @contextlib.contextmanager
     def all_or_none(self) -> Iterator[None]:
-        """Turn an out-of-memory error of one rank within the context into one of every rank, so that none waits."""
+        """Turn an out-of-memory error of one rank within the context into an error on every rank: none waits."""
         failure: torch.OutOfMemoryError | None = None
         try:
             yield
@@ -73,7 +73,7 @@ class Shards:
 
     @torch.no_grad()
     def share(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Replace the tensors of all ranks, dense and of the same layout on each, from the ranks `owners`."""
+        """Replace the tensors on all ranks, dense and with the same layout on each, by those on the ranks `owners`."""
         for owner in sorted(set(owners)):
             owned = [tensor for tensor, its_owner in zip(tensors, owners, strict=True) if its_owner == owner]
             for indices in buckets(owned, _BUCKET_BYTES):
@@ -98,7 +98,7 @@ class Shards:
                 del optimizer.state[parameter]
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
-        """Make the optimizer's step for the parameters of this rank; the gradients of the others are freed."""
+        """Make the optimizer's step for the parameters of this rank; free the gradients of the others."""
         for parameter in _parameters(optimizer):
             if not self.is_own(parameter):
                 parameter.grad = None
@@ -128,7 +128,7 @@ class Shards:
         optimizer.load_state_dict({**whole, "state": state})
 
     def _to_main(self, own: Mapping[Any, Tensor]) -> dict[Any, Tensor]:
-        """Return the tensors of all ranks on the main rank; elsewhere this rank's own."""
+        """Return the tensors of all ranks on the main rank; on other ranks, only this rank's own."""
         found = dict(own)
         facts = [(key, tuple(each.shape), each.stride(), each.dtype) for key, each in own.items()]
         for source, listed in enumerate(self._ranks.gather(facts)):

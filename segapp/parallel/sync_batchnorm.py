@@ -3,12 +3,12 @@
 Replicas exchange once per layer in the forward pass and share one autograd node, so the backward pass has no barrier.
 Ranks exchange one tensor per layer and pass.
 
-Forward, each part of the batch has two moments per channel; the joined ones normalize every part. Backward, two sums
-per channel are added over the parts. Only the input is saved, as in `nn.BatchNorm2d`. On CUDA these are kernels of
-torch's own SyncBatchNorm; elsewhere the moments are joined by Chan, Golub and LeVeque's formula (1983, "Algorithms for
-computing the sample variance") in float64, without the cancellation of E[x^2] - E[x]^2.
+In the forward pass, each part of the batch has two moments per channel; the joined moments normalize every part. In the
+backward pass, two sums per channel are added over the parts. Only the input is saved, as in `nn.BatchNorm2d`. On CUDA,
+torch's own SyncBatchNorm kernels do this. On other devices, the moments are joined by Chan, Golub and LeVeque's formula
+(1983, "Algorithms for computing the sample variance") in float64, without the cancellation of E[x^2] - E[x]^2.
 
-If a derivative of the derivative is asked for (`create_graph`, as gradient penalties do), the backward pass consists of
+If a second derivative is requested (`create_graph`, as in gradient penalties), the backward pass consists of
 differentiable operations, so derivatives of any order exist.
 
 Shapes: N samples, C channels, P parts (replicas or ranks); x is (N, C, ...).
@@ -33,7 +33,7 @@ from segapp.parallel.scatter_gather import reduce_add, spread, to_device
 _Values = TypeVar("_Values", Tensor, "Tensor | None")
 
 _NO_SAMPLES = 1e-30
-"""Count of a part without samples for torch's kernel, which divides by the counts so far: no weight, and no NaN."""
+"""Count of a part without samples for torch's kernel, which divides by the counts so far: no weight, but no NaN."""
 
 
 def count_of(x: Tensor) -> int:
@@ -55,7 +55,7 @@ def wide_dtype(x: Tensor) -> torch.dtype:
 
 
 def _as(values: _Values, like: Tensor) -> _Values:
-    """Return values in another tensor's dtype; a call of `Tensor.to` costs more than this comparison."""
+    """Return values in another tensor's dtype; this comparison is cheaper than a call of `Tensor.to`."""
     return values if values is None or values.dtype == like.dtype else values.to(like.dtype)
 
 
@@ -103,7 +103,7 @@ def join_moments(moments: Sequence[Tensor], shares_P1: Tensor) -> tuple[Tensor, 
 
 
 def stack_pairs(pairs: Sequence[Sequence[Tensor]]) -> Tensor:
-    """Return two values (C,) of each part as (P, 2, C) on the first part's device, in one copy from each other one."""
+    """Return two values (C,) of each part as (P, 2, C) on the first part's device, with one copy per other part."""
     home = pairs[0][0].device
     rows: list[Tensor] = []
     for pair in pairs:
@@ -112,9 +112,9 @@ def stack_pairs(pairs: Sequence[Sequence[Tensor]]) -> Tensor:
 
 
 class Counts:
-    """The numbers of values per channel of all parts, and what follows from them, computed when it is first needed.
+    """The numbers of values per channel of all parts, and values derived from them, computed when they are needed.
 
-    They are in the dtype of the statistics; the host may know their sum.
+    They have the dtype of the statistics; their sum may be known on the host.
     """
 
     def __init__(self, of_parts_P: Tensor, total: float | None = None) -> None:
@@ -130,7 +130,7 @@ class Counts:
 
     @cached_property
     def total(self) -> Any:
-        """The number of values of all parts; where only the device knows it a tensor (), which promotes no dtype."""
+        """The number of values of all parts; if only the device knows it, a tensor (), which promotes no dtype."""
         return wide(self.of_parts_P).sum() if self._total is None else self._total
 
     @cached_property
@@ -140,16 +140,16 @@ class Counts:
         return shares_P.unsqueeze(1)
 
     def on(self, device: torch.device) -> Tensor:
-        """Return the counts on a device, int32 (P,), as torch's kernels take them."""
+        """Return the counts on a device, int32 (P,), in the form of torch's kernels."""
         if device not in self._on:
             self._on[device] = to_device(self.of_parts_P.int(), device)
         return self._on[device]
 
 
 class Sums(NamedTuple):
-    """What a part adds to the backward pass of the others, two sums (C,), and its own gradients.
+    """A part's contribution to the backward pass of the others, two sums (C,), and its own gradients.
 
-    `of_x` is the first term of the input's gradient, if the arithmetic has it already.
+    `of_x` is the first term of the input's gradient, if it is already computed.
     """
 
     pair: tuple[Tensor, Tensor]
@@ -181,7 +181,7 @@ class Kernels(NamedTuple):
         return Sums((grad_C, centred_C), of_weight_C, of_bias_C)
 
     def shared(self, total_2C: Tensor, weight_C: Tensor | None) -> Tensor:
-        """Return what every part needs of the sums."""
+        """Return the values that every part needs from the sums."""
         return total_2C
 
     def input_gradient(
@@ -195,10 +195,10 @@ class Kernels(NamedTuple):
 
 
 class Composed(NamedTuple):
-    """The same by operators that every device has; `count` is the number of values per channel of all parts.
+    """The same with operators that every device has; `count` is the number of values per channel of all parts.
 
     With n = (x - mean) / deviation, the input's gradient is weight / deviation * (grad - E[grad] - n * E[grad * n]).
-    The last two terms are a normalization of the input, with another weight and bias.
+    The last two terms are a normalization of the input with another weight and bias.
     """
 
     mean: Tensor
@@ -238,7 +238,7 @@ class Pass(NamedTuple):
 
     statistics: Sequence[Kernels | Composed]
     over_ranks: bool
-    """The other parts of the batch are on other ranks."""
+    """True if the other parts of the batch are on other ranks."""
 
 
 class Normalize(torch.autograd.Function):
@@ -246,7 +246,7 @@ class Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, layer: Pass, *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        """Return the outputs, from the parts' inputs, then their weights (C,) or None, then their biases or None."""
+        """Return the outputs from the parts' inputs, then their weights (C,) or None, then their biases or None."""
         ctx.layer, num_parts = layer, len(tensors) // 3
         ctx.save_for_backward(*tensors[: 2 * num_parts])
         ctx.has_bias = tensors[-1] is not None
@@ -262,7 +262,7 @@ class Normalize(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients in the order of the tensors."""
         num_parts = len(grads)
-        saved = ctx.saved_tensors  # once: of a recomputed block each saved tensor is given out once
+        saved = ctx.saved_tensors  # only once: a recomputed block gives out each saved tensor once
         xs, weights = saved[:num_parts], saved[num_parts:]
         gradients = _differentiable_gradients if torch.is_grad_enabled() else _gradients
         of_x, of_weight, of_bias = gradients(ctx.layer, grads, xs, weights, ctx.needs_input_grad[1 : num_parts + 1])
@@ -271,20 +271,20 @@ class Normalize(torch.autograd.Function):
 
 
 class _Link:
-    """What the two nodes of a part, `_Tie` and `_NormalizePart`, share in a backward pass."""
+    """Data that the two nodes of a part, `_Tie` and `_NormalizePart`, share in a backward pass."""
 
     own: Kernels | Composed
     grad: Tensor | None = None
     sums: Sums | None = None
     saved: tuple[Tensor | None, ...] = ()
     gradients: tuple[Tensor | None, ...] = ()
-    """Of input, weight and bias, under `create_graph`."""
+    """Gradients of input, weight and bias, under `create_graph`."""
 
 
 class _Tie(torch.autograd.Function):
     """A part's input (N, C, ...), weight and bias -> a tensor (2, C) whose gradient is the sum over all parts.
 
-    Its backward pass computes the gradient of the input. The values of the result mean nothing.
+    Its backward pass computes the gradient of the input. The values of the result are not used.
     """
 
     @staticmethod
@@ -296,17 +296,17 @@ class _Tie(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, total_2C: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient of the input; under `create_graph` all three."""
+        """Return the gradient of the input; under `create_graph`, all three gradients."""
         link: _Link = ctx.link
         x, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
-            gradients, link.gradients = link.gradients, ()  # a reference that stayed would be part of a cycle
+            gradients, link.gradients = link.gradients, ()  # a remaining reference would be part of a cycle
             needed = zip(gradients, ctx.needs_input_grad[1:], strict=True)
             return None, *(gradient if is_needed else None for gradient, is_needed in needed)
         if not ctx.needs_input_grad[1] or not x.numel():
             return None, torch.zeros_like(x) if ctx.needs_input_grad[1] else None, None, None
         weight = _as(weight, link.own.mean)
-        if link.grad is None:  # nothing depends on the outputs of this part alone
+        if link.grad is None:  # nothing depends only on the outputs of this part
             link.grad = torch.zeros_like(x)
         sums = link.own.sums(link.grad, x, weight) if link.sums is None else link.sums
         shared = link.own.shared(total_2C, weight).unbind()
@@ -348,7 +348,7 @@ class _NormalizePart(torch.autograd.Function):
 
 
 class _JoinTies(torch.autograd.Function):
-    """The ties of all parts -> the same; backward: each gets the sum of all gradients. Saves nothing."""
+    """The ties of all parts -> the same ties; backward: each gets the sum of all gradients. Saves nothing."""
 
     @staticmethod
     def forward(ctx: Any, links: Sequence[_Link], *ties: Tensor) -> tuple[Tensor, ...]:
@@ -423,7 +423,7 @@ def _differentiable_gradients(
     weights: Sequence[Tensor | None],
     needs_x: Sequence[bool],
 ) -> _Columns:
-    """Return the gradients of inputs, weights and biases by differentiable operations, statistics included."""
+    """Return the gradients of inputs, weights and biases with differentiable operations, including the statistics."""
     main = xs[0].device
     if layer.over_ranks:
         moments, counts_P = split_rows(wide(stack_ranks(row_of(moments_of(xs[0]), count_of(xs[0])))))
@@ -455,7 +455,7 @@ def _differentiable_gradients(
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:
-    """Return channels_last if x is dense in it, else the contiguous format: those that the kernels take."""
+    """Return channels_last if x is dense in it, else the contiguous format; the kernels accept only these."""
     for dims, layout in ((4, torch.channels_last), (5, torch.channels_last_3d)):
         if x.dim() == dims and x.is_contiguous(memory_format=layout):
             return layout
@@ -463,7 +463,7 @@ def memory_format_of(x: Tensor) -> torch.memory_format:
 
 
 class _BatchPart(NamedTuple):
-    """One part of the batch at a layer: its input, its copies of the weights, two moments per channel."""
+    """One part of the batch at a layer: its input, its copies of the weights, and two moments per channel."""
 
     x: Tensor
     weight: Tensor | None
@@ -474,17 +474,17 @@ class _BatchPart(NamedTuple):
 class SyncBatchNorm(BatchNorm):
     """BatchNorm with the statistics of the whole batch.
 
-    In training it equals `nn.BatchNorm1d`, `2d` or `3d` on the whole batch, in outputs, in gradients of any order and
-    in running statistics, whether the batch is split over replicas, over ranks (gloo or nccl), or not at all; a rank or
-    a replica may have a single value per channel, and a rank none. For an undivided batch, and in evaluation, it calls
-    torch's BatchNorm. Half inputs are normalized with float32 statistics.
+    In training it equals `nn.BatchNorm1d`, `2d` or `3d` on the whole batch in outputs, in gradients of any order and in
+    running statistics, whether the batch is divided over replicas, over ranks (gloo or nccl), or not at all. A rank or
+    a replica may have a single value per channel, and a rank may have none. For an undivided batch, and in evaluation,
+    it calls torch's BatchNorm. Half inputs are normalized with float32 statistics.
 
-    Takes `num_features`, `eps`, `momentum`, `affine` and `track_running_stats` like `nn.BatchNorm2d`, and inputs of
-    shape (N, C) or (N, C, ...).
+    It has the parameters `num_features`, `eps`, `momentum`, `affine` and `track_running_stats` of `nn.BatchNorm2d`, and
+    takes inputs of shape (N, C) or (N, C, ...).
 
     Raises:
         ValueError: the whole batch has one value per channel.
-        RuntimeError: a replica's layer runs outside its forward pass, as torch's activation checkpointing does without
+        RuntimeError: a replica's layer runs outside its forward pass, as in torch's activation checkpointing without
             `set_recompute`.
     """
 
@@ -492,10 +492,10 @@ class SyncBatchNorm(BatchNorm):
     """The class that `revert_sync_batchnorm` restores."""
 
     _has_found_values = False
-    """True once this rank, without values of its own, has found two or more in the whole batch."""
+    """True after this rank, which has no values, has found two or more in the whole batch."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the normalized input (N, C, ...), of the same shape and dtype; see `nn.BatchNorm2d`."""
+        """Return the normalized input (N, C, ...), with the same shape and dtype; see `nn.BatchNorm2d`."""
         self._check_input_dim(input)
         if not self.training and self.running_mean is not None:
             return super().forward(input)
@@ -516,9 +516,9 @@ class SyncBatchNorm(BatchNorm):
         return super().forward(input)
 
     def _normalize_tied(self, part: _BatchPart, replica: ReplicaContext, key: str) -> Tensor:
-        """Return a replica's output, by nodes of its own, so that its activations can be computed again on their own.
+        """Return a replica's output with separate nodes, so that its activations can be recomputed separately.
 
-        The sums of the backward pass are exchanged along ties, which `_JoinTies` joins.
+        The sums of the backward pass are exchanged through ties, which `_JoinTies` joins.
         """
         link = _Link()
         tie = _Tie.apply(link, part.x, part.weight, part.bias)
@@ -534,7 +534,7 @@ class SyncBatchNorm(BatchNorm):
         return list(zip(joined.statistics, _JoinTies.apply(links, *ties), strict=True))
 
     def _normalize_again(self, input: Tensor, known: Any) -> Tensor:
-        """Return the output in the second pass of a block, with the statistics of the first."""
+        """Return the output in the second pass of a block, with the statistics of the first pass."""
         if known is None:
             return super().forward(input)
         x = input.contiguous(memory_format=memory_format_of(input))
@@ -566,7 +566,7 @@ class SyncBatchNorm(BatchNorm):
         return self.training and self.track_running_stats and self.running_mean is not None
 
     def _joins_by_kernel(self, x: Tensor) -> bool:
-        """Return True if torch's kernel joins the moments and tracks them, as it does with a constant momentum."""
+        """Return True if torch's kernel joins and tracks the moments, as it can with a constant momentum."""
         if not has_kernels(x):
             return False
         if not self._is_tracked():
@@ -592,7 +592,7 @@ class SyncBatchNorm(BatchNorm):
         return list(Normalize.apply(joined, *(tensor for column in tensors for tensor in column)))
 
     def _joined(self, parts: list[_BatchPart]) -> Pass:
-        """Return the statistics of the whole batch for this process's parts, all replicas or this rank; track them."""
+        """Return and track the whole batch's statistics for this process's parts: all replicas, or this rank."""
         over_ranks = len(parts) == 1
         if len({part.x.size(1) for part in parts}) > 1:
             raise ValueError("replicas have different numbers of channels in one BatchNorm layer: use the same layers")
@@ -619,7 +619,7 @@ class SyncBatchNorm(BatchNorm):
         replica = current_replica()
         known = {} if replica is None else replica.group.common
         key = (Counts, moments_P2C.dtype, *num_values)
-        if key not in known:  # most layers of a pass have the same counts as another one
+        if key not in known:  # most layers of a pass have the same counts as another layer
             known[key] = Counts.of_replicas(num_values, moments_P2C)
         return moments_P2C.unbind(1), known[key]
 
@@ -627,7 +627,7 @@ class SyncBatchNorm(BatchNorm):
         """Return the moments (P, C) of all ranks, and their counts."""
         num_values = count_of(part.x)
         moments, counts_P = split_rows(self._to_join(stack_ranks(row_of(part.moments, num_values)), part.x))
-        # A rank that stays without samples waits for the device once; the others check every batch.
+        # A rank that has no samples waits for the device once; the others check every batch.
         if num_values < 2 and not (num_values == 0 and self._has_found_values):
             count = round(counts_P.sum().item())
             self._has_found_values = count > 1
@@ -696,7 +696,7 @@ class SyncBatchNorm(BatchNorm):
 
 
 class _SyncBatchNormAct(SyncBatchNorm):
-    """A converted layer that contains dropout and activation, as timm's BatchNormAct2d does."""
+    """A converted layer that includes dropout and activation, like timm's BatchNormAct2d."""
 
     drop: nn.Module
     act: nn.Module
@@ -718,7 +718,7 @@ def convert_sync_batchnorm(module: nn.Module) -> nn.Module:
         The same module.
 
     Raises:
-        TypeError: a layer is a subclass of BatchNorm with further behavior.
+        TypeError: a layer's class extends BatchNorm with further behavior.
 
     Example:
         >>> type(convert_sync_batchnorm(nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4)))[1]).__name__

@@ -1,11 +1,12 @@
 """Long-lived threads for replicas: the same thread runs the same device in every step.
 
 cuDNN keeps its choice of algorithms per thread, so in new threads every convolution would be tuned again in every step.
-The threads live as long as a user of them (`keep_workers`), such as a model; without users they end with their call.
+The threads live as long as one of their users (`keep_workers`), such as a model; without users, they end after their
+call.
 
-Autograd numbers the nodes of each thread and runs the later ones of all threads first. In threads that live on, the
-numbers would depend on all earlier steps, and with them the order in which gradients are added. So the threads of a
-call begin at one number (`equal_numbers`).
+Autograd numbers the nodes of each thread and runs the later ones of all threads first. In long-lived threads, the
+numbers would depend on all earlier steps, and so would the order in which gradients are added. So all threads of a call
+begin at the same number (`equal_numbers`).
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from segapp.compat.torch import next_sequence_number
 
 _Call = Callable[[], None]
 _Place = tuple[torch.device, int]
-"""A device, and how often it occurs before in the list of devices."""
+"""A device, and the number of its earlier occurrences in the list of devices."""
 
 
 MAX_SKIPPED_NUMBERS = 100_000
-"""Nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
+"""Maximum number of nodes that a thread makes to catch up, at about 1 us each; above it, new threads are cheaper."""
 
 
 class Worker:
@@ -36,14 +37,14 @@ class Worker:
 
     def __init__(self, place: _Place) -> None:
         self.place = place
-        self.next_number = 0  # of the autograd nodes of this thread, after its last call
+        self.next_number = 0  # next autograd node number of this thread, after its last call
         self._calls: SimpleQueue[_Call | None] = SimpleQueue()
-        # A daemon: one that hangs in a device's call does not keep the process from ending.
+        # A daemon: if it hangs in a device's call, it does not keep the process from ending.
         name = f"replica {place[0]} {place[1]}"
         threading.Thread(target=_work, args=(self._calls,), name=name, daemon=True).start()
 
     def start(self, call: _Call) -> None:
-        """Run a call after the present one; it must not raise."""
+        """Run a call after the present one; the call must not raise."""
         self._calls.put(call)
 
     def end(self) -> None:
@@ -57,16 +58,16 @@ def _work(calls: SimpleQueue[_Call | None]) -> None:
         del call  # a waiting worker holds no tensors
 
 
-# A finalizer may run within any other function here, and several threads may run models: these are changed by single
+# A finalizer may run within any other function here, and several threads may run models, so these are changed by single
 # operations that are atomic, with and without the interpreter's lock. `defaultdict` is not: it may make two values.
 _idle: dict[_Place, deque[Worker]] = {}
 _users: set[int] = set()
 
-os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads but the one that forked
+os.register_at_fork(after_in_child=_idle.clear)  # a forked process has no threads except the one that forked
 
 
 def keep_workers(user: object) -> None:
-    """Keep idle threads until this user, and every other one, is garbage."""
+    """Keep idle threads until this user, and every other user, is garbage-collected."""
     if id(user) not in _users:
         _users.add(id(user))
         weakref.finalize(user, _leave, id(user)).atexit = False
@@ -86,7 +87,7 @@ def _end_unused() -> None:
 
 
 def take_workers(devices: Sequence[torch.device]) -> list[Worker]:
-    """Return a worker for each device: the same for the same devices, new ones for those that are busy or hang."""
+    """Return a worker per device: the same for the same devices, new ones for workers that are busy or hang."""
     taken: list[Worker] = []
     seen: Counter[torch.device] = Counter()
     try:
@@ -104,9 +105,9 @@ def take_workers(devices: Sequence[torch.device]) -> list[Worker]:
 
 
 def equal_numbers(workers: Sequence[Worker]) -> tuple[list[Worker], int]:
-    """Return workers and the number at which the nodes of each have to begin (`skip_numbers`).
+    """Return workers, and the number at which the nodes of each must begin (`skip_numbers`).
 
-    If one of them is too far behind, such as the worker of a device that was not used for long, all are replaced.
+    If one of them is too far behind, such as a worker that has not been used for long, all are replaced.
     """
     numbers = [worker.next_number for worker in workers]
     if max(numbers) - min(numbers) <= MAX_SKIPPED_NUMBERS:
@@ -117,14 +118,14 @@ def equal_numbers(workers: Sequence[Worker]) -> tuple[list[Worker], int]:
 
 
 def skip_numbers(first: int) -> None:
-    """Make nodes in this thread until the next one has the given number; to be called without dispatch modes."""
+    """Make nodes in this thread until the next one has the given number; call it without dispatch modes."""
     source = torch.empty(0, requires_grad=True)
     for _ in range(first - next_sequence_number()):
         source.view(0)
 
 
 def give_back(workers: Sequence[Worker], ended: Collection[int]) -> None:
-    """Keep those workers for the next call whose calls have ended, by index; the others end after their late calls."""
+    """Keep workers whose calls have ended (by index) for the next call; the others end after their late calls."""
     for i, worker in enumerate(workers):
         if i in ended:
             _idle.setdefault(worker.place, deque()).append(worker)

@@ -1,7 +1,7 @@
 """Line charts as SVG inside a page, in the colors of its style sheet.
 
-Each curve has a color, a dash, a marker and, if there are several, its name at its end, so that a chart can be read in
-black and white too. A chart is drawn twice, wide and narrow; the style sheet shows the one that fits the screen.
+Each curve has a color, a dash, a marker and, if there are several curves, its name at its end, so a chart can be read
+in black and white too. A chart is drawn twice, wide and narrow; the style sheet shows the one that fits the window.
 """
 
 import math
@@ -19,7 +19,7 @@ WIDTH_PX, HALF_PX, NARROW_PX, HEIGHT_PX = 1040, 510, 380, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34
 _LABEL_PX = 13  # height of a name at the end of a curve
 NUM_COLORS = 8
-"""Number of colors in the style sheet, `c0` and so on, each with a dash and a marker."""
+"""Number of colors in the style sheet (`c0` and so on), each with a dash and a marker."""
 _MARKERS = ("M-3 0a3 3 0 1 0 6 0a3 3 0 1 0-6 0z", "M-3-3h6v6h-6z", "M0-4L3.8 3H-3.8z", "M0-4L4 0L0 4L-4 0z")
 _MAX_MARKERS = 60
 
@@ -34,11 +34,11 @@ class ChartCurve:
     color: int = 0
     """0 to `NUM_COLORS` - 1."""
     is_dotted: bool = False
-    """Draw a marker with a tooltip at each point, of more than 60 points at every second, third ... of them."""
+    """Draw a marker with a tooltip at each point; with more than 60 points, at every second, third ... point."""
     band: tuple[Floats, Floats] | None = None
     """Lowest and highest value at each x, drawn faintly behind the curve."""
     name: str = ""
-    """At the end of the curve; empty: `label`."""
+    """Name at the end of the curve; empty: `label`."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Frame:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Area between the axes of a picture that is `width_px` wide, with `right_px` to the right of the area."""
+    """Area between the axes of a figure that is `width_px` wide, with `right_px` to the right of the area."""
 
     width_px: int
     right_px: int
@@ -96,14 +96,14 @@ def line_chart(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
 
 
 def curve_key(label: str, color: int) -> Markup:
-    """Return a label behind a sample of the curve of a color: its dash and its marker."""
+    """Return a label after a sample of a curve in a color: its dash and its marker."""
     return Markup(
         '<span class="key c{0}"><svg viewBox="0 0 34 10"><path class="line c{0}" d="M0 5H34"/>{1}</svg>{2}</span>'
     ).format(color, _marker(color, 17, 5), printable(label))
 
 
 def _value_table(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
-    """Return a table with a row for each curve, of which each has one finite value."""
+    """Return a table with a row per curve, each of which has one finite value."""
     cells = ((curve, int(np.flatnonzero(np.isfinite(curve.y))[0])) for curve in curves)
     rows = [
         Markup("<tr><td>{}</td><td class=n>{}</td><td class=n>{}</td></tr>").format(
@@ -197,7 +197,7 @@ def _curve_path(curve: ChartCurve, plot: _Plot, *, is_alone: bool) -> Markup:
     finite = np.flatnonzero(np.isfinite(ys))
     if curve.is_dotted:
         marked = finite[:: math.ceil(len(finite) / _MAX_MARKERS)]
-    else:  # a few tell the curves apart, each curve's at other places
+    else:  # a few markers distinguish the curves, at different places for each curve
         spread = (np.arange(5) + (curve.color + 0.5) / NUM_COLORS) / 5
         marked = finite[:0] if is_alone else finite[(spread * len(finite)).astype(int)]
     markers = [

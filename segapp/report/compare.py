@@ -28,7 +28,7 @@ from segapp.scores import OTHER_HEADLINES, best_shown, loss_text, with_count
 from segapp.view.plot import Floats
 
 MAX_CLASSES = 20
-"""Number of classes in the terminal, those with the largest differences."""
+"""Number of classes in the terminal: the classes with the largest differences."""
 
 
 def compare_runs(
@@ -41,15 +41,15 @@ def compare_runs(
 ) -> dict[str, Any]:
     """Compare runs, and write a page if requested; return plain values.
 
-    They are `runs`, `differences` (config key -> value of each run), `common_classes`: the classes that have an IoU
-    in every run's best evaluation, with `common_miou`, the mean over them of each run; and `same_images`, the scores on
-    the images that all runs know (`fold_counts`), or None, with the reason in `why_not`.
+    The keys are `runs`; `differences` (config key -> value of each run); `common_classes`, the classes that have an IoU
+    in every run's best evaluation, with `common_miou`, each run's mean over them; and `same_images`, the scores on the
+    images that all runs know (`fold_counts`), or None, with the reason in `why_not`.
 
     Args:
-        runs: names or folders; the differences are those from the first one.
+        runs: names or folders; the differences are from the first one.
         out: the page.
-        split: of the data set, for `same_images`; None: each run's own validation split.
-        num_images: number of images that are listed and shown, those that make most of the differences.
+        split: data split for `same_images`; None: each run's own validation split.
+        num_images: number of images that are listed and shown, which contribute most to the differences.
         has_images: False: leave out `same_images`, which needs the networks and the data.
 
     Raises:
@@ -110,7 +110,7 @@ def compare_runs(
 
 
 def _widest(same: Mapping[str, Any] | None) -> float:
-    """Return the farthest end of an interval of the classes and the mean: the half width of their pictures."""
+    """Return the farthest end of an interval of the classes and the mean, which is half the width of their figures."""
     ends = [0.0]
     for run in same["runs"][1:] if same else ():
         for values, margins in (
@@ -122,15 +122,15 @@ def _widest(same: Mapping[str, Any] | None) -> float:
 
 
 def verdicts(same: Mapping[str, Any] | None) -> list[str]:
-    """Return a sentence for each run after the first one; none without the same images."""
+    """Return a sentence per run after the first one; empty without the same images."""
     return [verdict(same, run) for run in same["runs"][1:]] if same else []
 
 
 def write_sweep_page(sweep: SweepFolder, results: SweepResults | None = None) -> Path:
-    """Write the page of a sweep into its folder, and return its path: its runs with columns of their settings.
+    """Write the page of a sweep into its folder, and return its path: its runs, with columns for their settings.
 
     Raises:
-        ConfigError: the folder holds no sweep.
+        ConfigError: there is no sweep in the folder.
         StorageError: the page cannot be written.
     """
     results = results or read_results(sweep)
@@ -185,7 +185,7 @@ def _mean_over(row: RunRow, classes: Sequence[str]) -> float | None:
 
 
 def key_figures(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
-    """Return the figures of runs, the fields of `RunRow`, as lines of text: title -> text of each run."""
+    """Return the figures of runs, which are fields of `RunRow`, as lines of text: title -> text of each run."""
     return {
         "state": [row["state"] for row in runs],
         "best mIoU": [with_count(_percent(row["best_miou"]), row["num_scored"], len(row["iou"])) for row in runs],
@@ -277,9 +277,9 @@ def _chart(
 
 
 def mean_curve(curves: Sequence[tuple[Floats, Floats]]) -> tuple[Floats, Floats, Floats, Floats] | None:
-    """Return x, mean, lowest and highest of curves (x, y), interpolated between their points that are finite.
+    """Return x, mean, lowest and highest of curves (x, y), interpolated between their finite points.
 
-    The result lies where all curves have values; None if they have no x in common.
+    The result covers the x at which all curves have values; None if there are none.
     """
     known = [(x[np.isfinite(y)], y[np.isfinite(y)]) for x, y in curves]
     known = [(x, y) for x, y in known if len(x)]

@@ -1,6 +1,6 @@
-"""The confusion matrix as a picture: SVG inside a page, or an SVG or PNG file.
+"""The confusion matrix as a figure: SVG inside a page, or an SVG or PNG file.
 
-Rows are targets, columns predictions; darker cells hold a larger share of the target's pixels. C classes.
+Rows are targets, columns predictions; darker cells have a larger share of the target's pixels. C classes.
 """
 
 import io
@@ -33,9 +33,9 @@ class Confusion(NamedTuple):
     target: str
     prediction: str
     share: float
-    """Of the pixels of `target`."""
+    """Share of the pixels of `target`."""
     wrong_share: float
-    """Of all pixels that are wrong."""
+    """Share of all wrong pixels."""
 
 
 def top_confusions(
@@ -60,7 +60,7 @@ class _Cell(NamedTuple):
     share: float
     opacity: float
     text: str
-    """The percentage; empty below half a percent or where cells are small."""
+    """The percentage; empty below half a percent or if cells are small."""
 
     @property
     def is_hit(self) -> bool:
@@ -72,7 +72,7 @@ class _Cell(NamedTuple):
 
 
 class _Grid:
-    """Cells and sizes of a picture, px."""
+    """Cells and sizes of a figure, px."""
 
     def __init__(self, matrix: NDArray[np.int64], classes: Sequence[str]) -> None:
         self._matrix = matrix
@@ -103,7 +103,7 @@ class _Grid:
 def confusion_figure(matrix: NDArray[np.int64], classes: Sequence[str]) -> Markup:
     """Return a confusion matrix, (C, C) counts of (target, prediction), as a figure in the colors of the page.
 
-    It grows with the page up to cells of 1.6 times their size, and shrinks to 0.75 times; a narrower page scrolls it.
+    It grows with the page up to 1.6 times the size of its cells, and shrinks to 0.75 times; a narrower page scrolls it.
     """
     grid = _Grid(matrix, classes)
     return Markup(

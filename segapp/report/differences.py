@@ -2,8 +2,8 @@
 
 The images are drawn with replacement, the same images for both models (Efron and Tibshirani, An Introduction to the
 Bootstrap, 1993), and the scores are computed from the sums over the draw. The margin is the 95 % quantile of the
-distance between the differences of the draws and the measured difference, so the interval is symmetric. It covers the
-choice of the images only: another seed of the training changes the difference too.
+distance between the draws' differences and the measured difference, so the interval is symmetric. It covers only the
+choice of images; another seed of the training also changes the difference.
 
 Shapes: N images, C classes; counts have shape (N, C, 3), as in `image_counts`.
 """
@@ -19,17 +19,17 @@ from numpy.typing import NDArray
 from segapp.report.image_counts import iou_of, mean_of_known
 
 MIN_IMAGES = 10
-"""With fewer images, or fewer images with a class, there is no margin: it would be too small."""
+"""With fewer images, or fewer images with a class, there is no margin, because it would be too small."""
 NUM_DRAWS = 2000
-_CHUNK = 200  # draws at once
+_CHUNK = 200  # draws that are processed together
 
 
 @dataclass(frozen=True)
 class Differences:
-    """Scores of the second model minus scores of the first model; NaN for a score that one of them does not have."""
+    """Scores of the second model minus scores of the first model; NaN if one of them does not have the score."""
 
     miou: float
-    """Of the mean over the classes that have an IoU in both."""
+    """Difference of the mean over the classes that have an IoU in both."""
     miou_margin: float
     """The true difference is within `miou` ± `miou_margin` with 95 % confidence; NaN with too few images."""
     iou: NDArray[np.float64]
@@ -37,7 +37,7 @@ class Differences:
     iou_margin: NDArray[np.float64]
     """(C,)."""
     effects: NDArray[np.float64]
-    """(N,), of each image: `miou` minus the same difference over all other images."""
+    """For each image, (N,): `miou` minus the same difference over all other images."""
 
 
 def differences_of(first: NDArray[np.int64], second: NDArray[np.int64], seed: int = 0) -> Differences:

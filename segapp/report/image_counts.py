@@ -1,8 +1,8 @@
-"""Pixel counts of each image of a split, from which any mean over images can be made again; kept in the run folder.
+"""Pixel counts per image of a split, from which means over any images can be computed; kept in the run folder.
 
 Shapes: N images, C classes. Counts are int64 (N, C, 3), of pixels with a valid target: the pixels of a class in both
-target and prediction, in the target, and in the prediction. A class that is not scored (`ignore_index` may
-be one) has zeros.
+    target and prediction, in the target, and in the prediction. A class that is not scored (`ignore_index` may be one)
+    has zeros.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class ImageCounts:
     """Counts of the images of a split, predicted by one checkpoint."""
 
     names: tuple[str, ...]
-    """Of the images (`ImagePair.name`), in the order of the data set."""
+    """Names of the images (`ImagePair.name`), in the order of the data set."""
     classes: tuple[str, ...]
     split: str
     checkpoint: str
@@ -47,11 +47,11 @@ class ImageCounts:
     counts: NDArray[np.int64]
     """(N, C, 3)."""
     total: NDArray[np.int64]
-    """Confusion matrix of all images (C, C); with several classes per pixel, one matrix for each class (C, 2, 2)."""
+    """Confusion matrix of all images (C, C); with several classes per pixel, one matrix per class (C, 2, 2)."""
 
 
 def iou_of(counts: NDArray[Any]) -> NDArray[np.float64]:
-    """Return the IoU of counts (..., C, 3), float64 (..., C): NaN for a class in neither target nor prediction."""
+    """Return the IoU from counts (..., C, 3), float64 (..., C): NaN for a class in neither target nor prediction."""
     inter, target, predicted = np.moveaxis(np.asarray(counts, np.float64), -1, 0)
     union = target + predicted - inter
     return np.asarray(np.divide(inter, union, out=np.full(union.shape, np.nan), where=union > 0))
@@ -74,8 +74,8 @@ def count_split(
     """Return the counts of a split, from the run folder if they are still valid, else from a new prediction.
 
     Kept counts are valid for one checkpoint and config, as long as no file of the data set changes its size or time.
-    New counts are written into the run folder. Counts of own data, whose changes cannot be noticed, and of a checkpoint
-    outside a run are not kept.
+    New counts are written into the run folder, except for a custom data set, whose changes cannot be noticed, and for a
+    checkpoint outside a run.
     """
     folder, key = run_of_file(trained.path), _key(trained, dataset, split)
     found = read_counts(folder.image_counts, key) if folder is not None and key is not None else None
@@ -97,7 +97,7 @@ def count_split(
         file = io.BytesIO()
         kept: dict[str, Any] = {name: np.array(value) for name, value in {**vars(new), "key": key}.items()}
         np.savez_compressed(file, **kept)
-        with contextlib.suppress(OSError):  # a run folder that cannot be written costs time, not the result
+        with contextlib.suppress(OSError):  # if the run folder cannot be written, only time is lost
             write_atomic(folder.image_counts, file.getvalue())
     return new
 
@@ -130,7 +130,7 @@ def class_counts(matrix: Tensor, unscored: int) -> NDArray[np.int64]:
 
 
 def _key(trained: TrainedModel, dataset: SegmentationDataset, split: str) -> str | None:
-    """Return what changes with everything that the counts depend on; None if that is not known."""
+    """Return a text that depends on everything that the counts depend on; None if that is not known."""
     config = trained.config
     if any(isinstance(pair, OwnPair) for pair in dataset.pairs):
         return None
@@ -144,7 +144,7 @@ def _key(trained: TrainedModel, dataset: SegmentationDataset, split: str) -> str
 
 
 def read_counts(path: Path, key: str) -> ImageCounts | None:
-    """Return the counts in a file; None if there are none, they are damaged, or they have another key."""
+    """Return the counts in a file; None if there are none, they are damaged, or their key differs."""
     try:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
             if str(kept["key"]) != key:

@@ -32,12 +32,12 @@ MAX_PICTURED_CLASSES = 60
 
 @dataclass(frozen=True)
 class ReportedClass:
-    """One row of the class table; None where a value is not known."""
+    """A row of the class table; None if a value is not known."""
 
     name: str
     iou: float | None
     change: float | None
-    """Of the IoU since the previous evaluation."""
+    """Change of the IoU since the previous evaluation."""
     dice: float | None
     recall: float | None
     precision: float | None
@@ -53,8 +53,8 @@ def write_report(
     Args:
         run: name or folder.
         out: the file.
-        split: of the data set, for the confusion matrix and the pictures; None: the run's own validation split.
-        num_worst: number of images shown, of those with the lowest mIoU and of those that would raise mIoU most.
+        split: data split for the confusion matrix and the images; None: the run's own validation split.
+        num_worst: number of images shown with the lowest mIoU, and of images whose correction would raise mIoU most.
         has_pictures: False: leave out the parts that need the model and the data.
 
     Raises:
@@ -84,7 +84,7 @@ def _evaluate(report: RunReport, split: str | None, num_worst: int) -> SplitEval
 
 
 def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_not: str) -> dict[str, Any]:
-    """Return the values that the template uses."""
+    """Return the values for the template."""
     view = report.view
     assert view.start is not None
     names = list(view.start.classes)
@@ -117,7 +117,7 @@ def template_values(report: RunReport, evaluation: SplitEvaluation | None, why_n
 
 
 def loss_chart(reports: Sequence[RunReport]) -> Markup:
-    """Return a chart of smoothed training losses; for a single run with raw values, evaluations and marks."""
+    """Return a chart of smoothed training losses; for a single run, with raw values, evaluations and marks."""
     curves, marks = [], []
     is_alone = len(reports) == 1
     for color, report in enumerate(reports):
@@ -188,13 +188,13 @@ def class_rows(report: RunReport, evaluation: SplitEvaluation | None) -> list[Re
 
 
 def _of_class(val: object, field: str, number: int) -> float | None:
-    """Return a class's score in a `val` event; None where an older trainer has not written it."""
+    """Return a class's score in a `val` event; None if an older trainer has not written it."""
     values: Sequence[float | None] = getattr(val, field, None) or ()
     return values[number] if number < len(values) else None
 
 
 def _confusion(evaluation: SplitEvaluation | None, names: list[str]) -> Markup | None:
-    """Return the confusion matrix of the classes that occur; None if there are too many for a picture."""
+    """Return the confusion matrix of the classes that occur; None if there are too many for a figure."""
     if evaluation is None or evaluation.matrix is None:
         return None
     occurs = np.flatnonzero(evaluation.matrix.sum(0) + evaluation.matrix.sum(1))

@@ -1,4 +1,4 @@
-"""Evaluation of a data split for the report: scores, confusion matrix, and pictures of the images to look at.
+"""Evaluation of a data split for the report: scores, confusion matrix, and the most important images.
 
 Shapes: H x W pixels of an image, N images, C classes.
 """
@@ -35,7 +35,7 @@ from segapp.scores import count_scored, of_classes
 PICTURE_PX = 720
 WRONG_RGB = (214, 39, 140)
 _STRIPES = (110, 190)
-"""Gray values of ignored pixels, in stripes of 4 px; the style sheet has them as `swatch ignored`."""
+"""Gray values of ignored pixels, in stripes of 4 px; `swatch ignored` in the style sheet shows them."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +45,17 @@ class EvaluatedImage:
     name: str
     miou: float
     classes: str
-    """Number of classes that `miou` is the mean of: the classes of the image and its prediction."""
+    """Number of classes that `miou` averages over: the classes of the image and its prediction."""
     pixel_accuracy: float | None
     pictures: dict[str, str]
     id: str = ""
-    """In the page."""
+    """Pictures in the page."""
     files: tuple[str, ...] = ()
     """The image and its masks."""
     gain: float = 0.0
-    """Rise of the split's mIoU if each pixel of this image were right."""
+    """Rise of the split's mIoU if each pixel of this image were predicted correctly."""
     confusions: Sequence[Confusion] = ()
-    """Those of the most pixels; none with several classes per pixel."""
+    """The confusions with the most pixels; empty with several classes per pixel."""
     legend: Sequence[tuple[str, Color]] = ()
     """Classes of the target or the prediction, ordered by their target pixels, the most frequent class first."""
     has_ignored: bool = False
@@ -63,19 +63,19 @@ class EvaluatedImage:
 
 @dataclass(frozen=True)
 class SplitEvaluation:
-    """Scores of a split, and its images to look at."""
+    """Scores of a split, and its most important images."""
 
     split: str
     scores: SegmentationScores
     matrix: NDArray[np.int64] | None
     """(C, C) counts of (target, prediction); None with several classes per pixel."""
     worst: list[EvaluatedImage]
-    """Those with the lowest mIoU."""
+    """The images with the lowest mIoU."""
     num_images: int
     images: ImageCounts
     """Counts of every image."""
     costly: Sequence[EvaluatedImage] = ()
-    """Those that would raise mIoU most if each of their pixels were right."""
+    """The images whose correction would raise mIoU most."""
 
 
 def evaluate_split(
@@ -87,7 +87,7 @@ def evaluate_split(
 ) -> SplitEvaluation:
     """Return the scores of a data set, and pictures of the images with the lowest mIoU and with the largest gain.
 
-    Every image is predicted, unless the run folder still has valid counts; those with pictures are predicted again.
+    Every image is predicted, unless the run folder still has valid counts; images with pictures are predicted again.
     """
     scheme = trained.scheme
     multilabel = scheme.multilabel is not None
@@ -108,7 +108,7 @@ def evaluate_split(
 
 
 def gains_of(counts: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return the rise of mIoU if each pixel of one image were right and the other images stayed the same, (N,).
+    """Return the rise of mIoU if each pixel of one image were correct and other images did not change, (N,).
 
     `counts` is (N, C, 3), as in `ImageCounts`. A class that only wrong pixels of the image have leaves the mean.
     """
@@ -144,8 +144,8 @@ def evaluate_image(
 def pictures_of(image: NDArray[Any], target: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> dict[str, str]:
     """Return reduced pictures of image, target, prediction and errors as `data:` addresses, by name.
 
-    Target and prediction have the colors of the classes, and stripes where the target is ignored. The image is uint8
-    (H, W, 3), RGB; `target` and `labels` are (H, W) class ids.
+    Target and prediction have the colors of the classes, and stripes at ignored pixels. The image is uint8 (H, W, 3),
+    RGB; `target` and `labels` are (H, W) class ids.
     """
     factor = min(1.0, PICTURE_PX / max(image.shape[:2]))
     size = max(1, round(image.shape[1] * factor)), max(1, round(image.shape[0] * factor))

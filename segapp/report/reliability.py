@@ -1,4 +1,4 @@
-"""Reliability diagram as an SVG file: how often predictions of each confidence are right."""
+"""Reliability diagram as an SVG file: the share of correct predictions per confidence."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from markupsafe import Markup
 from segapp.inference.calibration import Reliability
 
 _SIDE, _LEFT, _TOP, _BOTTOM = 320, 56, 40, 44
-_SHADES = ("#9aa0a6", "#1a5fb4")  # of the first and the second result; both differ in lightness, too
+_SHADES = ("#9aa0a6", "#1a5fb4")  # colors of the first and the second result, which also differ in lightness
 
 
 def reliability_picture(results: Mapping[str, Reliability]) -> str:
-    """Return the picture of at most two results, by name; a bar for each bin, and a diagonal where both are equal."""
+    """Return the diagram of at most two results, by name: a bar per bin, and a diagonal for perfect calibration."""
     width, height = _LEFT + _SIDE + 16, _TOP + _SIDE + _BOTTOM
     parts = [Markup('<rect width="100%" height="100%" fill="#fff"/>')]
     for value in np.linspace(0, 1, 6):

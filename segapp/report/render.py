@@ -1,4 +1,4 @@
-"""HTML pages from the templates next to this module; each page is one file without scripts or references."""
+"""HTML pages from the templates next to this module; each page is one file without scripts or external references."""
 
 import base64
 import time
@@ -46,7 +46,7 @@ def save_page(out: Path, page: str) -> None:
 
 
 def data_url(pixels: NDArray[Any], suffix: str) -> str:
-    """Return a picture, uint8 (H, W, 3), RGB, as a `data:` address of a .jpg or .png."""
+    """Return an image, uint8 (H, W, 3), RGB, as a `data:` address of a .jpg or .png."""
     options = [cv2.IMWRITE_JPEG_QUALITY, 80] if suffix == ".jpg" else [cv2.IMWRITE_PNG_COMPRESSION, 9]
     _, data = cv2.imencode(suffix, np.ascontiguousarray(pixels[..., ::-1]), options)
     kind = "jpeg" if suffix == ".jpg" else "png"

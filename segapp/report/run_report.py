@@ -25,7 +25,7 @@ class RunReport:
     state: State
     view: View
     config: RunConfig | None = None
-    """At the start of the run; None if the file cannot be read."""
+    """Config at the start of the run; None if the file cannot be read."""
     config_text: str = ""
 
     @property
@@ -34,17 +34,17 @@ class RunReport:
         return self.folder.name
 
     def series(self, field: str) -> LossHistory:
-        """Return the values of a number of the `step` events, read from the file."""
+        """Return the values of a numeric field of the `step` events, read from the file."""
         return series_of(self.folder.events, field)
 
     @property
     def terms(self) -> list[str]:
-        """Names of the terms of the loss, at most 16."""
+        """Names of the loss terms, at most 16."""
         return [name.removeprefix("terms.") for name in self.view.recent if name.startswith("terms.")][:16]
 
     @property
     def class_notes(self) -> list[str]:
-        """What the training masks do not teach, each sentence once: every start of a run says it again."""
+        """Sentences about classes in the training masks, each only once, although every start of a run writes them."""
         return list(dict.fromkeys(alert.message for alert in self.view.last_alerts if alert.kind == "classes"))
 
     @property
@@ -76,7 +76,7 @@ def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
 
 
 def differing_settings(configs: Sequence[RunConfig | None]) -> dict[str, list[Any]]:
-    """Return the config keys whose values differ, with the value of each config; "?" where a config is missing."""
+    """Return the config keys whose values differ, with the value in each config; "?" if a config is missing."""
     flat = [flat_settings(config.model_dump(mode="json")) if config else {} for config in configs]
     found = {key: [values.get(key, "?") for values in flat] for key in sorted({key for each in flat for key in each})}
     return {key: values for key, values in found.items() if any(value != values[0] for value in values)}
@@ -84,19 +84,19 @@ def differing_settings(configs: Sequence[RunConfig | None]) -> dict[str, list[An
 
 @dataclass(frozen=True)
 class RunRow:
-    """Key figures of one run; None where a value is not known."""
+    """Key figures of a run; None if a value is not known."""
 
     name: str
     state: str
     best_miou: float | None = None
     num_scored: int | None = None
-    """Number of classes that `best_miou` is the mean of: those that have an IoU in `iou`."""
+    """Number of classes that `best_miou` averages over: the classes that have an IoU in `iou`."""
     best_epoch: int | None = None
     scores: dict[str, float | None] = field(default_factory=dict)
-    """Of the best evaluation, by name; None for one that an older trainer did not write."""
+    """Scores of the best evaluation, by name; None if an older trainer did not write one."""
     last_loss: float | None = None
     last_val_loss: float | None = None
-    """Of the last evaluation; None if it was not finite."""
+    """Loss of the last evaluation; None if it was not finite."""
     num_evaluations: int = 0
     epochs: int = 0
     steps: int = 0
@@ -104,17 +104,17 @@ class RunRow:
     duration_s: float | None = None
     num_params: int = 0
     peak_mib: float | None = None
-    """Of the device with the highest peak."""
+    """Peak of the device with the highest peak."""
     iou: dict[str, float | None] = field(default_factory=dict)
-    """Per class, of the best evaluation."""
+    """IoU per class, from the best evaluation."""
     last_miou: float | None = None
     last_num_scored: int | None = None
     config: str = ""
-    """Of a run of a sweep: name of its config file, without folder and ending."""
+    """For a run of a sweep: name of its config file, without folder and suffix."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """Of a run of a sweep: value of each config key that the sweep varies or sets."""
+    """For a run of a sweep: value of each config key that the sweep varies or sets."""
     reason: str | None = None
-    """Of a run of a sweep that failed: why."""
+    """For a failed run of a sweep: the reason."""
 
 
 def run_row(report: RunReport) -> RunRow:

@@ -60,7 +60,7 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
         each.counts[np.ix_([own[name] for name in images], [each.classes.index(name) for name in classes])]
         for each, own in zip(counts, places, strict=True)
     ])  # fmt: skip
-    is_same = (shared[..., 1] == shared[:1, ..., 1]).all((0, 2))  # masks that have the same pixels of each class
+    is_same = (shared[..., 1] == shared[:1, ..., 1]).all((0, 2))  # masks with the same pixels of each class
     if not classes or not is_same.any():
         raise DataError(
             f"{', '.join(names)} have no {'image with the same mask' if classes else 'class'} in common: name a split "
@@ -69,7 +69,7 @@ def fold_counts(names: Sequence[str], counts: Sequence[ImageCounts], num_images:
         )
     shared, images = shared[:, is_same], [name for name, is_kept in zip(images, is_same, strict=True) if is_kept]
     iou = iou_of(shared.sum(1))  # (R, C)
-    shared[:, :, ~np.isfinite(iou).all(0)] = 0  # a class without an IoU in a run takes part in no mean
+    shared[:, :, ~np.isfinite(iou).all(0)] = 0  # a class without an IoU in one run is left out of all means
     miou, of_images = mean_of_known(iou_of(shared.sum(1))), mean_of_known(iou_of(shared))
     differences: list[Differences | None] = [None, *(differences_of(shared[0], each) for each in shared[1:])]
     effects = np.stack([np.zeros(len(images)) if each is None else each.effects for each in differences])
@@ -115,7 +115,7 @@ def _by_class(classes: Sequence[str], values: Any) -> dict[str, float | None]:
 
 
 def _largest_change(classes: Sequence[str], counts: Any) -> dict[str, Any] | None:
-    """Return the class whose wrong pixels differ most between runs on an image, with its IoU in each."""
+    """Return the class whose wrong pixels differ most between runs on an image, with its IoU in each run."""
     wrong_px = counts[..., 1] + counts[..., 2] - 2 * counts[..., 0]  # (R, C)
     place = int(np.argmax(np.ptp(wrong_px, axis=0)))
     return {"name": classes[place], "iou": [known(value) for value in iou_of(counts[:, place])]}
@@ -124,9 +124,9 @@ def _largest_change(classes: Sequence[str], counts: Any) -> dict[str, Any] | Non
 def _add_pictures(
     image: dict[str, Any], networks: Sequence[Network], counts: Sequence[ImageCounts], names: Sequence[str]
 ) -> None:
-    """Add what the page shows of an image: pictures, files, confusions of each run, and the colors of its classes.
+    """Add the page's data about an image: pictures, files, confusions of each run, and the colors of its classes.
 
-    A row of pictures has the image and the prediction of each run; the next row has the target and the wrong pixels.
+    A row of pictures has the image and each run's prediction; the next row has the target and the wrong pixels.
     """
     shown = [
         evaluate_image(trained, dataset, own.names.index(image["name"]), HostLimit())
@@ -147,7 +147,7 @@ def _add_pictures(
 
 
 def verdict(found: Mapping[str, Any], run: Mapping[str, Any]) -> str:
-    """Return a sentence about the difference of a run from the first one."""
+    """Return a sentence about the difference between a run and the first one."""
     first, margin = found["names"][0], run["margin"]
     where = f"{found['num_images']} images of {found['split']}, {found['num_scored']} classes"
     if run["difference"] is None:
@@ -162,7 +162,7 @@ def verdict(found: Mapping[str, Any], run: Mapping[str, Any]) -> str:
 
 
 def difference_text(value: float | None, margin: float | None = None) -> str:
-    """Return a difference of shares in points of a percent.
+    """Return a difference of shares in percentage points.
 
     >>> difference_text(0.0123, 0.008), difference_text(0.0004, 0.0001), difference_text(-0.01), difference_text(None)
     ('+1.2 ± 0.8', '+0.04 ± 0.01', '-1.0', '-')

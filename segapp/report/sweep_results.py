@@ -1,7 +1,7 @@
 """The results of a sweep: each setting with mean and standard deviation over its repetitions.
 
-Repetitions are runs that differ only in the seed or in the division of the data (folds). Runs that have not finished
-are counted and take no part in the means.
+Repetitions are runs that differ only in the seed or in the division of the data (folds). Unfinished runs are counted
+but not included in the means.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun
 from segapp.view.summary import small_view
 
 FOLD_KEYS = ("data.train_split", "data.val_split", "data.list_dir")
-"""Keys that divide the data; configs that differ in nothing else but the name are folds."""
+"""Keys that divide the data; configs that differ in nothing else except the name are folds."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float | None]) -> Spread | None:
-        """Return the spread of the known values; None without any."""
+        """Return the spread of the known values; None if there are none."""
         known = [value for value in values if value is not None]
         if not known:
             return None
@@ -47,7 +47,7 @@ class SettingResult:
     """One setting; the spreads are over its finished runs."""
 
     settings: dict[str, Any]
-    """Keys that vary between settings; `config` is the name of the config where several are compared."""
+    """Keys that vary between settings; `config` is the name of the config if several are compared."""
     runs: list[str]
     num_finished: int
     best_miou: Spread | None
@@ -55,19 +55,19 @@ class SettingResult:
     val_loss: Spread | None
     loss: Spread | None = None
     best_classes: str = ""
-    """Classes that `best_miou` is the mean of, such as `17/19`, or `16 to 17/19` if runs differ."""
+    """Classes that `best_miou` averages over, such as `17/19`, or `16 to 17/19` if runs differ."""
     last_classes: str = ""
     over_seeds: float | None = None
-    """Standard deviation of `best_miou` over the seeds, each averaged over the folds; None unless every fold has the
-    same two or more seeds, and there are two folds or more."""
+    """Standard deviation of `best_miou` over the seeds, each averaged over the folds; None unless there are two or more
+    folds, and every fold has the same two or more seeds."""
     over_folds: float | None = None
-    """Likewise over the folds, each averaged over the seeds."""
+    """The same over the folds, each averaged over the seeds."""
     iou: dict[str, Spread | None] = field(default_factory=dict)
-    """Per class, of the best evaluations."""
+    """IoU per class, from the best evaluations."""
     cells: dict[tuple[str, str], float | None] = field(default_factory=dict)
-    """`best_miou` of each finished run by its fold and seed."""
+    """`best_miou` of each finished run, by fold and seed."""
     difference: Spread | None = None
-    """`best_miou` minus `best_miou` of the best setting, over the folds and seeds of both; None for the best one."""
+    """`best_miou` minus the best setting's, over the folds and seeds of both; None for the best one."""
     margin: float | None = None
     """Half of the 95 % confidence interval of `difference` (paired t); None with fewer than two pairs."""
 
@@ -80,9 +80,9 @@ class SweepResults:
     path: str
     state: str
     varying: list[str]
-    """Keys of the settings' columns."""
+    """Keys in the columns of the settings."""
     repeated: list[str]
-    """What the repetitions differ in: seed, fold."""
+    """The differences between the repetitions: seed, fold."""
     settings: list[SettingResult]
     runs: list[RunRow]
     reports: dict[str, RunReport] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class SweepResults:
 
 
 def read_results(sweep: SweepFolder) -> SweepResults:
-    """Read the results of a sweep from the events of its runs; raise ConfigError if the folder holds no sweep."""
+    """Read the results of a sweep from the events of its runs; ConfigError if there is no sweep in the folder."""
     info = sweep.read()
     found = [_row_of(sweep, run) for run in info.runs]
     runs = [row for row, _ in found]
@@ -163,7 +163,7 @@ def with_difference(row: SettingResult, best: SettingResult) -> SettingResult:
 
 
 def _classes_of(runs: Sequence[RunRow], field: str) -> str:
-    """Return the number of classes that a mean over runs is made of; empty if it is not known."""
+    """Return the number of classes that a mean over runs averages over; empty if it is not known."""
     counts = [count for run in runs if (count := getattr(run, field)) is not None]
     if not counts:
         return ""
@@ -172,7 +172,7 @@ def _classes_of(runs: Sequence[RunRow], field: str) -> str:
 
 
 def _rank(row: SettingResult) -> tuple[bool, float, bool, float]:
-    """Return the sort key: highest mean mIoU first, then lowest loss, settings without results last."""
+    """Return the sort key: highest mean mIoU first, then lowest loss; settings without results last."""
     miou, loss = row.best_miou, row.val_loss
     return miou is None, -miou.mean if miou else 0.0, loss is None, loss.mean if loss else 0.0
 
@@ -206,7 +206,7 @@ def _are_folds(sweep: SweepFolder, info: SweepInfo) -> bool:
 
 
 def shown_value(value: Any) -> str:
-    """Return a setting as text: as in YAML, without quotes."""
+    """Return a setting as text, as in YAML but without quotes."""
     return value if isinstance(value, str) else json.dumps(value)
 
 

@@ -1,4 +1,4 @@
-"""The temperature of a run's probabilities, as `segapp calibrate` leaves it in the run folder."""
+"""The temperature of a run's probabilities, which `segapp calibrate` saves in the run folder."""
 
 from pathlib import Path
 
@@ -11,23 +11,23 @@ class Calibration(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
 
     temperature: float
-    """Divides the logits."""
+    """The temperature by which logits are divided."""
     sha256: str
-    """Sum of the checkpoint that it was fitted to; another one is not calibrated."""
+    """SHA-256 of the checkpoint to which it was fitted; other checkpoints are not calibrated."""
     step: int
     """Step of that checkpoint."""
     split: str
     num_images: int
     num_px: int
-    """Pixels that were used."""
+    """Number of pixels that were used."""
     nll: tuple[float, float]
-    """Mean negative log-likelihood of a pixel, before and after."""
+    """Mean negative log-likelihood per pixel, before and after."""
     ece: tuple[float, float]
     """Expected calibration error, before and after."""
 
 
 def read_calibration(path: Path) -> Calibration | None:
-    """Return the content of the file; None if there is none, or none that can be read."""
+    """Return the content of the file; None if it does not exist or cannot be read."""
     try:
         return Calibration.model_validate_json(path.read_bytes())
     except (OSError, ValidationError):

@@ -1,10 +1,10 @@
-"""Commands to a running training: their types, their text form, and the inbox that carries them as files.
+"""Commands to a running training: their types, their text form, and the inbox of files that carries them.
 
-A sender writes `commands/<time>-<id>.json` under a temporary name and renames it. The trainer drains the inbox at its
+A sender writes `commands/<time>-<id>.json` under a temporary name and renames it. The trainer reads the inbox at its
 next boundary, carries the command out, writes exactly one final answer as an event, and then removes the file. After a
-crash in between, the file is still there, and `read_answers` finds the answered commands in the events: so a command
-is neither lost nor carried out twice. The inbox has mode 0700, its files 0600; a file of another user, a link,
-a pipe or a large file is refused unread.
+crash in between, the file still exists, and `read_answers` finds the answered commands in the events, so a command is
+neither lost nor carried out twice. The inbox has mode 0700, its files 0600; a file of another user, a link, a pipe or a
+large file is refused unread.
 """
 
 import getpass
@@ -41,15 +41,15 @@ class _Command(BaseModel):
 
 
 class SetCommand(_Command):
-    """Change settings from the next epoch on; only the fields that were given change."""
+    """Change settings from the next epoch on; only the given fields change."""
 
     kind: Literal["set"] = "set"
     gpu0_bsz: int | Literal["auto"] | None = None
     """Samples of device 0 in a full batch; None: an even split; `auto`: follow the measured memory."""
     lr_factor: float | None = None
-    """Factor of the scheduled learning rate; above 0, at most 100."""
+    """Factor on the scheduled learning rate; above 0, at most 100."""
     recompute: Literal["config", "off", "all"] | None = None
-    """Blocks that are computed again in the backward pass; config: those that `train.recompute` names."""
+    """Blocks that are recomputed in the backward pass; config: the blocks that `train.recompute` names."""
     shares: list[int] | None = None
     """Samples of each device in a full batch: the long form of `gpu0_bsz`."""
     force: bool = False
@@ -57,12 +57,12 @@ class SetCommand(_Command):
 
     @property
     def changes(self) -> dict[str, Any]:
-        """The values that were given, by name."""
+        """The given values, by name."""
         return {name: getattr(self, name) for name in SETTINGS if name in self.model_fields_set}
 
     @property
     def asks_for_split(self) -> bool:
-        """True if it names a split, or `gpu0_bsz=auto`."""
+        """True if it requests a split, or `gpu0_bsz=auto`."""
         return "gpu0_bsz" in self.changes or "shares" in self.changes
 
     @property
@@ -138,7 +138,7 @@ class StopCommand(_Command):
 
 
 class CancelCommand(_Command):
-    """Cancel commands that are accepted and not applied yet."""
+    """Cancel commands that are accepted but not yet applied."""
 
     kind: Literal["cancel"] = "cancel"
     id: str | None = Field(default=None, pattern=r"^[0-9a-f]{12}$")
@@ -163,7 +163,7 @@ class ReceivedCommand:
     """A file of the inbox: a command, or the reason why it is refused."""
 
     id: str
-    """Of the command; for a file without one, the printable form of its name."""
+    """Id of the command; for a file without one, the printable form of its name."""
     by: str
     """The sender: `alice@host`."""
     command: Command | None
@@ -188,7 +188,7 @@ def parse_command(text: str) -> Command:
     {'gpu0_bsz': 3}
 
     Raises:
-        CommandError: The text is not a command; names the accepted words and the nearest one.
+        CommandError: The text is not a command; the message lists the accepted words and the nearest one.
     """
     word, *arguments = text.split() or [""]
     if word not in COMMAND_NAMES:
@@ -215,7 +215,7 @@ def format_command(command: Command) -> str:
 
 
 def send_command(folder: Path | str, command: Command, by: str | None = None) -> str:
-    """Put a command into a run's inbox, and return its id, which its answers carry; CommandError if that fails."""
+    """Put a command into a run's inbox, and return its id, which its answers contain; CommandError if that fails."""
     inbox = Path(folder) / "commands"
     command_id, now_s = secrets.token_hex(6), time.time()
     body = {
@@ -245,10 +245,10 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
 
 
 def drain_commands(folder: Path | str, handled: Container[str] = ()) -> list[ReceivedCommand]:
-    """Return the commands of the inbox, in the order in which they were sent, at most 256; no file is removed.
+    """Return the commands in the inbox, in the order in which they were sent, at most 256; no file is removed.
 
-    Never raises: the problem of a file is in its `ReceivedCommand`. The ids in `handled` are left out: those returned
-    before, and after a restart those that are answered (`segapp.run.events.read_answers`).
+    It never raises: the problem of a file is in its `ReceivedCommand`. The ids in `handled` are left out: ids that were
+    returned before and, after a restart, ids that are answered (`segapp.run.events.read_answers`).
     """
     inbox = Path(folder) / "commands"
     try:
@@ -307,7 +307,7 @@ def _parse_value(name: str, text: str) -> Any:
 
 
 def _number(text: str) -> int | float | str:
-    """Return the number that a text stands for; else the text, which the validation then names."""
+    """Return the number in a text; if there is none, return the text, which the validation then reports."""
     if re.fullmatch(r"[+-]?[0-9]{1,18}", text):
         return int(text)
     if re.fullmatch(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]{1,3})?", text) and len(text) < 64:
@@ -371,7 +371,7 @@ def _receive(path: Path) -> ReceivedCommand:
 
 
 def _read_own_file(path: Path) -> bytes:
-    """Return the content of a small regular file of this user or of root; raise CommandError for anything else."""
+    """Return the content of a small regular file of this user or of root; CommandError for anything else."""
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise CommandError("not a regular file")
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

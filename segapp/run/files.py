@@ -1,7 +1,8 @@
-"""Atomic file writes: after a crash, a full disk or a power cut the old or the new content is there, never a mixture.
+"""Atomic file writes: after a crash, a full disk or a power cut, a file has its old or its new content.
 
-The order is the one SQLite and the ALICE study ask for: a temporary file in the same directory, fsync, rename, fsync of
-the directory. A failed fsync is never tried again on the same file: its pages may be gone (PostgreSQL's "fsyncgate").
+The order is recommended by SQLite and the ALICE study: a temporary file in the same directory, fsync, rename, fsync of
+the directory. A failed fsync is never repeated on the same file, because its pages may be lost (PostgreSQL's
+"fsyncgate").
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _IMPORTED_S = time.time()
 
 
 def temporary_name(tag: int = 0) -> str:
-    """Return a name for a temporary file, with the writer's process id and machine, to recognize those of dead writers.
+    """Return a name for a temporary file that contains the writer's process id and machine, to recognize dead writers.
 
     `tag`, such as the step, helps a reader of the folder.
     """
@@ -39,7 +40,7 @@ def temporary_name(tag: int = 0) -> str:
 
 
 def boot_id() -> str | None:
-    """Return what the kernel draws at each start of the machine; None where it tells none."""
+    """Return the random id that the kernel draws when the machine starts; None if it has none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -48,10 +49,11 @@ def boot_id() -> str | None:
 
 @functools.cache
 def machine_id() -> str:
-    """Return a name for all processes whose process ids can be compared with those of this one.
+    """Return an id that is equal for all processes whose process ids can be compared with this one's.
 
-    It is the boot of the kernel with the namespace of process ids. Host names do not tell: those of two machines may be
-    equal, and containers of one kernel have process ids of their own. If the system has neither, the host name.
+    It consists of the kernel's boot id and the namespace of process ids. Host names are not enough: two machines may
+    have equal names, and containers on one kernel have separate process ids. If the system has neither, the host name
+    is used.
     """
     with contextlib.suppress(OSError):
         if boot := boot_id():
@@ -88,7 +90,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 
 def fsync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where directories have an fsync and this one is readable."""
+    """Make the names in a directory durable, if directories support fsync and this one is readable."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except PermissionError:
@@ -103,7 +105,7 @@ def fsync_directory(path: Path) -> None:
 
 
 def make_durable_directory(path: Path) -> None:
-    """Create a directory and its parents so that a power cut does not take their names away."""
+    """Create a directory and its parents durably, so that a power cut does not remove their names."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
     path.mkdir(parents=True, exist_ok=True)
     for directory in missing:
@@ -111,12 +113,12 @@ def make_durable_directory(path: Path) -> None:
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str = "file") -> None:
-    """Replace a small file atomically: readers see the old content or the new, also after a power cut.
+    """Replace a small file atomically: readers see the old or the new content, even after a power cut.
 
     `point` is the prefix of the failpoints `.before_write`, `.before_fsync`, `.before_rename`, `.after_rename`.
 
     Raises:
-        OSError: The file could not be written; the old one is untouched, the temporary one removed.
+        OSError: The file could not be written; the old one is unchanged, the temporary one removed.
     """
     payload = data.encode() if isinstance(data, str) else data
     temporary = path.parent / temporary_name()
@@ -139,12 +141,12 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644, point: str
 
 
 def write_json(path: Path, value: Any, *, mode: int = 0o644, point: str = "file") -> None:
-    """Replace a small JSON file, without NaN and infinities, as `write_atomic` does."""
+    """Replace a small JSON file, without NaN and infinities, with `write_atomic`."""
     write_atomic(path, json.dumps(value, indent=1, allow_nan=False) + "\n", mode=mode, point=point)
 
 
 class HashingFile:
-    """A file that hashes what is written and keeps the first error, because torch.save replaces some errors by its own.
+    """A file that hashes written bytes and keeps the first error, because torch.save replaces some errors.
 
     `point` is the failpoint at every write.
     """
@@ -199,7 +201,7 @@ def remove_quietly(path: Path) -> None:
 
 
 def remove_dead_temporaries(directory: Path) -> int:
-    """Remove temporary files whose writer no longer runs, and return how many; those of a live process stay an hour."""
+    """Remove temporary files of dead writers, and return how many; files of a live process are kept for an hour."""
     dead = [path for path in directory.glob(f"{TEMPORARY_PREFIX}*") if _is_dead_temporary(path)]
     for path in dead:
         remove_quietly(path)
@@ -222,7 +224,7 @@ def _is_dead_temporary(path: Path) -> bool:
 
 
 def is_pid_alive(pid: int) -> bool:
-    """Return True if a process of this host has this id (a zombie has, until it is waited for)."""
+    """Return True if a process of this host has this id; a zombie has it until it is waited for."""
     if not 0 < pid < 2**31:
         return False
     try:
@@ -250,7 +252,7 @@ def storage_errors_of(action: str, path: Path) -> Iterator[None]:
 
 
 def storage_error(action: str, path: Path, error: OSError) -> StorageError:
-    """Return the error that tells the user what could not be written, why, and what to do."""
+    """Return the error that says which action failed, why, and what to do."""
     reason = error.strerror or str(error)
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
@@ -291,5 +293,5 @@ def has_same_bytes(path: Path, other: Path) -> bool:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error's text, for an OSError without number and path."""
+    """Return an error's text; for an OSError, without number and path."""
     return (error.strerror if isinstance(error, OSError) else None) or str(error)

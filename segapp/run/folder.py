@@ -33,7 +33,7 @@ SCHEMA = 1
 """Version of `run.json` and of the folder's layout."""
 
 BUSY_S = 120.0
-"""A restart waits so long for the process that it follows to end."""
+"""Maximum time that a restart waits until the previous process ends."""
 
 _BUSY_LOOK_S = 0.5
 _MAX_NAME_CHARS = 100
@@ -49,13 +49,13 @@ class RunInfo(BaseModel):
     """Unique id."""
     name: str
     created_s: float
-    """Unix seconds."""
+    """Time of the start, Unix seconds."""
     process: ProcessId
-    """The trainer that created the run; `lock` names the present one."""
+    """The process that created the run; `lock` names the present one."""
     argv: list[str] = []
     versions: dict[str, str] = {}
     gpus: list[dict[str, Any]] = []
-    """One dict a GPU, with `uuid`, `name` and `total_mib`."""
+    """One dict per GPU, with `uuid`, `name` and `total_mib`."""
 
 
 class RunFolder:
@@ -64,7 +64,7 @@ class RunFolder:
     def __init__(self, path: Path | str, *, is_made: bool = False) -> None:
         self.path = Path(path)
         self.is_made = is_made
-        """True if `create` made it and no folder was there before."""
+        """True if `create` made the folder."""
         self.run_json = self.path / "run.json"
         """`RunInfo` of the run."""
         self.config_yaml = self.path / "config.yaml"
@@ -82,19 +82,19 @@ class RunFolder:
         self.saved_plan = self.path / "memory_plan.json"
         """The memory plan at the start of the run."""
         self.calibration = self.path / "calibration.json"
-        """The temperature of the probabilities of a checkpoint."""
+        """The temperature of a checkpoint's probabilities."""
         self.image_counts = self.path / "image_counts.npz"
-        """Pixel counts of each image of a split, of `segapp report` and `segapp compare`."""
+        """Pixel counts per image of a split, from `segapp report` and `segapp compare`."""
         self.parts = self.path / "parts"
         """Copies of the source files of custom components."""
         self.tensorboard = self.path / "tensorboard"
         """TensorBoard event files."""
         self.log = self.path / "trainer.log"
-        """Output of a detached trainer, and tracebacks; of several ranks, the tracebacks of rank 0."""
+        """Output of a detached trainer, and tracebacks; with several ranks, the tracebacks of rank 0."""
         self.logs = self.path / "logs"
-        """`rank-0001.log`: tracebacks of the rank 1; `rank-0001-stacks.log`: its stacks, after a hang; and so on."""
+        """`rank-0001.log`: tracebacks of rank 1; `rank-0001-stacks.log`: its stacks after a hang; and so on."""
         self.lock = self.path / "lock"
-        """File that the trainer keeps locked while it runs; names that process."""
+        """File that the trainer keeps locked while it runs; it names that process."""
         self._file_lock = FileLock(self.lock)
 
     @property
@@ -120,11 +120,11 @@ class RunFolder:
     def create(cls, name: str = "run", *, path: Path | str | None = None, root: Path | str = "runs") -> "RunFolder":
         """Create the folder of a new training, not yet locked: `path`, else `root/name`.
 
-        `path` may exist if it holds no run, or one without a single step. If `root/name` exists, the folder is
+        `path` may exist if it contains no run, or a run without a single step. If `root/name` exists, the folder is
         `root/name-2`, `-3` and so on; a start that failed before any training is replaced.
 
         Raises:
-            ConfigError: The name is not a valid folder name, or `path` already holds a run.
+            ConfigError: The name is not a valid folder name, or `path` already contains a run.
             StorageError: The folder cannot be created.
         """
         try:
@@ -155,9 +155,9 @@ class RunFolder:
 
         Args:
             say: Called with the reason for a wait: a lease whose holder may be dead, or, for up to `BUSY_S`, a holder
-                that is about to end, because this is a restart or the holder belongs to the same job. None: it does
-                not wait.
-            environ: By default the variables of this process.
+                that is about to end, because this is a restart or the holder belongs to the same job. None: do not
+                wait.
+            environ: Environment variables; by default of this process.
 
         Raises:
             RunBusyError: Another process holds the lock; the message names its host and process id.
@@ -191,7 +191,7 @@ class RunFolder:
             return self._file_lock.acquire(say)
 
     def _is_about_to_end(self, environ: Mapping[str, str]) -> bool:
-        """Return True if this is a restart, or the holder is of this job: the earlier process is ending."""
+        """Return True if this is a restart, or the holder belongs to the same job, so the earlier process is ending."""
         restarts = (environ.get(name, "") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT"))
         job = job_of(environ)
         return any(count.isdecimal() and int(count) > 0 for count in restarts) or (
@@ -203,13 +203,13 @@ class RunFolder:
         return self._file_lock.fd >= 0 and self._file_lock.has_lease
 
     def on_lease_lost(self, act: Callable[[str], None]) -> None:
-        """Call `act` with the reason, possibly in another thread, once another process has taken the lease."""
+        """Call `act` with the reason, possibly in another thread, after another process has taken the lease."""
         self._file_lock.lease.on_lost = lambda: act(self._lost_message())
 
     def check_lease(self, max_age_s: float = 0.0) -> None:
         """Raise RunBusyError if this process held the folder by a lease that another process has taken.
 
-        One that this process renewed at most `max_age_s` ago counts as its own.
+        A lease that this process renewed at most `max_age_s` ago is considered its own.
         """
         if self.has_lease() and not self._file_lock.lease.is_own(max_age_s):
             self._file_lock.lease.on_lost()
@@ -323,7 +323,7 @@ class RunFolder:
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
-    """Return a name for the job of a scheduler or an elastic launcher that a process belongs to; None for neither."""
+    """Return a name for the scheduler's or elastic launcher's job that a process belongs to; None for neither."""
     if job := environ.get("SLURM_JOB_ID"):
         return f"slurm {job}"
     job = environ.get("TORCHELASTIC_RUN_ID")
@@ -331,17 +331,17 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a folder is that of a run."""
+    """Return True if a folder contains a run."""
     return (path / "run.json").is_file()
 
 
 def is_sweep(path: Path) -> bool:
-    """Return True if a folder is that of a sweep, which holds the folders of its runs."""
+    """Return True if a folder contains a sweep, with the folders of its runs."""
     return (path / "sweep.json").is_file()
 
 
 def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFolder:
-    """Return the folder of a run: by its name, a path to its folder or a file in it; None: the run that began last.
+    """Return a run's folder by name, or by a path to it or a file in it; None: the run that started last.
 
     Raises:
         ConfigError: There is no such run; the message names the most similar ones.
@@ -369,12 +369,12 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
 
 
 def run_of_file(path: Path) -> RunFolder | None:
-    """Return the run that a file lies in, such as one of its checkpoints; None for a file outside a run."""
+    """Return the run that contains a file, such as one of its checkpoints; None for a file outside a run."""
     return next((RunFolder(folder) for folder in list(path.absolute().parents)[:3] if is_run(folder)), None)
 
 
 def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list[RunFolder]:
-    """Return every run below a folder, the last one to begin or resume first; with the runs of its sweeps, or not."""
+    """Return all runs in a folder, the last started or resumed first, optionally with the runs of its sweeps."""
     try:
         inside = list(Path(root).iterdir())
         paths = [path for path in inside if is_run(path)]
@@ -386,7 +386,7 @@ def run_folders(root: Path | str = "runs", *, with_sweeps: bool = False) -> list
 
 
 def last_start_s(path: Path) -> float:
-    """Return when a run or sweep began or was resumed last, Unix seconds; 0 if unknown."""
+    """Return the last start or resume of a run or sweep, Unix seconds; 0 if unknown."""
     times = []
     for name in ("run.json", "sweep.json", "lock"):
         with contextlib.suppress(OSError):
@@ -420,7 +420,7 @@ def remove_failed_start(folder: RunFolder) -> bool:
     if not folder.is_failed_start():
         return False
     with contextlib.suppress(OSError, RunBusyError, StorageError), folder:
-        if folder.is_failed_start():  # still: another process may have replaced it
+        if folder.is_failed_start():  # check again: another process may have replaced it
             removed = folder.path.with_name(f".{folder.path.name}-{secrets.token_hex(4)}")
             folder.path.rename(removed)
             shutil.rmtree(removed, ignore_errors=True)

@@ -1,9 +1,9 @@
 """A lease, which replaces the lock on file systems without locks: a file with a random token and a counter.
 
-The holder renews the counter every `RENEW_S`. Another process may take the lease once the counter has not changed for
-`STILL_S` by its own clock, so that no clocks are compared; the holder then finds another token, and must not write any
-more. A holder that was asleep may have checked its token just before: a lease makes two writers unlikely, a lock makes
-them impossible.
+The holder renews the counter every `RENEW_S`. Another process may take the lease if the counter has not changed for
+`STILL_S` by its own clock, so clocks are never compared. The former holder then finds another token, and must not write
+any more. A holder that was asleep may have checked its token just before, so a lease makes two writers unlikely,
+whereas a lock makes them impossible.
 """
 
 import contextlib
@@ -17,14 +17,14 @@ from pathlib import Path
 from segapp.run.files import fsync_directory, open_new, remove_quietly, temporary_name, write_all
 
 RENEW_S = 10.0
-"""The holder renews the counter so often."""
+"""Interval at which the holder renews the counter."""
 
 STILL_S = 60.0
-"""A lease whose counter does not change for so long may be taken."""
+"""A lease whose counter has not changed for this time may be taken."""
 
 _LOOK_S = 1.0
 _JOIN_S = 5.0
-_PAUSE_S = 2.0  # longer than another taker needs from its last look at the old lease to its rename
+_PAUSE_S = 2.0  # longer than another process needs from its last read of the old lease to its rename
 
 
 class Lease:
@@ -33,16 +33,17 @@ class Lease:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.on_lost: Callable[[], None] = lambda: None
-        """Called, possibly in another thread, once another process has taken the lease."""
+        """Called, possibly in another thread, after another process has taken the lease."""
         self._token, self._count, self._fd, self._pid, self._renewed_s = b"", 0, -1, 0, float("-inf")
         self._stop = threading.Event()
         self._renewal: threading.Thread
 
     def acquire(self, say: Callable[[str], None] | None = None) -> bool:
-        """Take the lease, and renew it until `release` or the end of the process; False if another one holds it.
+        """Take the lease, and renew it until `release` or the end of the process; False if another process holds it.
 
         Args:
-            say: Is called if it takes a while to see whether the holder still lives. None: any lease counts as held.
+            say: Called before a wait that shows whether the holder is alive. None: do not wait, the holder counts as
+                alive.
 
         Raises:
             OSError: The file cannot be written.
@@ -77,9 +78,9 @@ class Lease:
         self._fd = -1
 
     def is_own(self, max_age_s: float = 0.0) -> bool:
-        """Return True while the file has this process's token; OSError if that cannot be read.
+        """Return True while the file has this process's token; OSError if it cannot be read.
 
-        Nothing is read if this process renewed it at most `max_age_s` ago, below `STILL_S`: nobody can have taken it.
+        Nothing is read if this process renewed it at most `max_age_s` ago, which must be below `STILL_S`.
         """
         if time.monotonic() - self._renewed_s < max_age_s:
             return True
@@ -121,7 +122,7 @@ class Lease:
             if seen is None or self._read() != seen:
                 return None
             now_s = time.monotonic()
-            still_s += min(now_s - looked_s, 2 * _LOOK_S)  # the time in which this process was stopped does not count
+            still_s += min(now_s - looked_s, 2 * _LOOK_S)  # time in which this process was stopped does not count
             looked_s = now_s
         return seen
 
@@ -134,7 +135,7 @@ class Lease:
             return None
 
     def _write(self) -> None:
-        """Write the next count into the open file: never into that of a process that has taken the lease."""
+        """Write the next count into this process's open file, never into a file that has replaced it."""
         self._count, renewed_s = self._count + 1, time.monotonic()
         os.lseek(self._fd, 0, os.SEEK_SET)
         write_all(self._fd, self._token + b" %020d\n" % self._count)

@@ -1,6 +1,6 @@
-"""A lock on a file that ends with the process that holds it and can be queried without being taken.
+"""A lock on a file that ends with its process and can be queried without being taken.
 
-If the file system has no locks, a lease next to the file replaces the lock.
+If the file system has no locks, a lease next to the file is used instead.
 """
 
 import contextlib
@@ -20,10 +20,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class FileLock:
-    """A lock on a file, which is made if it is missing.
+    """A lock on a file, which is created if it is missing.
 
-    On Linux it is an "open file description" lock: unlike a POSIX record lock it is not released when another part of
-    the process opens and closes the same file, and unlike `flock` it can be queried. Child processes do not inherit it.
+    On Linux it is an "open file description" lock: unlike a POSIX record lock, it is not released when another part of
+    the process opens and closes the same file, and unlike `flock`, it can be queried. Child processes do not inherit
+    it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -32,12 +33,13 @@ class FileLock:
         """The open file while the lock is held; -1 otherwise."""
         self.lease = Lease(path.with_name(f"{path.name}.lease"))
         self.has_lease = False
-        """True while the lock is held, or was lost, by a lease: the file system has no locks."""
+        """True while a lease is held, or was lost, instead of a lock, because the file system has no locks."""
 
     def acquire(self, say: Callable[[str], None] | None = None) -> bool:
         """Lock the file until `release` or the end of the process; False if another process holds the lock.
 
-        `say` is called before a wait for a lease whose holder may be dead; None: its holder counts as alive.
+        `say` is called before a wait for a lease whose holder may be dead; None: do not wait, the holder counts as
+        alive.
 
         Raises:
             OSError: the file cannot be opened or written.
@@ -71,12 +73,12 @@ class FileLock:
             if error.errno not in _NO_LOCKS:
                 raise
             self.has_lease = True
-        # A machine that mounts the file system without locks may have a lease where this one has a lock.
+        # A machine that mounts the file system without locks may have a lease where this machine has a lock.
         self.has_lease = self.has_lease or self.lease.path.exists()
         return not self.has_lease or self.lease.acquire(say)
 
     def release(self) -> None:
-        """Unlock for all processes that share the open file: a new child may not have closed its copy yet."""
+        """Unlock for all processes that share the open file, because a new child may not have closed its copy yet."""
         if self.fd >= 0:
             self.lease.release()
             with contextlib.suppress(OSError):
@@ -127,5 +129,5 @@ def _unlock(fd: int) -> None:
 
 
 def _ofd(fd: int, command: int, kind: int) -> bytes:
-    """Call fcntl with a lock of the whole file, as `struct flock` of Linux on 64 bits has it."""
+    """Call fcntl with a lock on the whole file, using `struct flock` of 64-bit Linux."""
     return fcntl.fcntl(fd, command, struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0))

@@ -1,6 +1,6 @@
 """Identity and liveness of a process: host, boot, process id and start time, because process ids are reused.
 
-`psutil` is imported where it is used: its import takes about as long as the rest of a viewer's start.
+`psutil` is imported only in functions, because its import takes about as long as the rest of a viewer's start.
 """
 
 import os
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 class ProcessId(BaseModel):
-    """One process of one boot of one host."""
+    """A process on one boot of one host."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     host: str
     pid: int
     start_ticks: int | None = None
-    """Start time in clock ticks since boot; None where unknown."""
+    """Start time in clock ticks since boot; None if unknown."""
     boot_id: str | None = None
     start_s: float | None = None
     """Start time, Unix seconds."""
@@ -47,7 +47,7 @@ def this_process() -> ProcessId:
 
 
 def is_alive(process: ProcessId) -> bool | None:
-    """True if a process runs; None if it belongs to another host, or to a container with process ids of its own.
+    """Return True if a process runs; None if it is on another host, or in a container with separate process ids.
 
     False for a zombie, and for a process id that now belongs to another process.
     """
@@ -65,7 +65,7 @@ def is_alive(process: ProcessId) -> bool | None:
         found = psutil.Process(process.pid)
         is_same = process.start_ticks is None or process.start_ticks == _start_ticks(found)
         return is_same and found.status() != psutil.STATUS_ZOMBIE
-    except psutil.Error:  # the process exists, and the system hides the rest
+    except psutil.Error:  # the process exists, but the system hides its facts
         return True
 
 

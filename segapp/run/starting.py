@@ -1,4 +1,4 @@
-"""What a command prints before its work begins: a training in its log, which the screen reads; others on a terminal."""
+"""Messages before a command's work begins: in a training's log, which the TUI reads; for others, on a terminal."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ _MARK = "starting: "
 
 
 def announce(what: str) -> None:
-    """Print what the trainer does now, behind `starting:`."""
+    """Print what the trainer does now, after `starting:`."""
     print(f"{_MARK}{what}", flush=True)
 
 
 def announce_on_terminal(what: str) -> None:
-    """Print what a command does now on stderr if it is a terminal: scripts, pipes and --json get the results only."""
+    """Print a command's present action on stderr if it is a terminal; scripts, pipes and --json get only results."""
     if sys.stderr.isatty():
         print(f"{_MARK}{what}", file=sys.stderr, flush=True)
 
 
 class _TorchNotice:
-    """A finder of modules that finds none, and prints a line when torch is about to be imported.
+    """A module finder that finds nothing, and prints a line when torch is about to be imported.
 
-    It stays among the finders: removing one while they are asked would skip the next.
+    It is never removed, because removing a finder during a search would skip the next one.
     """
 
     has_printed = False
@@ -35,17 +35,17 @@ class _TorchNotice:
 
 
 def announce_torch() -> None:
-    """Print a line on a terminal when a command imports torch, which takes seconds, so that it is not silent."""
+    """Print a line on a terminal when a command imports torch, which takes seconds."""
     sys.meta_path.insert(0, _TorchNotice())
 
 
 def last_announced(lines: list[str]) -> str | None:
-    """Return what was announced last in the lines of a log; None if nothing was."""
+    """Return the last announcement in the lines of a log; None if there is none."""
     return next((line.removeprefix(_MARK) for line in reversed(lines) if line.startswith(_MARK)), None)
 
 
 class _LastingStream:
-    """A stream that continues without its reader: after a broken pipe, what is written goes to /dev/null."""
+    """A stream that continues without its reader: after a broken pipe, it writes to /dev/null."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
@@ -75,6 +75,6 @@ class _LastingStream:
 
 
 def outlast_readers() -> None:
-    """Keep this process from ending with whoever reads its output, as in `segapp train | head`."""
+    """Keep this process from ending when the reader of its output ends, as in `segapp train | head`."""
     streams: Any = _LastingStream(sys.stdout), _LastingStream(sys.stderr)
     sys.stdout, sys.stderr = streams

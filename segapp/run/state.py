@@ -15,16 +15,16 @@ from segapp.run.process import is_alive
 State = Literal["live", "busy", "stale", "lost", "crashed", "finished", "stopped", "failed"]
 
 FRESH_S = 15.0
-"""Without an event for longer than this, and than five steps, a run is no longer `live`."""
+"""A run without an event for longer than this, and longer than five steps, is no longer `live`."""
 
 _TAIL_BYTES = 256 * 2**10
 _MAX_TAIL_BYTES = 16 * 2**20
-"""The search for the last events goes back no further than this."""
+"""Maximum size of the end of the file that is searched for the last events."""
 
 
 @dataclass(frozen=True)
 class StateFacts:
-    """What decides about a state."""
+    """Facts that determine a state."""
 
     end_status: Literal["finished", "stopped", "failed"] | None = None
     """Status of `run_end`, if no training began after it."""
@@ -79,12 +79,12 @@ def read_facts(path: Path | str, now_s: float | None = None) -> StateFacts:
 
 
 def run_state(path: Path | str, now_s: float | None = None) -> State:
-    """Return the state of a run: `derive_state` of its facts."""
+    """Return the state of a run, `derive_state` of its facts."""
     return derive_state(read_facts(path, now_s))
 
 
 def is_trainer_alive(folder: RunFolder) -> bool | None:
-    """True if a process holds the run's lock, or still runs; None if unknown on this host."""
+    """Return True if a process holds the run's lock, or still runs; None if unknown on this host."""
     if folder.is_locked():
         return True
     info = folder.read_info()
@@ -92,7 +92,7 @@ def is_trainer_alive(folder: RunFolder) -> bool | None:
     if process is None:
         return False
     if process.boot_id not in (None, boot_id()) and _was_written_since_boot(folder):
-        return None  # not by a process of an earlier boot: by one of another machine, perhaps of the same name
+        return None  # its holder is from an earlier boot, or on another machine, perhaps with the same name
     return is_alive(process)
 
 
@@ -118,7 +118,7 @@ def _interval_s(times_s: list[float]) -> float:
 
 
 def read_tail(path: Path) -> list[dict[str, Any]]:
-    """Return the last events of a file; reads further back if the end holds none."""
+    """Return the last events of a file; read further back if the end has none."""
     num_bytes = _TAIL_BYTES
     while True:
         events = EventReader(path, last_bytes=num_bytes).read_raw()

@@ -1,4 +1,4 @@
-"""The folder of a sweep: what its runs are, where they lie, and how far they are. No torch here."""
+"""The folder of a sweep: its runs, their folders, and their progress. No torch here."""
 
 import contextlib
 import time
@@ -29,11 +29,11 @@ class SweepRun(BaseModel):
     name: str
     """Name of its folder in the folder of the sweep."""
     config: str
-    """Name of the config file that it belongs to, without folder and ending."""
+    """Name of its config file, without folder and suffix."""
     settings: dict[str, Any]
     """Value of each config key that the sweep varies or sets."""
     exit_code: int | None = None
-    """Of the trainer that failed last; None: none has."""
+    """Exit code of the trainer that failed last; None: none has."""
     reason: str | None = None
     """First line of its error."""
 
@@ -47,24 +47,24 @@ class SweepInfo(BaseModel):
     created_s: float
     """Unix seconds."""
     axes: dict[str, list[str]]
-    """Config key -> its values as YAML, of all commands so far."""
+    """Config key -> its values as YAML, from all commands so far."""
     runs: list[SweepRun]
 
 
 @dataclass(frozen=True)
 class SweepProgress:
-    """Number of runs of a sweep by what has become of them."""
+    """Numbers of runs of a sweep, by outcome."""
 
     num_runs: int
     num_finished: int
     num_failed: int
     num_running: int
     is_active: bool
-    """A process carries the sweep out."""
+    """True if a process is running the sweep."""
 
     @property
     def state(self) -> State:
-        """State of the sweep as that of a run: `stopped` if runs are left that nothing carries out."""
+        """State of the sweep, like a run's: `stopped` if runs are left and no process is running the sweep."""
         if self.is_active:
             return "live"
         if self.num_finished == self.num_runs:
@@ -98,7 +98,7 @@ class SweepFolder:
         return RunFolder(self.path / run)
 
     def state_of(self, run: SweepRun) -> SweepRunState:
-        """Return the state of a run; `failed` also if its trainer failed before it wrote an event."""
+        """Return the state of a run; `failed` even if its trainer failed before it wrote an event."""
         folder = self.folder_of(run.name)
         state = run_state(folder.path) if is_run(folder.path) else "waiting"
         is_over_or_unknown = state in ("waiting", "crashed", "stopped", "failed")
@@ -122,14 +122,14 @@ class SweepFolder:
             write_atomic(path, info.model_dump_json(indent=1) + "\n")
 
     def note_end(self, run: str, exit_code: int | None, reason: str | None) -> None:
-        """Write into `sweep.json`, as the holder of the lock, how a run failed, or with None that it no longer has."""
+        """Record in `sweep.json`, as the holder of the lock, how a run failed; None removes the record."""
         info, changes = self.read(), {"exit_code": exit_code, "reason": reason}
         runs = [each.model_copy(update=changes) if each.name == run else each for each in info.runs]
         if runs != info.runs:
             self.write(info.model_copy(update={"runs": runs}))
 
     def acquire(self) -> None:
-        """Lock the sweep for this process until its end, or `release`; RunBusyError if another one carries it out."""
+        """Lock the sweep until `release` or the end of this process; RunBusyError if another process is running it."""
         with storage_errors(self._lock.path, "choose another folder"):
             self.path.mkdir(parents=True, exist_ok=True)
             is_acquired = self._lock.acquire()
@@ -144,11 +144,11 @@ class SweepFolder:
         self._lock.release()
 
     def is_locked(self) -> bool:
-        """Return True if a process carries the sweep out."""
+        """Return True if a process is running the sweep."""
         return bool(self._lock.is_held())
 
     def progress(self) -> SweepProgress:
-        """Return how far the sweep is."""
+        """Return the progress of the sweep."""
         states = [self.state_of(run) for run in self.read().runs]
         return SweepProgress(
             num_runs=len(states),
@@ -165,7 +165,7 @@ def find_sweep(what: str | Path, root: Path | str = "runs") -> SweepFolder | Non
 
 
 def sweep_folders(root: Path | str = "runs") -> list[SweepFolder]:
-    """Return every sweep below a folder; a damaged one is left out."""
+    """Return every sweep in a folder except damaged ones."""
     found = []
     with contextlib.suppress(OSError):
         for path in sorted(Path(root).iterdir()):

@@ -1,11 +1,11 @@
-"""Numbers, times, sizes and names as every viewer writes them; text from data is made safe to print."""
+"""Numbers, times, sizes and names in the form that all viewers use; text from data is made safe to print."""
 
 import math
 import re
 from collections.abc import Sequence
 
-# C0 and C1 controls and DEL drive the terminal; bidirectional controls and line separators reorder or hide text;
-# lone surrogates (file names that are not UTF-8) cannot be printed at all.
+# C0 and C1 controls and DEL control the terminal; bidirectional controls and line separators reorder or hide text; lone
+# surrogates (file names that are not UTF-8) cannot be printed at all.
 _UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
 
 

@@ -1,4 +1,4 @@
-"""What the parts of a training share: its run and process, its fixed numbers, and its facts; here the config ends."""
+"""Objects that the modules of a training share: its run and process, its fixed numbers, and its facts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from segapp.training.telemetry.remaining_time import Timetable
 
 @dataclass(frozen=True)
 class Places:
-    """Where the devices of a training are.
+    """Locations of the devices of a training.
 
     Attributes:
         names: host and device, for each device of all ranks.
@@ -42,14 +42,14 @@ class RunContext:
     """One training process and its run."""
 
     folder: RunFolder
-    """Every rank reads it, the main rank writes it."""
+    """Every rank reads it; the main rank writes it."""
     event_log: EventLog
-    """It writes on the main rank only."""
+    """It writes only on the main rank."""
     ranks: Ranks
     signals: StopSignals
     device_memory: DeviceMemoryTracker
     places: Places = field(default_factory=Places)
-    """Of the devices of all ranks."""
+    """Devices of all ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TrainerSettings:
 
     timetable: Timetable
     batch_size: int
-    """Images of a micro-batch, all devices and ranks together."""
+    """Images of a micro-batch, over all devices and ranks."""
     accumulate: int
     base_lr: float
     """The configured learning rate, for messages."""
@@ -67,11 +67,11 @@ class TrainerSettings:
     save_rules: SaveRules
     monitor: str
     freeze_epochs: int | None
-    """Epochs for which `model.freeze` holds; None: the whole run."""
+    """Epochs for which `model.freeze` applies; None: the whole run."""
     early_stop: int | None
-    """Evaluations without a better score that end the training; None: never."""
+    """Number of evaluations without a better score after which the training ends; None: never."""
     max_bad_steps: int
-    """Steps in a row without a finite loss or gradient that end the training."""
+    """Number of consecutive steps with a non-finite loss or gradient after which the training ends."""
     log_every_steps: int
 
 
@@ -83,21 +83,21 @@ class TrainingFacts:
     palette: list[tuple[int, int, int]]
     num_params: int
     devices: list[Any]
-    """Of all ranks."""
+    """Devices of all ranks."""
     num_train: int
     num_val: int
     config: dict[str, Any]
     num_trainable: int
-    """Parameters that are trained from the first epoch on."""
+    """Number of parameters that are trained from the first epoch on."""
     freeze_epochs: int | None
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
     param_groups: list[ParamGroup]
     mode: str | None = None
     mode_reason: str | None = None
-    """Why `parallel.mode: auto` chose it; None where the config names it."""
+    """Why `parallel.mode: auto` chose it; None if the config sets it."""
     parts: dict[str, str] = field(default_factory=dict)
-    """Name -> SHA-256 of the source file of each own part."""
+    """Name -> SHA-256 of the source file of each custom component."""
     alerts: Sequence[Alert] = ()
-    """What the user should know before the first step."""
+    """Sentences for the user before the first step."""
     notes: Sequence[str] = ()
-    """The same, for things that are usual."""
+    """The same, but for usual things."""

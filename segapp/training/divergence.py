@@ -1,9 +1,9 @@
 """The rule by which a training has diverged, from the losses of whole epochs.
 
-An epoch has diverged if the loss of each of its steps is above that of the first step, before which nothing was
-learned, and their mean is more than three times as high as the first loss and as the loss of a guess, ln C for C
-classes. Warm restarts, thawed layers and the noise of small sets stay far below that; a fine-tuned network, whose first
-loss is small, may rise to the loss of a guess.
+An epoch has diverged if the loss of each of its steps is higher than the loss of the first step, before which nothing
+was learned, and if their mean is more than three times as high as the first loss and as a guess's loss, ln C for C
+classes. Warm restarts, unfrozen layers and the noise of small data sets stay far below that. A fine-tuned network,
+whose first loss is small, may rise to a guess's loss.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 from torch import Tensor
 
 DIVERGED = 3.0
-"""Mean loss of an epoch that ends the run, in times of the first loss and of the loss of a guess."""
+"""Mean loss of an epoch that ends the run, relative to the first loss and a guess's loss."""
 RISEN = 1.5
-"""Mean loss of an epoch that is reported, in times of the first loss."""
+"""Mean loss of an epoch that is reported, relative to the first loss."""
 _LEAST_STEPS = 2
 
 
 def judge_epoch(first: float, losses: Sequence[float], num_classes: int) -> tuple[bool, str] | None:
-    """Return whether an epoch has diverged, and a sentence about it; None if its losses are those of a training.
+    """Return True if an epoch has diverged, and a sentence about it; None if its losses are normal.
 
-    The losses are those of the later steps; those that are not finite are left out, because they changed nothing.
+    The losses are from the later steps; non-finite ones are left out, because they changed nothing.
 
     >>> judge_epoch(2.4, [900.0, 3000.0], 11)
     (True, 'the loss of each step was above the loss of the first step (2.4), 1.95e+03 on average')
@@ -50,13 +50,13 @@ class LossWatch:
         self._has_warned = False
 
     def add(self, loss: Tensor) -> None:
-        """Note the loss of a step; nothing waits for the device."""
+        """Record the loss of a step without waiting for the device."""
         self._losses.append(loss)
 
     def end_epoch(self, num_steps: int) -> tuple[bool, str] | None:
-        """Return what `judge_epoch` finds in an epoch of `num_steps` steps, warnings once.
+        """Return the result of `judge_epoch` for an epoch of `num_steps` steps; each warning only once.
 
-        An epoch of which this process made only a part, after a resume, is not judged.
+        An epoch that this process trained only partly, after a resume, is not judged.
         """
         losses, self._losses = self._losses, []
         if not losses:

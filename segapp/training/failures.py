@@ -1,4 +1,4 @@
-"""Any failure of a training as one of segapp's errors."""
+"""Any failure of a training as a segapp error."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _OF_A_COLLECTIVE = re.compile(
 def as_segapp_error(
     error: Exception, parts: Mapping[str, str] = MappingProxyType({}), *, num_devices: int = 1
 ) -> SegappError:
-    """Return the error that tells a user what failed; an unforeseen one becomes a RunError that names its type.
+    """Return the error that tells a user what failed; an unexpected error becomes a RunError with its type.
 
-    `parts` has the custom component of each key of the config. If the process has one device, the error of a replica
-    is shown as the error within it.
+    `parts` has the custom component of each key of the config. If the process has one device, the error within a
+    replica is shown instead of the replica's.
     """
     if isinstance(error, SegappError):
         return error

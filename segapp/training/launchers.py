@@ -35,9 +35,9 @@ _FIRST_HOST = re.compile(r"(?P<start>[^\[,]*)(?:\[(?P<number>\d+)[^\]]*\](?P<end
 
 
 def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
-    """Set torchrun's variables from those of another launcher, in place; return its name, None if there is none.
+    """Set torchrun's variables from another launcher's, in place; return its name, None if there is none.
 
-    Several tasks without a RANK would otherwise each train the whole run. A task of its own is left as it is.
+    Several tasks without RANK would otherwise each train the whole run. A single task is not changed.
 
     Raises:
         DistributedError: a variable that the ranks need is missing.
@@ -73,7 +73,7 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
 
 
 def other_launcher(environ: Mapping[str, str]) -> str | None:
-    """Return what started this process as a rank, other than segapp; None if segapp did, or nothing.
+    """Return the launcher that started this process as a rank, if it is not segapp; otherwise None.
 
     >>> other_launcher({"RANK": "0", "TORCHELASTIC_RUN_ID": "none"}), other_launcher({})
     ('torchrun', None)
@@ -86,7 +86,7 @@ def other_launcher(environ: Mapping[str, str]) -> str | None:
 
 
 def loss_without_launch(environ: Mapping[str, str]) -> str | None:
-    """Return what a training lacks that another launcher than `segapp launch` has started; None on most ranks."""
+    """Return the features that a training lacks without `segapp launch`, as a sentence; None on most ranks."""
     launcher = other_launcher(environ)
     if launcher is None or environ["RANK"] != "0":
         return None
@@ -99,7 +99,7 @@ def loss_without_launch(environ: Mapping[str, str]) -> str | None:
 
 
 def exit_code_for_launcher(code: int, environ: Mapping[str, str]) -> int:
-    """Return the exit code of a rank: 0 for a stop under a launcher that would start the training again."""
+    """Return the exit code of a rank: 0 for a stop if the launcher would start the training again."""
     return 0 if code == EXIT_STOPPED_AND_SAVED and _restarts_everything(environ) else code
 
 
@@ -110,13 +110,13 @@ def _restarts_everything(environ: Mapping[str, str]) -> bool:
 def _num_ranks(launcher: _Launcher, environ: Mapping[str, str]) -> int:
     """Return the number of tasks that a launcher announces; 0 if it did not start this process."""
     text = environ.get(launcher.num_ranks, "")
-    if launcher.name == "srun":  # a batch script has SLURM's variables too, and is one process
+    if launcher.name == "srun":  # a batch script has SLURM's variables too, but is one process
         text = (text or environ.get("SLURM_NTASKS", "")) if "SLURM_STEP_ID" in environ else ""
     return int(text) if text.isdecimal() and launcher.rank in environ else 0
 
 
 def _meeting_point(launcher: _Launcher, environ: Mapping[str, str]) -> dict[str, str | None]:
-    """Return address and port of rank 0, which SLURM's list of machines and number of the job give."""
+    """Return address and port of rank 0, from SLURM's list of machines and job number."""
     address, port = environ.get("MASTER_ADDR"), environ.get("MASTER_PORT")
     if launcher.name == "srun":
         hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")

@@ -1,4 +1,4 @@
-"""End this rank when another one is gone that it would wait for: a process of this machine, or another machine."""
+"""End this rank if another rank that it would wait for is gone: a process of this machine, or another machine."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ logger = logging.getLogger("segapp")
 
 
 class Peers:
-    """The ranks of a job and, on one rank of each machine, the watch over the other machines, which begins here.
+    """The ranks of a job and, on one rank per machine, the watch over the other machines, which starts here.
 
     Args:
-        rank: of this process.
+        rank: rank of this process.
         places: (machine, process id, host name) of every rank.
-        store: of the process group, with a connection of its own.
+        store: store of the process group, with a separate connection.
         limit_s: seconds of silence after which a machine is lost; 0: they are not watched.
 
     Attributes:
@@ -43,7 +43,7 @@ class Peers:
         for number, (machine, _, _) in enumerate(places):
             ranks_of.setdefault(machine, []).append(number)
         if limit_s > 0 and len(ranks_of) > 1 and ranks_of[here][0] == rank:
-            job = f"segapp/alive/{places[0][0]}/{places[0][1]}"  # of this round: the store may be that of all rounds
+            job = f"segapp/alive/{places[0][0]}/{places[0][1]}"  # of this round, because all rounds may share the store
             others = {f"{job}/{machine}": _named(places, own) for machine, own in ranks_of.items() if machine != here}
             self._watch = PeerWatch(store(), f"{job}/{here}", others, self._lose, limit_s=limit_s)
 
@@ -61,7 +61,7 @@ class Peers:
         """Run the body; end this process soon after a rank of this machine, or another machine, is gone.
 
         Args:
-            report: called before that with the reason.
+            report: called with the reason before the process ends.
         """
         here = machine_id()
         others = [pid for machine, pid in self.pids if machine == here and pid != os.getpid()]
@@ -75,7 +75,7 @@ class Peers:
             end_watch()
 
     def close(self, *, has_left: bool = False) -> None:
-        """End the watch over the other machines; those that still watch do not miss one that has left."""
+        """End the watch over the other machines; with `has_left`, machines that still watch do not report this one."""
         if self._watch is not None:
             self._watch.stop(has_left=has_left)
             self._watch = None

@@ -1,7 +1,7 @@
-"""What follows an out-of-memory error: the split is reverted, a fallback is adopted, or the training ends.
+"""Reactions to an out-of-memory error: revert the split, adopt a fallback, or end the training.
 
-A fallback is a way of working that needs less memory, which a run keeps, resumes included: all blocks of the network
-are computed again in the backward pass, then micro-batches are cut into pieces; evaluation takes image by image, then
+A fallback is a method that needs less memory, which a run keeps, even after a resume. First all blocks of the network
+are recomputed in the backward pass, then micro-batches are cut into pieces. Evaluation processes single images, then
 sliding windows, then smaller windows.
 """
 
@@ -34,7 +34,7 @@ from segapp.training.step.engine import StepEngine
 from segapp.training.step.precise_bn import BatchNormMemoryError
 
 MAX_PIECES = 1024
-"""A micro-batch is cut into at most so many pieces."""
+"""Maximum number of pieces of a micro-batch."""
 SMALLEST_WINDOW_PX = 64
 _SAME_RESULT = "the same gradients and BatchNorm statistics, in about a third more time"
 
@@ -46,20 +46,20 @@ class MemoryFallbacks:
     """The fallbacks that a run has adopted."""
 
     num_pieces: int = 1
-    """A micro-batch is cut into so many."""
+    """Number of pieces of a micro-batch."""
     is_eval_single: bool = False
-    """Evaluate image by image, whatever `eval.batch_size` says."""
+    """Evaluate image by image, whatever `eval.batch_size` is."""
     window_px: tuple[int, int] | None = None
-    """Evaluate in windows of this height and width; None: as the config says."""
+    """Evaluate in windows of this height and width; None: as configured."""
     num_bn_pieces: int = 1
-    """`train.precise_bn` cuts its batches into so many."""
+    """Number of pieces into which `train.precise_bn` cuts its batches."""
     failed_splits: tuple[tuple[int, ...], ...] = ()
-    """Splits over ranks that ran out of memory; the run is back at the one before."""
+    """Splits over ranks that ran out of memory; the run uses the previous split again."""
     is_recomputed: bool = False
-    """All blocks of the network are computed again in the backward pass."""
+    """Recompute all blocks of the network in the backward pass."""
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values, those that differ from the defaults."""
+        """Return the values that differ from the defaults, as plain values."""
         return {name: value for name, value in vars(self).items() if value != getattr(MemoryFallbacks, name)}
 
     @staticmethod
@@ -68,7 +68,7 @@ class MemoryFallbacks:
         return TypeAdapter(MemoryFallbacks).validate_python(values)
 
     def joined(self, other: MemoryFallbacks) -> MemoryFallbacks:
-        """Return the fallbacks after both were adopted."""
+        """Return the combination of two sets of fallbacks."""
         windows = [window for window in (self.window_px, other.window_px) if window is not None]
         return MemoryFallbacks(
             max(self.num_pieces, other.num_pieces),
@@ -80,7 +80,7 @@ class MemoryFallbacks:
         )
 
     def adapted(self, inference: Inference) -> Inference:
-        """Return how whole images are evaluated under these fallbacks."""
+        """Return the inference of whole images with these fallbacks."""
         if self.window_px is None:
             return inference
         own = inference.window_px or self.window_px
@@ -90,10 +90,10 @@ class MemoryFallbacks:
 def next_eval_fallback(
     fallbacks: MemoryFallbacks, inference: Inference, batch_size: int, crop_px: tuple[int, int], *, is_fixed: bool
 ) -> tuple[MemoryFallbacks, str] | None:
-    """Return the next way to evaluate, which needs less memory, and a sentence about it; None if there is none.
+    """Return the next evaluation method, which needs less memory, and a sentence about it; None if there is none.
 
-    `inference` is as it is under the present fallbacks; the first window has the size of a training crop. `is_fixed`
-    says that the network takes windows of one size only.
+    `inference` is the method with the present fallbacks; the first window has the size of a training crop. `is_fixed`
+    means that the network accepts only windows of one size.
     """
     if batch_size > 1 and not fallbacks.is_eval_single:
         return replace(fallbacks, is_eval_single=True), "evaluation continues image by image, with the same result"
@@ -139,10 +139,10 @@ def final_error(report: Oom) -> OutOfMemoryError:
 
 
 def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
-    """Emit that the newest change of the split was reverted, and reject its command, if a rank has reported so.
+    """Emit that the newest change of the split was reverted, and reject its command, if a rank has reported this.
 
-    That rank could not: only the main rank writes events. To be called before the inbox is read, so that the command
-    is not carried out again.
+    That rank could not emit it, because only the main rank writes events. Call it before the inbox is read, so that the
+    command is not carried out again.
     """
     rare = [raw for raw in EventReader(folder.events).read_skimmed() if isinstance(raw, dict)]
     change = next((raw for raw in reversed(rare) if raw["type"] == "gpu0_bsz"), None)
@@ -166,12 +166,12 @@ def report_reverted_split(folder: RunFolder, event_log: EventLog) -> None:
 
 
 class OomPolicy:
-    """Reports out-of-memory errors, decides what follows them, and makes evaluations that need less memory.
+    """Reports out-of-memory errors, decides how to react, and runs evaluations with less memory.
 
     Args:
-        batch_size: images of a micro-batch, all devices and ranks together.
+        batch_size: images of a micro-batch, over all devices and ranks.
         crop_px: height and width of a training crop.
-        advise: returns what to change, the best first; it may take seconds.
+        advise: returns changes, the best first; it may take seconds.
         later: fallbacks adopted after the checkpoint that training continues from, with the step of each.
     """
 
@@ -200,22 +200,22 @@ class OomPolicy:
             controller.batch_split.record_failure(split)
         self._has_left_step = False
         self._cut_at_step: int | None = None
-        """The step for which micro-batches were cut; failing there again ends the training."""
+        """The step in which micro-batches were cut; another failure in it ends the training."""
         self._recomputed_at_step: int | None = None
-        """The step for which blocks began to be computed again."""
+        """The step from which blocks are recomputed."""
 
     @property
     def can_save(self) -> bool:
-        """True if every rank is at a step boundary with a whole state.
+        """True if every rank is at a step boundary with a consistent state.
 
-        False after an update broke off in the middle, or after this rank left a step in which the others still wait.
+        It is False after an update was interrupted, or after this rank left a step in which the others still wait.
         """
         return self._engine.is_whole and not self._has_left_step
 
     def begin(self, position: Position) -> MemoryFallbacks:
         """Return the fallbacks for a step or an evaluation at a position.
 
-        Those adopted after the checkpoint that training continues from are adopted again at the same step.
+        Fallbacks adopted after the checkpoint that training continues from are adopted again at the same step.
         """
         while self._later and self._later[0][0] <= position.step:
             later = self._later.pop(0)[1]
@@ -229,7 +229,7 @@ class OomPolicy:
         self._controller.adopt_recompute("all")
 
     def keep_again(self, error: Exception, position: Position) -> bool:
-        """Undo a recomputation that the network turns out not to allow; return False if it is not what failed."""
+        """Undo a recomputation that the network does not support after all; return False if it was not the cause."""
         is_first = self._recomputed_at_step == position.step and self._ranks.world_size == 1
         if not is_first or not isinstance(error, RuntimeError) or is_out_of_memory(error):
             return False
@@ -243,19 +243,19 @@ class OomPolicy:
         return True
 
     def forget_recompute(self, *, is_later_too: bool = False) -> None:
-        """Take back the recomputation that an out-of-memory error began, because the blocks are chosen by hand."""
+        """Undo the recomputation that an out-of-memory error started, because the blocks are now chosen by hand."""
         self.fallbacks = replace(self.fallbacks, is_recomputed=False)
         if is_later_too:
             self._later = [(step, replace(each, is_recomputed=False)) for step, each in self._later]
 
     def handle_step_failure(self, error: Exception, position: Position) -> None:
-        """After a step ran out of memory: revert to the last good split if there is one, else need less memory.
+        """After a step ran out of memory, revert to the last good split if there is one, else use less memory.
 
-        The first way is to compute all blocks again in the backward pass, the next one to cut micro-batches. What the
-        error holds is freed.
+        The first fallback recomputes all blocks in the backward pass, the next ones cut micro-batches. The memory that
+        the error holds is freed.
 
         Raises:
-            OutOfMemoryError: nothing is left to try.
+            OutOfMemoryError: there is no fallback left.
         """
         if self._ranks.world_size > 1:
             raise self._fail_rank(error, position)
@@ -315,7 +315,7 @@ class OomPolicy:
         return final_error(report)
 
     def _smaller_pieces(self) -> MemoryFallbacks | None:
-        """Return fallbacks with twice as many pieces; None where BatchNorm, or the batch, allows no more."""
+        """Return fallbacks with twice as many pieces; None if BatchNorm or the batch does not allow more."""
         num_pieces = 2 * self.fallbacks.num_pieces
         size = self._batch_size // num_pieces
         if num_pieces > MAX_PIECES or size < 1 or not self._engine.can_train_on(size, num_pieces):
@@ -323,10 +323,10 @@ class OomPolicy:
         return replace(self.fallbacks, num_pieces=num_pieces)
 
     def make_evaluation(self, evaluate: Callable[[MemoryFallbacks], Evaluation], position: Position) -> Evaluation:
-        """Evaluate; if memory does not suffice, begin again in a way that needs less.
+        """Evaluate; if memory does not suffice, start again with a method that needs less.
 
         Raises:
-            OutOfMemoryError: no way needs little enough.
+            OutOfMemoryError: no method needs little enough memory.
         """
         while True:
             try:
@@ -338,7 +338,7 @@ class OomPolicy:
             self._handle_eval_oom(failure, position)
 
     def _handle_eval_oom(self, error: Exception, position: Position) -> None:
-        """Adopt a way to evaluate that needs less memory, on every rank, or raise OutOfMemoryError."""
+        """Adopt an evaluation method that needs less memory, on every rank, or raise OutOfMemoryError."""
         report = self._examined(error, position)
         model, found = self._engine.model, None
         if isinstance(error, BatchNormMemoryError):
@@ -360,7 +360,7 @@ class OomPolicy:
         self._report(report, action=action, fallbacks=self.fallbacks.to_json())
 
     def _examined(self, error: BaseException, position: Position) -> Oom:
-        """Return what is known of an out-of-memory error, on every rank; what the failed attempt held is freed."""
+        """Return the known facts of an out-of-memory error, on every rank; free the memory of the failed attempt."""
         is_own = not isinstance(error, PeerOutOfMemoryError)
         own = examine(error, self._memory, self._ranks.rank) if is_own else None
         release(error, self._engine.device)
@@ -371,7 +371,7 @@ class OomPolicy:
 
     def _give_up(self, report: Oom, action: str) -> OutOfMemoryError:
         advice = self._simple_advice(report)
-        if self._ranks.is_main:  # the training ends, so that there is time for the planner's advice
+        if self._ranks.is_main:  # the training ends, so there is time for the planner's advice
             try:
                 advice = [*self._advise(), *advice]
             except Exception:  # a report without advice is better than none
@@ -379,7 +379,7 @@ class OomPolicy:
         return final_error(self._report(report, action=action, advice=advice))
 
     def _simple_advice(self, report: Oom) -> list[str]:
-        """Return what helps, without a memory plan."""
+        """Return advice without a memory plan."""
         height, width = self._crop_px
         if report.phase == "eval":
             return [f"eval.slide=true eval.slide_px=[{height // 2},{width // 2}]", "eval.batch_size=1"]
@@ -400,11 +400,11 @@ class OomPolicy:
         return report
 
     def _report_alone(self, report: Oom) -> None:
-        """Write what only this rank knows, if no collective is possible; a resume adopts the fallbacks."""
+        """Write the facts that only this rank knows, if no collective is possible; a resume adopts the fallbacks."""
         try:
             self._folder.mkdir(exist_ok=True)
             path = self._folder / f"rank_{self._ranks.rank}_step_{report.step}.json"
-            if path.exists():  # of an earlier start of the ranks: what it adopted stays
+            if path.exists():  # of an earlier start of the ranks: its fallbacks are kept
                 path = path.with_stem(f"{path.stem}_{1 + len(list(self._folder.glob('rank_*.json')))}")
             write_atomic(path, report.model_dump_json(exclude={"v", "seq", "t", "type", "path"}) + "\n")
         except OSError:

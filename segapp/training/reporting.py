@@ -1,4 +1,4 @@
-"""The events of a training's course: start, epochs, steps, evaluations."""
+"""The events of a training: start, epochs, steps, evaluations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class TrainingReporter:
-    """Emits the events of a training's course."""
+    """Emits the events of a training."""
 
     event_log: EventLog
     settings: TrainerSettings
@@ -72,7 +72,7 @@ class TrainingReporter:
         self.alert("data", *self._data_watch.at_start())
 
     def epoch_start(self, lr: float) -> None:
-        """Emit `epoch_start` with the learning rate of the first step, and what it thaws."""
+        """Emit `epoch_start` with the learning rate of the first step and the unfrozen parameters."""
         at, last_frozen = self.progress.position, self.settings.freeze_epochs
         num_thawed = self.engine.num_frozen if last_frozen is not None and at.epoch == last_frozen + 1 else None
         self.event_log.emit(
@@ -87,7 +87,7 @@ class TrainingReporter:
         )
 
     def recompute(self) -> None:
-        """Emit `recompute` if other blocks are computed again than in the step before; every rank must call it."""
+        """Emit `recompute` if the recomputed blocks differ from the previous step's; every rank must call it."""
         choice, controller = self.controller.settings.recompute, self.controller.recompute
         if choice == self._choice:
             return
@@ -113,13 +113,13 @@ class TrainingReporter:
         )
 
     def step(self, result: StepResult, lr: float) -> None:
-        """Emit `step` and begin a new interval; reading the tensors is the only place that waits for the device."""
+        """Emit `step` and begin a new interval; only here the training waits for the device, to read the tensors."""
         self.alert("compile", *(self._compiled_call.take_notes() if self._compiled_call is not None else ()))
         self.alert("cuda_graph", *(self.engine.graph.take_notes() if self.engine.graph is not None else ()))
         loss, norm = float(result.loss), float(result.grad_norm)
         at, clock, scaler = self.progress.position, self.clock, self.engine.precision.scaler
         elapsed_s = clock.elapsed_s()
-        # What the time of a step depends on and may change within a run.
+        # Settings that the time of a step depends on and that may change within a run.
         way = (
             self.controller.batch_split.current,
             self.oom_policy.fallbacks.num_pieces,

@@ -17,7 +17,7 @@ from segapp.run.words import printable
 
 @dataclass(frozen=True)
 class ImageLimit:
-    """Limits of a training on a few of its images."""
+    """Limits of a training on only a few images."""
 
     num_batches: int
     num_val: int
@@ -31,22 +31,21 @@ class TrainRequest:
     folder: RunFolder | None = None
     """An existing run to resume; None: a new one."""
     run: Path | None = None
-    """Where a new run goes; None: runs/NAME."""
+    """Folder of a new run; None: runs/NAME."""
     checkpoint: Path | None = None
-    """The file to resume from; None: the folder's newest intact one."""
+    """The file to resume from; None: the folder's newest intact checkpoint."""
     note: str | None = None
-    """Printed first."""
+    """Notes that are printed first."""
     limit: ImageLimit | None = None
 
 
 def plan_request(config: str | None, overrides: Sequence[str], run: Path | None, resume: str | None) -> TrainRequest:
     """Decide what to train and where; nothing is changed on disk.
 
-    `resume` is auto, a run, or a checkpoint file; None: a new training. The config may be left out where a run is
-    resumed.
+    `resume` is auto, a run, or a checkpoint file; None: a new training. The config may be left out if a run is resumed.
 
     Raises:
-        ConfigError: the config, or what was named, is not there or not valid.
+        ConfigError: the config, or the run or file, does not exist or is invalid.
     """
     request = _plan(config, overrides, run, resume)
     distill = request.config.distill
@@ -87,7 +86,7 @@ def _resumed(
     checkpoint: Path | None = None,
     note: str | None = None,
 ) -> TrainRequest:
-    """Return the request to resume a run, with a note of the keys that change or that keep the run's values."""
+    """Return the request to resume a run, with a note about keys that change or that keep the run's values."""
     own_file = folder.config_yaml.resolve()
     if config is not None and not own_file.is_file():
         return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint, note=note)
@@ -104,7 +103,7 @@ def _resumed(
 
 
 def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
-    """Return the newest run of a name (or of any) with a checkpoint; if none has one, the newest that has begun."""
+    """Return the newest run with a name (or with any) that has a checkpoint; otherwise the newest that has begun."""
     if run is not None:
         return RunFolder(run) if is_run(run) else None
     pattern = re.compile(r".*" if name is None else re.escape(name) + r"(-\d+)?")
@@ -114,7 +113,7 @@ def _newest_run(name: str | None, run: Path | None) -> RunFolder | None:
 
 
 def taken_note(request: TrainRequest, folder: RunFolder) -> str | None:
-    """Return which other run has the name of a new run, which therefore got a number; None if it has its own name."""
+    """Return a note if another run has the name of a new run, which therefore got a number; None if not."""
     if request.folder is not None or request.run is not None or folder.path.name == request.config.name:
         return None
     taken = folder.path.with_name(request.config.name)

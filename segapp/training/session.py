@@ -1,4 +1,4 @@
-"""One training as a process: its run folder, new or resumed, its ranks, and how it ends."""
+"""A training as a process: its new or resumed run folder, its ranks, and its end."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def run_session(
         request: what to train and where.
         arguments: the words of the command line, for the ranks that `parallel.mode: ddp` starts.
         listener: gets the events instead of the console.
-        signals: stop requests; None: those of the signals to the process, which only the main thread can take over.
+        signals: stop requests; None: from the signals to the process, which only the main thread can handle.
 
     Raises:
         SegappError: the training could not begin, or failed.
@@ -114,11 +114,11 @@ def run_session(
             except (ConfigError, DataError, CheckpointError) as error:
                 if ranks.is_main:
                     raise
-                return error.exit_code  # every rank finds the same; rank 0 reports it
+                return error.exit_code  # every rank finds the same problem; rank 0 reports it
 
 
 def _check_before_start(request: TrainRequest) -> None:
-    """Refuse own parts that cannot be used, and what could not be resumed, before the run folder is changed."""
+    """Refuse unusable custom components and impossible resumes before the run folder is changed."""
     config = request.config
     check_parts(config)
     remember_parts(part_names(config).values())
@@ -129,16 +129,16 @@ def _check_before_start(request: TrainRequest) -> None:
     if not config.train.batch_size or config.train.effective_batch_size is not None:  # an automatic batch is the saved
         kept = {key: state["config"]["train"][key] for key in ("batch_size", "accumulate")}
         config = config.model_copy(update={"train": config.train.model_copy(update=kept)})
-    is_limited = request.limit is not None  # the number of a part of the images says nothing
+    is_limited = request.limit is not None  # with a limit, the number of images does not matter
     num_train = state["data"]["num_train"] if is_limited else count_images(config.data, split_names(config.data)[0])
     check_resumable(state, path, config, num_train, list(build_scheme(config.data).names))
 
 
 def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequence[str], signals: StopSignals) -> int:
-    """Start the ranks and wait for them; a checkpoint request that reaches this process goes to their inbox.
+    """Start the ranks and wait for them; a checkpoint request to this process is put into their inbox.
 
     A rank that runs out of memory ends all ranks, because the others wait for it in an exchange. If it has reported a
-    way to continue with less, they start again and continue from the last checkpoint in that way.
+    way to continue with less memory, they start again and continue from the last checkpoint in that way.
     """
     print(f"{devices.description}, one rank each", flush=True)
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
@@ -177,9 +177,9 @@ def _devices_of_launcher() -> DevicePlan | None:
 
 @contextlib.contextmanager
 def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan, Peers]]:
-    """Join the ranks that torchrun started; yields them, the device of this process, and the watch over the others.
+    """Join the ranks that torchrun started; yield them, the device of this process, and the watch over the others.
 
-    Outside ddp this process is the only one.
+    In modes other than ddp, this process is the only one.
     """
     if devices.mode != "ddp":
         yield Ranks(), devices, find_peers(Ranks())
@@ -241,7 +241,7 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
 
 
 def _wait_for_folder(folder: RunFolder, rank: int) -> None:
-    """Wait until this machine sees the folder that the main rank made: network file systems are late by seconds."""
+    """Wait until this machine sees the folder that the main rank created: network file systems may take seconds."""
     deadline_s = time.monotonic() + _FOLDER_S
     while not folder.path.is_dir():
         if time.monotonic() >= deadline_s:
@@ -254,14 +254,14 @@ def _wait_for_folder(folder: RunFolder, rank: int) -> None:
 
 
 def _end_without_lease(reason: str) -> None:
-    """End this process immediately: whatever it wrote now would be written into the run of another trainer."""
+    """End this process immediately, because everything it writes now would go into another trainer's run."""
     with contextlib.suppress(OSError):
         os.write(2, f"error: {printable(reason)}\n".encode())
     end_now(RunBusyError.exit_code)
 
 
 def _places(devices: DevicePlan, ranks: Ranks) -> Places:
-    """Return where the devices of all ranks are."""
+    """Return the locations of the devices of all ranks."""
     found = ranks.gather((machine_id(), socket.gethostname(), devices.devices))
     names = tuple(f"{host} {device}" for _, host, theirs in found for device in theirs)
     return Places(names, len({machine for machine, _, _ in found}))
@@ -290,7 +290,7 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
 
 
 class _LogFile(logging.FileHandler):
-    """The log of a run; lines for which its disk has no space are left out: alerts tell of a full disk."""
+    """The log of a run; lines for which the disk has no space are left out, because alerts report a full disk."""
 
     def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802, a name of logging
         """Do nothing: logging would print a traceback."""
@@ -303,7 +303,7 @@ class _LogFile(logging.FileHandler):
 
 @contextlib.contextmanager
 def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Iterator[None]:
-    """Write the log of this process to the file of its rank; `first_line` says whose it is."""
+    """Write the log of this process to the file of its rank; `first_line` identifies the rank."""
     path = folder.log_of(rank)
     with storage_errors_of("write", path):
         path.parent.mkdir(exist_ok=True)
@@ -321,11 +321,11 @@ def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Itera
 
 
 class Stage:
-    """How far a training process is, for the threads that watch it and for the way it ends."""
+    """Progress of a training process, for the threads that watch it and for its end."""
 
     def __init__(self) -> None:
         self.is_saved = False
-        """True if there is a checkpoint to continue from; from the first step on, every way out saves first."""
+        """True if there is a checkpoint to continue from; from the first step on, every end saves first."""
         self._trainer: Trainer | None = None
         self._is_failed = False
 
@@ -334,12 +334,12 @@ class Stage:
         self._trainer, self.is_saved = trainer, True
 
     def fail(self) -> None:
-        """Note that this rank failed: the others may be elsewhere."""
+        """Record that this rank failed, so the others may be elsewhere."""
         self._is_failed = True
 
     @property
     def is_with_ranks(self) -> bool:
-        """True if every rank comes to the same place at the end of the training."""
+        """True if every rank reaches the same place at the end of the training."""
         return self._trainer is not None and not self._is_failed
 
     def step(self) -> int | None:
@@ -355,7 +355,7 @@ class Stage:
         return None if self._trainer is None else self._trainer.saver.written_for_s()
 
     def save_last_boundary(self, is_still: Callable[[], bool]) -> str | None:
-        """Save the state of the last step boundary from another thread; return why it could not be."""
+        """Save the state of the last step boundary from another thread; return why it could not be saved."""
         return "nothing was there to save yet" if self._trainer is None else self._trainer.save_last_boundary(is_still)
 
 
@@ -412,8 +412,8 @@ def _run_in(
             known = as_segapp_error(error, part_names(request.config), num_devices=len(devices.devices))
             logger.exception("training failed")
             stage.fail()
-            console.is_error_shown = True  # on stderr, by whoever catches what is raised here
-            # The report of an out-of-memory error has an event of its own.
+            console.is_error_shown = True  # on stderr, by the code that catches the error raised here
+            # The report of an out-of-memory error is a separate event.
             end("failed", first_line(known), known.exit_code)
             if known is error:
                 raise
@@ -434,7 +434,7 @@ def _restored_trainer(
     stage: Stage,
     rank_pids: Sequence[tuple[str, int]],
 ) -> Iterator[Trainer]:
-    """Resolve the config, build the trainer and restore its state; yields it under watch."""
+    """Resolve the config, build the trainer and restore its state; yield it under watch."""
     folder, ranks = context.folder, context.ranks
     config, saved_plan = _with_resolved_auto(folder, request.config, devices, context.device_memory.devices, ranks)
     checkpoint = load_on_every_rank(
@@ -465,7 +465,7 @@ def _restored_trainer(
     ):
         _restore(trainer, context, config, checkpoint)
         if checkpoint is not None:
-            checkpoint.state.clear()  # it is as large as weights and optimizer, and would stay as long as the training
+            checkpoint.state.clear()  # it is as large as weights and optimizer, and would exist as long as the training
         yield trainer
 
 
@@ -510,7 +510,7 @@ def _watched(
 def _with_resolved_auto(
     folder: RunFolder, config: RunConfig, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
-    """Replace every `auto` that must be known now, from a plan of the devices; keep both in the run folder."""
+    """Replace every `auto` that must be known now, from a plan of the devices; save both in the run folder."""
     if is_planned(config) and ranks.is_main and not folder.saved_plan.exists():
         print("planning the memory (some seconds)", flush=True)
     resolved, saved_plan = resolve_auto(config, folder, devices, device_infos, ranks)
@@ -526,7 +526,7 @@ def _with_resolved_auto(
 
 
 def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoint: LoadedCheckpoint | None) -> None:
-    """Load the checkpoint, take the events out that will happen again, and add the trackers."""
+    """Load the checkpoint, remove the events that will be repeated, and add the trackers."""
     event_log = context.event_log
     if checkpoint is None and event_log.writer is not None:
         event_log.writer.rewind(0, epoch=1, batch=0)  # a run that was killed before its first checkpoint begins anew

@@ -13,8 +13,8 @@ from typing import Literal
 EXIT_STOPPED_AND_SAVED = 75
 
 ONE_TERM_S = 2.0
-"""SIGTERMs less than this apart are one request: a scheduler that signals every process of a job reaches a rank also
-through its launcher, which passes the signal on."""
+"""SIGTERMs within this time are one request: if a scheduler signals every process of a job, a rank also gets the
+signal from its launcher, which passes it on."""
 
 StoppedBy = Literal["signal", "command"]
 
@@ -34,13 +34,13 @@ class PauseRequest(Exception):  # noqa: N818 - it is a request, not an error
 class StopSignals:
     """Flags set by SIGINT and SIGTERM (stop) and by SIGUSR1 (checkpoint), as a context manager.
 
-    The first SIGINT or SIGTERM requests a stop, the second prints that the stop is in progress, the third exits now
-    with 128 + signal number; SIGTERMs of the same moment count once. SIGHUP is ignored. The handlers do nothing else,
-    because they may interrupt any code.
+    The first SIGINT or SIGTERM requests a stop, the second prints that the stop is in progress, and the third exits
+    immediately with 128 + signal number; SIGTERMs at nearly the same time count once. SIGHUP is ignored. The handlers
+    do nothing else, because they may interrupt any code.
 
     Args:
         write_line: prints one line for the user; must be safe inside a signal handler. Default: to stderr.
-        is_active: take the signals over; False leaves the process's handlers as they are.
+        is_active: handle the signals; False leaves the process's handlers unchanged.
     """
 
     def __init__(self, write_line: Callable[[str], None] | None = None, *, is_active: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""Everything that is said about a training before its first step: alerts from its config and its data. Pure."""
+"""Messages about a training before its first step: alerts from its config and its data. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from segapp.run.events import Alert
 
 
 def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
-    """Return the epochs and steps of a run with `num_batches` micro-batches an epoch, and the steps of an epoch.
+    """Return the epochs and steps of a run with `num_batches` micro-batches per epoch, and the steps per epoch.
 
     >>> from segapp.config import TrainConfig
     >>> run_length(TrainConfig(epochs=3, accumulate=2), 5), run_length(TrainConfig(steps=7), 5)
@@ -37,10 +37,11 @@ def start_alerts(
     num_batches: int,
     device_type: str,
 ) -> list[Alert]:
-    """Return the alerts of a training, in order of weight.
+    """Return the alerts of a training, most important first.
 
-    `train` and `val` are the counts of the masks, `largest_px` is the height of the highest and the width of the widest
-    training image; None: not known. Without batches, in a trial on a few images, the length of the run says nothing.
+    `train` and `val` are the counts of the masks; `largest_px` is the largest height and the largest width of the
+    training images; None: unknown. In a trial on a few images there are no batches, because the length of the run does
+    not matter.
     """
     found = [
         *(("classes", message) for message in _of_classes(scheme, train, val)),
@@ -57,7 +58,7 @@ def start_alerts(
 
 
 def start_notes(scheme: ClassScheme, splits: Iterable[Targets | None]) -> list[str]:
-    """Return the shares of ignored pixels with their causes: most data sets have some, so these are no alerts."""
+    """Return the shares of ignored pixels with their causes; these are no alerts, because most data sets have some."""
     read = (targets for targets in splits if targets is not None and not has_shades(targets, scheme))
     return [note for targets in read if (note := ignored_note(targets, scheme)) is not None]
 
@@ -72,7 +73,7 @@ def _of_classes(scheme: ClassScheme, train: Targets | None, val: Targets | None)
 
 
 def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
-    """Return sentences about a learning rate that does not fit a run with `num_batches` micro-batches an epoch."""
+    """Return sentences about a learning rate that does not fit a run with `num_batches` micro-batches per epoch."""
     section = config.schedule
     if is_part(section.name):
         return []
@@ -91,14 +92,14 @@ def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:
 def changed_length_note(
     saved: Mapping[str, Any], config: RunConfig, num_batches: int, step: int, lr_factor: float = 1.0
 ) -> str | None:
-    """Return what another length does to the learning rate of a run that resumes; None if the next step has the same.
+    """Return how another length changes the learning rate of a resumed run; None if the next step's is the same.
 
     Args:
         saved: `train` section of the config that the checkpoint was saved with.
-        config: of the resume.
-        num_batches: micro-batches of an epoch.
-        step: steps done.
-        lr_factor: on the scheduled learning rate.
+        config: config of the resume.
+        num_batches: micro-batches per epoch.
+        step: number of finished steps.
+        lr_factor: factor on the scheduled learning rate.
     """
     before = config.train.model_copy(update={key: saved[key] for key in ("epochs", "steps") if key in saved})
     (_, old_total, per_epoch), (_, total, _) = (run_length(train, num_batches) for train in (before, config.train))
@@ -126,7 +127,7 @@ def changed_length_note(
 
 
 def _past_the_end(section: ScheduleConfig, total_steps: int, steps_per_epoch: int) -> Iterator[str]:
-    """Yield a sentence for each list of `schedule.name: step` with an entry that no step follows."""
+    """Yield a sentence for each list of `schedule.name: step` with an entry after which there is no step."""
     if section.name != "step":
         return
     last_epoch = math.ceil(total_steps / max(steps_per_epoch, 1))
@@ -146,7 +147,7 @@ def _of_data(data: DataConfig, largest_px: tuple[int, int] | None) -> Iterator[s
     if (note := split_note(data)) is not None:
         yield note
     size = data.resize_px or largest_px
-    if size is None or data.augment is not None:  # a list of one's own may enlarge images as it likes
+    if size is None or data.augment is not None:  # a custom list may enlarge images
         return
     scale = data.scale[1]
     if size[0] * scale < data.crop_px[0] or size[1] * scale < data.crop_px[1]:

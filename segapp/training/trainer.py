@@ -1,8 +1,8 @@
 """The training loop: fit -> train_epoch -> train_step, evaluation, checkpoints, and the events about them.
 
-The state of a training is whole at every step boundary, and only there: (epoch, batch, step), weights, average,
-optimizer, random numbers. Everything else follows from the config, so a resumed run takes the same path bit for bit; on
-GPUs with `train.deterministic`, without it up to the rounding of kernels that add in random order.
+The state of a training is complete at step boundaries, and only there: (epoch, batch, step), weights, average,
+optimizer, random numbers. Everything else follows from the config, so a resumed run takes the same path bit for bit. On
+GPUs this requires `train.deterministic`; without it, runs differ by the rounding of kernels that add in random order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 STATE_FORMAT = 1
 
 FRESH_CHECKPOINT_S = 60.0
-"""A change of the split is preceded by a checkpoint, unless the last one is younger than this."""
+"""A checkpoint is saved before a change of the split, unless the last one is younger than this."""
 
 
 class Trainer:
@@ -101,12 +101,12 @@ class Trainer:
 
     @property
     def position(self) -> Position:
-        """Micro-batches and steps done."""
+        """Number of finished micro-batches and steps."""
         return self.progress.position
 
     @property
     def length(self) -> str:
-        """The length of the whole training in words."""
+        """The length of the whole training as text."""
         timetable = self.settings.timetable
         return f"{timetable.epochs} epochs" if timetable.total_steps is None else f"{timetable.total_steps} steps"
 
@@ -114,7 +114,7 @@ class Trainer:
         """Train to the last epoch or step, or to an early stop; return the reason why training ended.
 
         Raises:
-            StopRequest: a signal or a command asked for a stop; the state is saved.
+            StopRequest: a signal or a command requested a stop; the state is saved.
             RunError: the training cannot continue.
         """
         self.reporter.run_start(self.facts, self.progress.resumed_from_step)
@@ -137,7 +137,7 @@ class Trainer:
 
     @contextlib.contextmanager
     def _saved_on_failure(self) -> Iterator[None]:
-        """Save the state where a stop or an error leaves it whole on every rank, and wait for the writer."""
+        """If a stop or an error leaves the state complete on every rank, save it, and wait for the writer."""
         try:
             yield
         except StopRequest as request:
@@ -147,11 +147,11 @@ class Trainer:
         except Exception as error:
             match error:
                 case NonFiniteError():
-                    can_save = not self.has_diverged  # the newest checkpoint stays the last one before
+                    can_save = not self.has_diverged  # otherwise the newest checkpoint is the last one before
                 case OutOfMemoryError():  # on every rank
                     can_save = self.oom_policy.can_save
                 case DataError() | WorkerError():
-                    can_save = self.ranks.world_size == 1  # the other ranks would not come to a save
+                    can_save = self.ranks.world_size == 1  # the other ranks would not reach a save
                 case _:
                     can_save = False
             if can_save:
@@ -169,7 +169,7 @@ class Trainer:
         if self._is_stretch_over():
             return
         with clock.during("load"):
-            if self.position.batch == 0:  # a run resumed in the middle of an epoch has emitted its start already
+            if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
                 self._begin_epoch()
             self.engine.network.train()
             batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
@@ -198,11 +198,11 @@ class Trainer:
     def train_step(self, group: list[Batch]) -> StepResult:
         """Make one update from the micro-batches of `group`.
 
-        A step that a pause interrupts, or for which memory does not suffice, leaves no trace and is made again.
+        A step that a pause interrupts, or that runs out of memory, changes nothing and is repeated.
 
         Raises:
-            StopRequest: a stop was asked for before the step, or between its micro-batches.
-            OutOfMemoryError: memory does not suffice, in smaller pieces either.
+            StopRequest: a stop was requested before the step, or between its micro-batches.
+            OutOfMemoryError: memory does not suffice, even in smaller pieces.
         """
         oom = self.oom_policy
         while True:
@@ -227,7 +227,7 @@ class Trainer:
             else:
                 self.position.step += 1
                 self.position.is_evaluated = False
-                if not self._has_stepped:  # kernels are compiled: from now on no rank keeps the others waiting as long
+                if not self._has_stepped:  # kernels are compiled: no rank delays the others as long from now on
                     self.ranks.tighten_timeout()
                     self._has_stepped = True
                 return result
@@ -237,7 +237,7 @@ class Trainer:
         """Evaluate on the validation split and emit the `val` event.
 
         Raises:
-            OutOfMemoryError: memory does not suffice, whatever the fallback.
+            OutOfMemoryError: memory does not suffice with any fallback.
         """
         check, clock = self.safe_point.check, self.activities.clock
 
@@ -255,11 +255,11 @@ class Trainer:
 
     @property
     def live(self) -> LiveSettings:
-        """The settings in force that may change while the run continues."""
+        """The present values of settings that may change during the run."""
         return self.controller.settings
 
     def _begin_epoch(self) -> None:
-        """Apply the requested settings; they change here and nowhere else."""
+        """Apply the requested settings; they change only here."""
         self.safe_point.check(is_boundary=True)
         last_frozen = self.settings.freeze_epochs
         is_thawing = last_frozen is not None and self.position.epoch > last_frozen and self.engine.is_frozen
@@ -291,7 +291,7 @@ class Trainer:
         return group
 
     def _is_stretch_over(self) -> bool:
-        """Return True at the end of an epoch or of the run, and where an evaluation is due."""
+        """Return True at the end of an epoch or of the run, and if an evaluation is due."""
         return self._is_epoch_end or self.progress.is_complete or self._is_evaluation_due()
 
     @property
@@ -299,12 +299,12 @@ class Trainer:
         return self.position.batch >= len(self.train_loader)
 
     def _is_evaluation_due(self) -> bool:
-        """Return True at the end of the run, and after every so many steps or epochs; once at a position."""
+        """Return True at the end of the run, and after the given number of steps or epochs; once per position."""
         at, timetable = self.position, self.settings.timetable
         return not at.is_evaluated and timetable.is_evaluation_due(at.epoch, at.step, is_epoch_end=self._is_epoch_end)
 
     def _finish_stretch(self) -> None:
-        """Evaluate if it is due, move to the next epoch at the end of one, save if it is due."""
+        """Evaluate if it is due, move to the next epoch at the end of one, and save if it is due."""
         settings, epoch, is_best = self.settings, self.position.epoch, False
         if self._is_epoch_end:
             self._judge_epoch()
@@ -325,14 +325,14 @@ class Trainer:
 
     @property
     def lr_factor(self) -> float:
-        """Factor on the scheduled learning rate: the live setting, times the reductions of a plateau."""
+        """Factor on the scheduled learning rate: the live setting times the reductions of a plateau schedule."""
         return self.live.lr_factor * (1.0 if self.plateau is None else self.plateau.factor)
 
     def _lr(self, step: int) -> float:
         return self.lr_factor * self.settings.learning_rate(step)
 
     def _stop_if_diverged(self, group: list[Batch]) -> None:
-        """Raise NonFiniteError after too many bad steps in a row, or if the loss scale fell below 1."""
+        """Raise NonFiniteError after too many consecutive bad steps, or if the loss scale fell below 1."""
         if problem := self.engine.divergence(group[-1], self.settings.max_bad_steps):
             move = "use train.precision amp-bf16, or lower" if self.engine.precision.scaler is not None else "lower"
             raise NonFiniteError(
@@ -341,7 +341,7 @@ class Trainer:
             )
 
     def _judge_epoch(self) -> None:
-        """Report an epoch whose losses stayed above the first one, and end a run that has diverged."""
+        """Report an epoch whose losses stayed above the first loss, and end a run that has diverged."""
         found = self.loss_watch.end_epoch(self.settings.timetable.steps_per_epoch)
         if found is None:
             return
@@ -421,6 +421,6 @@ class Trainer:
             restore_rng(state["rng"][self.ranks.rank])
 
     def close(self) -> None:
-        """Stop the data workers, which would live on in a program that trains more than once."""
+        """Stop the data workers, which would otherwise stay alive in a program that trains more than once."""
         self.train_loader.close()
         self.validation.loader.close()

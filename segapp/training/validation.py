@@ -1,4 +1,4 @@
-"""The evaluation of a training on its validation split, and the sample pictures of it."""
+"""The evaluation of a training on its validation split, and its sample images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 PANEL_PX = 320
-"""Longest side of each of the three pictures."""
+"""Longest side of each of the three images."""
 
 logger = logging.getLogger("segapp")
 
@@ -80,9 +80,9 @@ class SamplePictures:
 
 
 def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -> NDArray[Any]:
-    """Return pictures of one size (H, W, 3) side by side, each scaled down to the given longest side.
+    """Return images of one size (H, W, 3) next to each other, each reduced to the given longest side.
 
-    The first is interpolated; the others, of class colors, take the nearest pixel.
+    The first is interpolated; the others, in class colors, use the nearest pixel.
 
     >>> side_by_side([np.zeros((640, 320, 3), np.uint8)] * 3).shape
     (320, 480, 3)
@@ -96,7 +96,7 @@ def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -
 
 
 class Validation:
-    """Evaluates the model of a training, or the average of its weights, with `precise_bn` first if there is one."""
+    """Evaluates the model of a training, or the average of its weights; `precise_bn`, if any, runs first."""
 
     def __init__(
         self,
@@ -125,10 +125,10 @@ class Validation:
     ) -> Evaluation:
         """Evaluate once; `check` is called before every batch and may raise to leave.
 
-        `progress` is called with the number of images that all ranks have evaluated, as far as this one knows.
+        `progress` is called with the number of images that all ranks have evaluated, as estimated by this one.
 
         Raises:
-            torch.OutOfMemoryError: another rank ran out of memory; this one raises its own error, whatever its type.
+            torch.OutOfMemoryError: another rank ran out of memory. A rank that fails itself raises its own error.
         """
         with self._engine.evaluated() as model:
             return self._run(model, fallbacks, check, progress)

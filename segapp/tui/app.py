@@ -1,4 +1,4 @@
-"""The screen of a run: what it shows, updated twice a second, and its keys; commands go to the run's inbox."""
+"""The TUI of a run: its contents, updated twice per second, and its keys; commands go to the run's inbox."""
 
 import asyncio
 import os
@@ -42,14 +42,14 @@ from segapp.view.view import View
 from segapp.view.wording import Detail, LogLine, details_text, event_details
 
 PANES_EVERY, IDLE_EVERY = 2, 4
-"""Ticks between two updates of the panes while events arrive, and while none do; the lines above change every tick."""
+"""Ticks between two updates of the panes with and without new events; the lines above change at every tick."""
 LEAVE_S = 5.0
 
 
 class MonitorApp(App[None]):
-    """The screen of a run, with its keys: those that look at the run, and those that send commands to it.
+    """The TUI of a run, with keys that change the display and keys that send commands to the run.
 
-    The arguments are the arguments of `run_ui`. Without a file, settings and alerts that were seen are not kept.
+    Its arguments are `run_ui`'s. Without a file, settings and seen alerts are not saved.
     """
 
     TITLE = "segapp"
@@ -78,7 +78,7 @@ class MonitorApp(App[None]):
         self.columns = layout.Columns(self.glyphs, has_color=has_color, graphics=graphics, write=self._write_control)
         self.chart = self.columns.chart
         self.failure: Exception | None = None
-        """The error that ended the screen; None if the user left."""
+        """The error that ended the TUI; None if the user left."""
         self._settings_file, self._seen_file = settings_file, seen_file
         self.marked = MarkedRuns()
         self.shown = ShownRun(source, seen_file, has_trainer_ended)
@@ -86,7 +86,7 @@ class MonitorApp(App[None]):
         self.pane = "loss"
         self.is_zoomed = False
         self.draft: Draft | None = None
-        """Of the editor of gpu0_bsz; None while it is closed."""
+        """State of the editor of gpu0_bsz; None while it is closed."""
         self.layout_plan: layout.ScreenLayout | None = None
         self._screen_size: Size | None = None
         self._announcer = Announcer(self._write_control, self.settings.notify)
@@ -97,11 +97,11 @@ class MonitorApp(App[None]):
 
     @property
     def view(self) -> View:
-        """The folded events of the run on the screen."""
+        """The folded events of the shown run."""
         return self.shown.view
 
     def status(self) -> Status:
-        """Return the status of the run on the screen."""
+        """Return the status of the shown run."""
         return self.shown.status()
 
     def compose(self) -> ComposeResult:
@@ -134,7 +134,7 @@ class MonitorApp(App[None]):
         self.set_interval(0.5, self.tick)
 
     def on_unmount(self) -> None:
-        """Save the settings, and give the terminal its title back."""
+        """Save the settings, and restore the terminal's title."""
         self._write_control(RESTORE_TITLE)
         if self._settings_file is not None:
             save_settings(self._settings_file, self.settings)
@@ -145,14 +145,14 @@ class MonitorApp(App[None]):
         self.apply_layout()
 
     def _leave(self) -> None:
-        """Exit, even if a thread waits for a terminal that is gone: the process must end with its terminal."""
+        """Exit, even if a thread waits for a terminal that is gone, because the process must end with its terminal."""
         timer = threading.Timer(LEAVE_S, os._exit, (0,))
         timer.daemon = True
         timer.start()
         self.exit()
 
     def tick(self) -> None:
-        """Read what is new and show it; called twice a second."""
+        """Read new events and show them; called twice per second."""
         failpoint("tui.tick")
         if not self.is_headless and is_hung_up():
             self._leave()
@@ -172,7 +172,7 @@ class MonitorApp(App[None]):
             self._show_status()
 
     def _read_on(self) -> None:
-        """Read a long history in slices, so that keys work meanwhile; panes are updated by the timer."""
+        """Read a long history in slices, so that keys work meanwhile; a timer updates the panes."""
         was_reading, self._is_reading = self._is_reading, self.shown.source.poll()
         if self._is_reading:
             self.set_timer(0.001, self._read_on)
@@ -204,7 +204,7 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def _handle_exception(self, error: Exception) -> None:
-        """End the screen with a one-line error instead of Textual's traceback; tests get the whole traceback."""
+        """End the TUI with a one-line error instead of Textual's traceback; tests get the whole traceback."""
         if self.is_headless:
             super()._handle_exception(error)
         else:
@@ -278,7 +278,7 @@ class MonitorApp(App[None]):
         self._text("keys").show(keys.key_bar(shown, self.settings.keymap, labels, width))
 
     def _chart_options(self, **changes: Any) -> ChartOptions:
-        """Return the chart's options with the settings that are kept, and changes."""
+        """Return the chart's options from the saved settings, with changes."""
         kept = {name: getattr(self.settings, name) for name in ("smoothing", "is_log", "x_axis")}
         return replace(self.chart.options, **kept, **changes)
 
@@ -296,7 +296,7 @@ class MonitorApp(App[None]):
         self.query_one(f"#{layout.FOCUS_OF.get(name, name)}").focus()
 
     def on_descendant_focus(self, event: events.DescendantFocus) -> None:
-        """Select the pane that was focused by Tab or by a click: its keys act on it."""
+        """Select the pane that was focused by Tab or by a click, because keys act on the selected pane."""
         ids = {"gpu" if widget.id == "gpu0" else widget.id for widget in event.widget.ancestors_with_self}
         pane = next((name for name in layout.PANES if name in ids), self.pane)
         if pane != self.pane:
@@ -317,7 +317,7 @@ class MonitorApp(App[None]):
         self.refresh(layout=True)
 
     def action_metric(self, by: int) -> None:
-        """Show the next metric in the chart, or the one before."""
+        """Show the next metric in the chart, or the previous one."""
         names = metric_names(self.view)
         shown = self.chart.options.metric
         at = names.index(shown) if shown in names else -1
@@ -331,7 +331,7 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def _next_setting(self, name: str) -> None:
-        """Select the next choice of a setting that is kept."""
+        """Select the next choice of a saved setting."""
         setattr(self.settings, name, next_choice(CHOICES[name], getattr(self.settings, name)))
         self.chart.options = self._chart_options()
         self.show_view()
@@ -390,13 +390,13 @@ class MonitorApp(App[None]):
         self.show_view()
 
     def on_option_list_option_selected(self, event: OptionList.OptionSelected) -> None:
-        """Show the whole event under the cursor."""
+        """Show the selected event in full."""
         line = self.columns.events.selected
         if event.option_list.id == "event-lines" and line is not None:
             self._show_line(line)
 
     def action_details(self) -> None:
-        """Show the whole event under the cursor of the log, else of the banner, else the newest."""
+        """Show the event selected in the log, or else the banner's, or else the newest, in full."""
         selected = self.columns.events.selected if self.pane == "events" else None
         event = self.shown.notable_event()
         if selected is not None:
@@ -409,7 +409,7 @@ class MonitorApp(App[None]):
         self.push_screen(EventScreen(details))
 
     def action_seen(self) -> None:
-        """Acknowledge the alert in the banner; the one before it is shown next."""
+        """Acknowledge the alert in the banner; the previous one is shown next."""
         if self.shown.acknowledge():
             self.show_view()
 
@@ -429,7 +429,7 @@ class MonitorApp(App[None]):
             self.say("nothing to copy: select text with the mouse, or select an event")
 
     def action_escape(self) -> None:
-        """Close the first that is open: a search, the cursor, the zoom, the part of the curve, the alert."""
+        """Close the first open thing of: a search, the cursor, the zoom, the visible part of the curve, the alert."""
         if any(search.close() for search in (self.columns.events.search, self.columns.table.search)):
             pass
         elif self.chart.options.cursor is not None:
@@ -482,7 +482,7 @@ class MonitorApp(App[None]):
         return not (self.readonly and action in {key.action for key in keys.KEYS if key.ctl})
 
     def send(self, command: Command | None) -> None:
-        """Send a command, if there is one, and say what was done."""
+        """Send a command, if there is one, and report the result."""
         if command is not None:
             self.say(*self.outbox.send(command, self.status()))
 
@@ -491,7 +491,7 @@ class MonitorApp(App[None]):
         self.exit()
 
     def action_help_quit(self) -> None:
-        """Ask on ctrl+c how to stop, as `S` does; say how to leave if the view cannot stop the run."""
+        """On ctrl+c, ask how to stop, like `S`; if the view cannot stop the run, say how to leave."""
         if self.readonly or self.status().is_over:
             self.say("press q to leave")
         else:
@@ -522,7 +522,7 @@ class MonitorApp(App[None]):
             self.columns.gpu0.focus()
 
     def _can_split(self, setting: str) -> bool:
-        """Return True if the run's batch can be split; else say why not."""
+        """Return True if the run's batch can be split; otherwise show why not."""
         why = control.why_no_split(self.view)
         if why is not None:
             self.say(f"{setting}: {why}")
@@ -538,7 +538,7 @@ class MonitorApp(App[None]):
             self.push_screen(control.shares_screen(self.view), self.send)
 
     def action_undo_gpu0(self) -> None:
-        """Cancel a pending change, or request the value before."""
+        """Cancel a pending change, or request the previous value."""
         command = control.undo_gpu0(self.view.gpu0)
         if command is None:
             self.say("gpu0_bsz has not been changed: there is nothing to undo")

@@ -1,4 +1,4 @@
-"""Commands to the run: they are sent to its inbox and answered by its events; and the dialogs that ask for a value."""
+"""Commands to the run, which go to its inbox and are answered by its events, and the dialogs that ask for a value."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple
@@ -59,7 +59,7 @@ def _answer(answer: CommandAnswer, text: str) -> Message:
 
 
 def undo_gpu0(gpu0: Gpu0) -> Command | None:
-    """Return the command that cancels the pending change, or sets the value before; None if nothing was changed."""
+    """Return the command that cancels the pending change or restores the previous value; None if there is none."""
     if gpu0.pending is not None:
         return CancelCommand(id=gpu0.pending.id)
     return SetCommand(gpu0_bsz=gpu0.previous[-1]) if gpu0.previous else None
@@ -97,7 +97,7 @@ def shares_screen(view: View) -> SettingScreen:
 
 
 def _dialog(name: str, title: str, hint: str, explain: Callable[[SetCommand], tuple[bool, str]]) -> SettingScreen:
-    """Return the dialog of a setting; `explain` says whether its command may be sent, and what it means."""
+    """Return the dialog of a setting; `explain` says if its command may be sent, and its effect."""
 
     def check(text: str) -> tuple[SetCommand | None, str]:
         try:

@@ -88,7 +88,7 @@ class StopScreen(ModalScreen[StopChoice | None]):
 
 
 class EventScreen(ScrolledDialog):
-    """A whole event: every field in full, and the command that acts on it."""
+    """A whole event: every field in full, and the command that relates to it."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("d", "dismiss", "close"), ("Y", "copy", "copy")]
 
@@ -108,7 +108,7 @@ class EventScreen(ScrolledDialog):
 
 
 class TrainerLogScreen(ModalScreen[None]):
-    """The end of trainer.log, which is followed while it grows."""
+    """The end of trainer.log, which is updated while it grows."""
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape,L,q", "dismiss", "close"), ("Y", "copy", "copy")]
 
@@ -125,7 +125,7 @@ class TrainerLogScreen(ModalScreen[None]):
         yield log
 
     def on_mount(self) -> None:
-        """Read the end of the file, and what is added to it."""
+        """Read the end of the file, and lines that are added to it."""
         self._read()
         self.set_interval(0.5, self._read)
 
@@ -142,7 +142,7 @@ class TrainerLogScreen(ModalScreen[None]):
 class SettingScreen(ModalScreen[SetCommand | None]):
     """Asks for the value of a setting, and checks it at every key; closes with the command, or None.
 
-    `check` returns the command of a text, None if it cannot be sent; and what it means, or what is wrong with it.
+    `check` returns the command for a text, None if it cannot be sent, and a sentence about its effect or its problem.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [("escape", "dismiss", "cancel")]
@@ -161,7 +161,7 @@ class SettingScreen(ModalScreen[SetCommand | None]):
             yield Static(self._hint, classes="wrapped", id="verdict", markup=False)
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Show what is wrong with the text, or what it means."""
+        """Show the problem or the effect of the text."""
         event.stop()
         command, text = self._check(event.value) if event.value else (None, self._hint)
         style = "$text-muted" if not event.value else "$text-error" if command is None else "$text-success"

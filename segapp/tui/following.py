@@ -1,4 +1,4 @@
-"""The run on the screen: its events, the alerts that the user has seen, its log and plan; and the marked runs."""
+"""The shown run: its events, the alerts that the user has seen, its log and plan; and the marked runs."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,7 +19,7 @@ from segapp.view.view import Raised, View
 
 
 class ShownRun:
-    """The run on the screen. Without a file, the alerts that were seen are not kept; for the trainer see `run_ui`."""
+    """The shown run. Without a file, seen alerts are not saved; for the trainer see `run_ui`."""
 
     def __init__(
         self, source: LiveSource, seen_file: Path | None = None, has_trainer_ended: Callable[[], bool] | None = None
@@ -39,11 +39,11 @@ class ShownRun:
         return self.source.view
 
     def has_trainer_ended(self) -> bool:
-        """Return True if the trainer started with this screen has ended before it has trained."""
+        """Return True if the trainer that was started with this TUI has ended before it has trained."""
         return self._trainer_ended is not None and self.view.start is None and self._trainer_ended()
 
     def status(self) -> Status:
-        """Return the status; a trainer that has just been started is not taken for a crashed one."""
+        """Return the status; a trainer that has just been started is not considered crashed."""
         status, is_starting = self.source.status(), self._trainer_ended is not None and self.view.start is None
         return replace(status, state="busy") if is_starting and status.state == "crashed" else status
 
@@ -59,7 +59,7 @@ class ShownRun:
     def predicted_mib(self) -> tuple[float | None, ...]:
         """Return the peaks that the run's plan predicted for the present split; empty without a plan.
 
-        It does not hold for other recomputed blocks than planned, or for logical devices, which share one process.
+        It does not apply if other blocks are recomputed than planned, or to logical devices, which share one process.
         """
         is_planned = self.view.recompute is None or self.view.recompute.choice == "config"
         is_planned &= not self.view.has_logical_devices
@@ -70,7 +70,7 @@ class ShownRun:
         return unseen_alerts(self.view, self._seen_s)
 
     def acknowledge(self) -> bool:
-        """Count the newest unseen alert as seen; return False if there is none."""
+        """Mark the newest unseen alert as seen; return False if there is none."""
         unseen = self.unseen()
         if unseen:
             last = unseen[-1].last
@@ -79,7 +79,7 @@ class ShownRun:
         return bool(unseen)
 
     def notable_event(self) -> Event | None:
-        """Return the alert of the banner, else the end of the run, else the newest event of the log."""
+        """Return the banner's alert, or else the end of the run, or else the newest event of the log."""
         unseen = self.unseen()
         logged = [line.event for line in self.view.log if line.event is not None]
         if not unseen:
@@ -90,14 +90,14 @@ class ShownRun:
 
 
 class MarkedRuns:
-    """The runs that the user has marked: the chart draws their curves, too."""
+    """The runs that the user has marked; the chart also draws their curves."""
 
     def __init__(self) -> None:
         self.paths: set[Path] = set()
         self._sources: dict[Path, LiveSource] = {}
 
     def curves(self, metric: str, shown: LiveSource) -> list[Other]:
-        """Return the marked runs other than the one on the screen; each call reads a slice of their events."""
+        """Return the marked runs except the shown one; each call reads a slice of their events."""
         paths = sorted(self.paths - {shown.folder.path})
         self._sources = {path: self._sources.get(path) or LiveSource(RunFolder(path)) for path in paths}
         for source in self._sources.values():
@@ -109,6 +109,6 @@ class MarkedRuns:
 
 
 def series_of_metric(source: LiveSource, metric: str) -> LossHistory | None:
-    """Return the values of a metric of the steps; None for the loss, which the view holds, and for evaluations."""
+    """Return a metric's values at the steps; None for the loss, which the view holds, and for evaluations."""
     field = step_field(metric)
     return None if field is None else source.series(field)

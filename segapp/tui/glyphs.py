@@ -21,7 +21,7 @@ class Glyphs:
     hollow_dot: str = "○"
     line_done: str = "━"
     line_half: str = "╸"
-    """The last cell of a progress bar that ends in the middle of the cell."""
+    """The last cell of a progress bar that ends in the middle of a cell."""
     line_left: str = "─"
     up: str = "▲"
     down: str = "▼"
@@ -63,7 +63,7 @@ def ascii_text(text: str) -> str:
 
 
 def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
-    """Return the done and the open part of a progress bar of `width` cells; all open for None."""
+    """Return the finished and the open part of a progress bar of `width` cells; all open for None."""
     halves = int(min(max(frac or 0.0, 0.0), 1.0) * 2 * width + 1e-9)
     done = glyphs.line_done * (halves // 2) + glyphs.line_half * (halves % 2)
     return done, glyphs.line_left * (width - len(done))
@@ -72,7 +72,7 @@ def progress(frac: float | None, width: int, glyphs: Glyphs) -> tuple[str, str]:
 def spark(values: Sequence[float], width: int, glyphs: Glyphs) -> str:
     """Return the last `width` values as a sparkline between their extremes; shorter if there are fewer values.
 
-    Values that differ by less than 2 % are drawn at half height: noise must not look like a course.
+    Values that differ by less than 2 % are drawn at half height, so that noise does not look like a trend.
     """
     shown = list(values)[-width:] if width > 0 else []
     bottom, top = min(shown, default=0.0), max(shown, default=0.0)

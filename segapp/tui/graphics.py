@@ -1,7 +1,7 @@
-"""Real pictures in a terminal: whether it can show them, and the codes of Kitty's graphics protocol and of sixel.
+"""Real images in a terminal: detect support, and make the codes of Kitty's graphics protocol and of sixel.
 
-The package textual-image has both protocols, too. It writes to stdout, but the screen is drawn on stderr, and it
-queries the terminal while it is imported.
+The package textual-image also supports both protocols, but it writes to stdout, whereas the TUI is drawn on stderr, and
+it queries the terminal while it is imported.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 _QUESTIONS = b"\x1b_Gi=31,s=1,v=1,a=q,t=d,f=24;AAAA\x1b\\\x1b[16t\x1b[c"
-"""Kitty's protocol? How large is a cell? Which attributes? Every terminal answers the last question."""
+"""Queries for Kitty's protocol, the cell size, and the attributes; every terminal answers the last one."""
 _ATTRIBUTES = re.compile(rb"\x1b\[\?([\d;]*)c")
 _CELL_SIZE = re.compile(rb"\x1b\[6;(\d+);(\d+)t")
 _USUAL_CELL_PX = 10, 20
 _LONG_RUN = re.compile(r"(.)\1{3,}")
 
 KITTY_COLORS = (215, 95, 0), (95, 215, 0), (95, 0, 215)
-"""Colors that stand for Kitty's images; they are in the palette of 256 colors."""
+"""Colors that represent Kitty's images; they are in the palette of 256 colors."""
 _PLACEHOLDER = "\U0010eeee"
 _COMPOSED = "\u0306\u0307\u0308\u0309\u030a\u030b\u030c\u030f\u0311\u0313\u0314\u0342\u0653\u0654"
 ROW_MARKS = [
@@ -39,19 +39,19 @@ ROW_MARKS = [
     for mark in map(chr, range(0x305, 0x82D))
     if unicodedata.combining(mark) == 230 and not unicodedata.decomposition(mark) and mark not in _COMPOSED
 ]
-"""Kitty's signs for the rows 0, 1, ... of an image: marks above that no letter is composed with."""
+"""Kitty's signs for the rows 0, 1, ... of an image: combining marks that no letter uses."""
 
 
 class Graphics(NamedTuple):
-    """The protocol with which a terminal shows pictures."""
+    """The protocol with which a terminal shows images."""
 
     protocol: Literal["kitty", "sixel"]
     first_cell_px: tuple[int, int]
-    """Width and height of a cell when the terminal was asked."""
+    """Width and height of a cell at the time of the query."""
 
     @property
     def cell_px(self) -> tuple[int, int]:
-        """Width and height of a cell now: the user may have changed the size of the font."""
+        """Present width and height of a cell, since the user may have changed the font size."""
         with contextlib.suppress(OSError):
             rows, columns, width, height = struct.unpack("4H", fcntl.ioctl(2, termios.TIOCGWINSZ, bytes(8)))
             if 0 < columns <= width and 0 < rows <= height:
@@ -60,9 +60,9 @@ class Graphics(NamedTuple):
 
 
 def find_graphics(timeout_s: float = 1.0) -> Graphics | None:
-    """Ask the terminal whether it can show pictures; None if it cannot, or does not answer in time.
+    """Ask the terminal which protocol it supports; None if it supports none, or does not answer in time.
 
-    To be called before Textual reads the terminal. Keys that are pressed meanwhile are lost.
+    Call it before Textual reads the terminal. Keys that are pressed meanwhile are lost.
     """
     source, sink = sys.__stdin__, sys.__stderr__
     assert source is not None
@@ -83,9 +83,9 @@ def find_graphics(timeout_s: float = 1.0) -> Graphics | None:
 
 
 def parse_answer(answer: bytes) -> Graphics | None:
-    """Return the protocol that a terminal's answer names.
+    """Return the protocol in a terminal's answer.
 
-    Sixel comes first: some terminals with sixel know Kitty's protocol, but not its placeholders in the text.
+    Sixel comes first, because some terminals with sixel support Kitty's protocol without its placeholders in the text.
     """
     attributes, cell = _ATTRIBUTES.search(answer), _CELL_SIZE.search(answer)
     cell_px = (int(cell[2]), int(cell[1])) if cell else _USUAL_CELL_PX
@@ -97,7 +97,7 @@ def parse_answer(answer: bytes) -> Graphics | None:
 
 
 def kitty_codes(image: Any, number: int, cells: tuple[int, int]) -> str:
-    """Return the codes that send a Pillow image to the terminal, for placeholders of so many columns and rows."""
+    """Return the codes that send a Pillow image to the terminal, for this number of placeholder columns and rows."""
     file = BytesIO()
     image.save(file, "PNG")
     data = b64encode(file.getvalue()).decode()
@@ -108,7 +108,7 @@ def kitty_codes(image: Any, number: int, cells: tuple[int, int]) -> str:
 
 
 def kitty_rows(cells: tuple[int, int]) -> list[str]:
-    """Return the text that Kitty replaces by an image: the color of the text is the number of the image.
+    """Return the text that Kitty replaces by an image: the text's color is the number of the image.
 
     The first cell of a row names the row and column 0; the cells to its right continue it.
     """
@@ -129,7 +129,7 @@ def sixel_codes(image: Any) -> str:
 
 
 def _sixel_band(band: NDArray[np.uint8]) -> str:
-    """Return up to six rows of pixels: for each color, a character per column whose bits are its pixels."""
+    """Return up to six rows of pixels: per color, a character per column whose bits are its pixels."""
     bits, columns = np.zeros((256, band.shape[1]), np.uint8), np.arange(band.shape[1])
     for row, colors in enumerate(band):
         bits[colors, columns] += 1 << row

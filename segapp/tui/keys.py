@@ -36,11 +36,11 @@ class Key(NamedTuple):
     """Label in the key bar; empty: not in the bar."""
     help: str
     ctl: str = ""
-    """The equivalent `segapp ctl` command of an action that sends one; it is not offered in a read-only view."""
+    """The equivalent `segapp ctl` command of an action that sends one; a read-only view does not offer it."""
     panes: str = ""
-    """Names of the panes, separated by spaces, in which the action does something; empty: everywhere."""
+    """Names of the panes, separated by spaces, in which the action has an effect; empty: everywhere."""
     words: str = ""
-    """Everyday words under which the command palette finds the action."""
+    """Common words under which the command palette finds the action."""
     is_bound: bool = True
     """False for a key that the focused widget handles itself."""
 
@@ -115,14 +115,14 @@ def available(is_readonly: bool) -> list[Key]:
 
 
 def shown_key(key: Key, keymap: Mapping[str, str], *, is_ascii: bool = False) -> str:
-    """Return the name of a key on the screen."""
+    """Return the name of a key as displayed."""
     first = keymap.get(binding_id(key), key.keys).split(",")[0]
     shown = _SHOWN.get(first, first)
     return _ASCII.get(shown, shown) if is_ascii else shown
 
 
 def key_bar(keys: Sequence[Key], keymap: Mapping[str, str], labels: Mapping[str, str], width: int) -> Content:
-    """Return the key bar: as many keys as fit, in their order, and always the last one, which is help in the table."""
+    """Return the key bar: as many keys as fit, in order, and always the last one, which is help in the table."""
     shown = [key for key in keys if key.label]
     return bar([(shown_key(key, keymap), labels.get(key.action, key.label)) for key in shown], width)
 
@@ -143,13 +143,13 @@ def palette(
 
 
 def here(keys: Sequence[Key], pane: str) -> list[Key]:
-    """Return the keys that act in a pane: leaving and the commands first, then the keys of this pane."""
+    """Return the keys for a pane: first leaving and the commands, then the keys of this pane."""
     found = [key for key in keys if not key.panes or pane in key.panes.split()]
     return sorted(found, key=lambda key: (not key.ctl and not key.panes and key.action != "detach",))
 
 
 def bar(items: Sequence[tuple[str, str]], width: int) -> Content:
-    """Return a line of keys with their labels; those that do not fit are left out, but not the last one."""
+    """Return a line of keys with their labels; keys that do not fit are left out, except the last one."""
     pieces = [Content.assemble((f" {name} ", "$text-accent bold"), (label, "$foreground")) for name, label in items]
     while len(pieces) > 1 and sum(piece.cell_length + 1 for piece in pieces) > width:
         del pieces[-2]

@@ -1,4 +1,4 @@
-"""The panes in two columns: which are visible for a size of the screen, their titles and pages of the documentation."""
+"""The panes in two columns: the visible ones for a size of the terminal, their titles and documentation pages."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,10 +25,10 @@ from segapp.view.wording import calibrated
 
 WIDE = 100
 PANES = ("loss", "gpu", "classes", "events", "pictures")
-"""In the order of their keys 1 to 5."""
+"""Panes in the order of their keys 1 to 5."""
 
 FOCUS_OF = {"classes": "class-lines", "events": "event-lines"}
-"""Pane -> id of the part of it that takes the focus, if it is not the pane itself."""
+"""Pane -> id of the child that takes the focus, if it is not the pane itself."""
 TOPIC_OF = {
     "loss": "screen#the-chart",
     "pictures": "screen#the-sample-images",
@@ -45,7 +45,7 @@ _TABS = {"loss": "1 Loss", "gpu": "2 GPU", "classes": "3 Classes", "events": "4 
 
 @dataclass(frozen=True)
 class ScreenLayout:
-    """The visible parts of the screen."""
+    """The visible parts of the TUI."""
 
     panes: frozenset[str]
     """Names of `PANES`, and `gpu0`; empty if only a notice fits."""
@@ -55,7 +55,7 @@ class ScreenLayout:
 
     @property
     def is_notice(self) -> bool:
-        """True if the screen is too small for panes."""
+        """True if the terminal is too small for panes."""
         return not self.panes
 
     @property
@@ -67,7 +67,7 @@ class ScreenLayout:
 def plan_layout(
     width: int, height: int, pane: str = "loss", *, is_zoomed: bool = False, is_editing: bool = False
 ) -> ScreenLayout:
-    """Return the layout for a screen."""
+    """Return the layout for a size of the terminal."""
     if width < header.MIN_WIDTH or height < header.MIN_HEIGHT:
         return ScreenLayout(frozenset())
     if width < WIDE or is_zoomed:
@@ -89,7 +89,7 @@ def plan_layout(
 
 
 class Columns(Horizontal):
-    """Left the chart or the images, the throughput and the events; right the devices, gpu0_bsz and the classes."""
+    """Left: the chart or the images, the throughput and the events. Right: the devices, gpu0_bsz and the classes."""
 
     def __init__(
         self, glyphs: Glyphs, *, has_color: bool, graphics: Graphics | None, write: Callable[[str], None]
@@ -147,7 +147,7 @@ class Columns(Horizontal):
             set_title(self.table, Content(calibrated(found) if found is not None else ""), "border_subtitle")
 
     def _show_devices(self, run: ShownRun, *, is_editing: bool) -> None:
-        """Show the devices with a graph each where the classes and gpu0_bsz leave room."""
+        """Show the devices, with a graph each if the classes and gpu0_bsz leave room."""
         view, room = run.view, self._right.size.height
         other_rows = len(view.classes) + 3 + 5  # gpu0_bsz has five, with its border
         free = 0 if is_editing else min(room - other_rows, 5 * len(view.devices) + 2)  # two lines and a graph each

@@ -1,4 +1,4 @@
-"""Shows a page of the documentation: as a dialog over the screen of a run, or as a screen of its own."""
+"""Show a page of the documentation, as a dialog over the TUI of a run, or on its own."""
 
 from pathlib import PurePath
 from typing import ClassVar
@@ -45,7 +45,7 @@ class PageViewer(MarkdownViewer):
 
 
 class DocsScreen(ModalScreen[None]):
-    """A page in a box, from a heading on if one is named."""
+    """A page in a box, from a heading on if one is given."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,q,f1", "dismiss", "close"),
@@ -91,12 +91,12 @@ class DocsScreen(ModalScreen[None]):
             self.query_one(PageViewer).show_table_of_contents = event.size.width >= 110
 
     def on_markdown_viewer_navigator_updated(self) -> None:
-        """Name the page that is shown."""
+        """Show the name of the present page."""
         topic = self.query_one(PageViewer).navigator.location.stem
         self.query_one(Vertical).border_title = Content(f"segapp docs {topic}")
 
     async def action_back(self) -> None:
-        """Show the page before."""
+        """Show the previous page."""
         await self.query_one(PageViewer).back()
 
     async def action_forward(self) -> None:
@@ -104,7 +104,7 @@ class DocsScreen(ModalScreen[None]):
         await self.query_one(PageViewer).forward()
 
     async def action_turn(self, by: int) -> None:
-        """Show the page that the index lists behind (1) or before (-1) this one."""
+        """Show the next (1) or the previous (-1) page of the index."""
         viewer, paths = self.query_one(PageViewer), [page.path for page in pages()]
         at = paths.index(viewer.navigator.location) if viewer.navigator.location in paths else -by
         await viewer.go(paths[(at + by) % len(paths)])

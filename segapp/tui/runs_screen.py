@@ -1,4 +1,4 @@
-"""The list of runs: state, epoch, mIoU, speed and age of each, live; opens one, marks some for the chart."""
+"""The list of runs, updated live: state, epoch, mIoU, speed and age; opens one, marks some for the chart."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SCORE = 13
 
 
 class RunsScreen(Screen[RunFolder | None]):
-    """The runs below a folder; closes with the run to open, or None."""
+    """The runs in a folder; closes with the run to open, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         ("escape,R", "back", "back"),
@@ -62,7 +62,7 @@ class RunsScreen(Screen[RunFolder | None]):
         yield LiteralText(id="runs-keys", classes="lines")
 
     def on_mount(self) -> None:
-        """Read the runs, and again twice a second."""
+        """Read the runs, and again twice per second."""
         self._tick()
         self.set_interval(0.5, self._tick)
 
@@ -123,7 +123,7 @@ class RunsScreen(Screen[RunFolder | None]):
             self.dismiss(self._selected.folder)
 
     def action_back(self) -> None:
-        """Close the search, else go back to the run that was shown."""
+        """Close the search, or else go back to the shown run."""
         if not self.query_one(SearchLine).close():
             self.dismiss(None)
 
@@ -158,7 +158,7 @@ class RunsScreen(Screen[RunFolder | None]):
 
 def differences(first: RunFolder, second: RunFolder) -> list[Detail]:
     """Return the config keys in which two runs differ."""
-    from segapp.config import changed_keys, load_config  # brings yaml, which the screen does not need otherwise
+    from segapp.config import changed_keys, load_config  # imports yaml, which the TUI does not need otherwise
 
     try:
         lines = changed_keys(*(load_config(str(folder.config_yaml), []) for folder in (first, second)))

@@ -1,4 +1,4 @@
-"""What the screen keeps between sessions: settings, which users may edit, and the alerts that were seen."""
+"""Data that the TUI keeps between sessions: settings, which users may edit, and the seen alerts."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ def next_choice(choices: tuple[Choice, ...], current: Choice) -> Choice:
 
 @dataclass
 class UiSettings:
-    """The settings of the screen."""
+    """The settings of the TUI."""
 
     theme: str = "segapp-dark"
     smoothing: float = AUTO
@@ -43,7 +43,7 @@ class UiSettings:
     notify: str = "bell"
     """How the end of a run and an alert are announced: `off`, `bell`, or a desktop notification by OSC 9 or 777."""
     pictures: str = "auto"
-    """`blocks` draws sample images as half blocks even if the terminal can show pictures."""
+    """`blocks` draws sample images as half blocks even if the terminal supports images."""
     keymap: dict[str, str] = field(default_factory=dict)
     """Keys that replace the defaults: `toggle_pause = "p"`."""
 
@@ -55,7 +55,7 @@ def settings_path() -> Path:
 
 
 def load_settings(path: Path) -> UiSettings:
-    """Return the settings of a file; missing, damaged or invalid ones take their defaults."""
+    """Return the settings in a file; missing, damaged or invalid ones have their defaults."""
     settings = UiSettings()
     try:
         raw = tomllib.loads(path.read_text())
@@ -99,7 +99,7 @@ def seen_path() -> Path:
 
 
 def load_seen(path: Path | None, run_id: str) -> dict[str, float]:
-    """Return, for each kind of alert, the time of the last one seen; empty if nothing can be read."""
+    """Return, for each kind of alert, the time of the last seen one; empty if nothing can be read."""
     found = _read(path).get(run_id)
     if not isinstance(found, dict):
         return {}
@@ -107,7 +107,7 @@ def load_seen(path: Path | None, run_id: str) -> dict[str, float]:
 
 
 def save_seen(path: Path | None, run_id: str, seen_s: dict[str, float]) -> None:
-    """Keep what was seen of a run, and of the runs before it; ignore errors."""
+    """Save the seen alerts of a run, and keep the alerts of earlier runs; ignore errors."""
     if path is None:
         return
     kept = _read(path)

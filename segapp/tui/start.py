@@ -1,4 +1,4 @@
-"""Shows a run: checks the terminal, reads the user's settings, and runs the screen until the user leaves."""
+"""Show a run: check the terminal, read the user's settings, and run the TUI until the user leaves."""
 
 import contextlib
 import gc
@@ -33,16 +33,16 @@ def run_ui(
         run: Name of the run, path to its folder, or the folder of a run that may not have begun yet.
         readonly: Hide and disable all keys that send commands.
         theme: One of `themes.NAMES`, `dark` or `light`; None: the last one used.
-        ascii_only: Draw without Unicode; always if the locale has none.
+        ascii_only: Draw without Unicode; always used if the locale does not support it.
         starts_with_list: Show the list of the runs first.
-        has_trainer_ended: For a trainer that is starting: asked until it trains; the screen closes once it has ended.
+        has_trainer_ended: For a trainer that is starting: called until it trains; if it returns True, the TUI closes.
 
     Returns:
         0.
 
     Raises:
         ConfigError: There is no such run or theme, or there is no terminal.
-        RunError: The screen failed.
+        RunError: The TUI failed.
     """
     folder = run if isinstance(run, RunFolder) else find_run(run)
     file = settings_path()
@@ -81,12 +81,12 @@ def run_ui(
 
 
 def collect_rarely() -> None:
-    """Leave what is loaded out of garbage collection, and collect the rest rarely: updates make hardly any cycles."""
+    """Exclude loaded objects from garbage collection, and collect rarely, because updates make hardly any cycles."""
     gc.freeze()
     gc.set_threshold(20_000)
 
 
 def _lower_priority() -> None:
-    """Use the batch scheduling policy: a screen that wakes up must not preempt a thread of a training step."""
+    """Use the batch scheduling policy, so that the TUI does not preempt a thread of a training step."""
     with contextlib.suppress(AttributeError, OSError):  # only Linux has this policy
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))

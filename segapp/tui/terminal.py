@@ -1,4 +1,4 @@
-"""The terminal: its abilities, its loss, its title, and what reaches a user who does not look at it."""
+"""The terminal: its abilities, its loss, its title, and notifications for a user who does not look at it."""
 
 import locale
 import os
@@ -18,9 +18,9 @@ from segapp.view.wording import miou
 
 
 def check_terminal() -> None:
-    """Raise ConfigError if stdin or stderr is not a terminal that can show a screen.
+    """Raise ConfigError if stdin or stderr is not a terminal that can show the TUI.
 
-    Textual does not check: with /dev/null as its input it keeps a core busy.
+    Textual does not check this: with /dev/null as its input, it keeps a core busy.
     """
     for name, stream in (("stdin", sys.__stdin__), ("stderr", sys.__stderr__)):
         if not _is_terminal(stream):
@@ -43,10 +43,10 @@ def is_hung_up() -> bool:
 
 
 def end_with_terminal(within_s: float) -> None:
-    """End this process once its terminal has been gone for some seconds, looking from a thread.
+    """End this process after its terminal has been gone for some seconds; a thread checks this.
 
-    The event loop cannot: after a terminal that took no output is closed, it waits for ever for a place in the queue of
-    a writer that has ended.
+    The event loop cannot check it: if a terminal that accepted no output is closed, it waits forever for a place in the
+    queue of a writer that has ended.
     """
 
     def watch() -> None:
@@ -98,7 +98,7 @@ class Announcer:
             self._write(f"\x1b]2;{title}\x07")
         alerts = {kind: raised.last.t for kind, raised in view.alerts.items()}
         is_over = state_label(status) in _ENDS
-        if self._alerts is not None and self._is_over is not None:  # what was there at the start is on the screen
+        if self._alerts is not None and self._is_over is not None:  # the first call only records the present state
             new = [kind for kind, t in alerts.items() if t > self._alerts.get(kind, 0.0)]
             if new:
                 self._notify(f"{name}: {view.alerts[new[-1]].last.message}")

@@ -1,4 +1,4 @@
-"""The color themes: two of segapp, the terminal's colors, and one with high contrast."""
+"""The color themes: two of segapp's, the terminal's colors, and one with high contrast."""
 
 from typing import Any
 
@@ -64,11 +64,11 @@ NAMES = tuple(
     for name in (DARK.name, LIGHT.name, "ansi-dark", "ansi-light", HIGH_CONTRAST.name)
     if name in BUILTIN_THEMES or not name.startswith("ansi-")
 )
-"""In the order of the theme key; Textual has the themes of the terminal's own colors from 8.2.5 on."""
+"""In the order of the theme key; Textual supports the terminal's own colors from version 8.2.5."""
 
 
 def set_up(app: App[Any], name: str) -> None:
-    """Register the own themes, and select one by its name; the first if there is none of that name."""
+    """Register segapp's themes, and select one by its name; the first if the name is unknown."""
     for own in (DARK, LIGHT, HIGH_CONTRAST):
         app.register_theme(own)
     app.theme = name if name in NAMES else NAMES[0]
@@ -78,7 +78,7 @@ _SHORT = {"dark": "segapp-dark", "light": "segapp-light"}
 
 
 def find_theme(name: str) -> str:
-    """Return the theme of a name or abbreviation; raise ConfigError if there is none."""
+    """Return the theme with a name or abbreviation; raise ConfigError if there is none."""
     name = _SHORT.get(name, name)
     if name not in NAMES:
         raise ConfigError(f"theme {name}: no such theme: {accepted_words(name, [*_SHORT, *NAMES])}")

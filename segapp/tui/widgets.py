@@ -1,4 +1,4 @@
-"""The widgets that several panes and screens are made of; each redraws only if its content has changed."""
+"""Widgets that several panes and screens use; each redraws only if its content has changed."""
 
 from textual.content import Content
 from textual.geometry import Region
@@ -11,7 +11,7 @@ from segapp.tui.glyphs import ascii_text
 
 
 class LiteralText(Widget):
-    """Literal text, of which only the lines that differ are redrawn."""
+    """Literal text; only lines that differ are redrawn."""
 
     DEFAULT_CSS = "LiteralText { height: auto; }"
 
@@ -41,7 +41,7 @@ class LiteralText(Widget):
 
 
 class StripWidget(Widget, can_focus=True):
-    """A drawing that is made anew when what it shows has changed."""
+    """A drawing that is made anew when its input has changed."""
 
     ALLOW_SELECT = False
 
@@ -51,7 +51,7 @@ class StripWidget(Widget, can_focus=True):
         self._made_of: object = None
 
     def key(self) -> object:
-        """Return what the drawing depends on."""
+        """Return the values that the drawing depends on."""
         raise NotImplementedError
 
     def build(self) -> list[Strip]:
@@ -77,7 +77,7 @@ class StripWidget(Widget, can_focus=True):
         return strip if strip.cell_length == width else strip.crop_extend(0, width, self.rich_style)
 
     def notify_style_update(self) -> None:
-        """Make the strips anew after a change of theme: they hold the old colors."""
+        """Make the strips anew after a change of theme, because they contain the old colors."""
         self._made_of = None
         super().notify_style_update()
 
@@ -85,7 +85,7 @@ class StripWidget(Widget, can_focus=True):
 class SearchLine(Input):
     """An input line for a part of the text of some lines; hidden until it is opened.
 
-    The widget with the id `lines` gets the focus after the input.
+    After the input, the widget with the id `lines` gets the focus.
     """
 
     def __init__(self, hint: str, *, id: str, lines: str) -> None:
@@ -103,7 +103,7 @@ class SearchLine(Input):
         self.focus()
 
     def close(self) -> bool:
-        """Clear and hide the line; return False if it was neither open nor held a text."""
+        """Clear and hide the line; return False if it was neither open nor contained a text."""
         if not self.has_class("-open") and not self.value:
             return False
         self.value = ""
@@ -129,7 +129,7 @@ def set_title(widget: Widget, title: Content, name: str = "border_title") -> Non
 
 
 def drawable(widget: Widget, content: Content) -> Content:
-    """Return the content as the terminal can draw it: on an ASCII screen all text is converted to ASCII."""
+    """Return the content as the terminal can draw it: in ASCII mode, all text is converted to ASCII."""
     if content.plain.isascii() or not widget.app.has_class("-ascii"):
         return content
     return Content(ascii_text(content.plain), list(content.spans))

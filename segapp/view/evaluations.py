@@ -1,4 +1,4 @@
-"""The evaluations of a run: the last ones whole, the others as their numbers."""
+"""The evaluations of a run: the last ones completely, the others only as numbers."""
 
 import math
 from array import array
@@ -14,21 +14,21 @@ from segapp.scores import SCORES, as_float
 Floats = NDArray[np.float64]
 
 NUM_WHOLE = 64
-"""Number of evaluations, the last ones, that are kept as events."""
+"""Number of the last evaluations that are kept as events."""
 
 _NUMBERS = ("epoch", "step", "num_images", "val_s", *SCORES)
 
 
 class Evaluations:
-    """The evaluations of a run, in order, in about 200 bytes and 8 per class.
+    """The evaluations of a run, in order, in about 200 bytes and 8 bytes per class.
 
-    The last `NUM_WHOLE` are the events themselves; the others are made from their numbers when they are asked for, and
-    have no precision and recall of the classes.
+    The last `NUM_WHOLE` are the events themselves. The others are made from their numbers when they are requested, and
+    have no precision and recall per class.
     """
 
     def __init__(self, vals: Iterable[Val] = ()) -> None:
         self._rows: list[array[float]] = []
-        """Of each evaluation `_NUMBERS` and the IoU of the classes; nan for None."""
+        """`_NUMBERS` and the IoU of the classes of each evaluation; nan for None."""
         self._last: deque[Val] = deque(maxlen=NUM_WHOLE)
         for val in vals:
             self.append(val)

@@ -19,7 +19,7 @@ class LossHistory:
     """Loss over steps, with exponential averages.
 
     The averages are debiased, `a_n / (1 - factor ** n)` with `a_n = factor * a_(n-1) + (1 - factor) * loss_n` (Adam,
-    Kingma and Ba, ICLR 2015, section 3): without a bias to zero at the start, as in TensorBoard. They are
+    Kingma and Ba, ICLR 2015, section 3), so they have no bias to zero at the start, as in TensorBoard. They are
     computed over every step before points are merged; non-finite losses are skipped.
 
     Args:
@@ -35,12 +35,12 @@ class LossHistory:
 
     @property
     def usual_smoothing(self) -> float:
-        """The one of `SMOOTHINGS` that suits the number of steps."""
+        """The value in `SMOOTHINGS` that suits the number of steps."""
         return SMOOTHINGS[0] if self.num_steps < 200 else SMOOTHINGS[1] if self.num_steps < 4000 else SMOOTHINGS[2]
 
     @property
     def step(self) -> Floats:
-        """Step of each point; of merged ones the last."""
+        """Step of each point; for merged ones, the last step."""
         return self._column(0)
 
     @property
@@ -124,10 +124,10 @@ class LossHistory:
 
 
 def _lazy_zeros(num_rows: int, num_columns: int) -> Floats:
-    """Return zeros that take memory page by page, when they are written, and never move."""
+    """Return zeros that use memory only for written pages, and that never move."""
     memory = mmap.mmap(-1, 8 * num_rows * num_columns, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_NOHUGEPAGE"):
-        with contextlib.suppress(OSError):  # of a kernel without huge pages
+        with contextlib.suppress(OSError):  # from a kernel without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory).reshape(num_rows, num_columns)
 

@@ -18,7 +18,7 @@ VAL_METRICS = {name: score.title for name, score in HEADLINES.items() if name !=
 NO_POINTS: Floats = np.empty((0, 2))
 
 TERM, CLASS = "term ", "IoU "
-"""What the names of a loss term and of the IoU of a class begin with."""
+"""Prefixes of the names of a loss term and of the IoU of a class."""
 
 
 class Curve(NamedTuple):
@@ -31,7 +31,7 @@ class Curve(NamedTuple):
 
 
 def metric_names(view: View) -> list[str]:
-    """Return the metrics that a run has, in the order of the key; IoU of the classes are chosen in their pane."""
+    """Return the metrics of a run, in the order of the key; the IoU of classes is chosen in their pane."""
     names = ["loss"]
     step = view.step
     names += [TERM + name for name in (step.terms or {})] if step is not None else []
@@ -52,14 +52,14 @@ def chart_title(metric: str) -> str:
 
 
 def step_field(name: str) -> str | None:
-    """Return the field of the `step` events that holds a metric, `terms.NAME` for a term; None for other metrics."""
+    """Return the field of `step` events with a metric's values, `terms.NAME` for a term; None for other metrics."""
     if name in STEP_METRICS:
         return name
     return f"terms.{name.removeprefix(TERM)}" if name.startswith(TERM) else None
 
 
 def curve_of(view: View, name: str, series: LossHistory | None) -> Curve:
-    """Return a metric of a run; the series holds the values of `step_field(name)`, where it has one."""
+    """Return a metric of a run; the series has the values of `step_field(name)` if there is one."""
     if name == "loss":
         return Curve(view.history, _points(view, view.vals.values("loss")))
     if step_field(name) is not None:

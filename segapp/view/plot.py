@@ -28,7 +28,7 @@ class Scale:
     is_log: bool = False
 
     def fraction(self, values: Floats) -> Floats:
-        """Return heights from 0 (bottom) to 1 (top); nan where the logarithm is undefined."""
+        """Return heights from 0 (bottom) to 1 (top); nan if the logarithm is undefined."""
         if not self.is_log:
             span = self.top - self.bottom
             return (values - self.bottom) / span
@@ -89,7 +89,7 @@ def _join(low: Floats, high: Floats, is_bad: NDArray[np.bool_]) -> None:
 def padded_range(first: float, last: float) -> tuple[float, float]:
     """Return an x range with free space at its end, so that it changes rarely and not with every step.
 
-    In between only the newest columns change, so that a live curve redraws a few cells a second instead of all.
+    In between, only the newest columns change, so a live curve redraws a few cells per second instead of all.
     """
     if last - first < 1e-6:
         return first - 0.5, first + 0.5
@@ -127,7 +127,7 @@ def pack_dots(dots: NDArray[np.bool_], weights: NDArray[np.uint16]) -> NDArray[n
 def without_spikes(columns: CurveColumns, top: float) -> CurveColumns:
     """Return a band in which columns that exceed a value are as high as the columns next to them.
 
-    A single step far beyond the scale would otherwise be a stroke over the whole chart.
+    Otherwise, a single step far outside the scale would be a stroke over the whole chart.
     """
     with np.errstate(invalid="ignore"):
         is_spike = columns.high > top
@@ -143,11 +143,11 @@ def without_spikes(columns: CurveColumns, top: float) -> CurveColumns:
 def choose_scale(
     raw: CurveColumns, firm: Floats, *, is_log: bool, usual: tuple[float, float] | None = None
 ) -> Scale | None:
-    """Return a scale that covers the firm values, and a curve without its rarest values; None without any value.
+    """Return a scale that covers the firm values, and a curve without its rarest values; None if there are none.
 
     Args:
         raw: Extremes of the curve.
-        firm: Values that must be inside: of smoothed curves and single marks.
+        firm: Values that must be inside: smoothed curves and single marks.
         is_log: Logarithmic; values of 0 and below are left out.
         usual: `usual_range` of the curve's points; None: of its columns.
     """
@@ -169,7 +169,7 @@ def choose_scale(
 
 
 def usual_range(low: Floats, high: Floats) -> tuple[float, float] | None:
-    """Return the extremes of points, without the rarest 0.5 % where these are far beyond the rest.
+    """Return the extremes of points, without the rarest 0.5 % if these are far outside the rest.
 
     `low` and `high` are the limits of each point; None without a finite value.
     """

@@ -1,4 +1,4 @@
-"""The runs below a folder, followed while they train: one summary each, and the course of their mIoU."""
+"""The runs in a folder, followed while they train: a summary of each, and the history of its mIoU."""
 
 import math
 import time
@@ -22,22 +22,22 @@ class FollowedRun(LiveSource):
     summary: RunSummary
 
     def new_view(self) -> View:
-        """Return a view for a summary only."""
+        """Return a view that is only used for a summary."""
         return small_view()
 
     def facts(self) -> StateFacts:
-        """Return the facts of the state, without the interval of the steps: most of them are skimmed."""
+        """Return the facts of the state, without the interval between steps, most of which are skimmed."""
         return replace(super().facts(), step_interval_s=0.0)
 
     def poll(self, budget_s: float = 0.0) -> bool:
-        """Read on as `LiveSource.poll` does, and update the summary."""
+        """Read new events, like `LiveSource.poll`, and update the summary."""
         is_behind = super().poll(budget_s)
         self.summary = summary_of(self.view, self.folder, self.facts())
         return is_behind
 
     @property
     def sweep(self) -> str:
-        """Name of the sweep that the run belongs to; empty for a run of its own."""
+        """Name of the sweep that the run belongs to; empty for a run without a sweep."""
         return self.folder.name.rpartition("/")[0]
 
     @property
@@ -58,7 +58,7 @@ class RunList:
     def __init__(self, root: Path, clock: Callable[[], float] = time.time) -> None:
         self.root = root
         self.runs: list[FollowedRun] = []
-        """The last one to begin or resume first."""
+        """The runs, last started or resumed first."""
         self._clock = clock
 
     def poll(self, budget_s: float = 0.05) -> bool:

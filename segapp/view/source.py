@@ -1,4 +1,4 @@
-"""The files of a run that a viewer follows: its events, one number of its steps, its log, its pictures."""
+"""The files of a run that a viewer follows: events, one number of its steps, its log, its images."""
 
 import os
 import time
@@ -42,7 +42,7 @@ class SeriesReader:
 
 
 def series_of(path: Path, field: str) -> LossHistory:
-    """Return all values of one number of the `step` events; its arguments are the arguments of `SeriesReader`."""
+    """Return all values of one number of the `step` events; the arguments are the same as for `SeriesReader`."""
     reader = SeriesReader(path, field)
     while reader.poll():
         pass
@@ -50,7 +50,7 @@ def series_of(path: Path, field: str) -> LossHistory:
 
 
 _BLOCK_BYTES = 2**15
-"""Bytes that are read in one piece: until they are folded, events take several times their bytes."""
+"""Size of the pieces that are read, because events take several times their bytes until they are folded."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Status:
     is_there: bool = True
     age_s: float | None = None
     now_s: float = 0.0
-    """Current time, Unix seconds; on the trainer's clock if its offset is known."""
+    """Present time, Unix seconds; on the trainer's clock if its offset is known."""
     loaded_frac: float = 1.0
     host: str | None = None
     pid: int | None = None
@@ -76,7 +76,7 @@ class Status:
 
 @dataclass(frozen=True)
 class _Found:
-    """What a run folder says about its trainer."""
+    """Facts about the trainer in a run folder."""
 
     checked_s: float
     is_there: bool
@@ -91,7 +91,7 @@ class LiveSource:
     """Follows the events of a run folder."""
 
     full_bytes = 2**21
-    """Of a longer backlog only this last part is read in full; the rest is skimmed."""
+    """Of a longer backlog, only this last part is read completely; the rest is skimmed."""
 
     def __init__(
         self, folder: RunFolder, clock: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic
@@ -128,7 +128,7 @@ class LiveSource:
                 self._take(items)
             left_now = self._reader.num_bytes_left
             self._num_read += max(0, left - left_now)
-            if left_now == 0 or left_now >= left:  # all, or all but an incomplete last line
+            if left_now == 0 or left_now >= left:  # all, or all except an incomplete last line
                 self._is_caught_up = True
                 return False
             if self._monotonic() >= deadline:
@@ -156,7 +156,7 @@ class LiveSource:
     def facts(self) -> StateFacts:
         """Return the facts from which the state is derived.
 
-        Once an event has arrived, ages count from its arrival, so that they do not depend on the trainer's clock.
+        After an event has arrived, ages are counted from its arrival, so they do not depend on the trainer's clock.
         """
         view, found = self.view, self._look()
         return StateFacts(
@@ -197,7 +197,7 @@ class LiveSource:
         return None if event_s is None else max(0.0, self._clock() - event_s)
 
     def _look(self) -> _Found:
-        """Return what the folder says about the trainer; looked up every two seconds."""
+        """Return the folder's facts about the trainer; read every two seconds."""
         now = self._monotonic()
         if self._found is None or now - self._found.checked_s >= 2.0:
             is_there = os.path.isdir(self.folder.path)
@@ -213,7 +213,7 @@ class LiveSource:
 
 
 def fold_file(view: View, path: Path) -> None:
-    """Fold all events of a file; of consecutive steps only the loss and the last one."""
+    """Fold all events of a file; of consecutive steps, only the losses and the last step."""
     reader = EventReader(path)
     left = reader.num_bytes_left
     while left:
@@ -239,7 +239,7 @@ def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:
 
 
 class LogTail:
-    """Reads the last lines of a text file, and then those that are added to it."""
+    """Reads the last lines of a text file, and then lines that are added to it."""
 
     def __init__(self, path: Path, max_bytes: int = 2**16) -> None:
         self._path, self._max_bytes = path, max_bytes

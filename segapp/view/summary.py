@@ -1,4 +1,4 @@
-"""The summary of a run or a sweep, as `segapp status` and `segapp ls` print it: the folded view, in one line."""
+"""The summary of a run or a sweep for `segapp status` and `segapp ls`: the folded view, in one line."""
 
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -14,12 +14,12 @@ from segapp.view.source import fold_file
 from segapp.view.view import View
 
 _NUM_POINTS = 2**10
-"""Points of the loss curve that a view keeps of which no curve is drawn."""
+"""Maximum number of loss points in a view whose curve is not drawn."""
 
 
 @dataclass
 class RunSummary:
-    """The fields of `segapp status --json` and `segapp ls` for one run; None where unknown."""
+    """The fields of `segapp status --json` and `segapp ls` for one run; None if unknown."""
 
     name: str
     path: str
@@ -35,13 +35,13 @@ class RunSummary:
     epochs: int | None = None
     step: int | None = None
     steps: int | None = None
-    """Steps of the whole run, where its length is given in steps."""
+    """Steps of the whole run, if its length is given in steps."""
     steps_per_epoch: int | None = None
     batch_size: int | None = None
     num_params: int | None = None
     num_classes: int | None = None
     loss: float | None = None
-    """Mean training loss of the epoch `loss_epoch`, see `EpochLoss`; None if no loss of it was finite."""
+    """Mean training loss of the epoch `loss_epoch`, see `EpochLoss`; None if all its losses were non-finite."""
     loss_epoch: int | None = None
     """The last epoch with a `step` event."""
     lr: float | None = None
@@ -53,15 +53,15 @@ class RunSummary:
     split: list[int] | None = None
     val_epoch: int | None = None
     val_loss: float | None = None
-    """Of the last evaluation; None if it was not finite."""
+    """Loss of the last evaluation; None if it was not finite."""
     miou: float | None = None
     num_scored: int | None = None
-    """Number of classes that `miou` is the mean of: those in the targets or the predictions."""
+    """Number of classes that `miou` averages over: those in the targets or the predictions."""
     pixel_accuracy: float | None = None
     scores: dict[str, float | None] = field(default_factory=dict)
     """All scores of the last evaluation: name, as in `segapp.scores.SCORES`, -> value."""
     best_miou: float | None = None
-    """The highest of an evaluation whose loss is finite."""
+    """The highest mIoU of an evaluation whose loss is finite."""
     best_num_scored: int | None = None
     best_epoch: int | None = None
     checkpoint: dict[str, Any] | None = None
@@ -69,7 +69,7 @@ class RunSummary:
     devices: list[dict[str, Any]] = field(default_factory=list)
     """The last sample of each device: used_mib, total_mib, utilization and so on; its machine if there are several."""
     pending: dict[str, str] = field(default_factory=dict)
-    """Commands accepted and not yet applied: id -> text."""
+    """Accepted commands that are not yet applied: id -> text."""
     last_oom: dict[str, Any] | None = None
     """The last out-of-memory error: device, phase, action, and the path of its report."""
     num_alerts: int = 0
@@ -77,11 +77,11 @@ class RunSummary:
     reason: str | None = None
     exit_code: int | None = None
     sweep: dict[str, int] | None = None
-    """Of a sweep instead of a run: the numbers of all, finished, failed and running runs."""
+    """For a sweep: the numbers of all, finished, failed and running runs."""
 
 
 def small_view() -> View:
-    """Return a view to be folded only for a summary: with a short loss curve."""
+    """Return a view that is folded only for a summary, with a short loss curve."""
     return View(history=LossHistory(_NUM_POINTS))
 
 
@@ -93,7 +93,7 @@ def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
 
 
 def list_runs(root: Path | str = "runs", now_s: float | None = None) -> list[RunSummary]:
-    """Return the summary of every run below a folder, the last one to begin or resume first."""
+    """Return the summary of every run in a folder, last started or resumed first."""
     return [summarize(run.path, now_s) for run in run_folders(root)]
 
 
@@ -143,12 +143,12 @@ def summary_of(view: View, folder: RunFolder, facts: StateFacts) -> RunSummary:
 
 
 def _fields(source: object | None, *names: str) -> dict[str, Any]:
-    """Return fields of an event or a file by their names; none without it."""
+    """Return fields of an event or a file by their names; none if it does not exist."""
     return {name: getattr(source, name) for name in names} if source is not None else {}
 
 
 def summarize_sweep(sweep: SweepFolder) -> RunSummary:
-    """Return the summary of a sweep: its progress, and of its runs the highest mIoU and the newest event."""
+    """Return the summary of a sweep: its progress, the highest mIoU of its runs, and their newest event."""
     progress = sweep.progress()
     runs = summarize_runs(sweep)
     scored = [run for run in runs if run.best_miou is not None]

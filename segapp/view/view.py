@@ -33,10 +33,10 @@ class Evaluating(NamedTuple):
     """Time of the last report."""
     num_done: int = 0
     num_images: int | None = None
-    """Images of the evaluation; None where unknown."""
+    """Number of images of the evaluation; None if unknown."""
 
     def eta_s(self, now_s: float) -> float | None:
-        """Return the seconds to its end, by its own speed so far."""
+        """Return the seconds to its end, from its speed so far."""
         if not self.num_done or self.num_images is None:
             return None
         left_s = (self.t - self.began_s) * (self.num_images - self.num_done) / self.num_done
@@ -54,7 +54,7 @@ class Mark(NamedTuple):
 
 @dataclass
 class Gpu0:
-    """`gpu0_bsz`: the value in force, the pending change, and the last change."""
+    """`gpu0_bsz`: the present value, the pending change, and the last change."""
 
     value: int | None = None
     pending: events.Gpu0Bsz | None = None
@@ -72,10 +72,10 @@ class Gpu0:
 
 
 PASSING_ALERTS = frozenset({"compile", "cuda_graph", "settings"})
-"""Kinds of alert that are only logged; all others stay on the screen until the user has seen them."""
+"""Kinds of alert that are only logged; all others are shown until the user has seen them."""
 
 NUM_WHOLE_EVENTS = 300
-"""Number of log lines, the last ones, that keep their whole event."""
+"""Number of the last log lines that keep their whole event."""
 
 
 @dataclass
@@ -100,14 +100,14 @@ class View:
     split: tuple[int, ...] | None = None
     """Samples per device of a full batch, as observed."""
     recompute: events.Recompute | None = None
-    """The blocks that are computed again; None: none since the start."""
+    """The recomputed blocks; None: none since the start."""
     topologies: list[events.Topology] = field(default_factory=list)
     """The resumes with other ranks or devices."""
     cost_before: tuple[float | None, float | None] = None, None
-    """`cost` of the steps with the blocks before."""
+    """`cost` of the steps with the previous blocks."""
     devices: list[events.DeviceMemory] = field(default_factory=list)
     memory: deque[tuple[tuple[float, float], ...]] = field(default_factory=lambda: deque(maxlen=600))
-    """The last samples, for each device: used memory and highest allocation since the one before, MiB; nan unknown."""
+    """The last samples per device: used memory and highest allocation since the previous one, MiB; nan: unknown."""
     peaks_mib: dict[tuple[int, ...], list[float | None]] = field(default_factory=dict)
     """Split -> highest allocation of each device with it, MiB."""
     vals: Evaluations = field(default_factory=Evaluations)
@@ -117,7 +117,7 @@ class View:
     marks: list[Mark] = field(default_factory=list)
     gpu0: Gpu0 = field(default_factory=Gpu0)
     pending: dict[str, events.CommandAnswer] = field(default_factory=dict)
-    """Commands accepted and without a final answer yet."""
+    """Accepted commands without a final answer."""
     answers: dict[str, events.CommandAnswer] = field(default_factory=dict)
     """Final answers, by id; the last 200."""
     phase: str | None = None
@@ -125,11 +125,11 @@ class View:
     is_paused: bool = False
     evaluating: Evaluating | None = None
     away_s: float = 0.0
-    """Seconds of pauses since the last step; not of the one that lasts."""
+    """Seconds of pauses since the last step, without the present pause."""
     log: list[LogLine] = field(default_factory=list)
     """The last thousand lines and up to 200 more."""
     alerts: dict[str, Raised] = field(default_factory=dict)
-    """Kind -> the alerts of this kind that the user has to see, the kind that was raised last at the end."""
+    """Kind -> the alerts of this kind that the user must see, most recently raised kind last."""
     last_alerts: deque[events.Alert] = field(default_factory=lambda: deque(maxlen=1000))
     num_alerts: int = 0
     oom: events.Oom | None = None
@@ -144,9 +144,9 @@ class View:
     _is_memory_stale: bool = False
     _split_text: bytes = b""
     _blocks: list[list[str]] = field(default_factory=list)
-    """Of `recompute`, kept at a resume."""
+    """The split of `recompute`, kept at a resume."""
     _judge: SplitJudge | None = None
-    """As the trainer wrote it, with the peaks of the steps since."""
+    """The judge as written by the trainer, with the peaks of the steps since."""
     _paused_s: float | None = None
 
     @property
@@ -156,12 +156,12 @@ class View:
 
     @property
     def machines(self) -> list[str | None]:
-        """The machine of each device; None for all if there is one machine."""
+        """The machine of each device; None for all if there is only one machine."""
         return [device.machine for device in self.start.devices] if self.start else []
 
     @property
     def device_groups(self) -> list[list[int]]:
-        """The indices of `devices`, in groups that share one process and so its memory: logical devices."""
+        """The indices of `devices`, in groups that share a process and so its memory: logical devices."""
         groups: dict[object, list[int]] = {}
         for i, device in enumerate(self.devices):
             has_own_process = device.device is None or (self.start is not None and self.start.mode == "ddp")
@@ -171,7 +171,7 @@ class View:
 
     @property
     def has_logical_devices(self) -> bool:
-        """True if several devices share one process: nothing is known of the memory of each."""
+        """True if several devices share a process, so the memory of each is unknown."""
         return len(self.device_groups) < len(self.devices)
 
     @property
@@ -188,13 +188,13 @@ class View:
 
     @property
     def cost(self) -> tuple[float | None, float | None]:
-        """Highest peak, MiB, and median time, s, of the steps with the present blocks; None where unknown."""
+        """Highest peak, MiB, and median time, s, of the steps with the present blocks; None if unknown."""
         peaks = [mib for mib in self.peaks_mib.get(self.split or (), ()) if mib is not None]
         times_s = self.recent["step_s"]
         return max(peaks, default=None), median(times_s) if times_s else None
 
     def cost_changes(self) -> list[str]:
-        """Return what recomputation saves and costs by the plan; else peak and time of a step before and after it."""
+        """Return the plan's savings and costs of recomputation; else peak and time of a step before and after it."""
         planned = self.recompute
         if planned is not None and planned.slower is not None:
             saved = " / ".join(memory_text(mib) for mib in planned.saved_mib or ())
@@ -209,9 +209,9 @@ class View:
 
     @property
     def judge(self) -> SplitJudge:
-        """The trainer's judge of splits, with the memory that the devices have by the last sample.
+        """The trainer's judge of splits, with the devices' memory from the last sample.
 
-        Runs of earlier versions did not write it: there it is made from what was observed.
+        Runs of older versions did not write it; then it is made from observations.
         """
         judge = self._judge
         if judge is None:
@@ -231,7 +231,7 @@ class View:
 
 
 def is_gpu(device: events.DeviceMemory) -> bool:
-    """Return True for a device whose driver says how much of its memory other processes hold."""
+    """Return True for a device whose driver reports the memory of other processes."""
     return not (device.device or "cpu").startswith("cpu")
 
 
@@ -288,7 +288,7 @@ def fold_events(view: View, items: Iterable[dict[str, Any] | events.StepRun]) ->
 
 
 def _note_run(view: View, run: events.StepRun) -> None:
-    """Fold the last step of consecutive ones; it stands for all of them."""
+    """Fold the last step of consecutive ones; it represents all of them."""
     last = run.last
     if last is not None and (view.last_step_s is None or as_float(last["t"]) >= view.last_step_s):
         last_s = view.last_s
@@ -318,7 +318,7 @@ def _note_step(view: View, raw: dict[str, Any]) -> bool:
 
 
 def _note_judged_peaks(view: View, peaks_mib: Any) -> None:
-    """Fold the peaks under the split in force; they are the peaks of the whole epoch so far."""
+    """Fold the peaks with the present split; they are the peaks of the whole epoch so far."""
     judge = view._judge
     if judge is None or judge.current is None or not isinstance(peaks_mib, list):
         return
@@ -334,7 +334,7 @@ def _keep_recent(view: View, numbers: dict[str, Any], prefix: str) -> None:
 
 
 def _note_split(view: View, split: Any) -> None:
-    """Keep a split if it is one of a full batch; the last batch of an epoch may be short."""
+    """Keep a split if it is for a full batch; the last batch of an epoch may be short."""
     if not (isinstance(split, (list, tuple)) and all(type(n) is int and 0 <= n < 2**31 for n in split)):
         return
     full = view.start.batch_size if view.start else sum(split)
@@ -352,14 +352,14 @@ def _note_memory(view: View, raw: dict[str, Any]) -> None:
     view.memory.append(sample)
     if view.split is None or not all(isinstance(each, dict) for each in devices):
         return
-    if view._is_memory_stale:  # its peak may belong to the split before
+    if view._is_memory_stale:  # its peak may belong to the previous split
         view._is_memory_stale = False
         return
     _keep_peaks(view, view.split, [peak for _, peak in sample])
 
 
 def _keep_peaks(view: View, split: tuple[int, ...], peaks_mib: Sequence[float | None]) -> None:
-    """Keep the peaks of each device that are higher than those observed with the same split before."""
+    """Keep the peaks of each device that are higher than those observed earlier with the same split."""
     highest = view.peaks_mib.setdefault(split, [None] * len(split))
     for i, peak in enumerate(peaks_mib[: len(highest)]):
         if peak is not None and math.isfinite(peak) and peak > (highest[i] or 0.0):
@@ -408,7 +408,7 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
     if isinstance(event, events.RunStart):
         _fold_start(view, event)
     elif isinstance(event, events.EpochStart):
-        _parse_step(view)  # a step of the epoch before; its numbers must not replace those of the new one
+        _parse_step(view)  # a step of the previous epoch; its numbers must not replace the new ones
         view.epoch, view.lr = event.epoch, event.lr
         view.phase, view.evaluating = "train", None
         _note_split(view, event.split)
@@ -453,7 +453,7 @@ def _fold_rare(view: View, raw: dict[str, Any]) -> None:
 
 
 def _drop_line_of_last_epoch(view: View, new: LogLine) -> None:
-    """Remove the line of the epoch before if another epoch begins: the log has one such line."""
+    """Remove the line of the previous epoch if another epoch begins, because the log has only one such line."""
     if new.kind == "epoch":
         at = next((i for i in range(len(view.log) - 1, -1, -1) if view.log[i].kind == "epoch"), None)
         if at is not None:
@@ -479,7 +479,7 @@ def _fold_start(view: View, event: events.RunStart) -> None:
 
 
 def _drop_repeated(view: View, step: int) -> None:
-    """Remove what a resumed training repeats."""
+    """Remove everything that a resumed training repeats."""
     view.history.drop_after(step)
     view.loss.drop_after(step)
     view.vals.drop_after(step)
@@ -558,7 +558,7 @@ def _parse_step(view: View) -> None:
 
 
 def _parsed(view: View, raw: dict[str, Any] | None) -> events.Event | None:
-    """Return an event; None without one, or for an invalid one, which is counted."""
+    """Return an event; None if there is none, or if it is invalid, which is counted."""
     try:
         return None if raw is None else events.parse_event(raw)
     except ValueError:

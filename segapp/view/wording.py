@@ -45,7 +45,7 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
         kind, text = "ctl", printable(_answer(event))
     elif isinstance(event, events.Gpu0Bsz):
         if event.status == "cancelled" and event.id is not None:
-            return None  # the line of the command says it
+            return None  # the line of the command reports it
         kind, text = "gpu0", _gpu0_bsz(event)
     elif isinstance(event, events.Recompute):
         kind, text = "mem", f"{recomputed(event)}: {printable(event.reason)}"
@@ -63,7 +63,7 @@ def log_line(event: events.Event, classes: Sequence[str], previous: events.Val |
 
 
 def loss(value: float | None, digits: int = 3) -> str:
-    """Return the loss of an evaluation or a step that has been made: one that is None was not finite."""
+    """Return the loss of an evaluation or a step that has been made; None means that it was not finite."""
     return NOT_FINITE if value is None or math.isnan(value) else number(value, digits)
 
 
@@ -129,7 +129,7 @@ def _oom(event: events.Oom) -> str:
 
 
 def topology(event: events.Topology, *, with_reason: bool = True) -> str:
-    """Return which ranks a resumed training has: 2 ranks on 1 machine, 3 on 2 before: without node2 cpu."""
+    """Return the ranks of a resumed training: 2 ranks on 1 machine, 3 on 2 before: without node2 cpu."""
     split = f", split {dots(event.split)}" if event.split else ""
     again = f", restart {event.round}" if event.round else ""
     now = f"{plural(event.ranks, 'rank')} on {plural(event.machines, 'machine')}"
@@ -138,7 +138,7 @@ def topology(event: events.Topology, *, with_reason: bool = True) -> str:
 
 
 def recomputed(event: events.Recompute) -> str:
-    """Return how many blocks each device computes again: 8 of 12 blocks recomputed, or 4·8 of 12."""
+    """Return how many blocks each device recomputes: 8 of 12 blocks recomputed, or 4·8 of 12."""
     counts = [len(names) for names in event.blocks]
     shown = dots(counts) if len(set(counts)) > 1 else str(max(counts, default=0))
     return f"{shown} of {event.num_blocks} blocks recomputed"
@@ -176,7 +176,7 @@ class Detail(NamedTuple):
 
 
 def event_details(event: events.Event, run: str) -> list[Detail]:
-    """Return everything that an event says, the command that acts on its run last."""
+    """Return everything that an event contains; the command that relates to its run is last."""
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.t))
     return [
         Detail("event", f"{event.type}, line {event.seq} of events.jsonl, {clock}"),

@@ -277,7 +277,7 @@ def test_check_part_takes_overrides_as_other_commands_do(
     for words, message in (
         (["model.options.width=4"], "--config FILE is missing"),
         ([str(path)], f"write --config {path}"),
-        (["a:b", "c:d"], "a:b, c:d: one part can be named"),
+        (["a:b", "c:d"], "a:b, c:d: name one component"),
     ):
         with pytest.raises(SystemExit) as ended:
             main(["check-part", *words])

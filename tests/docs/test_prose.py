@@ -63,6 +63,20 @@ def test_sentences_that_break_a_rule_are_found(sentence: str, rules: list[str]) 
     assert names_of_broken_rules(sentence) == rules
 
 
+@pytest.mark.parametrize(
+    ("sentence", "rules"),
+    [
+        ("Return the moments, then those of the batch.", ["S4"]),
+        ("Args: seed: of the run.", ["S4"]),
+        ("Args: seed: seed of the run. Two parts: one of the model.", []),
+        ("Return what captures the work.", ["S3"]),
+        ("Return the object that says what failed.", []),
+    ],
+)
+def test_docstrings_name_the_thing_and_the_noun(sentence: str, rules: list[str]) -> None:
+    assert names_of_broken_rules(sentence, DOCSTRING) == rules
+
+
 def test_every_wrong_word_of_the_list_that_is_checked_is_found() -> None:
     rows = re.findall(
         r"^\| ([^|]+) \| ([^|]+) \|$", (FOLDER / "developing.md").read_text().partition("Word list:")[2], re.M
@@ -110,9 +124,10 @@ def test_prose_of_a_module_is_found_and_its_code_is_not(tmp_path: Path) -> None:
     path = tmp_path / "module.py"
     path.write_text(
         '"""First line.\n\nIt goes on.\n\n>>> told\n"""\n'
-        "raise ValueError(f'{name} stands beside `told` {value}')\nword = 'alone'\n"
+        "raise ValueError(f'{name} stands beside `told` {value}')  # noqa: told\nword = 'alone'  # those of it\n"
     )
     assert [(text.line, text.kind, text.text.strip()) for text in python_texts(path)] == [
+        (8, DOCSTRING, "those of it"),
         (1, DOCSTRING, "First line."),
         (3, DOCSTRING, "It goes on."),
         (7, MESSAGE, "{} stands beside `x` {}"),

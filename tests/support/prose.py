@@ -1,4 +1,4 @@
-"""The rules of style that a program can check, over pages, messages, descriptions and docstrings.
+"""The rules of style that a program can check, over pages, messages, descriptions, docstrings and comments.
 
 The rules and the word list are on the page `developing`. `python -m tests.support.prose [PART OF A PATH ...]` prints
 the places that break them.
@@ -58,7 +58,9 @@ RULES = (
     Rule("S2", r"\b(?:except|only|but|else|less|more|also) where\b", "write 'if', 'when' or 'unless'"),
     Rule("S2", r"\bwhere (?:there (?:is|are)|possible|necessary|needed|none|nothing|no)\b", "write 'if' or 'when'"),
     Rule("S2", rf"{_NO_PLACE} where {_WORD} {_CAN}\b", "write 'if' or 'when'"),
-    Rule("S4", r"\b(?:that|those) of\b", "name the noun again", _PAGES_AND_MESSAGES),
+    Rule("S3", r"\b(?:Return|Yield|Restore|Load|Record|Free) what\b", "name the thing", (MESSAGE, DOCSTRING)),
+    Rule("S4", r"\b(?:that|those) of\b", "name the noun again"),
+    Rule("S4", r"\b\w+: (?:of|that) (?:an?|the|all|every|this|each)\b", "name the noun again", (DOCSTRING,)),
     Rule("S7", r"\b(?:go|goes|going|went|gone) on\b", "write 'continue'"),
     Rule("S7", r"\bbeside\b", "write 'next to'"),
     Rule("S7", r"\bin place of\b", "write 'instead of'"),
@@ -75,6 +77,7 @@ RULES = (
          "write 'model'; of computers, 'network connection' or 'interface'", (PAGE,)),
     Rule("S8", r"\b(?:the|a|on|own) screens?\b", "write 'the TUI'", (PAGE,)),
 )  # fmt: skip
+_COMMENT = re.compile(r"(?:^ *|  )# (?!type:|noqa|fmt:|isort:|mypy:)([^'\"]+)$")
 _ANY_RULE = re.compile("|".join(f"(?:{rule.pattern})" for rule in RULES), re.I)
 
 
@@ -112,8 +115,12 @@ def page_texts(path: Path) -> Iterator[Text]:
 
 
 def python_texts(path: Path) -> Iterator[Text]:
-    """Yield the docstrings of a module, and its other strings that hold a sentence."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    """Yield the docstrings and comments of a module, and its other strings that hold a sentence."""
+    source = path.read_text(encoding="utf-8")
+    for number, line in enumerate(source.splitlines(), start=1):
+        if "# " in line and (comment := _COMMENT.search(line)):
+            yield from _paragraphs(path, number, DOCSTRING, comment[1])
+    tree = ast.parse(source)
     inside: set[int] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):

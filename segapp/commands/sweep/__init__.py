@@ -1,7 +1,7 @@
-"""`segapp sweep`: train a grid of settings, each a run of its own, and compare them on one page.
+"""`segapp sweep`: train a grid of settings, one run per combination, and compare the runs on one page.
 
-`grid` reads the words of the command line, `plan` makes runs of them, `runner` trains them, and `segapp.report.compare`
-writes the page.
+`grid` parses the words of the command line, `plan` makes runs of them, `runner` trains the runs, and
+`segapp.report.compare` writes the page.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ def run_sweep(
     only_report: bool = False,
     as_json: bool = False,
 ) -> int:
-    """Carry a sweep out, or what is left of it, and write its page.
+    """Run a sweep, or the remaining runs of it, and write its page.
 
     Returns:
-        The exit code: 0: every run of the command has finished; 1: some have failed; 75: stopped, and the same command
-        continues.
+        The exit code: 0: every run of the command has finished; 1: some have failed; 75: the sweep was stopped, and the
+        same command continues it.
 
     Raises:
         ConfigError: the runs cannot be planned; nothing is written then.
-        RunBusyError: another process carries the sweep out.
+        RunBusyError: another process is running the sweep.
     """
     plan = plan_sweep(words, configs)
     if only_report:
@@ -79,7 +79,7 @@ def run_sweep(
 
 
 def _check_devices(plan: SweepPlan) -> None:
-    """Check that the configs leave the choice of devices to --devices."""
+    """Check that no config chooses devices if --devices is given."""
     for name in sorted(plan.names):
         devices = plan.config_of(name).parallel.devices
         if devices != "auto":
@@ -148,7 +148,7 @@ def _difference(row: SettingResult) -> str:
 
 
 def _text(spread: Spread | None, classes: str = "") -> str:
-    """Return a spread, for a mean over classes with their number."""
+    """Return a spread as text; for a mean over classes, with the number of classes."""
     if spread is None:
         return "-"
     deviation = "" if spread.deviation is None else f" ± {spread.deviation:.4f}"

@@ -1,7 +1,7 @@
 """The grid of a sweep: `KEY=VALUES` words as axes, and their combinations. Pure.
 
-Values are separated by commas, or a range of whole numbers `a..b`, both ends included. A comma within brackets, braces
-or quotes belongs to the value: `data.crop_px=[96,192],[128,256]` has two values.
+Values are separated by commas, or are a range of whole numbers `a..b` with both ends included. A comma within brackets,
+braces or quotes is part of a value: `data.crop_px=[96,192],[128,256]` has two values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import yaml
 from segapp.errors import ConfigError, SegappError
 
 MAX_RUNS = 10_000
-"""Upper limit of the runs of a sweep."""
+"""Maximum number of runs of a sweep."""
 _RANGE = re.compile(r"([-+]?\d+)\.\.([-+]?\d+)")
 _OTHER_RANGE = re.compile(r"[-+]?[\d.]+(?:[eE][-+]?\d+)?\.\.[-+]?[\d.]+(?:[eE][-+]?\d+)?")
 
@@ -55,7 +55,7 @@ def parse_values(text: str, key: str) -> list[str]:
     """Return the values of one key as YAML texts, without repetitions.
 
     Raises:
-        ConfigError: a value is missing, a bracket or quote is open, or a range is not one of whole numbers.
+        ConfigError: a value is missing, a bracket or quote is not closed, or the ends of a range are not whole numbers.
 
     >>> parse_values("[96, 192],[128, 256]", "data.crop_px")
     ['[96, 192]', '[128, 256]']
@@ -77,7 +77,7 @@ def parse_values(text: str, key: str) -> list[str]:
 
 
 def _split(text: str, key: str) -> list[str]:
-    """Return the texts of the entries of a YAML list that is written without its brackets."""
+    """Return the texts of the entries of a YAML list written without brackets."""
     source = f"[{text}]"
     try:
         node = yaml.compose(source, yaml.SafeLoader)
@@ -93,7 +93,7 @@ def _split(text: str, key: str) -> list[str]:
 
 
 def combinations(axes: Mapping[str, Sequence[str]], num_configs: int = 1) -> list[dict[str, str]]:
-    """Return the combinations of the values, the last key changing fastest; ConfigError if there are too many."""
+    """Return the combinations of the values; the last key changes fastest; ConfigError if there are too many."""
     num_runs = num_configs * math.prod(len(values) for values in axes.values())
     if num_runs > MAX_RUNS:
         raise ConfigError(f"the grid has {num_runs} runs, and at most {MAX_RUNS} are possible: name fewer values")

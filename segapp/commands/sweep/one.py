@@ -16,13 +16,13 @@ from segapp.run.words import aligned, first_line, printable
 from segapp.training.request import plan_request
 
 _LOCKED_S = 60.0
-"""Longest wait for other tasks, each of which holds the sweep's lock for as long as it plans the sweep."""
+"""Maximum wait for other tasks; each holds the sweep's lock while it plans the sweep."""
 
 
 def print_runs(words: Sequence[str], configs: Sequence[str], only: int | None, *, as_json: bool) -> None:
     """Print the runs of a sweep, or the folder of one of them; nothing is written.
 
-    In JSON, `words` of a run are those of the `segapp` command that trains only this run, on one machine or several.
+    In JSON, `words` are the arguments of the `segapp` command that trains only this run, on one machine or several.
     """
     plan = plan_sweep(words, configs)
     runs = plan.runs if only is None else [_chosen(plan, only)]
@@ -53,7 +53,7 @@ def train_one(words: Sequence[str], configs: Sequence[str], only: int) -> int:
 
     Raises:
         ConfigError: the sweep cannot be planned, has no such run, or this process is one of several ranks.
-        RunBusyError: another trainer holds the run; or the sweep, for a minute, while its runs are not yet written.
+        RunBusyError: another trainer holds the run, or other tasks have held the sweep for a minute.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(
@@ -96,14 +96,14 @@ def _chosen(plan: SweepPlan, only: int) -> SweepRun:
 
 
 def _note_end(sweep: SweepFolder, run: SweepRun, exit_code: int | None, reason: str | None) -> None:
-    """Write how a run ended; a sweep whose lock is held for long is left as it is, since runs have their own events."""
+    """Record how a run ended; skip it if the sweep stays locked, because runs also have their own events."""
     with contextlib.suppress(RunBusyError), _locked(sweep):
         sweep.note_end(run.name, exit_code, reason)
 
 
 @contextlib.contextmanager
 def _locked(sweep: SweepFolder) -> Iterator[None]:
-    """Hold the lock of a sweep, for which this process waits while others plan or note something."""
+    """Hold the lock of a sweep; wait while other processes plan it or record something."""
     deadline_s = time.monotonic() + _LOCKED_S
     while True:
         try:

@@ -17,7 +17,7 @@ INTERVAL_S = 10.0
 
 
 class Overview:
-    """Prints one line for each start and end of a training, and one every ten seconds while it runs."""
+    """Prints a line at each start and end of a training, and one every ten seconds while it runs."""
 
     def __init__(self, stream: TextIO, num_runs: int, num_done: int, num_slots: int) -> None:
         self._stream = stream
@@ -47,7 +47,7 @@ class Overview:
             self.line(f"{run.name}: another trainer holds it; waiting for its end")
 
     def event(self, run: SweepRun, raw: dict[str, Any]) -> None:
-        """Take up an event of a training, and print its progress if it is time."""
+        """Process an event of a training, and print its progress if it is time."""
         view = self._views.setdefault(run.name, small_view())
         fold_events(view, [raw])
         if raw["type"] == "step" and time.monotonic() >= self._next_line_s.get(run.name, 0.0):

@@ -1,4 +1,4 @@
-"""The runs of a sweep: configs and grid to a validated list, joined with the runs that the sweep has already."""
+"""The runs of a sweep: configs and grid become a validated list, which is joined with the sweep's existing runs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,21 @@ from segapp.run.words import printable
 _MAX_NAME_CHARS = 80
 _MAX_SHOWN = 20
 _BEGUN = re.compile(r"lock|configs|sweep\.json|\.tmp-.*")
-"""Names in the folder of a sweep that another command has just begun."""
+"""Names in the folder of a sweep that another command has just created."""
 
 
 @dataclass(frozen=True)
 class SweepPlan:
-    """A sweep to carry out.
+    """A sweep to run.
 
     Attributes:
-        info: all its runs: those of this command first, then those of earlier ones.
+        info: all its runs: first those that this command names, then earlier ones.
         names: the runs that this command names.
-        configs: complete configs of the runs that are new, by name.
-        own_parts: own code (`module:factory`) that the user's configs and words name; not that of stored configs.
-        is_known: the sweep was there when it was planned.
-        given: for each new run, the config as it was named, then the `KEY=VALUE` words.
+        configs: complete configs of the new runs, by name.
+        own_parts: custom components (`module:factory`) that the user's configs and words name, but not those in stored
+            configs.
+        is_known: the sweep already existed when it was planned.
+        given: for each new run, the given config and the `KEY=VALUE` words.
     """
 
     folder: SweepFolder
@@ -52,15 +53,15 @@ class SweepPlan:
     is_known: bool = True
 
     def train_words(self, name: str) -> list[str]:
-        """Return the words for `segapp train` that give a run its config."""
+        """Return the arguments of `segapp train` for a run's config."""
         config, *words = self.given.get(name, [str(self.folder.config_of(name))])
         return ["--config", config, *words]
 
     def check_parts(self) -> None:
-        """Remember the code that the user has named, and check that of the runs' stored configs against it.
+        """Trust the custom components that the user has named, and check those in stored configs.
 
         Raises:
-            ConfigError: a stored config names code that was never named on this machine.
+            ConfigError: a stored config names a custom component that was never named on this machine.
         """
         remember_parts(self.own_parts)
         for name in sorted(self.names):
@@ -97,7 +98,7 @@ class SweepPlan:
 class _Candidate:
     label: str
     given: list[str]
-    """The config as it was named, and the `KEY=VALUE` words."""
+    """The given config, and the `KEY=VALUE` words."""
     settings: dict[str, str]
     config: RunConfig
 
@@ -106,7 +107,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     """Return the plan of a `segapp sweep` command; nothing is written.
 
     Raises:
-        ConfigError: lists every problem of every run; or the sweep began with another config.
+        ConfigError: lists every problem of every run, or says that the sweep began with another config.
     """
     name, files, axis_words = _sorted_words(words)
     files = [file for pattern in [*configs, *files] for file in _expanded(pattern)]
@@ -148,7 +149,7 @@ def _sorted_words(words: Sequence[str]) -> tuple[str | None, list[str], list[str
 
 
 def _expanded(pattern: str) -> list[str]:
-    """Return the files of a glob in their order; a name or path stands for itself."""
+    """Return the files that match a glob, in their order; a name or path is returned as it is."""
     if not glob.has_magic(pattern) or os.path.isfile(pattern):
         return [pattern]
     found = sorted(glob.glob(pattern) or glob.glob(os.path.join("configs", pattern)))
@@ -158,7 +159,7 @@ def _expanded(pattern: str) -> list[str]:
 
 
 def _labelled(files: Sequence[str]) -> dict[str, str]:
-    """Return the config files by their names without folder and ending."""
+    """Return the config files by their names without folder and suffix."""
     labels = [find_config(file).stem for file in files]
     repeated = [label for label, count in Counter(labels).items() if count > 1]
     if repeated:
@@ -167,7 +168,7 @@ def _labelled(files: Sequence[str]) -> dict[str, str]:
 
 
 def _default_name(bases: Mapping[str, str]) -> str:
-    """Return the name of a sweep: that of its config, or what several have in common, and `-sweep`."""
+    """Return the default name of a sweep: its config's name, or the common part of several, and `-sweep`."""
     common = "".join(chars[0] for chars in itertools.takewhile(lambda c: len(set(c)) == 1, zip(*bases, strict=False)))
     if len(bases) > 1:
         common = re.sub(r"[-_.]*(fold)?[-_.]*\d*$", "", common)
@@ -188,7 +189,7 @@ def _new_path(name: str) -> Path:
 
 
 def _validated(bases: Mapping[str, str], axes: Mapping[str, Sequence[str]]) -> list[_Candidate]:
-    """Return the runs of the grid with their configs; the ConfigError lists the problems of all, each once."""
+    """Return the runs of the grid with their configs; the ConfigError lists each problem once, for all runs."""
     found: list[_Candidate] = []
     problems: dict[str, list[str]] = {}
     for label, base in bases.items():
@@ -220,7 +221,7 @@ def _problem_text(problems: Mapping[str, Sequence[str]], num_runs: int) -> str:
 def _joined(
     folder: SweepFolder, info: SweepInfo, axes: Mapping[str, list[str]], candidates: Sequence[_Candidate]
 ) -> SweepPlan:
-    """Return the plan of the candidates and the earlier runs; equal settings are one run."""
+    """Return the plan of the new and the earlier runs; runs with equal settings are one run."""
     keys = list(dict.fromkeys([*info.axes, *axes]))
     earlier = {run.name: load_config(folder.config_of(run.name)) for run in info.runs}
     _check_base(info, earlier, candidates, keys)
@@ -258,7 +259,7 @@ def _joined(
 def _check_base(
     info: SweepInfo, earlier: Mapping[str, RunConfig], candidates: Sequence[_Candidate], keys: Sequence[str]
 ) -> None:
-    """Check that keys outside the grid have the values with which the sweep began."""
+    """Check that keys outside the grid have the values that the sweep began with."""
     changed: dict[str, None] = {}
     for label in dict.fromkeys(candidate.label for candidate in candidates):
         before = next((earlier[run.name] for run in info.runs if run.config == label), None)
@@ -293,11 +294,11 @@ def _identity(label: str, settings: Mapping[str, Any]) -> str:
 
 
 def run_name(label: str, settings: Mapping[str, Any], taken: set[str]) -> str:
-    """Return the folder's name of a run, from the values that vary in its sweep.
+    """Return a run's folder name, made from the values that vary in its sweep.
 
     Args:
-        label: the config's name; empty if there is one config.
-        settings: the varying keys with their values, or the texts of these.
+        label: the config's name; empty if there is only one config.
+        settings: the varying keys with their values, or with the texts of the values.
         taken: names in use.
 
     >>> run_name("", {"optim.lr": "0.001", "data.crop_px": [96, 192], "seed": 0}, set())

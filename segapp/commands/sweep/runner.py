@@ -1,11 +1,11 @@
-"""Carrying a sweep out: trainers as processes in slots, each followed to its end. No torch here but to count GPUs.
+"""Run a sweep: trainers as processes in slots, each watched until its end. torch is imported only to count GPUs.
 
-A trainer is a normal `segapp train` into the run's folder. It gets SIGTERM if this process is killed, so that it saves
-and ends; the next `segapp sweep` resumes it from there.
+A trainer is a normal `segapp train` in the run's folder. If this process is killed, the trainer gets SIGTERM, saves and
+ends; the next `segapp sweep` resumes it.
 
-It learns its GPUs through CUDA_VISIBLE_DEVICES, not through `parallel.devices`: a process that sees one GPU makes no
-context on the others, and the run's config stays free of the number that a GPU has here, so that the run can be
-resumed, evaluated and compared anywhere.
+Its GPUs are set by CUDA_VISIBLE_DEVICES, not by `parallel.devices`: a process that sees only one GPU makes no context
+on the others, and the run's config does not contain a GPU's number on this machine, so the run can be resumed,
+evaluated and compared anywhere.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StopSignals
 
 _POLL_S = 0.1
 _LOOK_S = 1.0
-"""Interval at which events of the running trainers are read, and locks of others are looked at."""
+"""Interval at which events of the running trainers are read and locks of other trainers are checked."""
 _SIGNALLED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
@@ -38,8 +38,8 @@ class Slot:
     """A place for one training at a time.
 
     Attributes:
-        name: the devices, for the user; empty: those of each config.
-        environ: variables of its trainers.
+        name: the devices, for the user; empty: the devices in each config.
+        environ: environment variables of its trainers.
     """
 
     name: str = ""
@@ -58,7 +58,7 @@ class _Running:
 
 
 class SweepRunner:
-    """Trains the runs of a sweep, whose folder is locked, in slots until all have ended, or a signal asks to stop."""
+    """Trains the runs of a locked sweep in slots, until all have ended or a signal asks to stop."""
 
     def __init__(self, sweep: SweepFolder, slots: Sequence[Slot], overview: Overview) -> None:
         self.sweep, self.overview = sweep, overview
@@ -118,7 +118,7 @@ class SweepRunner:
         self._running.append(_Running(run, slot, trainer, events, time.monotonic()))
 
     def _follow(self, each: _Running, *, is_time: bool) -> None:
-        """Print a trainer's progress; if it has ended, note how and free its slot."""
+        """Print a trainer's progress; if it has ended, record how and free its slot."""
         code = each.trainer.exit_code
         if is_time or code is not None:
             for raw in each.events.read_raw():
@@ -136,7 +136,7 @@ class SweepRunner:
         else:
             lines = each.trainer.error_lines()
             reason = lines[0].removeprefix("error: ") if lines else f"see {each.trainer.folder.log}"
-            if code < 128:  # else it was killed, which the next command tries again
+            if code < 128:  # else it was killed, and the next command tries it again
                 self.sweep.note_end(each.run.name, code, reason)
             self.overview.failed(each.run, code, reason)
 
@@ -148,7 +148,7 @@ class SweepRunner:
 
     def _signal_all(self, number: int) -> None:
         for each in self._running:
-            if each.has_started:  # before, the signal would end the process
+            if each.has_started:  # before that, the signal would end the process
                 self._signal(each, number)
 
     @staticmethod
@@ -158,19 +158,19 @@ class SweepRunner:
 
 
 def start_of(sweep: SweepFolder, run: SweepRun) -> tuple[str | None, str | None]:
-    """Return the config and the folder to resume with which a run starts: None for the folder of a new run."""
+    """Return the config and the folder to resume of a run; the folder is None for a new run."""
     folder = sweep.folder_of(run.name)
     is_new = not is_run(folder.path) or folder.is_failed_start()
-    # One that was killed before it wrote its config begins from the sweep's too.
+    # A run that was killed before it wrote its config begins with the sweep's, too.
     has_config = not is_new and folder.config_yaml.is_file()
     return None if has_config else str(sweep.config_of(run.name)), None if is_new else str(folder.path)
 
 
 def parse_slots(text: str | None, environ: Mapping[str, str]) -> list[Slot]:
-    """Return the slots of `--devices`: `0,1` one GPU each, `0+1,2+3` two each, `cpu,cpu` two trainings on the CPU.
+    """Return the slots of `--devices`: `0,1` one GPU each, `0+1,2+3` two each, `cpu,cpu` two CPU trainings.
 
-    Without the option there is one slot, with the devices of each config. Numbers count within CUDA_VISIBLE_DEVICES of
-    `environ`.
+    Without the option there is one slot, with the devices of each config. Numbers are positions in CUDA_VISIBLE_DEVICES
+    of `environ`.
     """
     if text is None:
         return [Slot()]
@@ -184,7 +184,7 @@ def parse_slots(text: str | None, environ: Mapping[str, str]) -> list[Slot]:
     if missing:
         there = f"there are {len(visible)}, numbered from 0" if visible else "no GPU is visible here"
         raise ConfigError(f"--devices {text}: there is no GPU {missing[0]}: {there}")
-    # Without a limit each trainer would use a thread for every core.
+    # Without a limit, each trainer would use one thread per core.
     threads = {} if len(words) == 1 else {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // len(words)))}
     threads = {name: environ.get(name, value) for name, value in threads.items()}
     gpus = [",".join(visible[int(number)] for number in word.split("+") if word != "cpu") for word in words]
@@ -192,7 +192,7 @@ def parse_slots(text: str | None, environ: Mapping[str, str]) -> list[Slot]:
 
 
 def _visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return what CUDA_VISIBLE_DEVICES calls each GPU that torch sees; counting them makes no CUDA context."""
+    """Return the names in CUDA_VISIBLE_DEVICES of the GPUs that torch sees; counting them makes no CUDA context."""
     import torch
 
     count = torch.cuda.device_count()

@@ -15,7 +15,7 @@ _MAX_BRIGHTNESS = 32.0
 _MAX_FACTOR = 0.5
 _MAX_HUE_DEG = 18.0
 
-# Luminance weights of the Filter Effects Module (W3C), in which saturation and hue rotation are matrices.
+# Luminance weights of the Filter Effects Module (W3C), which defines saturation and hue rotation as matrices.
 _LUMA = np.array([0.213, 0.715, 0.072])
 _HUE_COS = np.array([[0.787, -0.715, -0.072], [-0.213, 0.285, -0.072], [-0.213, -0.715, 0.928]])
 _HUE_SIN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.787, 0.715, 0.072]])
@@ -24,9 +24,9 @@ _HUE_SIN = np.array([[-0.213, -0.715, 0.928], [0.143, 0.140, -0.283], [-0.787, 0
 class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albumentations has no types
     """Brightness, contrast, saturation and hue, each with probability 0.5 (ranges of SSD, Liu et al. 2016).
 
-    All four are affine in the color, so one matrix applies them all and values are clipped once; contrast, saturation
-    and hue are those of the W3C Filter Effects Module (contrast around middle gray, hue as a rotation that keeps the
-    luminance). Images that are not 8-bit RGB get the same brightness and contrast in every band, as parts of its range.
+    All four are affine in the color, so one matrix applies them all and values are clipped once. Contrast, saturation
+    and hue follow the W3C Filter Effects Module (contrast around middle gray, hue as a rotation that keeps the
+    luminance). Images that are not 8-bit RGB get the same brightness and contrast in every band, relative to its range.
 
     Args:
         strength: Factor of the ranges: brightness +-32 of 255, contrast and saturation 0.5 to 1.5, hue +-18 degrees.
@@ -37,7 +37,7 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
     """
 
     class InitSchema(BaseModel):
-        """The argument, checked as those of albumentations' transforms are."""
+        """The argument, which albumentations validates."""
 
         strength: Annotated[float, Field(ge=0, allow_inf_nan=False)]
         ranges: tuple[tuple[float, float], ...] | None
@@ -64,7 +64,7 @@ class PhotometricChange(A.ImageOnlyTransform):  # type: ignore[misc]  # albument
         return float(value) if self.py_random.random() < 0.5 else 0.0
 
     def apply(self, img: Pixels, **params: Any) -> Pixels:
-        """Return the image with its colors or bands changed, of the same type."""
+        """Return the image with changed colors or bands, with the same dtype."""
         if self.ranges is None:
             return np.asarray(cv2.transform(img, params["matrix"]))
         brightness, contrast = params["brightness"], params["contrast"]

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, field_validator
 from segapp.datasets.images.pixel_format import Pixels
 
 MEAN_COLOR = (124, 116, 104)
-"""ImageNet's mean color: padding of this color is about zero after normalization."""
+"""ImageNet's mean color: padding with this color is about zero after normalization."""
 
 Side = Annotated[int, Field(ge=1)]
 Factor = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -40,7 +40,7 @@ class AxisPlan:
         self.free_px = source_px - self.window_px
 
     def draw(self, rng: Random, inside_px: int | None = None) -> slice:
-        """Return a random position of the window in the source; with `inside_px`, of those that contain this pixel."""
+        """Return a random position of the window in the source, which contains `inside_px` if it is given."""
         first, last = 0, self.free_px
         if inside_px is not None:
             first, last = max(first, inside_px - self.window_px + 1), min(last, inside_px)
@@ -51,25 +51,25 @@ class AxisPlan:
 class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has no types
     """A crop of the randomly scaled image; only the crop is computed.
 
-    The window is chosen in source pixels, so its scale differs from the drawn one by less than a pixel of the window.
-    Crops dominated by one class are drawn again as in mmsegmentation's `RandomCrop`, over valid pixels. Images smaller
-    than the crop are padded at random sides, with `fill` and `ignore_index`.
+    The window is chosen in whole source pixels, so its scale differs from the drawn one by less than one pixel. Crops
+    dominated by one class are drawn again as in mmsegmentation's `RandomCrop`, but counting valid pixels only. Images
+    smaller than the crop are padded at random sides, with `fill` and `ignore_index`.
 
     Args:
         crop_px: Height and width of the crop.
         scale: Range of the random scale, uniform.
-        cat_max_ratio: Largest share of the valid pixels of one class, tried for up to ten crops; 1: the first crop is
-            taken.
+        cat_max_ratio: Largest allowed share of one class among the valid pixels, for up to ten tries; 1: the first crop
+            is used.
         ignore_index: Mask value of padding.
         resize_px: Height and width to which every image is resized before the random scale; None: not resized.
-        fill: Value of each band that pads images.
+        fill: Padding value of each band.
 
     Raises:
         ValueError: A size is not positive, or a range or a share is impossible.
     """
 
     class InitSchema(BaseModel):
-        """The arguments, checked as those of albumentations' transforms are."""
+        """The arguments, which albumentations validates."""
 
         crop_px: tuple[Side, Side]
         scale: tuple[Factor, Factor]
@@ -104,7 +104,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
         self.fill = fill
 
     def get_params_dependent_on_data(self, params: dict[str, Any], data: dict[str, Any]) -> dict[str, Any]:
-        """Return the window in the source, its size in the crop and the padding."""
+        """Return the window in the source, the size to which it is resized, and the padding."""
         mask: Pixels = data["mask"]
         height, width = mask.shape[:2]
         base_height, base_width = self.resize_px or (height, width)
@@ -121,7 +121,7 @@ class ScaledCrop(A.DualTransform):  # type: ignore[misc]  # albumentations has n
     def _draw_window(self, mask: Pixels, rows: AxisPlan, columns: AxisPlan, aim: int | None) -> tuple[slice, slice]:
         """Return the first of up to ten windows in which no class exceeds `cat_max_ratio`; else the last.
 
-        All contain a pixel of the class `aim`, each drawn from all pixels of the class.
+        All of them contain a pixel of the class `aim`; each time it is drawn from all pixels of the class.
         """
         places = np.flatnonzero(mask == aim) if aim is not None else ()
 
@@ -165,7 +165,7 @@ def _pad(pixels: Pixels, padding: tuple[int, int, int, int], value: int | tuple[
 
 def largest_share(ids: Pixels, ignore_index: int) -> float:
     """Return the most frequent class's share of the valid pixels, 0 to 1; 1.0 if no pixel is valid."""
-    if ids.dtype == np.int32:  # sets of classes, of which a pixel may have several
+    if ids.dtype == np.int32:  # sets of classes: a pixel may have several
         return 0.0
     if ids.dtype == np.uint8:
         counts = cv2.calcHist([ids], [0], None, [256], [0, 256]).ravel()

@@ -25,7 +25,7 @@ class BandValues:
     """Values of images that are not 8-bit RGB."""
 
     ranges: tuple[tuple[float, float], ...]  # lowest and highest usual value of each band
-    fill: tuple[float, ...]  # value of each band that pads images
+    fill: tuple[float, ...]  # padding value of each band
 
 
 STANDARD: tuple[Entry, ...] = ({"ScaledCrop": {}}, {"HorizontalFlip": {}}, {"PhotometricChange": {}})
@@ -33,7 +33,7 @@ STANDARD: tuple[Entry, ...] = ({"ScaledCrop": {}}, {"HorizontalFlip": {}}, {"Pho
 
 OWN_TRANSFORMS: dict[str, type[A.BasicTransform]] = {"ScaledCrop": ScaledCrop, "PhotometricChange": PhotometricChange}
 COMPOSITIONS = ("OneOf", "SomeOf", "RandomOrder", "OneOrOther", "Sequential", "SelectiveChannelTransform")
-"""Transforms made of others."""
+"""Transforms that contain other transforms."""
 
 _ABSTRACT = ("BasicTransform", "DualTransform", "ImageOnlyTransform", "Transform3D", "BaseCompose")
 _REFUSED = {
@@ -48,19 +48,19 @@ _REFUSED = {
 
 @dataclass
 class TransformBuilder:
-    """Makes transforms from entries, and collects what is wrong with them."""
+    """Makes transforms from entries, and collects the problems of the entries."""
 
-    crop_px: tuple[int, int]  # height and width of `ScaledCrop` where its entry gives none
-    ignore_index: int  # mask value where a transform shows what lies outside the image
+    crop_px: tuple[int, int]  # height and width of a `ScaledCrop` whose entry gives none
+    ignore_index: int  # mask value outside the image
     bands: BandValues | None = None  # values of images that are not 8-bit RGB
     # One sentence for each problem: the entry, the argument, and what to do
     problems: list[str] = field(default_factory=list)
 
     def build_all(self, entries: Sequence[Entry], resize_px: tuple[int, int] | None) -> tuple[Any, ...]:
-        """Return the transforms of a list; a `ScaledCrop` at its beginning resizes to `resize_px` first.
+        """Return the transforms of a list; a `ScaledCrop` at its beginning first resizes to `resize_px`.
 
         Raises:
-            ConfigError: Entries are wrong; all problems together.
+            ConfigError: Entries are wrong; the error lists all problems.
         """
         steps = [
             self.build(entry, f"data.augment[{number}]", resize_px if number == 0 else None)
@@ -70,7 +70,7 @@ class TransformBuilder:
         return tuple(steps)
 
     def build(self, entry: Entry, place: str, resize_px: tuple[int, int] | None = None) -> Any:
-        """Return the transform of an entry, or None after noting its problems."""
+        """Return the transform of an entry, or None after recording its problems."""
         ((name, given),) = entry.items()
         if is_part(name):
             return self._own(name, given, place)
@@ -98,7 +98,7 @@ class TransformBuilder:
         return self._made(kind, {**self._defaults(kind, resize_px), **arguments}, place)
 
     def _own(self, name: str, options: Mapping[str, Any], place: str) -> Any:
-        """Return the transform that an own part makes, or None after noting a problem."""
+        """Return the transform of a custom component, or None after recording a problem."""
         offered = {"crop_px": self.crop_px, "ignore_index": self.ignore_index}
         try:
             made = build_part(name, place, options, offered=offered, options_key=place)
@@ -130,7 +130,7 @@ class TransformBuilder:
             self.problems.append(f"{place}.mask_interpolation would mix class ids: leave it out")
 
     def _defaults(self, kind: type, resize_px: tuple[int, int] | None) -> dict[str, Any]:
-        """Return the arguments that differ from the class's own defaults if an entry does not give them."""
+        """Return the arguments whose defaults in segapp differ from the class's own."""
         given: dict[str, Any] = {"crop_px": self.crop_px, "ignore_index": self.ignore_index, "resize_px": resize_px}
         parameters = _parameters(kind)
         if kind is ScaledCrop:
@@ -149,7 +149,7 @@ class TransformBuilder:
 
     def _made(self, kind: type, arguments: dict[str, Any], place: str) -> Any:
         owner = next(each for each in kind.__mro__ if "__init__" in vars(each))
-        strict = {"strict": True} if "InitSchema" in vars(owner) else {}  # else a failing check is only warned about
+        strict = {"strict": True} if "InitSchema" in vars(owner) else {}  # otherwise a failed check only warns
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about names that albumentations will replace
@@ -172,7 +172,7 @@ def raise_problems(problems: Sequence[str]) -> None:
 
 
 class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations has no types
-    """A function of (image, mask, seed), which returns image and mask, as a transform."""
+    """A function of (image, mask, seed) that returns image and mask, as a transform."""
 
     def __init__(self, function: Transform) -> None:
         super().__init__(p=1.0)
@@ -187,7 +187,7 @@ class SeededFunction(A.DualTransform):  # type: ignore[misc]  # albumentations h
 _TRANSFORMS = (A.BasicTransform, A.BaseCompose)
 
 _GIVEN = ("ignore_index", "resize_px", "fill", "ranges", "strict")
-"""Arguments that segapp gives to its own transforms."""
+"""Arguments that segapp passes to its own transforms."""
 
 _NEAREST = (cv2.INTER_NEAREST, cv2.INTER_NEAREST_EXACT)
 
@@ -197,7 +197,7 @@ def _is_probability(value: Any) -> bool:
 
 
 def find_transform(name: str) -> type | str:
-    """Return the class of a name, or what is wrong with the name."""
+    """Return the class of a name, or the problem of the name."""
     if name in OWN_TRANSFORMS:
         return OWN_TRANSFORMS[name]
     if name in _REFUSED:
@@ -236,14 +236,14 @@ def _parameters(kind: type) -> dict[str, inspect.Parameter]:
 
 
 def _constant(key: str, value: Any) -> Any:
-    """Return the number of one of OpenCV's constants that is given by name, such as BORDER_REFLECT_101."""
+    """Return the value of an OpenCV constant that is given by name, such as BORDER_REFLECT_101."""
     if isinstance(value, str) and (key.endswith("interpolation") or key == "border_mode"):
         return getattr(cv2, value.removeprefix("cv2."), value)
     return value
 
 
 def _described(problem: Any, place: str) -> str:
-    """Return one of pydantic's problems as a sentence."""
+    """Return a pydantic problem as a sentence."""
     message = str(problem["msg"]).removeprefix("Value error, ")
     message = message[:1].lower() + message[1:]
     if not problem["loc"]:

@@ -43,7 +43,7 @@ class PairMix:
         return own
 
     def _cutmix(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
-        """Replace a rectangle by that of the other image and mask (CutMix, Yun et al. 2019)."""
+        """Replace a rectangle by the same rectangle of the other image and mask (CutMix, Yun et al. 2019)."""
         height, width = own[1].shape
         side = np.sqrt(1 - rng.beta(1, 1))
         rows, columns = (_interval(length, side * length, rng) for length in (height, width))
@@ -55,8 +55,8 @@ class PairMix:
     def _mixup(self, own: Pair, other: Pair, rng: np.random.Generator) -> Pair:
         """Blend both images, lam * own + (1 - lam) * other (MixUp, Zhang et al. 2018).
 
-        A mask holds one class for each pixel: its own with probability lam, else the other's, so that for losses that
-        are sums over pixels the expected loss is MixUp's, lam * loss(own) + (1 - lam) * loss(other).
+        A pixel of the mask has one class: its own with probability lam, else the other image's. So for losses that are
+        sums over pixels, the expected loss is MixUp's, lam * loss(own) + (1 - lam) * loss(other).
         """
         lam = rng.beta(self.mixup_alpha, self.mixup_alpha)
         image = cv2.addWeighted(own[0], lam, other[0], 1 - lam, 0).reshape(own[0].shape)

@@ -18,18 +18,18 @@ from segapp.datasets.sampling import mix_seed
 
 
 class TrainTransform:
-    """A list of transforms, determined by the seed.
+    """A list of transforms whose random numbers depend only on the seed.
 
     Args:
         crop_px: Height and width of the result.
         entries: The transforms.
-        ignore_index: Mask value where a transform shows what lies outside the image.
+        ignore_index: Mask value outside the image.
         resize_px: Height and width to which every image is resized first; None: not resized. A `ScaledCrop` at the
-            beginning of the list does it without resampling twice.
+            beginning of the list includes this, so the image is resampled only once.
         bands: Values of images that are not 8-bit RGB.
 
     Raises:
-        ConfigError: Entries are wrong; all problems together.
+        ConfigError: Entries are wrong; the error lists all problems.
         ValueError: A size is not positive.
     """
 
@@ -45,7 +45,7 @@ class TrainTransform:
         self.crop_px = _check_size("crop_px", crop_px)
         self.ignore_index = ignore_index
         self.steps = TransformBuilder(self.crop_px, ignore_index, bands).build_all(entries, resize_px)
-        # Where the first transform takes a crop, image and mask may be objects that read windows of files.
+        # If the first transform is a crop, image and mask may be objects that read windows of files.
         self.crops_first = bool(self.steps) and isinstance(self.steps[0], ScaledCrop)
         self.resize_px = None if self.crops_first else resize_px
         self._resize = EvalTransform(self.resize_px)
@@ -55,8 +55,8 @@ class TrainTransform:
 
         A `ScaledCrop` contains a pixel of the class `aim`, if the mask has one.
 
-        Each transform gets its own seed: one seed for all would give all of them the same random numbers, so that, for
-        example, scale and brightness would be correlated.
+        Each transform gets its own seed: with one seed for all, all would draw the same random numbers, and scale and
+        brightness, for example, would be correlated.
         """
         if not self.crops_first:
             image, mask = self._resize(image, mask, seed)
@@ -69,7 +69,7 @@ class TrainTransform:
 
 
 def set_seed(step: Any, seed: int) -> None:
-    """Seed a transform, and each of the transforms inside it with a seed of its own."""
+    """Seed a transform, and each transform inside it with its own seed."""
     if not isinstance(step, A.BaseCompose):
         step.set_random_seed(seed)
         return
@@ -79,7 +79,7 @@ def set_seed(step: Any, seed: int) -> None:
 
 
 class EvalTransform:
-    """Resize of image and mask to a height and width; None: not resized."""
+    """Resizes image and mask to a height and width; None: not resized."""
 
     def __init__(self, resize_px: tuple[int, int] | None = None) -> None:
         self.resize_px = _check_size("resize_px", resize_px) if resize_px is not None else None

@@ -1,4 +1,4 @@
-"""Trial of a list of transforms on drawn images before a training: types, sizes, class ids, seeds."""
+"""Trial of a list of transforms on synthetic images before a training: dtypes, sizes, class ids and seeds."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -33,9 +33,9 @@ class _State:
 def check_transform(
     transform: TrainTransform, sizes_px: Iterable[tuple[int, int]], image_type: tuple[int, Any], mask_type: Any
 ) -> None:
-    """Check that a list of transforms gives what a training needs, whatever it draws.
+    """Check that a list of transforms gives valid training samples, whatever random numbers it draws.
 
-    Each transform is applied to drawn images of the smallest and the largest sizes that can reach it.
+    Each transform is applied to synthetic images of the smallest and the largest sizes that it can get.
 
     Args:
         transform: The list.
@@ -44,8 +44,8 @@ def check_transform(
         mask_type: Numpy type.
 
     Raises:
-        ConfigError: A transform fails, changes the type of image or mask, mixes class ids, is not determined by its
-            seed, or the final size is not `crop_px`; all problems together.
+        ConfigError: A transform fails, changes the dtype of image or mask, mixes class ids, or does not depend only on
+            its seed, or the final size is not `crop_px`; the error lists all problems.
     """
     trial = _Trial(transform.ignore_index)
     states = [_drawn(size, image_type, mask_type) for size in _extreme(sizes_px)]
@@ -72,7 +72,7 @@ def _wrong_size(state: _State, crop_px: tuple[int, int]) -> str:
 
 
 def _extreme(sizes_px: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the sizes of least height, least width and largest area, limited to what a trial can take."""
+    """Return the sizes with least height, least width and largest area, limited to what a trial can process."""
     sizes = list(sizes_px)
     chosen = [min(sizes), min(sizes, key=lambda size: size[1]), max(sizes, key=lambda size: size[0] * size[1])]
     return list(dict.fromkeys((min(height, _MAX_SIDE_PX), min(width, _MAX_SIDE_PX)) for height, width in chosen))
@@ -91,13 +91,13 @@ def _drawn(size_px: tuple[int, int], image_type: tuple[int, Any], mask_type: Any
 
 @dataclass
 class _Trial:
-    """Trial of transforms, and the problems found."""
+    """Trial of transforms, and its problems."""
 
-    ignore_index: int  # mask value of what lies outside an image
+    ignore_index: int  # mask value outside the image
     problems: list[str] = field(default_factory=list)  # one sentence each
 
     def outcomes(self, step: Any, states: list[_State], place: str) -> list[_State]:
-        """Return what a transform can make of the given images; one for each size, the smallest and the largest."""
+        """Return the possible results of a transform for the given images: the smallest and largest per size."""
         made = [each for state in states for each in self._of_one(step, state, place)]
         if step.p < 1 or not made:
             made += states
@@ -123,7 +123,7 @@ class _Trial:
         return self._tried(step, state, inner)
 
     def _tried(self, step: Any, state: _State, place: str) -> list[_State]:
-        """Apply a transform with a few seeds; note what is wrong with the results and return the good ones."""
+        """Apply a transform with a few seeds; record the problems of the results and return the valid ones."""
         good: list[_State] = []
         for seed in range(_NUM_SEEDS):
             try:

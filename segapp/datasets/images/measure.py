@@ -19,21 +19,21 @@ from segapp.datasets.images.windows import image_windows
 from segapp.errors import DataError
 
 PERCENTILES = (0.5, 99.5)
-"""Share of the values of a band, in percent, below the ends of its range."""
+"""Share of a band's values, in percent, below the lower and the upper end of its range."""
 
 _MAX_IMAGES = 64
 _MAX_PX = 2**17
-"""Largest number of pixels taken of one image, evenly spread."""
+"""Maximum number of pixels that are sampled from an image, evenly spread."""
 
 
 def stored_pixels(paths: Sequence[Path]) -> tuple[StoredPixels, Path] | None:
-    """Return the commonest pixels of the files that 8-bit RGB would squeeze, and a file of them; None for no such."""
+    """Return the most common pixels that 8-bit RGB would reduce, and a file with them; None if there are none."""
     squeezed = ((stored, own[0]) for stored, own in _kinds(paths).items() if RGB8.problem(stored) is not None)
     return next(squeezed, None)
 
 
 def _kinds(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
-    """Return the files by what their pixels are, the commonest first; those that cannot be read are left out."""
+    """Return the files by the kind of their pixels, the most common first; unreadable files are left out."""
     found: dict[StoredPixels, list[Path]] = {}
     for path in paths:
         try:
@@ -44,7 +44,7 @@ def _kinds(paths: Sequence[Path]) -> dict[StoredPixels, list[Path]]:
 
 
 def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:
-    """Raise DataError, which names a file of each kind, if one format cannot read all bands of all the files."""
+    """Raise DataError with an example file per kind, if one format cannot read all bands of all files."""
     found = _kinds(paths)
     if any((stored.bands, stored.dtype) != (wanted.bands, wanted.dtype) for stored in found):
         named = "; ".join(f"{len(own)} are {stored}, such as {shown(own[0])}" for stored, own in found.items())
@@ -57,7 +57,7 @@ def _check_alike(paths: Sequence[Path], wanted: StoredPixels) -> None:
 def measure_ranges(paths: Sequence[Path], pixels: PixelFormat) -> tuple[Range, ...]:
     """Return the range of each band (B): percentiles over up to 64 images, rounded outwards for whole numbers.
 
-    Images of other pixels than `pixels` says, or that cannot be read, are left out.
+    Images whose pixels do not fit `pixels`, or that cannot be read, are left out.
 
     Raises:
         DataError: none of the images can be read.
@@ -98,15 +98,15 @@ def _range(values: np.ndarray, *, is_whole: bool) -> Range:
 def measure_pixels(
     paths: Sequence[Path], *, others: Sequence[Path] = (), are_bands: bool = False
 ) -> PixelFormat | None:
-    """Return all bands of images that 8-bit RGB would squeeze, with their ranges; None for others.
+    """Return all bands of images that 8-bit RGB would reduce, with their ranges; None for others.
 
     Args:
         paths: the images for training, which are measured.
         others: further images, which are of the same kind.
-        are_bands: three bands of 8 bits are no RGB either.
+        are_bands: treat three 8-bit bands as bands too, not as RGB.
 
     Raises:
-        DataError: they differ, or are of a type that is not read, or hold several images each.
+        DataError: the images differ, have a dtype that is not supported, or hold several images each.
     """
     squeezed = (pixels_of(paths[0]), paths[0]) if are_bands else stored_pixels([*paths, *others])
     if squeezed is None:
@@ -120,6 +120,6 @@ def measure_pixels(
 
 
 def config_values(pixels: PixelFormat) -> dict[str, str]:
-    """Return the keys of the config's `data` section that say these pixels, with their values as YAML."""
+    """Return the keys of the config's `data` section for these pixels, with their values as YAML."""
     ranges = [[int(end) if end == int(end) else end for end in pair] for pair in pixels.ranges]
     return {"bands": str(list(pixels.bands or (1, 2, 3))), "dtype": pixels.dtype, "value_range": str(ranges)}

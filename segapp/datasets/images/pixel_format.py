@@ -1,6 +1,6 @@
-"""The pixels of a data set: which bands of a file are read, their type, and the values that count as dark and bright.
+"""The pixels of a data set: the bands of a file that are read, their dtype, and the range of their values.
 
-Commands that only look at files use it: torch is imported only for a type of torch.
+Commands that only look at files use this module, so torch is imported only for a torch dtype.
 
 Shapes: H, W height and width in pixels; B bands.
 """
@@ -20,7 +20,7 @@ Pixels = NDArray[Any]
 Range = tuple[float, float]
 
 DTYPES = ("uint8", "uint16", "int16", "float32")
-"""Types of values that are read as they are stored."""
+"""Dtypes that are read as they are stored."""
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,10 @@ class StoredPixels:
     """The pixels of a file."""
 
     bands: int  # values per pixel
-    dtype: str  # of a value, as numpy names it
-    # Becomes 8-bit RGB without loss: gray, palette, RGB or CMYK of at most 8 bits, with or without alpha
+    dtype: str  # dtype of a value, as numpy names it
+    # Can be converted to 8-bit RGB without loss: gray, palette, RGB or CMYK of at most 8 bits, with or without alpha
     is_picture: bool
-    pages: str = ""  # the pages of a TIFF that are no bands, in words; "" if there are none
+    pages: str = ""  # description of a TIFF's pages that are not bands; "" if there are none
 
     def __str__(self) -> str:
         return f"{self.dtype} with {self.bands} band{'s' if self.bands > 1 else ''}"
@@ -43,8 +43,8 @@ class PixelFormat:
 
     # Bands of a file that are read, in this order, counted from 1; None: any 8-bit image, converted to RGB
     bands: tuple[int, ...] | None = None
-    dtype: str = "uint8"  # of the values: uint8, uint16, int16 or float32
-    # For each band the values that become 0 and 1 in normalization; None: 0 and 255
+    dtype: str = "uint8"  # dtype of the values: uint8, uint16, int16 or float32
+    # For each band, the values that normalization maps to 0 and 1; None: 0 and 255
     value_range: tuple[Range, ...] | None = None
 
     @property
@@ -54,12 +54,12 @@ class PixelFormat:
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Type of the values in arrays."""
+        """Dtype of the values in arrays."""
         return np.dtype(self.dtype)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Type of the values in tensors."""
+        """Dtype of the values in tensors."""
         import torch
 
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
@@ -71,7 +71,7 @@ class PixelFormat:
 
     @property
     def is_rgb8(self) -> bool:
-        """True for three 8-bit bands of the range 0..255."""
+        """True for three 8-bit bands with the range 0..255."""
         return self.num_bands == 3 and self.dtype == "uint8" and self.value_range is None
 
     @property
@@ -104,9 +104,9 @@ class PixelFormat:
         return None
 
     def as_rgb(self, pixels: NDArray[Any]) -> NDArray[np.uint8]:
-        """Return a picture (H, W, 3) of pixels (H, W, B): the first three bands, or the first one as gray.
+        """Return an RGB image (H, W, 3) of pixels (H, W, B): the first three bands, or the first one as gray.
 
-        Values at the ends of a band's range become 0 and 255, values beyond them too.
+        The ends of a band's range become 0 and 255; values outside are clipped.
         """
         if self.is_rgb8:
             return pixels
@@ -116,17 +116,17 @@ class PixelFormat:
         return np.asarray(np.rint(np.nan_to_num(scaled, nan=0.0).clip(0, 255)), np.uint8)
 
     def fill_values(self, mean: tuple[float, ...]) -> tuple[float, ...]:
-        """Return the stored value of each band for means in 0..1, which pads images."""
+        """Return the padding value of each band, as stored in files, from means in 0..1."""
         values = [low + m * (high - low) for (low, high), m in zip(self.ranges, mean, strict=True)]
         return tuple(values if self.dtype == "float32" else map(round, values))
 
 
 RGB8 = PixelFormat()
-"""8-bit RGB, to which every 8-bit image is converted."""
+"""8-bit RGB, to which all 8-bit images are converted."""
 
 
 def per_band(values: tuple[float, ...], num_bands: int) -> tuple[float, ...]:
-    """Return a value for each band: those given, or for another number of bands RGB's three and then their mean.
+    """Return one value per band: the given values, or for another number of bands RGB's three and then their mean.
 
     Fewer than three bands all get the mean.
 

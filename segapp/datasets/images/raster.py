@@ -1,6 +1,6 @@
-"""Read and write TIFFs of any number of bands, whole or in windows, with rasterio (the extra `geo`).
+"""Read and write TIFFs with any number of bands, whole or in windows, with rasterio (the extra `geo`).
 
-The only module that imports rasterio; the files are opened only as TIFFs, because GDAL's other formats may lead to
+This is the only module that imports rasterio. Files are opened only as TIFFs, because GDAL's other formats may refer to
 further files and addresses. A file that cannot be read raises DataError.
 
 Shapes: H, W height and width in pixels; B bands.
@@ -28,11 +28,11 @@ Pixels = NDArray[Any]
 Window = tuple[slice, slice]
 
 _CACHE_MIB = 64
-"""Decoded blocks that GDAL keeps in each process; its own default is a share of the machine's memory."""
+"""Size of GDAL's cache of decoded blocks in each process; its default is a share of the machine's memory."""
 
 
 def require_rasterio(path: Path, what: str) -> None:
-    """Raise DataError if rasterio is not installed; `what` says why the file needs it."""
+    """Raise DataError if rasterio is not installed; `what` says what it is needed for."""
     if not has_rasterio():
         raise DataError(f"{shown(path)}: {what} needs the package rasterio: {install_command('geo')}", path=path)
 
@@ -81,7 +81,7 @@ def _read(source: Any, bands: Sequence[int], window: Window | None) -> Pixels:
 
 @dataclass(frozen=True)
 class Georeference:
-    """Where the pixels of a GeoTIFF lie."""
+    """Position of the pixels of a GeoTIFF."""
 
     crs: str | None  # coordinate system as WKT; None if the file has none
     # a to f of x = a column + b row + c and y = d column + e row + f, at the corner of a pixel
@@ -101,7 +101,7 @@ def crs_name(crs: str) -> str | None:
 
 
 def on_image(points_V2: NDArray[np.float64], crs: str | None, place: Georeference | None) -> NDArray[np.float64]:
-    """Return points of a coordinate system as columns and rows of an image; unchanged if one of both has no place."""
+    """Return points of a coordinate system as columns and rows of an image; unchanged if either has no georeference."""
     if crs is None or place is None:
         return points_V2
     from rasterio.crs import CRS
@@ -117,7 +117,7 @@ def on_image(points_V2: NDArray[np.float64], crs: str | None, place: Georeferenc
 
 
 def _profile(size: tuple[int, int], dtype: np.dtype[Any], count: int, place: Georeference | None) -> dict[str, Any]:
-    """Return how a TIFF of some bands is written: compressed without loss, in tiles where it is large."""
+    """Return the options for writing a TIFF: compressed without loss, in tiles if it is large."""
     from rasterio.transform import Affine
 
     profile = {"driver": "GTiff", "height": size[0], "width": size[1], "count": count, "dtype": dtype.name}
@@ -136,7 +136,7 @@ def encode_bands(
     *,
     is_rgb: bool = False,
 ) -> bytes:
-    """Return a TIFF of bands (H, W, B) of any type with the names of the first bands and a description."""
+    """Return a TIFF of bands (H, W, B) of any dtype, with names for the first bands and a description."""
     require_rasterio(Path(names[0]), "writing an image of several bands")
     import rasterio
     from rasterio.io import MemoryFile
@@ -176,10 +176,10 @@ def read_georeference(path: Path) -> Georeference | None:
 
 
 class GeoTiffWriter:
-    """Writer of a GeoTIFF of ids, with a palette or without, or of RGB (3 channels) from top to bottom.
+    """Writer of a GeoTIFF from top to bottom: ids with or without a palette, or RGB (3 channels).
 
     Raises:
-        OSError: The file cannot be written; `write` and `finish` too.
+        OSError: The file cannot be written; also raised by `write` and `finish`.
     """
 
     def __init__(
@@ -211,7 +211,7 @@ class GeoTiffWriter:
             self._file.write(np.ascontiguousarray(planes), window=window)
 
     def finish(self) -> None:
-        """Write what is left, and close the file."""
+        """Write the remaining rows, and close the file."""
         with _storage_errors():
             self._file.close()
 

@@ -1,9 +1,9 @@
-"""Decode images: 8-bit pictures as RGB, and bands of any type as they are stored.
+"""Decode images: 8-bit ones as RGB, and bands of any dtype as they are stored.
 
-Pictures are decoded by OpenCV from bytes in memory (its file reading crashes on names that are not UTF-8), the bands of
-a TIFF by rasterio. PNGs are verified first: a damaged one may decode without an error. No value is scaled or dropped
-silently: an image that does not have the format of the data set raises DataError, as do files that are missing,
-damaged, truncated or too large.
+Most images are decoded by OpenCV from bytes in memory (its file functions crash on names that are not UTF-8), the bands
+of a TIFF by rasterio. PNGs are verified first, because a damaged one may decode without an error. No value is scaled or
+dropped silently: an image that does not have the pixel format of the data set raises DataError, and so does a file that
+is missing, damaged, truncated or too large.
 
 Shapes: H, W the upright height and width in pixels; B bands.
 """
@@ -44,8 +44,8 @@ _PLAIN_MODES = {"1", "L", "LA", "P", "PA", "RGB", "RGBA", "CMYK", "YCbCr"}
 def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_PIXELS) -> Pixels:
     """Return an image in the format of its data set, shape (H, W, B), with its EXIF orientation applied.
 
-    In the format `RGB8`, gray, palette and CMYK images are converted to RGB and alpha is dropped. In others the bands
-    are returned exactly as stored. Of an animation the first frame is read.
+    In the format `RGB8`, gray, palette and CMYK images are converted to RGB and alpha is dropped. In other formats the
+    bands are returned exactly as stored. Of an animation, the first frame is read.
 
     A TIFF that can be read in windows may have more than `max_pixels`.
     """
@@ -66,7 +66,7 @@ def read_image(path: Path, pixels: PixelFormat = RGB8, *, max_pixels: int = MAX_
 
 
 def _start(path: Path) -> tuple[bytes | None, TiffTags | None]:
-    """Return the bytes of a file, None where its name says TIFF, which may be too large for that; and a TIFF's tags."""
+    """Return the bytes of a file (None for a TIFF name, which may be too large), and the tags of a TIFF."""
     if path.suffix.lower() in TIFF_SUFFIXES:
         return None, tiff_tags(path)
     data = read_bytes(path)
@@ -74,7 +74,7 @@ def _start(path: Path) -> tuple[bytes | None, TiffTags | None]:
 
 
 def read_picture_of(path: Path) -> NDArray[np.uint8]:
-    """Return any image as RGB (H, W, 3) to look at: bands of other types are spread over their own range."""
+    """Return any image as RGB (H, W, 3) for display: bands of other dtypes are stretched to their range."""
     stored = read_header(path).stored
     if stored is None or RGB8.problem(stored) is None:
         return read_image(path)
@@ -87,7 +87,7 @@ def read_picture_of(path: Path) -> NDArray[np.uint8]:
 
 
 def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int) -> Pixels:
-    """Return the bands of a TIFF, or RGB of a large picture, upright."""
+    """Return the bands of a TIFF, or RGB of a large image, upright."""
     require_rasterio(path, f"a TIFF of pixels {tags.stored}")
     if not tags.can_be_read_in_windows and tags.height_px * tags.width_px > max_pixels:
         raise DataError(
@@ -99,12 +99,12 @@ def _read_tiff(path: Path, tags: TiffTags, pixels: PixelFormat, max_pixels: int)
 
 
 def bands_of(tags: TiffTags, pixels: PixelFormat) -> tuple[int, ...]:
-    """Return the bands of a TIFF that make an image of a format; a gray picture has its band three times as RGB."""
+    """Return the bands of a TIFF for an image in this format; for RGB, the band of a gray image is repeated."""
     return pixels.bands or ((1, 2, 3) if tags.bands >= 3 else (1, 1, 1))
 
 
 def _read_rgb(data: bytes, path: Path, max_pixels: int, tags: TiffTags | None) -> NDArray[np.uint8]:
-    """Return an 8-bit picture as RGB."""
+    """Return an 8-bit image as RGB."""
     pixels = decode(data, cv2.IMREAD_COLOR | cv2.IMREAD_ANYDEPTH)  # applies the orientation
     if pixels is None:
         return _decode_rgb_with_pillow(data, path, max_pixels)
@@ -118,7 +118,7 @@ def _read_rgb(data: bytes, path: Path, max_pixels: int, tags: TiffTags | None) -
 
 
 def _check_alpha(data: bytes, path: Path, tags: TiffTags) -> None:
-    """Check that the band of a TIFF that is marked as opacity is one: writers mark any fourth band so."""
+    """Check that the band of a TIFF that is marked as alpha is one: some programs mark any fourth band."""
     stored = decode(data, cv2.IMREAD_UNCHANGED)
     is_opacity = stored is None or stored.ndim < 3 or bool(np.isin(stored[..., -1], (0, 255)).all())
     if not is_opacity:
@@ -126,7 +126,7 @@ def _check_alpha(data: bytes, path: Path, tags: TiffTags) -> None:
 
 
 def pixels_of(path: Path) -> StoredPixels:
-    """Return the kind of an image's pixels; the values of a band that is marked as opacity decide whether it is one."""
+    """Return the kind of an image's pixels; a band that is marked as alpha is checked by its values."""
     stored = read_header(path).stored or StoredPixels(3, "uint8", is_picture=True)
     tags = tiff_tags(path)
     if tags is None or not stored.is_picture or not tags.has_alpha or tags.bands not in {2, 4}:
@@ -139,7 +139,7 @@ def pixels_of(path: Path) -> StoredPixels:
 
 
 def _decode_all_bands(data: bytes, path: Path, max_pixels: int) -> Pixels:
-    """Return all bands (H, W, B) of an image that is no TIFF, upright; RGB for a palette."""
+    """Return all bands (H, W, B) of an image that is not a TIFF, upright; RGB for a palette."""
     pixels = decode(data, cv2.IMREAD_UNCHANGED)
     if pixels is None:
         return _decode_rgb_with_pillow(data, path, max_pixels)
@@ -173,7 +173,7 @@ def decode(data: bytes, flags: int) -> Pixels | None:
 
 
 def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray[np.uint8]:
-    """Return the image as Pillow decodes it, for formats that OpenCV does not know; raise why it cannot."""
+    """Return the image as Pillow decodes it, for formats that OpenCV does not support; raise if it cannot."""
     image = open_bytes(data, path, max_pixels)
     if image.mode not in _PLAIN_MODES:
         raise damaged(path, f"no decoder for {image.format} of mode {image.mode}")
@@ -184,7 +184,7 @@ def _decode_rgb_with_pillow(data: bytes, path: Path, max_pixels: int) -> NDArray
 
 
 def check_complete(data: bytes, image: Image.Image, path: Path) -> None:
-    """Raise DataError for a file that is truncated, or a PNG of wrong checksums, whose `image` is spent by that."""
+    """Raise DataError for a truncated file or a PNG with wrong checksums; `image` cannot be used afterwards."""
     if not is_complete(data, str(image.format)):
         raise damaged(path, f"truncated {image.format}: its end is missing")
     if image.format == "PNG":

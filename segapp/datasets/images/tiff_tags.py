@@ -1,6 +1,7 @@
-"""Read the tags of a TIFF: size, bands, type and layout of its pixels, which Pillow knows for few types; its pages.
+"""Read the tags of a TIFF: its pages, and the size, bands, dtype and layout of its pixels.
 
-tifffile reads the tags. The description that OME, ImageJ and tifffile write says what the pages are.
+Pillow supports only a few dtypes, so tifffile reads the tags. The description that OME, ImageJ and tifffile write says
+what the pages are.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ class TiffTags:
     height_px: int  # rows as stored
     width_px: int  # columns as stored
     bands: int  # values per pixel
-    dtype: str  # of a value, as numpy names it; `uint1` and the like for bits that numpy has no type for
+    dtype: str  # dtype of a value, as numpy names it; `uint1` and the like for bits that numpy has no dtype for
     photometric: int  # meaning of the values, such as `RGB`
     orientation: int  # as in EXIF; 1: upright
-    has_alpha: bool  # the last band is marked as opacity
-    # number in the file, from 1, of each full page: the first, and those that are no smaller copies of it
+    has_alpha: bool  # the last band is marked as alpha
+    # number in the file, from 1, of each full page: the first, and pages that are not smaller copies of it
     pages: tuple[int, ...] = (1,)
-    # of the pages: "C" for channels, "Z" for depth, "T" for time, several of them, "?" if nothing says it; "" for one
+    # axes of the pages: "C" channels, "Z" depth, "T" time, several of them, "?" if unknown; "" for one page
     # page
     axes: str = ""
 
     @property
     def stored(self) -> StoredPixels:
-        """What the pixels are; pages that are channels are bands."""
+        """The pixels as stored; pages that are channels count as bands."""
         if self.axes == "C" and self.bands == 1:
             return StoredPixels(len(self.pages), self.dtype, is_picture=False)
         is_picture = self.dtype in {"uint1", "uint2", "uint4", "uint8"} and (
@@ -62,7 +63,7 @@ class TiffTags:
 
     @property
     def can_be_read_in_windows(self) -> bool:
-        """True if rasterio, which must be installed, reads any part of the image as the whole is read."""
+        """True if rasterio is installed and reads any part of the image exactly like the whole."""
         has_plain_values = self.photometric in {BLACK_IS_ZERO, RGB, YCBCR} or self.dtype != "uint8"
         return has_plain_values and self.orientation == 1 and self.dtype in DTYPES and has_rasterio()
 
@@ -79,7 +80,7 @@ def has_rasterio() -> bool:
 
 
 def is_tiff(start: bytes) -> bool:
-    """Return True if the first bytes of a file are from a TIFF."""
+    """Return True if the first bytes of a file are a TIFF's."""
     return start[:4] in _MAGIC
 
 
@@ -87,11 +88,11 @@ def read_tiff_tags(file: BinaryIO) -> TiffTags:
     """Return the tags of the first image of an open TIFF.
 
     Raises:
-        ValueError: it is no TIFF, or its directory is damaged.
+        ValueError: the file is no TIFF, or its directory is damaged.
     """
-    import tifffile  # a quarter of a second, and most data sets have no TIFF
+    import tifffile  # takes a quarter of a second, and most data sets have no TIFF
 
-    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # damage is reported by the reader of the pixels
+    logging.getLogger("tifffile").setLevel(logging.CRITICAL)  # the reader of the pixels reports damage
     try:
         file.seek(0)
         with tifffile.TiffFile(file) as tiff:
@@ -107,7 +108,8 @@ def _values(tags: Any, name: str, default: int) -> tuple[int, ...]:
     """Return the integers of a tag.
 
     Raises:
-        ValueError: it is no integer, or is there twice with different values, of which libraries use one or the other.
+        ValueError: the tag is no integer, or occurs twice with different values, and libraries differ in which they
+            use.
     """
     found = [tag.value for tag in tags.getall(name, ())] or [default]
     values = [value if isinstance(value, tuple) else (value,) for value in found]
@@ -140,7 +142,7 @@ _AXIS_WORDS = {"C": "channels", "Z": "depth", "T": "time", "S": "samples", "I": 
 
 
 def _axes(description: str, num_pages: int) -> str:
-    r"""Return the axes of the planes of a file, the slowest first, by its description.
+    r"""Return the axes of the planes of a file, the slowest first, from its description.
 
     >>> _axes("ImageJ=1.53t\nimages=6\nchannels=2\nslices=3\n", 6)
     'ZC'
@@ -155,7 +157,7 @@ def _axes(description: str, num_pages: int) -> str:
 
 
 def _said_sizes(description: str) -> dict[str, int]:
-    """Return axis -> size of the planes that a description of OME, ImageJ or tifffile names."""
+    """Return axis -> size of the planes in a description of OME, ImageJ or tifffile."""
     if "<OME" in description or "OME-XML" in description:
         found = {axis: re.search(rf'\bSize{axis}="(\d+)"', description) for axis in "TZC"}
         samples = re.search(r'\bSamplesPerPixel="(\d+)"', description)
@@ -177,7 +179,7 @@ def _said_sizes(description: str) -> dict[str, int]:
 
 
 def _full_pages(tiff: Any, first: TiffTags) -> tuple[int, ...]:
-    """Return the numbers of the full pages: those not marked as smaller copies or masks, nor half as large or less."""
+    """Return the numbers of the full pages: not marked as smaller copies or masks, and more than half as large."""
     pages, offsets = [1], {tiff.pages.first.offset}
     for number in range(2, _MAX_PAGES):
         try:
@@ -188,7 +190,7 @@ def _full_pages(tiff: Any, first: TiffTags) -> tuple[int, ...]:
         is_small = 2 * page.imagelength <= first.height_px + 1 and 2 * page.imagewidth <= first.width_px + 1
         if not is_copy and not is_small:
             pages.append(number)
-        if page.offset in offsets:  # a damaged chain leads back
+        if page.offset in offsets:  # a damaged chain loops
             break
         offsets.add(page.offset)
     return tuple(pages)

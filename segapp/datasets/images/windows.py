@@ -1,6 +1,6 @@
-"""Large TIFFs read in windows: an image or a mask of which only the asked part is decoded.
+"""Large TIFFs read in windows: only the requested part of an image or a mask is decoded.
 
-A file that cannot be read, or is not of the format of the data set, raises DataError.
+A file that cannot be read, or does not have the pixel format of the data set, raises DataError.
 
 Shapes: H, W height and width in pixels; B bands.
 """
@@ -25,11 +25,11 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.masks import Ids, UnknownIdsError, count_values, read_masks, train_ids, unknown_ids_error
 
 LARGE_PX = 2**22
-"""Number of pixels from which an image is read in windows; below, decoding the whole costs a few milliseconds."""
+"""Number of pixels from which an image is read in windows; decoding a smaller one takes a few milliseconds."""
 
 _BLOCK_PX = 2**22
 _BLOCK_ROWS = 512
-"""Blocks of rows are a multiple of this high, as the tiles of most files are, so that no tile is decoded twice."""
+"""Height in pixels of which blocks of rows are a multiple, as most files' tiles are, so no tile is decoded twice."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Windows:
         return self.read((slice(first, last), slice(left, right)))
 
     def row_blocks(self) -> Iterator[slice]:
-        """Yield rows from top to bottom that together are the array: a few million pixels where it is not very wide."""
+        """Yield slices of rows that cover the array from top to bottom, with a few million pixels each."""
         step = _BLOCK_ROWS * max(1, _BLOCK_PX // (_BLOCK_ROWS * self.shape[1]))
         return (slice(top, min(top + step, self.shape[0])) for top in range(0, self.shape[0], step))
 
@@ -73,13 +73,13 @@ def _train_ids(path: Path, scheme: ClassScheme, window: Window) -> Pixels:
 
 
 def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) -> Windows | None:
-    """Return an image to be read in windows; None below `least_px` (`LARGE_PX`) or if it cannot be read so."""
+    """Return an image for reading in windows; None below `least_px` (`LARGE_PX`) or if it cannot be read this way."""
     tags = tiff_tags(path) if path.suffix.lower() in TIFF_SUFFIXES else None
     least_px = LARGE_PX if least_px is None else least_px
     if tags is None or tags.height_px * tags.width_px < least_px or not tags.can_be_read_in_windows:
         return None
     check_pixels(path, tags.stored, pixels)
-    if pixels.bands is None and tags.has_alpha:  # whether it is opacity shows the whole alone
+    if pixels.bands is None and tags.has_alpha:  # only the whole band shows if it is really alpha
         return None
     bands = bands_of(tags, pixels)
     read = partial(read_bands, path, bands)
@@ -87,20 +87,20 @@ def image_windows(path: Path, pixels: PixelFormat, least_px: int | None = None) 
 
 
 def mask_windows(path: Path, scheme: ClassScheme) -> Windows | None:
-    """Return a mask to be read in windows; None if it is small or cannot be read so."""
+    """Return a mask for reading in windows; None if it is small or cannot be read this way."""
     is_tiff_of_ids = path.suffix.lower() in TIFF_SUFFIXES and scheme.multilabel is None
     tags = tiff_tags(path) if is_tiff_of_ids else None
     if tags is None or tags.height_px * tags.width_px < LARGE_PX or not tags.can_be_read_in_windows:
         return None
     if tags.dtype == "float32" or tags.axes or tags.bands != (3 if scheme.rgb else 1):
-        return None  # `read_mask` says what is wrong with it
+        return None  # `read_mask` reports the problem
     return Windows((tags.height_px, tags.width_px), scheme.dtype, partial(_train_ids, path, scheme))
 
 
 def mask_blocks(paths: Sequence[Path], scheme: ClassScheme) -> Iterator[Ids]:
     """Yield the mask of an image, or the masks of its classes, as train ids (H, W) in blocks of rows.
 
-    What is read whole is one block. An UnknownIdsError names the ids of the whole mask.
+    A file that is read as a whole is one block. An UnknownIdsError lists the ids of the whole mask.
     """
     windows = mask_windows(paths[0], scheme) if len(paths) == 1 else None
     if windows is None:

@@ -1,7 +1,7 @@
 """Data set formats: the image and mask pairs of a folder, and the classes of their ids.
 
-The formats are rows of one table (`DATASETS`): where images and masks are below the root, how their names end, and
-which file lists a split. One search serves all but `list`.
+The formats are rows of a table (`DATASETS`): where images and masks are below the root, how their names end, and which
+file lists a split. One search serves all formats except `list`.
 """
 
 import os
@@ -31,21 +31,21 @@ class DataLocation:
 
     format: str  # a key of `DATASETS`
     root: str | os.PathLike[str]  # the data set's folder, or the folder into which its archive was unpacked
-    # Folder of the images below root, in place of the format's. `{split}` stands for the split's name; without it, a
-    # subfolder of that name is used where there is one.
+    # Folder of the images below root, instead of the format's. `{split}` is replaced by the split's name; without it, a
+    # subfolder with that name is used if it exists.
     image_dir: str | None = None
     mask_dir: str | None = None  # folder of the masks below root, in the same way
-    image_suffix: str | None = None  # ending of image names, in place of the format's
-    mask_suffix: str | None = None  # ending of mask names, in place of the format's
+    image_suffix: str | None = None  # ending of image names, instead of the format's
+    mask_suffix: str | None = None  # ending of mask names, instead of the format's
     list_dir: str | None = None  # folder of the split lists of format `list`; None: root
     mask_root: str | None = None  # folder that the masks of format `list` are relative to; None: root
     allow_outside_root: bool = False  # accept files outside root too: linked from it, or named by a `list` file
-    # Classes with a mask file of their own: `{class}` in mask_dir or mask_suffix stands for the name, and a line of a
-    # list names the masks in this order. Empty: one mask for all.
+    # Classes that have their own mask files: `{class}` in mask_dir or mask_suffix is replaced by the name, and a line
+    # of a list names the masks in this order. Empty: one mask for all.
     mask_classes: tuple[str, ...] = ()
 
     def build_guard(self) -> RootGuard:
-        """Return the check that files are inside root; it accepts all where files outside are allowed."""
+        """Return the check that files are inside root; it accepts all files if files outside are allowed."""
         return RootGuard(Path(self.root), is_open=self.allow_outside_root)
 
 
@@ -58,9 +58,9 @@ class DatasetFormat:
     # Tried in this order; the first whose folders exist is used. Empty: pairs are listed in a file.
     layouts: tuple[FolderLayout, ...] = ()
     roots: tuple[str, ...] = (".",)  # folders below the root into which archives unpack; tried in this order
-    splits: Mapping[str, str] = field(default_factory=dict)  # published names of "train" and "val", where they differ
+    splits: Mapping[str, str] = field(default_factory=dict)  # published names of "train" and "val", if they differ
     names: tuple[str, ...] = ()  # class names; empty: given by the user
-    palette: tuple[Color, ...] = ()  # one color a class; empty: generated
+    palette: tuple[Color, ...] = ()  # one color per class; empty: generated
     # Id in the file -> train id, None for ignored; None: ids are train ids
     label_map: Mapping[int, int | None] | None = None
     train_id_suffix: str | None = None  # ending of mask names whose files hold train ids
@@ -100,21 +100,22 @@ def class_scheme(
     rgb: bool = False,
     multilabel: Literal["files", "channels", "bits"] | None = None,
 ) -> ClassScheme:
-    """Return the classes of a format; the user's replace the published ones.
+    """Return the classes of a format; the user's values replace the published ones.
 
     Args:
         format: A key of `DATASETS`.
         classes: Names in the order of their train ids; required for `folder` and `list`.
-        palette: RGB colors of 0..255, one per class. With `rgb` more may follow: further colors are ignored pixels, or
-            classes if `label_map` maps their position to one.
+        palette: RGB colors of 0..255, one per class. With `rgb`, more colors may follow: they are ignored pixels, or
+            classes if `label_map` maps their positions to classes.
         label_map: Id in the mask file (with `rgb`: position in the palette) -> train id or `ignore_index`.
-        ignore_index: Target value of pixels that count nowhere; None: 255, or -1 with more than 255 classes.
+        ignore_index: Target value of pixels that losses and scores leave out; None: 255, or -1 with more than 255
+            classes.
         rgb: Masks are RGB images with the colors of the palette.
-        multilabel: How masks hold several classes of a pixel; None: one class per pixel. `ignore_index` is then the
+        multilabel: How masks store several classes per pixel; None: one class per pixel. `ignore_index` is then the
             value of ignored pixels in the masks; None: there are none.
 
     Raises:
-        ConfigError: The names, colors, map and ignore_index do not fit together.
+        ConfigError: Names, colors, map and ignore_index do not fit together.
     """
     known = _format(format)
     names = tuple(classes) if classes is not None else known.names
@@ -162,13 +163,13 @@ def class_scheme(
 def find_pairs(location: DataLocation, split: str) -> tuple[ImagePair, ...]:
     """Return the image and mask pairs of a split, sorted by name.
 
-    Names are matched exactly; where that finds nothing, regardless of case and of Unicode composition. Hidden files are
+    Names are matched exactly or, if that finds nothing, regardless of case and Unicode composition. Hidden files are
     ignored. A mask without an image is ignored; an image without a mask is an error.
 
-    "train" and "val" stand for the published names of the format.
+    "train" and "val" are replaced by the published names of the format.
 
     Raises:
-        DataError: The root, the split or a mask is missing: the message says which layout is expected and where to get
+        DataError: The root, the split or a mask is missing; the message describes the expected layout and where to get
             the data. Or a file or folder is outside the root; the root itself may be a link.
         ConfigError: The format is unknown.
     """
@@ -209,7 +210,7 @@ def _list_file(location: DataLocation, split: str) -> Path:
 
 
 def split_list(location: DataLocation, split: str) -> Path | None:
-    """Return the file that lists the images of a split; None if its folder does."""
+    """Return the file that lists the images of a split; None if the split is a folder."""
     known = _format(location.format)
     if not known.layouts:
         return _list_file(location, split)
@@ -218,7 +219,7 @@ def split_list(location: DataLocation, split: str) -> Path | None:
 
 
 def _meant_folder(folder: Path) -> str:
-    """Return which existing folder is nearest to one that does not exist; "" if it does, or none is."""
+    """Return advice with the existing folder that is nearest to a missing one; "" if it exists or nothing is near."""
     above = next((each for each in folder.parents if each.is_dir()), None)
     if folder.exists() or above is None:
         return ""
@@ -231,7 +232,7 @@ def _meant_folder(folder: Path) -> str:
 
 
 def leftovers(location: DataLocation, split: str) -> Leftovers:
-    """Return the files in a split's folders that belong to no pair."""
+    """Return the files in a split's folders that do not belong to any pair."""
     known = _format(location.format)
     if not known.layouts or location.mask_classes:
         return Leftovers()
@@ -252,7 +253,7 @@ def _choose_layout(known: DatasetFormat, location: DataLocation, split: str) -> 
 
 
 def _for_class(layout: FolderLayout, name: str) -> FolderLayout:
-    """Return the layout of a class's own masks: its name instead of `{class}`."""
+    """Return the layout of a class's own masks, with its name instead of `{class}`."""
     suffixes = tuple(suffix.replace("{class}", name) for suffix in layout.mask_suffixes)
     return replace(layout, mask_dir=layout.mask_dir.replace("{class}", name), mask_suffixes=suffixes)
 
@@ -260,8 +261,7 @@ def _for_class(layout: FolderLayout, name: str) -> FolderLayout:
 def _fill_in(layout: FolderLayout, location: DataLocation, base: Path, split: str) -> FolderLayout:
     """Return the layout with the user's folders and endings, and the split's name instead of `{split}`.
 
-    The images of a split lie in a folder of their own, or its file names them; masks may lie in one folder for all
-    splits.
+    The images of a split are in their own folder or are listed in its file; masks of all splits may be in one folder.
     """
 
     def folder(own: str, users: str | None, *, is_shared: bool) -> str:

@@ -1,6 +1,6 @@
-"""Find a split's images and masks below a root, and report what is missing.
+"""Find a split's images and masks below a root, and report missing ones.
 
-Names are matched exactly; where that finds nothing, regardless of case and of Unicode composition.
+Names are matched exactly or, if that finds nothing, regardless of case and Unicode composition.
 """
 
 import codecs
@@ -16,14 +16,14 @@ from segapp.datasets.layouts.root_guard import PartialError, RootGuard
 from segapp.errors import DataError, did_you_mean
 
 IMAGE_SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".tif", ".tiff", ".webp", ".ppm", ".pgm", ".gif")
-"""Extensions of images, in any case; where several masks share a stem, the extension listed first is taken."""
+"""Extensions of images, in any case; if several masks have the same stem, the extension listed first is used."""
 
 _MAX_NAMED = 5
 
 
 @dataclass(frozen=True)
 class FolderLayout:
-    """A layout of a data set below its root. `{split}` stands for the split's name."""
+    """A layout of a data set below its root. `{split}` is replaced by the split's name."""
 
     image_dir: str  # folder of the images
     mask_dir: str  # folder of the masks, with the same subfolders as the images
@@ -66,7 +66,7 @@ def find_images(base: Path, layout: FolderLayout, guard: RootGuard, how_to_get: 
 
 
 def _existing(folder: Path, how_to_get: str) -> Path:
-    """Return the folder; raise DataError, which names its sibling folders, if it does not exist."""
+    """Return the folder; if it does not exist, raise DataError with the names of its sibling folders."""
     if folder.is_dir():
         return folder
     parent = folder.parent
@@ -132,7 +132,7 @@ def match_masks(
 
 
 def _other_ending(missing: Sequence[str], names: Sequence[str]) -> str:
-    """Return the advice to set the ending of the mask names, with the ending if the names of the files show it."""
+    """Return the advice to set the ending of the mask names, with the ending if the file names show it."""
     begins = ((key, name) for key in missing[:_MAX_NAMED] for name in names if name.startswith(key))
     endings = {name[len(key) :] for key, name in begins if name[len(key) : len(key) + 1] in ("_", "-", ".", " ")}
     if len(endings) == 1:
@@ -143,7 +143,7 @@ def _other_ending(missing: Sequence[str], names: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Leftovers:
-    """Files in the folders of a split that belong to no pair and are not read."""
+    """Files in the folders of a split that do not belong to any pair and are not read."""
 
     masks: tuple[Path, ...] = ()  # masks without an image
     others: tuple[Path, ...] = ()  # files in the image folder without an image extension
@@ -250,7 +250,7 @@ def _lines(path: Path, how_to_get: str) -> list[str]:
 
 
 def _some(names: Sequence[str]) -> str:
-    """Return the first few names and the number of the others."""
+    """Return the first few names and the number of the rest."""
     text = ", ".join(shown(name) for name in names[:_MAX_NAMED])
     return text if len(names) <= _MAX_NAMED else f"{text} and {len(names) - _MAX_NAMED} more"
 

@@ -54,20 +54,20 @@ class PublishedSet:
 
     title: str
     names: tuple[str, ...]  # by train id
-    colors: tuple[Color, ...]  # one for each class; empty: none are published
+    colors: tuple[Color, ...]  # one per class; empty: none are published
     ignored_colors: tuple[Color, ...]
     values: Mapping[int, str]  # id in a mask file -> class name
     # Id in a mask file -> train id, None for ignored; None: ids are train ids
     label_map: Mapping[int, int | None] | None
-    ignored_ids: tuple[int, ...]  # ids in mask files at the paths of `masks` that count nowhere
+    ignored_ids: tuple[int, ...]  # ignored ids in mask files at the paths of `masks`
     groups: Mapping[str, tuple[str, ...]]  # group -> names of its classes
-    images: str  # regular expression of the stems of its images; other images in such folders have classes of their own
-    masks: str  # regular expression of the paths of its masks; empty: paths say nothing
-    notes: tuple[str, ...]  # what to know about a class
+    images: str  # regular expression of its image stems; other images in such folders have other classes
+    masks: str  # regular expression of the paths of its masks; empty: paths do not tell
+    notes: tuple[str, ...]  # notes for users about classes
 
     @property
     def palette(self) -> dict[Color, str]:
-        """Color -> name; the first one of classes that share a color."""
+        """Color -> name; if classes share a color, the name of the first."""
         return {color: self.names[self.colors.index(color)] for color in dict.fromkeys(self.colors)}
 
 
@@ -95,4 +95,4 @@ _TABLES = tomllib.loads(Path(__file__).with_name("published.toml").read_text(enc
 PUBLISHED: Mapping[str, PublishedSet] = {key: _set(table) for key, table in _TABLES["sets"].items()}
 """The data sets by their keys, such as "cityscapes"."""
 FORMATS: Mapping[str, Mapping[str, Any]] = _TABLES["formats"]
-"""The formats by their names in a config; each as the arguments of `DatasetFormat`, except the classes."""
+"""The formats by their names in a config; each has the arguments of `DatasetFormat` except the classes."""

@@ -1,7 +1,7 @@
 """Check that the files of a data set are inside its root, with links resolved.
 
-A data set from elsewhere may contain links to other files of this machine. They are read, and shown in pictures, only
-if the user allows it.
+A data set from elsewhere may contain links to other files of this machine. They are read, and shown in images, only if
+the user allows it.
 """
 
 import os
@@ -13,7 +13,7 @@ from segapp.errors import DataError
 
 
 class PartialError(DataError):
-    """Only a part of a split, `pairs`, can be used."""
+    """Only a part of a split can be used: `pairs`."""
 
     pairs: Sequence[ImagePair] = ()
 
@@ -27,7 +27,7 @@ class RootGuard:
 
     Args:
         root: The folder.
-        key: Of the config, that names it.
+        key: Config key that names the folder.
         is_open: Accept every path.
     """
 
@@ -77,7 +77,7 @@ class RootGuard:
         )
 
     def listed(self, name: str, list_file: Path) -> Path:
-        """Return the path of a name that a list file has, relative to the root.
+        """Return the path of a name in a list file, relative to the root.
 
         Raises:
             DataError: It is the root, or outside it, directly or through a link.

@@ -1,4 +1,4 @@
-"""Classes of a data set and the ids of its mask files: `ClassScheme`, and checks that its parts fit together."""
+"""Classes of a data set and the ids of its mask files: `ClassScheme`, and checks that its fields are consistent."""
 
 from collections import Counter
 from collections.abc import Mapping
@@ -22,14 +22,14 @@ class ClassScheme:
     """The classes of a data set and their ids or colors in its mask files."""
 
     names: tuple[str, ...]  # in the order of their train ids
-    palette: tuple[Color, ...]  # one RGB color a class, for pictures
+    palette: tuple[Color, ...]  # one RGB color per class, for images
     label_map: Mapping[int, int] | None = None  # id in the file -> train id or `ignore_index`; others are train ids
-    ignore_index: int = 255  # target value of pixels that count nowhere
+    ignore_index: int = 255  # target value of pixels that losses and scores leave out
     rgb: bool = False  # masks have the colors of `mask_colors`; a color's position there is the id in the file
     # Colors of RGB masks; empty: the palette. Positions beyond the classes are ignored without a `label_map` entry.
     mask_colors: tuple[Color, ...] = ()
     train_id_suffix: str | None = None  # ending of mask names whose files hold train ids
-    # How masks hold several classes of a pixel (see `data.multilabel`): a target is then a set of classes, bit c for
+    # How masks store several classes per pixel (see `data.multilabel`): a target is then a set of classes, bit c for
     # class c, and -1 (`ignore_index`) for ignored pixels. None: one class per pixel.
     multilabel: Literal["files", "channels", "bits"] | None = None
     ignored_value: int | None = None  # value of ignored pixels in masks of several classes; None: there are none
@@ -68,7 +68,7 @@ class ClassScheme:
 
     @cached_property
     def file_ids(self) -> tuple[int, ...]:
-        """The file id of every train id: the lowest of several; the train id itself if no file id maps to it."""
+        """The file id of every train id: the lowest if there are several; the train id itself if there is none."""
         inverse = {train_id: train_id for train_id in range(self.num_classes)}
         inverse |= {train_id: file_id for file_id, train_id in sorted((self.label_map or {}).items(), reverse=True)}
         return tuple(inverse[train_id] for train_id in range(self.num_classes))
@@ -101,7 +101,7 @@ class ClassScheme:
 
 
 def _histogram(values: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the number of pixels of each value, (256,), in parts: `bincount` makes an int64 of each pixel."""
+    """Return the number of pixels of each value, (256,), in blocks, because `bincount` makes an int64 of each pixel."""
     flat, counts = values.reshape(-1), np.zeros(256, np.int64)
     for start in range(0, flat.size, 1 << 20):
         counts += np.bincount(flat[start : start + (1 << 20)], minlength=256)
@@ -109,7 +109,7 @@ def _histogram(values: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 def check_names(format: str, names: tuple[str, ...]) -> None:
-    """Raise ConfigError for no names, a name used twice, or more names than a target can hold."""
+    """Raise ConfigError for no names, duplicate names, or more names than a target can hold."""
     if not names:
         raise ConfigError(
             f"format {format} needs classes: list the class names in the order of their ids", key="data.classes"
@@ -126,7 +126,7 @@ def check_names(format: str, names: tuple[str, ...]) -> None:
 
 
 def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignore_index: int) -> None:
-    """Raise ConfigError for an entry to neither a class nor `ignore_index`, or from an id that no file can hold."""
+    """Raise ConfigError if an entry maps to neither a class nor `ignore_index`, or from an id that no file can hold."""
     for file_id, train_id in (label_map or {}).items():
         if not 0 <= train_id < num_classes and train_id != ignore_index:
             raise ConfigError(
@@ -144,7 +144,7 @@ def check_label_map(label_map: Mapping[int, int] | None, num_classes: int, ignor
 
 
 def check_colors(colors: tuple[Color, ...], num_classes: int, *, rgb: bool, declared: bool) -> None:
-    """Raise ConfigError for a wrong number of colors, or RGB masks whose colors are unknown or ambiguous."""
+    """Raise ConfigError for a wrong number of colors, or for missing or ambiguous colors of RGB masks."""
     if rgb and not declared:
         raise ConfigError(
             "RGB masks need a palette: list one color per class, in the order of the classes", key="data.palette"

@@ -1,6 +1,6 @@
-"""BalancedDataParallel in a plain training loop: the first device takes 1 of 8 images, the loss is unchanged.
+"""BalancedDataParallel in a plain training loop: the first device gets 1 of 8 images, the loss is unchanged.
 
-python balanced_data_parallel.py                        three logical devices of the CPU
+python balanced_data_parallel.py                        three logical devices on the CPU
 python balanced_data_parallel.py cuda:0 cuda:1 cuda:2   three GPUs
 """
 
@@ -25,7 +25,7 @@ def build_network() -> nn.Module:
 
 
 def batch(step: int) -> tuple[Tensor, Tensor]:
-    """Return images (8, 3, 64, 64) and a target (8, 64, 64) whose ignored pixels fall unevenly on the images."""
+    """Return images (8, 3, 64, 64) and a target (8, 64, 64) with unevenly distributed ignored pixels."""
     generator = torch.Generator().manual_seed(step)
     target = torch.randint(0, 4, (8, 8, 8), generator=generator).repeat_interleave(8, 1).repeat_interleave(8, 2)
     images = torch.randn(8, 3, 64, 64, generator=generator) + target[:, None]

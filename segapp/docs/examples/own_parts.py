@@ -12,7 +12,7 @@ from segapp.losses import AdditiveCriterion, Outputs, Statistics
 
 
 class SmallNet(nn.Module):
-    """Three convolutions; segapp gives `num_classes`, `model.options` the width. A `backbone` takes optim.lr."""
+    """Three convolutions; segapp passes `num_classes`, `model.options` the width. `backbone` has its own lr factor."""
 
     def __init__(self, num_classes: int, width: int = 16) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class BrierLoss(AdditiveCriterion):
         self.ignore_index = ignore_index
 
     def statistics(self, outputs: Outputs, target: Tensor) -> Statistics:
-        """Return (sum of squares, number of valid pixels): sums, so the loss is exact at any split."""
+        """Return (sum of squares, number of valid pixels): sums, so the loss is exact for any batch split."""
         logits = F.interpolate(outputs[0].float(), target.shape[-2:], mode="bilinear", align_corners=True)
         valid = target != self.ignore_index
         classes = F.one_hot(torch.where(valid, target, 0).long(), logits.shape[1]).movedim(-1, 1)
@@ -53,5 +53,5 @@ def evening(p: float = 0.5, darkest: float = 0.4) -> A.BasicTransform:
 
 
 def half_cosine(total_steps: int, end: float = 0.0) -> Callable[[int], float]:
-    """Return the factor on the learning rate at a step, from 1; segapp gives `total_steps`."""
+    """Return the factor on the learning rate at a step, counted from 1; segapp passes `total_steps`."""
     return lambda step: end + (1 - end) * (1 + math.cos(math.pi * (step - 1) / total_steps)) / 2

@@ -1,6 +1,6 @@
-"""The critic of a WGAN-GP over three devices: a gradient penalty through synchronized BatchNorm, exact at any split.
+"""The critic of a WGAN-GP on three devices: a gradient penalty through synchronized BatchNorm, exact for any split.
 
-python wgan_gp.py                        three logical devices of the CPU
+python wgan_gp.py                        three logical devices on the CPU
 python wgan_gp.py cuda:0 cuda:1 cuda:2   three GPUs
 """
 
@@ -16,7 +16,7 @@ from segapp.parallel import DataParallelModel, convert_sync_batchnorm, gradient_
 
 
 def build_critic() -> nn.Module:
-    """Return a critic with one score for each image (N, 1)."""
+    """Return a critic with one score per image (N, 1)."""
     return nn.Sequential(
         nn.Conv2d(3, 16, 4, stride=2, padding=1), nn.LeakyReLU(0.2),
         nn.Conv2d(16, 32, 4, stride=2, padding=1), nn.BatchNorm2d(32), nn.LeakyReLU(0.2),
@@ -25,12 +25,12 @@ def build_critic() -> nn.Module:
 
 
 def mean_score(outputs: list[Tensor]) -> Tensor:
-    """Return the mean over the images of all devices, on the first one."""
+    """Return the mean over the images of all devices, on the first device."""
     return torch.cat([part.to(outputs[0].device) for part in outputs]).mean()
 
 
 def main(devices: list[str]) -> None:
-    """Train the critic 20 steps to tell two distributions apart; compare the penalty with that of one device."""
+    """Train the critic for 20 steps to distinguish two distributions; compare the penalty with one device's."""
     torch.manual_seed(0)
     critic = convert_sync_batchnorm(build_critic()).to(devices[0])
     network = DataParallelModel(critic, device_ids=devices, gpu0_bsz=1)

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the navigation, the anchors and the search words of the site come from the pages and their index."""
+"""Hooks of mkdocs: navigation, anchors and search words of the site are made from the pages and their index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from segapp.docs.pages import FOLDER, Page, headings, pages, slug
 
 
 def on_config(config: Any) -> Any:
-    """Build the navigation from the index, and make the anchors that code hosts and `segapp docs` make."""
+    """Build the navigation from the index, and make the same anchors as code hosts and `segapp docs`."""
     groups: dict[str, list[dict[str, str]]] = {}
     for page in pages():
         groups.setdefault(page.group, []).append({_title(page): str(page.path.relative_to(FOLDER))})
@@ -18,7 +18,7 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Add the keywords of a page at its end, where the search of the site finds them."""
+    """Add the keywords of a page at its end, so that the search of the site finds them."""
     found = next((each for each in pages() if str(each.path.relative_to(FOLDER)) == page.file.src_uri), None)
     if found is None or not found.keywords:
         return markdown

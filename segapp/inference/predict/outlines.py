@@ -1,10 +1,9 @@
-"""Outlines of the regions of a label map, found row by row: a map of any height needs little memory and has no seams.
+"""Outlines of the regions of a label map, traced row by row: a map of any height needs little memory and has no seams.
 
-A region is a set of pixels of one value that are connected by their sides. Its rings run along the sides of the pixels,
-clockwise on the screen around the region, counterclockwise around a hole. A vertex where three or more sides meet is a
-junction. Only the part of a ring between two junctions is simplified, in a direction that does not depend on the
-region, so that neighbors keep the same border. Memory: the rings of the regions that are not complete yet, 12 bytes per
-vertex.
+A region is a set of pixels with one value that are connected by their sides. Its rings run along the sides of the
+pixels, clockwise (y downwards) around the region, counterclockwise around a hole. A vertex where three or more sides
+meet is a junction. Only the part of a ring between two junctions is simplified, in a direction that does not depend on
+the region, so neighbors keep a common border. Memory: the rings of the unfinished regions, 12 bytes per vertex.
 
 Shapes: H x W pixels of a map, R rows of a block, V vertices of a ring.
 """
@@ -24,8 +23,9 @@ from scipy.sparse import coo_array  # type: ignore[import-untyped]
 from scipy.sparse.csgraph import connected_components  # type: ignore[import-untyped]
 
 Ring = NDArray[np.int32]
-"""Columns x and y in pixels, (V, 2), or (V, 3) with a third number that is not 0 at a vertex that simplification
-keeps, and 2 where four sides meet. (0, 0) is the top left corner of the map. The first vertex follows the last."""
+"""Columns x and y in pixels, (V, 2), or (V, 3) with a third number: 0 for ordinary vertices, not 0 for vertices that
+simplification keeps, 2 where four sides meet. (0, 0) is the top left corner of the map. The first vertex follows the
+last."""
 
 _BLOCK_PX = 2**21
 _OUTSIDE = -1
@@ -47,13 +47,13 @@ class Region:
 
 
 def area(ring: NDArray[Any]) -> float:
-    """Return the area of a ring (V, 2 or more) in square pixels; negative if it runs counterclockwise on the screen."""
+    """Return the area of a ring (V, 2 or more) in square pixels; negative if it is counterclockwise (y downwards)."""
     x, y = (ring[:, :2] - ring[0, :2]).astype(np.float64).T  # near zero: coordinates of a map have large offsets
     return float(np.dot(x[:-1], y[1:]) - np.dot(x[1:], y[:-1])) / 2  # the last vertex and the first add nothing
 
 
 class OutlineTracer:
-    """Finds the regions of a label map whose rows are added from top to bottom, if their value is wanted."""
+    """Finds the regions with requested values in a label map whose rows are added from top to bottom."""
 
     def __init__(self, size_px: tuple[int, int], wanted: Container[int]) -> None:
         self._height, self._width = size_px
@@ -63,13 +63,13 @@ class OutlineTracer:
         self._last_ids = np.zeros(self._width + 2, np.int64)
         self._num_ids = 1
         self._rings: defaultdict[int, list[Ring]] = defaultdict(list)  # closed rings of incomplete regions, by id
-        self._values: dict[int, int] = {}  # their values
+        self._values: dict[int, int] = {}  # value of each incomplete region, by id
         # Each open chain of vertices ends at the right side of a region and begins at a left side, in these columns.
         self._chains: list[list[Ring]] = []
         self._ends = self._begins = np.zeros(0, np.int64)
 
     def add(self, labels_RW: NDArray[Any]) -> Iterator[Region]:
-        """Yield the regions that are complete with these rows; all of them after the last row of the map."""
+        """Yield the regions that these rows complete; after the last row of the map, all of them."""
         step = max(1, _BLOCK_PX // self._width)
         for first in range(0, len(labels_RW), step):
             yield from self._add_block(labels_RW[first : first + step])
@@ -90,21 +90,21 @@ class OutlineTracer:
         self._row += len(labels_RW)
 
     def _region_ids(self, values: NDArray[np.int32]) -> NDArray[np.int64]:
-        """Return the id of the region of each pixel of a block; its first row has ids already, which may be merged."""
+        """Return the region id of each pixel of a block; the ids in its first row are given, and may be merged."""
         is_start = np.ones(values.shape, bool)
         is_start[:, 1:] = values[:, 1:] != values[:, :-1]
         runs = np.cumsum(is_start.ravel(), dtype=np.int32).reshape(values.shape) - 1
         upper, lower = np.nonzero((is_start[1:] | is_start[:-1]) & (values[1:] == values[:-1]))
         firsts = runs[0, is_start[0]]
         old_ids, first, same = np.unique(self._last_ids[is_start[0]], return_index=True, return_inverse=True)
-        above = np.concatenate([runs[upper, lower], firsts[first][same]])  # what was connected before is so here
+        above = np.concatenate([runs[upper, lower], firsts[first][same]])  # earlier connections remain
         below = np.concatenate([runs[upper + 1, lower], firsts])
         num_runs = int(runs[-1, -1]) + 1
         graph = coo_array((np.ones(len(above), bool), (above, below)), (num_runs, num_runs))
         count, found = connected_components(graph, directed=False)
         ids = np.arange(self._num_ids, self._num_ids + count)
         parts = found[firsts[first]]
-        ids[parts[::-1]] = old_ids[::-1]  # a region that continues keeps its id; of several that meet, the first one
+        ids[parts[::-1]] = old_ids[::-1]  # a region that continues keeps its id; if several meet, the first one's
         for kept, old in zip(ids[parts].tolist(), old_ids.tolist(), strict=True):
             if kept != old and old in self._rings:
                 self._rings[kept] += self._rings.pop(old)
@@ -113,15 +113,15 @@ class OutlineTracer:
         return np.asarray(ids[found][runs])
 
     def _trace(self, values: NDArray[np.int32], ids: NDArray[np.int64]) -> list[tuple[int, int, Ring]]:
-        """Return id and value of their regions and the rings that a block closes; keep the open chains."""
+        """Return id and value of the regions and the rings that a block closes; keep the open chains."""
         columns, rows = values[:, 1:] != values[:, :-1], values[1:] != values[:-1]
         y, x = np.nonzero((columns[:-1] | columns[1:]) & (rows[:, :-1] | rows[:, 1:]))
         north, south, west, east = columns[y, x], columns[y + 1, x], rows[y, x], rows[y, x + 1]
         degree = north.astype(np.int8) + south + west + east
         is_turn, is_through = degree == 2, degree == 3
 
-        # Up to five nodes per vertex: a corner of each of its four pixels, and `_INNER`, where a region has the
-        # vertex on a straight side, or fills all but a quarter around it. It belongs to this pixel:
+        # Up to five nodes per vertex: a corner of each of its four pixels, and `_INNER`, if the vertex is on a straight
+        # side of a region, or the region fills all but a quarter around it. It belongs to this pixel:
         inner = y + (north & (west | ~south)), x + (west & (north | ~east))
         pixels = [(y + 1, x + 1), (y + 1, x), (y, x), (y, x + 1), inner]
         is_kept = [value in self._wanted for value in range(_OUTSIDE, values.max() + 1)]
@@ -193,7 +193,7 @@ class OutlineTracer:
 
 
 def _paths(follow: list[int], begins: list[int]) -> tuple[list[list[int]], list[list[int]]]:
-    """Return the open paths of nodes that begin at `begins`, and the closed ones; `follow` is used up."""
+    """Return the open paths of nodes that begin at `begins`, and the closed ones; `follow` is modified."""
 
     def path(node: int) -> list[int]:
         found = [node]
@@ -215,13 +215,13 @@ def _region(value: int, rings: list[Ring]) -> Region:
 
 
 def _split(ring: Ring) -> list[Ring]:
-    """Return the rings of a ring that touches itself at vertices, as it does where two pixels touch at a corner."""
+    """Return the simple rings of a ring that touches itself at vertices, as it does if two pixels touch at a corner."""
     if (ring[:, 2] == 2).sum() < 2:
         return [ring]
     points = ring[:, 0].astype(np.int64) << 32 | ring[:, 1]
     found, path, place = [], list[int](), dict[int, int]()
     for number, point in enumerate(points.tolist()):
-        if point in place:  # back at a vertex: what lies between is a ring of its own
+        if point in place:  # back at a vertex: the part in between is a separate ring
             first = place[point]
             found.append(ring[path[first:]])
             for old in path[first:]:
@@ -233,10 +233,10 @@ def _split(ring: Ring) -> list[Ring]:
 
 
 def simplified(ring: Ring, tolerance_px: float) -> Ring:
-    """Return a ring (V, 2) of some of the vertices of a ring (V, 3), at most about `tolerance_px` away from it.
+    """Return a ring (V, 2) with some of the vertices of a ring (V, 3), at most about `tolerance_px` away from it.
 
-    Junctions are kept (Douglas and Peucker 1973 between them). A ring without a junction that would collapse is kept
-    as it is; one with junctions may become a ring of less than three vertices.
+    Junctions are kept (Douglas and Peucker 1973 is applied between them). A ring without junctions that would collapse
+    is kept unchanged; a ring with junctions may become a ring of less than three vertices.
     """
     if not tolerance_px:
         return ring[:, :2]
@@ -255,7 +255,7 @@ def simplified(ring: Ring, tolerance_px: float) -> Ring:
 
 
 def _simplified_loop(loop: Ring, tolerance_px: float) -> Ring:
-    """Return a ring whose first vertex is kept; its farthest one is kept too, so that there are two arcs."""
+    """Return a simplified ring; its first vertex and the one farthest from it are kept, so there are two arcs."""
     distance = ((loop - loop[0]).astype(np.int64) ** 2).sum(1)
     far = min(np.flatnonzero(distance == distance.max()).tolist(), key=lambda at: loop[at].tolist())
     arcs = loop[: far + 1], np.concatenate([loop[far:], loop[:1]])
@@ -263,7 +263,7 @@ def _simplified_loop(loop: Ring, tolerance_px: float) -> Ring:
 
 
 def _simplified_arc(arc: Ring, tolerance_px: float) -> Ring:
-    """Return an arc simplified between its ends: the same vertices in either direction."""
+    """Return an arc simplified between its ends, with the same vertices in either direction."""
     if len(arc) < 3:
         return arc
     if arc[0].tolist() > arc[-1].tolist():

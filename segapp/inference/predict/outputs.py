@@ -57,7 +57,7 @@ class OutputPlan:
     video_kinds: tuple[Saved, ...] = ("color", "overlay")  # labels and probabilities are one file per frame
     label_ids: bool = False  # write the ids of the data set instead of class ids
     pixels: PixelFormat = RGB8
-    min_confidence: float = 0.0  # pixels below it are written as `undecided_id`
+    min_confidence: float = 0.0  # pixels with a lower confidence are written as `undecided_id`
     polygons: PolygonPlan | None = None
 
     @property
@@ -68,7 +68,7 @@ class OutputPlan:
         )
 
     def without_doubtful(self, strip: Strip) -> Strip:
-        """Return a strip whose pixels of too low confidence have the id `undecided_id`."""
+        """Return a strip in which pixels with too low confidence have the id `undecided_id`."""
         if not self.min_confidence:
             return strip
         undecided = undecided_id(self.scheme)
@@ -83,18 +83,18 @@ def undecided_id(scheme: ClassScheme) -> int:
 
 
 def confidence(strip: Strip) -> NDArray[np.float32]:
-    """Return the probability of the likeliest class, (R, W)."""
+    """Return the probability of the most likely class, (R, W)."""
     assert strip.probabilities is not None
     return np.asarray(strip.probabilities.max(0), np.float32)
 
 
 def label_id_table(scheme: ClassScheme) -> NDArray[Any]:
-    """Return the id in the data set's files of each class id, (C,)."""
+    """Return for each class id the id in the data set's files, (C,)."""
     return np.array(scheme.file_ids, dtype=np.uint8 if max(scheme.file_ids) < 256 else np.uint16)
 
 
 def _of_ids(labels: NDArray[Any], values: NDArray[Any], undecided: int) -> NDArray[Any]:
-    """Return the value of each class id, from values (C, ...); `undecided` for ids of no class."""
+    """Return the value of each class id, from values (C, ...); `undecided` for ids that are no class."""
     has_class = labels < len(values)
     if has_class.all():
         return np.asarray(values[labels])
@@ -104,7 +104,7 @@ def _of_ids(labels: NDArray[Any], values: NDArray[Any], undecided: int) -> NDArr
 
 
 def colorize(labels: NDArray[Any], scheme: ClassScheme) -> NDArray[Any]:
-    """Return class ids (H, W) as uint8 RGB colors (H, W, 3); of several classes the mean, of none black."""
+    """Return class ids (H, W) as uint8 RGB colors (H, W, 3); for several classes their mean, for none black."""
     table = np.array(scheme.palette, dtype=np.uint8)
     if scheme.multilabel is None:
         return _of_ids(labels, table[: scheme.num_classes], 0)
@@ -120,7 +120,7 @@ def blend(image: NDArray[Any], labels: NDArray[Any], scheme: ClassScheme) -> NDA
 
 
 class ImageOutputs:
-    """Context manager of the output files of one picture; strips are added from top to bottom.
+    """Context manager of the output files of one image; strips are added from top to bottom.
 
     The files are removed if the context is left with an exception.
 
@@ -143,7 +143,7 @@ class ImageOutputs:
 
     @property
     def paths(self) -> list[Path]:
-        """The files of only this picture, complete once the context is left."""
+        """The files of this image; complete after the context has ended."""
         return [writer.path for writer in self._writers if isinstance(writer, _Writer)]
 
     def add(self, strip: Strip) -> None:
@@ -162,7 +162,7 @@ class _Writer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._temporary = path.parent / (temporary_name() + path.suffix)  # GDAL warns of other suffixes
+        self._temporary = path.parent / (temporary_name() + path.suffix)  # GDAL warns about other suffixes
         with self._reported():
             path.parent.mkdir(parents=True, exist_ok=True)
             self.file: IO[bytes] = open(self._temporary, "wb")  # noqa: SIM115
@@ -209,7 +209,7 @@ Rows = Callable[[Strip], NDArray[Any]]
 
 
 class _PictureFile(_Writer):
-    """GeoTIFF of a georeferenced picture; else a PNG, with a world file if only the transform is known.
+    """GeoTIFF of a georeferenced image; else a PNG, with a world file if only the transform is known.
 
     `rows` returns the rows of a strip as they are stored; the options are the same as for `PngWriter`.
     """
@@ -266,7 +266,7 @@ class _Probabilities(_Writer):
 
 
 class _Polygons(_Writer):
-    """GeoJSON or GeoPackage of a picture's polygons."""
+    """GeoJSON or GeoPackage of an image's polygons."""
 
     def __init__(self, folder: Path, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
         self._parts = picture, scheme, plan
@@ -286,7 +286,7 @@ class _Polygons(_Writer):
 
 
 class _SharedPolygons:
-    """A picture's polygons in a file of several pictures."""
+    """Polygons of an image in a file of several images."""
 
     def __init__(self, shared: SharedPolygons, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
         self._tracer = PolygonTracer(picture.pixels.shape[:2], scheme, plan)
@@ -303,7 +303,7 @@ class _SharedPolygons:
 
 
 def _writers(plan: OutputPlan, picture: Picture, shared: SharedPolygons | None) -> Iterator[_Writer | _SharedPolygons]:
-    """Open and yield the files of a picture."""
+    """Open and yield the files of an image."""
     scheme = plan.scheme
     if plan.polygons is not None and shared is not None:
         yield _SharedPolygons(shared, picture, scheme, plan.polygons)
@@ -337,7 +337,7 @@ def _writers(plan: OutputPlan, picture: Picture, shared: SharedPolygons | None) 
             yield _PictureFile(folder, picture, lambda strip: strip.labels, palette=palette)
         elif kind == "color":
             yield _PictureFile(folder, picture, lambda strip: colorize(strip.labels, scheme), channels=3)
-        elif scheme.multilabel is not None:  # a mask for each class: 255 where it is predicted
+        elif scheme.multilabel is not None:  # one mask per class: 255 for pixels that have it
             for number, name in enumerate(scheme.names):
                 name = re.sub(r"[^\w.-]", "_", name).lstrip(".") or str(number)
                 yield _PictureFile(folder / name, picture, partial(_mask_of, number), dtype=np.uint8)
@@ -372,7 +372,7 @@ _FILTER_NONE, _FILTER_SUB = 0, 1
 class PngWriter:
     """Writer of a PNG of height and width `size` from top to bottom; the file stays open.
 
-    It has one channel of gray (uint8 or uint16) or of ids in a palette of RGB colors, or three of RGB. Ids compress
+    It has one channel of gray (uint8 or uint16), one of ids in a palette of RGB colors, or three of RGB. Ids compress
     best unfiltered, photographs (`is_photo`) as differences to the left neighbor. `profile` is an ICC profile.
     """
 

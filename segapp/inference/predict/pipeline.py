@@ -1,7 +1,7 @@
 """Pipeline of a prediction: threads decode inputs and encode outputs while the network computes.
 
-Decoding and encoding release the GIL. The queues are bounded by pixels rather than pictures: one large picture at a
-time, or many small ones.
+Decoding and encoding release the GIL. The queues are limited by pixels, not by images: they hold one large image, or
+many small ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from segapp.memory.oom import is_out_of_memory
 NUM_THREADS = 2
 """Of those that decode, and of those that encode."""
 MAX_WAITING_PX = 32 << 20
-"""Limit of pixels decoded ahead, and of pixels waiting to be written."""
+"""Maximum number of pixels that are decoded ahead, and of pixels waiting to be written."""
 MAX_BATCH = 16
 
 Item = TypeVar("Item")
@@ -66,15 +66,15 @@ def predict_files(
     workspace: Workspace | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Tally:
-    """Predict images and videos, and write the outputs; files that cannot be read are problems of the tally.
+    """Predict images and videos, and write the outputs; the tally lists files that cannot be read as problems.
 
     Args:
         predictor: the network.
-        files: inputs; consecutive pictures of one size share a batch.
+        files: inputs; consecutive images of one size share a batch.
         plan: which outputs are written, and where.
-        batch: pictures per batch; None: as many as fit on a GPU, 1 on a CPU, where larger batches are not faster.
-        workspace: number of pixels that fit; None: from the free memory.
-        progress: called with the number of files done.
+        batch: images per batch; None: as many as fit on a GPU, 1 on a CPU, where larger batches are not faster.
+        workspace: number of pixels that fit into memory; None: determined from the free memory.
+        progress: called with the number of finished files.
 
     Raises:
         StorageError: an output cannot be written.
@@ -116,7 +116,7 @@ class _Job:
     num_done: int = 0
 
     def count(self, num_files: int) -> None:
-        """Count files that are done."""
+        """Count finished files."""
         self.num_done += num_files
         self.progress(self.num_done)
 
@@ -169,7 +169,7 @@ class _Job:
             self.tally.problems.append(str(error))
 
     def _batches(self, pictures: Iterable[Picture]) -> Iterator[list[Picture]]:
-        """Group consecutive pictures of one size into batches that fit into the workspace."""
+        """Group consecutive images of one size into batches that fit into the workspace."""
         waiting: list[Picture] = []
         for picture in pictures:
             fits = max(1, min(self.batch, self.workspace.max_px // picture.num_px))
@@ -184,7 +184,7 @@ class _Job:
             yield waiting
 
     def _predicted(self, pictures: list[Picture]) -> Iterator[tuple[Picture, list[Strip] | Iterator[Strip]]]:
-        """Yield each picture with its strips: a list, or an iterator for a picture larger than the workspace."""
+        """Yield each image with its strips: a list, or an iterator for an image that exceeds the workspace."""
         self.tally.num_images += len(pictures)
         self.tally.num_px += len(pictures) * pictures[0].num_px
         if pictures[0].num_px > self.workspace.max_px and self.predictor.frame_px is None:
@@ -268,12 +268,13 @@ def ahead(
 ) -> Generator[Item, None, None]:
     """Yield the results of calls in order, computed ahead in threads.
 
-    Close it if it may end early: to end the threads while garbage is collected, in any thread, can deadlock.
+    Close this iterator if you may stop early: ending the threads during garbage collection can deadlock.
 
     Args:
         calls: weight and function of each call.
         num_threads: number of concurrent calls.
-        limit: total weight of running and finished calls that are not yet yielded; a heavier call runs on its own.
+        limit: total weight of the running calls and the results that are not yet yielded; a heavier call runs on its
+            own.
     """
     waiting: deque[tuple[int, Future[Item]]] = deque()
     with ThreadPool(num_threads, "read") as pool:
@@ -292,8 +293,8 @@ def ahead(
 class BoundedExecutor:
     """Thread pool with a limit on the total weight of waiting tasks; a heavier task waits on its own.
 
-    With one thread, tasks run in order. Leaving its context waits for all tasks. The exception of a task is raised
-    there or by a later submit.
+    With one thread, tasks run in order. At the end of its context it waits for all tasks. The exception of a task is
+    raised there or by a later submit.
     """
 
     def __init__(self, num_threads: int, limit: int = MAX_WAITING_PX) -> None:
@@ -329,7 +330,7 @@ class BoundedExecutor:
 
 @contextmanager
 def _large_pictures_allowed() -> Iterator[None]:
-    """Raise Pillow's pixel limit, which is below the size of pictures that are predicted in tiles."""
+    """Raise Pillow's pixel limit, because images that are predicted in tiles exceed it."""
     before = Image.MAX_IMAGE_PIXELS
     Image.MAX_IMAGE_PIXELS = MAX_PREDICTED_PX
     try:

@@ -1,9 +1,9 @@
 """Polygons of predictions as GeoJSON, GeoPackage, COCO, Label Studio, and CVAT files.
 
-GeoJSON and GeoPackage have one file per image, in the coordinates of a GeoTIFF, else in columns and rows of
-pixels. The other formats have one file for all images, in pixels (Label Studio: percent of the sides). They have no
-holes: a hole is joined to the outline by a line that is followed twice, which is filled the same by the even-odd and by
-the nonzero rule, and by pycocotools.
+GeoJSON and GeoPackage have one file per image, in the coordinates of a GeoTIFF, else in columns and rows of pixels. The
+other formats have one file for all images, in pixels (Label Studio: percent of the sides). They do not support holes: a
+hole is joined to the outline by a line that is traversed twice, which the even-odd rule, the nonzero rule and
+pycocotools fill in the same way.
 
 Shapes: V vertices of a ring.
 """
@@ -50,7 +50,7 @@ Rings = list[NDArray[Any]]
 
 @dataclass(frozen=True)
 class PolygonPlan:
-    """Format of polygons, and which are left out; see `segapp predict --polygons`."""
+    """Format of polygons, and limits for small ones; see `segapp predict --polygons`."""
 
     format: PolygonFormat
     min_area_px: int = 0  # smaller regions are left out, smaller holes are filled
@@ -58,15 +58,15 @@ class PolygonPlan:
 
     @property
     def is_per_image(self) -> bool:
-        """True if each image has a file of its own."""
+        """True if there is one file per image."""
         return self.format in _PER_IMAGE
 
 
 def parse_polygons(format: str | None, min_area_px: int, simplify_px: float) -> PolygonPlan | None:
-    """Return the plan of the options `--polygons`, `--min-area`, and `--simplify`; None without the first.
+    """Return the plan of the options `--polygons`, `--min-area` and `--simplify`; None without the first.
 
     Raises:
-        ConfigError: an unknown format, an option without `--polygons`, or a package that is not installed.
+        ConfigError: an unknown format, an option without `--polygons`, or a missing package.
     """
     if format is None:
         if min_area_px or simplify_px:
@@ -108,7 +108,7 @@ class PolygonTracer:
             self._tracers = {0: OutlineTracer(size_px, wanted)}
 
     def add(self, labels_RW: NDArray[Any]) -> Iterator[Polygon]:
-        """Yield the polygons that are complete with these rows; see `OutlineTracer.add`."""
+        """Yield the polygons that these rows complete; see `OutlineTracer.add`."""
         for number, tracer in self._tracers.items():
             for region in tracer.add((labels_RW >> number) & 1 if self._is_set else labels_RW):
                 polygon = _polygon(number if self._is_set else region.value, region, self._plan)
@@ -127,7 +127,7 @@ def _polygon(class_id: int, region: Region, plan: PolygonPlan) -> Polygon | None
 
 
 def joined(rings: Sequence[NDArray[Any]]) -> NDArray[Any]:
-    """Return one ring for an outline and its holes: each hole is entered from the nearest vertex of the outline."""
+    """Return one ring for an outline and its holes; each hole is joined to the nearest vertex of the outline."""
     outline, *holes = rings
     if not holes:
         return outline
@@ -138,7 +138,7 @@ def joined(rings: Sequence[NDArray[Any]]) -> NDArray[Any]:
         at, hole = int(nearest[number]), holes[number]
         first = int(np.lexsort(hole.T)[0])
         pieces += [outline[done : at + 1], hole[first:], hole[: first + 1]]
-        done = at  # the vertex of the outline is repeated behind the hole
+        done = at  # the vertex of the outline is repeated after the hole
     return np.concatenate([*pieces, outline[done:]])
 
 
@@ -155,11 +155,11 @@ class VectorFile:
         self._place = picture.georeference or Georeference(None, IDENTITY)
         a, b, _, d, e, _ = self._place.transform
         self._is_flipped = a * e - b * d < 0
-        # a millionth of a pixel, so that a coordinate has no digits of rounding errors
+        # A millionth of a pixel, so that coordinates have no digits from rounding errors
         self._digits = 6 - int(np.floor(np.log10(max(abs(side) for side in (a, b, d, e)))))
 
     def on_map(self, polygon: Polygon) -> Rings:
-        """Return the rings in the coordinates of the file; outlines are counterclockwise where y points up."""
+        """Return the rings in the coordinates of the file; outlines are counterclockwise if y points up."""
         a, b, c, d, e, f = self._place.transform
         rings = []
         for ring in polygon.rings:
@@ -168,7 +168,7 @@ class VectorFile:
         return rings
 
     def geometry(self, polygon: Polygon) -> Any:
-        """Return the polygon as a shapely geometry; simplified borders that cross are repaired."""
+        """Return the polygon as a shapely geometry; simplified borders that cross each other are repaired."""
         import shapely
 
         outline, *holes = self.on_map(polygon)
@@ -179,7 +179,7 @@ class VectorFile:
 
 
 class GeoJsonFile(VectorFile):
-    """GeoJSON of one image; its member `crs` (GeoJSON 2008) names the coordinate system, and is null for pixels."""
+    """GeoJSON of one image; its member `crs` (GeoJSON 2008) names the coordinate system, or is null for pixels."""
 
     def __init__(self, path: Path, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
         super().__init__(path, picture, scheme, plan)
@@ -252,14 +252,14 @@ class GeoPackageFile(VectorFile):
         self._is_begun, self._waiting = True, []
 
     def finish(self) -> None:
-        """Write what is left."""
+        """Write the remaining polygons."""
         if self._waiting or not self._is_begun:
             self._flush()
 
 
 @dataclass(frozen=True)
 class _Entry:
-    """An image in a file of all images: its name there, its size, and where its lines are among the parts."""
+    """An image in a file of all images: its name and size, and the position of its lines among the parts."""
 
     file: str
     size_px: tuple[int, int]
@@ -270,8 +270,8 @@ class _Entry:
 class SharedPolygons:
     """Context manager of the file of all images in COCO's, Label Studio's, or CVAT's format.
 
-    Images may be added by several threads; the file has them in the order of `files`. It is written when the context is
-    left, or removed if that happens with an exception.
+    Several threads may add images; the file has them in the order of `files`. It is written at the end of the context,
+    or removed if there was an exception.
 
     Raises:
         StorageError: the file cannot be written.
@@ -331,7 +331,7 @@ class SharedPolygons:
         return {"coco": self._coco, "labelstudio": self._label_studio, "cvat": self._cvat}[self._plan.format](ordered)
 
     def _coco(self, entries: Sequence[_Entry]) -> Iterator[str]:
-        # category ids are class ids plus 1, because many readers take 0 for the background
+        # Category ids are class ids plus 1, because many readers treat 0 as the background.
         names = [(number + 1, name) for number, name in enumerate(self._scheme.names) if not is_background(name)]
         images = [
             {"id": number, "file_name": entry.file, "height": entry.size_px[0], "width": entry.size_px[1]}
@@ -373,7 +373,7 @@ class SharedPolygons:
 
 
 class SharedImage:
-    """The polygons of one image in the file of all images; nothing of them is there before `finish`."""
+    """The polygons of one image in the file of all images; they are added by `finish`."""
 
     def __init__(self, shared: SharedPolygons, picture: Picture, scheme: ClassScheme, plan: PolygonPlan) -> None:
         self._shared, self._picture, self._names = shared, picture, scheme.names
@@ -393,7 +393,7 @@ class SharedImage:
             self._lines.write(f"{self._line(polygon, self._names[polygon.class_id])}\n".encode())
 
     def finish(self) -> None:
-        """Hand the polygons to the file."""
+        """Add the polygons to the file."""
         self._shared.add(self._picture, self._lines)
         self._lines.close()
 

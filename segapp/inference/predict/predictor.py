@@ -35,7 +35,7 @@ class Predictor(Protocol):
     pixels: PixelFormat
     device: torch.device
     frame_px: tuple[int, int] | None  # the only accepted height and width
-    threshold: float | None  # a class is predicted where its probability is above this; None: one class per pixel
+    threshold: float | None  # a class is predicted if its probability is above this; None: one class per pixel
 
     def labels(self, images: NDArray[Any]) -> NDArray[Any]:
         """Return class ids (N, H, W), uint8 (uint16 for more than 256 classes), of images (N, H, W, B).
@@ -48,7 +48,7 @@ class Predictor(Protocol):
 
 
 def id_dtype(num_classes: int) -> type[np.uint8] | type[np.uint16]:
-    """Return the smallest type that holds so many class ids."""
+    """Return the smallest dtype that can hold the class ids."""
     return np.uint8 if num_classes <= 256 else np.uint16
 
 
@@ -89,7 +89,7 @@ class TrainedPredictor:
 
     @torch.no_grad()
     def probability_tensor(self, images: NDArray[Any]) -> Tensor:
-        """Return `probabilities` on the device, a tensor of its own."""
+        """Return `probabilities` as a separate tensor on the device."""
         views, size = _views(self.model, self.inference, images, self.device)
         found = self.inference.probabilities(views, size)
         return found[..., : images.shape[1], : images.shape[2]].float()
@@ -103,7 +103,7 @@ def predict_image(
     device: torch.device,
     host: HostLimit | None = None,
 ) -> NDArray[Any]:
-    """Return the class ids (H, W) of an image (H, W, B), as `Predictor.labels` does; in tiles if `host` demands it."""
+    """Return the class ids (H, W) of an image (H, W, B), like `Predictor.labels`; in tiles if `host` requires it."""
     height, width = image.shape[:2]
     if host is None or host.fits(height * width, model, inference, device):
         labels: NDArray[Any] = _infer_labels(model, inference, image[None], device)[0]
@@ -154,7 +154,7 @@ class ExportedPredictor:
         return probabilities
 
     def probability_tensor(self, images: NDArray[Any]) -> Tensor:
-        """Return `probabilities` as a tensor of its own on the CPU.
+        """Return `probabilities` as a separate tensor on the CPU.
 
         Raises:
             ConfigError: the file gives labels.
@@ -170,23 +170,23 @@ class ExportedPredictor:
 
 
 WEIGHTS_SHARE = 0.5
-"""Share of the free memory of a GPU that the weights of all networks may take; above it they wait on the CPU."""
+"""Share of a GPU's free memory that the weights of all networks may use; above it, they are kept on the CPU."""
 
 Member = TrainedPredictor | ExportedPredictor
 
 
 class EnsemblePredictor:
-    """Predictor (see `Predictor`) with the mean of the probabilities of its members, each with its own normalization.
+    """Predictor (see `Predictor`) with the mean of its members' probabilities; each member normalizes its own input.
 
-    The members may differ in architecture, stride, precision and device, but not in their classes, and not in the bands
-    and the type of their images. On a GPU that cannot hold all weights, the weights wait on the CPU, and each network
-    is moved to the GPU for its part of a batch (`is_resident` is False).
+    The members may differ in architecture, stride, precision and device, but not in their classes, nor in the bands and
+    dtype of their images. If a GPU cannot hold all weights, they are kept on the CPU, and each network is moved to the
+    GPU for its part of a batch (`is_resident` is False).
 
-    The members, with their names, are taken one after the other, so that a generator may load them. `budget_bytes` is
-    the memory for the weights on the device of the first; None: a share of what is free there, no limit on the CPU.
+    The members are consumed one after the other with their names, so a generator may load them. `budget_bytes` is the
+    memory for weights on the first member's device; None: a share of its free memory, no limit on the CPU.
 
     Raises:
-        ConfigError: the classes or the images of two networks differ, or the only sizes that they accept.
+        ConfigError: the classes or images of two networks differ, or they accept different sizes only.
     """
 
     def __init__(self, members: Iterable[tuple[str, Member]], *, budget_bytes: float | None = None) -> None:
@@ -257,7 +257,7 @@ class EnsemblePredictor:
         return total.div_(len(self.members))
 
     def _park_beyond(self, budget_bytes: float | None) -> None:
-        """Move all weights to the CPU once those on the device of the ensemble take more than the budget."""
+        """Move all weights to the CPU if those on the ensemble's device exceed the budget."""
         trained = [member for member in self.members if isinstance(member, TrainedPredictor)]
         used = sum(_weight_bytes(member) for member in trained if member.device == self.device)
         if self.is_resident and (budget_bytes is None or used <= budget_bytes):
@@ -268,7 +268,7 @@ class EnsemblePredictor:
 
 
 def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelFormat) -> None:
-    """Raise ConfigError if two networks do not take the same bands and type."""
+    """Raise ConfigError if two networks take images with different bands or dtypes."""
     if (pixels.bands, pixels.dtype) != (found.bands, found.dtype):
         raise ConfigError(
             f"{first} takes images of {pixels.layout} {list(pixels.bands or ())}, and {other} of {found.layout} "
@@ -278,7 +278,7 @@ def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelF
 
 
 def check_same_classes(first: str, names: tuple[str, ...], other: str, other_names: tuple[str, ...]) -> None:
-    """Raise ConfigError if two networks do not have the same classes in the same order."""
+    """Raise ConfigError unless two networks have the same classes in the same order."""
     if names == other_names:
         return
     pairs = enumerate(itertools.zip_longest(names, other_names))
@@ -292,7 +292,7 @@ def check_same_classes(first: str, names: tuple[str, ...], other: str, other_nam
 
 
 def _budget_bytes(member: Member) -> float | None:
-    """Return the memory for weights on the device of the first member, which holds its own already."""
+    """Return the memory for weights on the device of the first member, which is already loaded there."""
     gpu = gpu_of(member.device)
     if gpu is None:
         return None

@@ -132,13 +132,13 @@ _RASTER_TYPE_KEY, _PIXEL_IS_POINT = 1025, 2
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture in memory, or a large TIFF of which windows are read."""
+    """An image in memory, or a large TIFF that is read in windows."""
 
     file: InputFile
-    pixels: Any  # (H, W, B), as they are stored, upright
+    pixels: Any  # (H, W, B), as stored in the file, upright
     profile: bytes | None = None  # ICC profile
     world: str | None = None  # content of the world file (georeference)
-    georeference: Georeference | None = None  # of a GeoTIFF; the outputs are GeoTIFFs then
+    georeference: Georeference | None = None  # of a GeoTIFF; the outputs are then GeoTIFFs too
 
     @property
     def num_px(self) -> int:
@@ -147,7 +147,7 @@ class Picture:
 
 
 def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
-    """Read a picture in the bands and the type that the network takes; DataError if it cannot be read."""
+    """Read an image with the bands and dtype of the network's input; DataError if it cannot be read."""
     header = read_header(file.path, max_pixels=MAX_PREDICTED_PX)
     pixels: Any = image_windows(file.path, format)
     if pixels is None:
@@ -162,12 +162,12 @@ def read_picture(file: InputFile, format: PixelFormat = RGB8) -> Picture:
 
 
 def _metadata(file: InputFile) -> tuple[bytes | None, str | None]:
-    """Return ICC profile and world file; None for metadata that are absent or damaged."""
+    """Return ICC profile and world file; None if they are missing or damaged."""
     try:
         with Image.open(file.path) as image:
             profile = image.info.get("icc_profile")
             if image.mode != "RGB":
-                profile = None  # it describes CMYK or grey, the pixels are RGB now
+                profile = None  # it describes CMYK or gray, but the pixels are RGB now
             tags = dict(getattr(image, "tag_v2", {}))
             return profile, world_file(tags)
     except Exception:

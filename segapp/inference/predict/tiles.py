@@ -1,6 +1,6 @@
-"""Prediction of pictures that do not fit into memory: overlapping tiles of which only the core is kept.
+"""Prediction of images that do not fit into memory: overlapping tiles, of which only the core is kept.
 
-Pictures that fit are predicted whole, so that networks with global context see the whole image.
+Images that fit are predicted whole, so that networks with global context see the whole image.
 
 Shapes: B bands, C classes, H x W pixels of an image, R rows of a strip.
 """
@@ -27,13 +27,13 @@ from segapp.inference.workspace import (
 from segapp.memory.oom import is_out_of_memory
 
 DEVICE_SHARE = 0.8
-"""Share of the free memory of a GPU that is used."""
+"""Share of a GPU's free memory that is used."""
 BYTES_PER_PX = 1200
 """Assumed for exported files, whose tensors cannot be recorded."""
 
 
 def plan_workspace(predictor: Predictor) -> Workspace:
-    """Return the workspace by the free memory and the memory that the network needs per pixel."""
+    """Return the workspace, from the free memory and the memory that the network needs per pixel."""
     budget = float(host_budget())
     if gpu := gpu_of(predictor.device):
         budget = DEVICE_SHARE * gpu.free_and_total_bytes(predictor.device)[0]
@@ -50,7 +50,7 @@ def _bytes_per_px(predictor: Predictor) -> float:
     for member in predictor.members:
         with predictor.on_device(member):
             peaks.append(_bytes_per_px(member))
-    # The sum of the probabilities and those of one member, both float32, while that member computes.
+    # The sum of the probabilities and one member's probabilities, both float32, while that member computes.
     return max(peaks) + 2 * 4 * predictor.scheme.num_classes
 
 
@@ -66,7 +66,7 @@ class Strip:
 def predict_strips(
     predictor: Predictor, image: NDArray[Any], workspace: Workspace, *, with_probabilities: bool = False
 ) -> Iterator[Strip]:
-    """Yield the prediction of a picture (H, W, B) from top to bottom, in strips that fit into the workspace.
+    """Yield the prediction of an image (H, W, B) from top to bottom, in strips that fit into the workspace.
 
     The workspace is halved after an out-of-memory error.
     """

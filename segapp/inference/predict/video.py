@@ -21,14 +21,15 @@ from segapp.inference.predict.tiles import Strip
 from segapp.run.files import remove_quietly, temporary_name
 
 CODECS = (("mp4v", ".mp4"), ("avc1", ".mp4"), ("XVID", ".avi"), ("MJPG", ".avi"))
-"""Codecs in the order they are tried; Motion JPEG is built into OpenCV."""
+"""Codecs in the order in which they are tried; Motion JPEG is built into OpenCV."""
 _VIDEO_KINDS = ("color", "overlay")
 
 
 class VideoReader:
     """The frames of a video; DataError if it cannot be opened or has no frame.
 
-    Their rate is 25 per second if the metadata have none; their number, 0 if absent there, may be wrong.
+    The frame rate is 25 per second if the metadata have none. The number of frames is 0 if it is missing, and may be
+    wrong.
     """
 
     def __init__(self, file: InputFile) -> None:
@@ -51,7 +52,7 @@ class VideoReader:
         self.frame_px = int(self._first.shape[0] * self._first.shape[1])
 
     def __iter__(self) -> Iterator[Picture]:
-        """Yield the frames as pictures named NAME/000001 and so on.
+        """Yield the frames as images named NAME/000001 and so on.
 
         Raises:
             DataError: at the end, if the file has fewer frames than its metadata say.
@@ -95,7 +96,7 @@ class VideoOutputs:
 
     @property
     def paths(self) -> list[Path]:
-        """The files, complete once the context is left: the videos, then the files of the frames."""
+        """The files: the videos, then the files of the frames; complete after the context has ended."""
         return [*(video.path for video in self._videos if video.has_frames), *self._frame_paths]
 
     def __enter__(self) -> VideoOutputs:

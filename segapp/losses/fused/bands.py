@@ -1,15 +1,15 @@
 """A batch of upsampled logits, one band of output rows at a time; no tensor of size (N, C, H, W) exists.
 
-A band lies between few source rows, which are interpolated horizontally (*widened*) once. The gradient of a band is
-transposed likewise: weighted sums over its rows, and one transposed horizontal pass for each source row.
+A band lies between a few source rows, which are interpolated horizontally (*widened*) once. The gradient of a band is
+transposed in the same way: weighted sums over its rows, and one transposed horizontal pass per source row.
 
-The largest logit over the classes is subtracted *at low resolution*, unless a pixel's logits are used one by one:
-softmax and argmax are invariant to a shift of all classes, and interpolation is linear, so exp() stays at most 1
-without a pass over the full resolution, and a large common offset costs no digits.
+The largest logit over the classes is subtracted *at low resolution*, unless a pixel's logits are used one by one.
+Softmax and argmax are invariant to a shift of all classes, and interpolation is linear. So exp() is at most 1 without a
+pass over the full resolution, and a large common offset costs no precision.
 
-On the CPU the output rows are cut into as many parts as torch has threads, and one thread processes each part. A band
-is too small for several threads: synchronizing after every operation takes 2 to 3.5 times as long when data-loading
-workers run on the same machine (measured). Rows are cut, not images, so that small images share a band.
+On the CPU, the output rows are cut into one part per torch thread, and one thread processes each part. A band is too
+small for several threads: if data workers run on the same machine, synchronizing after every operation takes 2 to 3.5
+times as long (measured). Rows are cut instead of images, so that small images share a band.
 
 Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of the logits, H x W of the output.
 """
@@ -31,21 +31,21 @@ from segapp.losses.fused.grid import Grid, grid_of
 from segapp.losses.fused.reference import compute_dtype
 
 CPU_BAND_BYTES = 1600 << 10
-"""Bytes of a thread's band, which fits the second-level cache: 1.2 to 2.4 MB are equally fast, 0.4 MB take 1.6 x."""
+"""Bytes of a thread's band, which fits the second-level cache: 1.2 to 2.4 MB are equally fast, 0.4 MB takes 1.6 x."""
 DEVICE_BAND_BYTES = 32 << 20
-"""Bytes of a band elsewhere: larger, because launches cost more than memory traffic."""
+"""Bytes of a band on other devices; larger, because launches cost more than memory traffic."""
 WINDOW_ROWS = 8
-"""Source rows widened together, if they fit into `WINDOW_BYTES`."""
+"""Number of source rows that are widened together, if they fit into `WINDOW_BYTES`."""
 WINDOW_BYTES = 800 << 10
 """Half a band."""
 MIN_ROWS_OF_A_CELL = 3
 """With fewer output rows per source row, a band covers several source rows."""
 MIN_CELL_BYTES = 200 << 10
-"""The same where a cell of all images is smaller than this: calls would take longer than their work."""
+"""The same limit if a cell of all images is smaller than this: calls would take longer than their work."""
 MIN_SHARED_BYTES = 400 << 10
-"""Smaller bands are processed by one thread: two contend for the interpreter and take 2 x as long."""
+"""Smaller bands are processed by one thread: two threads contend for the interpreter and take 2 x as long."""
 MIN_PART_BYTES = 1 << 20
-"""Full-resolution bytes below which a part gets no thread of its own."""
+"""Parts whose full-resolution logits have fewer bytes do not get their own thread."""
 
 Result = TypeVar("Result")
 
@@ -54,10 +54,10 @@ class Band(Protocol):
     """Some output rows of some images; valid until the next band is requested.
 
     Attributes:
-        images: their indices in the batch.
+        images: indices of the images in the batch.
         rows: the output rows.
-        values: (m, C, R, W) upsampled logits, less the widened maximum if the sweep is shifted, in a buffer that may be
-            overwritten.
+        values: (m, C, R, W) upsampled logits, minus the widened maximum if the sweep is shifted, in a buffer that may
+            be overwritten.
     """
 
     images: slice
@@ -65,7 +65,7 @@ class Band(Protocol):
     values: Tensor
 
     def refill(self) -> Tensor:
-        """Compute `values` again, after they were overwritten, and return them."""
+        """Compute `values` again after they were overwritten, and return them."""
         ...
 
     def add_gradient(self, gradient: Tensor) -> None:
@@ -86,14 +86,14 @@ def sweep_bands(
     """Call `work` with the bands of the upsampled logits, once for each part.
 
     Args:
-        work: consumes the bands of a part, which is some of the output rows of all images; called without grad mode,
-            possibly in another thread.
+        work: consumes the bands of a part, which are some output rows of all images; called without grad mode, possibly
+            in another thread.
         logits: (N, C, h, w), any floating dtype and layout.
         size: (H, W).
         align_corners: as in `F.interpolate`.
         with_gradient: allocate a gradient for the bands' `add_gradient`.
-        is_shifted: subtract the largest logit over the classes; False where a pixel's logits are used one by one, as by
-            the sigmoid.
+        is_shifted: subtract the largest logit over the classes; False if a pixel's logits are used one by one, as in a
+            sigmoid.
         band_bytes: size of a band, or None for the device's default.
 
     Returns:
@@ -165,10 +165,10 @@ def _single_threads(num_threads: int, process: int) -> ThreadPoolExecutor:
 
 
 class _Sweep:
-    """Base of the two kinds of sweeps over the output rows of a part: its source rows and their gradient.
+    """Base class of the two kinds of sweeps over the output rows of a part: its source rows and their gradient.
 
-    Neighboring parts share a source row. Its gradient belongs to the lower part; the upper part collects its
-    contribution in `edge`, so that no two threads write to one row.
+    Neighboring parts share a source row. Its gradient belongs to the lower part; the upper part stores its contribution
+    in `edge`, so that no two threads write to one row.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class _Sweep:
             self.gradient[:, :, self.last_source] += self.edge
 
     def wide_rows(self, images: slice, start: int, stop: int) -> Tensor:
-        """Return source rows start..stop - 1, less their maximum over the classes if shifted, widened: (m, C, k, W)."""
+        """Return source rows start..stop - 1, widened, minus their class maximum if shifted: (m, C, k, W)."""
         rows = self.logits[images, :, start:stop].to(self.grid.dtype)
         return self.grid.widen(rows - rows.amax(1, keepdim=True) if self.is_shifted else rows)
 
@@ -205,7 +205,7 @@ class _Sweep:
         self.gradient[images, :, start:stop] += rows
 
     def image_groups(self, rows: int) -> Iterator[slice]:
-        """Yield the groups of images that fit into a band of that many rows."""
+        """Yield the groups of images that fit into a band with this number of rows."""
         count = self.logits.shape[0]
         step = max(1, min(count, self.budget // (self.row_bytes * rows)))
         for first in range(0, count, step):
@@ -234,7 +234,7 @@ class _CellSweep(_Sweep):
 
 
 class _Window:
-    """A few widened source rows of some images, and their gradient so far."""
+    """A few widened source rows of some images, and the gradient accumulated so far."""
 
     def __init__(self, sweep: _CellSweep, images: slice) -> None:
         self.sweep, self.images, self.wide_images = sweep, images, images.stop - images.start

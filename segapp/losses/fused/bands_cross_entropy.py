@@ -29,7 +29,7 @@ class CrossEntropySettings:
 
     Attributes:
         align_corners: as in `F.interpolate`.
-        ignore_index: id that counts nowhere.
+        ignore_index: id of the pixels that are left out.
         label_smoothing: eps above.
     """
 

@@ -20,7 +20,7 @@ TARGET_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -> None:
-    """Check shapes, dtypes and devices; no values, so the host never waits for the device.
+    """Check shapes, dtypes and devices, but no values, so the host never waits for the device.
 
     Args:
         logits: (N, C, h, w), floating point.
@@ -75,12 +75,12 @@ def class_ids(target: Tensor, num_classes: int, ignore_index: int) -> tuple[Tens
 
 
 def own_classes(ids: Tensor, num_classes: int, *, multilabel: bool) -> Tensor:
-    """Return which pixels are of each class, (N, C, ...) bool.
+    """Return for each class which pixels have it, (N, C, ...) bool.
 
     Args:
         ids: (N, 1, ...) int64 class ids; with `multilabel` sets of classes, bit c for class c.
         num_classes: C.
-        multilabel: a pixel may be of several classes, or of none.
+        multilabel: a pixel may have several classes, or none.
     """
     classes = torch.arange(num_classes, device=ids.device).view(1, -1, *(1,) * (ids.dim() - 2))
     return (ids >> classes) & 1 == 1 if multilabel else ids == classes
@@ -89,12 +89,12 @@ def own_classes(ids: Tensor, num_classes: int, *, multilabel: bool) -> Tensor:
 def check_target_range(target: Tensor, num_classes: int, ignore_index: int) -> Tensor | None:
     """Check that every valid id is a class: immediately on the CPU, asynchronously on a device.
 
-    On a device the offending ids are copied to the host asynchronously. The error is raised by the first later call
-    that finds the copy done; until then the returned scalar makes the loss NaN, so that the step is skipped. While a
-    graph is captured or traced, and under a functional transform, there is only the NaN; on the CPU no check.
+    On a device, the wrong ids are copied to the host asynchronously. The error is raised by the first later call that
+    finds the copy finished. Until then, the returned scalar makes the loss NaN, so the step is skipped. While a graph
+    is captured or traced, and under a functional transform, there is only the NaN; on the CPU there is then no check.
 
     Returns:
-        None, or a scalar to add to the loss: 0, or NaN where an id is no class.
+        None, or a scalar to add to the loss: 0, or NaN if an id is no class.
 
     Raises:
         ValueError: an id outside 0..num_classes - 1 that is not ignore_index, in this call or an earlier one.
@@ -129,19 +129,19 @@ def is_eager(tensor: Tensor) -> bool:
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Return True while a graph is captured: the host may neither wait for the device nor ask it anything."""
+    """Return True while a graph is captured: the host may neither wait for the device nor query it."""
     return accelerator_of(tensor.device).is_capturing()
 
 
 def is_simulated(tensor: Tensor) -> bool:
-    """Return True if the tensor is fake or meta, without values; False for one that is being compiled."""
+    """Return True if the tensor is fake or meta, without values; False for a tensor that is being compiled."""
     return not torch.compiler.is_compiling() and (
         tensor.is_meta or (type(tensor) not in (Tensor, torch.nn.Parameter) and not needs_plain_operators())
     )
 
 
 def needs_plain_operators() -> bool:
-    """Return True if a functional transform or a trace is active, which supports torch's own operators only."""
+    """Return True if a functional transform or a trace is active, which supports only torch's own operators."""
     if torch.compiler.is_compiling():
         return False
     return is_traced_or_transformed()
@@ -152,12 +152,12 @@ def _is_bad(target: Tensor, num_classes: int, ignore_index: int) -> Tensor:
 
 
 _NO_ID = 1 << 62
-"""Larger than every id: the minimum over no bad ids."""
+"""Larger than every id; the minimum if there are no bad ids."""
 
 
 @dataclass(frozen=True)
 class _Report:
-    """Smallest and largest bad id, being copied to the host."""
+    """Smallest and largest bad id, which are being copied to the host."""
 
     bounds: Tensor
     has_arrived: Callable[[], bool]
@@ -168,7 +168,7 @@ class _Report:
 _reports: deque[_Report] = deque(maxlen=64)
 """Pending checks, oldest first; global, because devices run asynchronously."""
 _reports_lock = threading.Lock()
-"""Replicas run in threads, and each of them adds and takes reports."""
+"""Replicas run in threads, and each adds and removes reports."""
 
 
 def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
@@ -177,7 +177,7 @@ def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
     Args:
         bounds: (2,) int64 smallest and largest bad id; smallest > largest if there is none.
         num_classes: C.
-        ignore_index: id that counts nowhere.
+        ignore_index: id of the pixels that are left out.
 
     Returns:
         Scalar on the bounds' device: 0, or NaN if there is a bad id.
@@ -189,7 +189,7 @@ def report_range(bounds: Tensor, num_classes: int, ignore_index: int) -> Tensor:
 
 
 def poison_of(bounds: Tensor) -> Tensor:
-    """Return scalar 0, or NaN if `bounds`, as for `report_range`, holds a bad id."""
+    """Return scalar 0, or NaN if `bounds`, as in `report_range`, contain a bad id."""
     return torch.where(bounds[0] <= bounds[1], torch.nan, 0.0)
 
 

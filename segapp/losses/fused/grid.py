@@ -1,7 +1,7 @@
-"""Bilinear interpolation from small tables: for each output sample, its source samples and the fraction between them.
+"""Bilinear interpolation with small tables: for each output sample, its source samples and the fraction between them.
 
-The fractions are computed in float64 and rounded once; `F.interpolate` computes them in the logits' precision, which
-costs 1e-5 of the gradient in float32. No atomics are used, so sums are deterministic.
+The fractions are computed in float64 and rounded once. `F.interpolate` computes them in the logits' precision, which
+causes an error of 1e-5 of the gradient in float32. No atomics are used, so sums are deterministic.
 
 Shapes: m images, C classes, R rows of a band, h x w of the source, H x W of the output; U (out, in) is an axis's
 interpolation matrix.
@@ -21,7 +21,7 @@ from segapp.compat.torch import without_dispatch_modes
 from segapp.losses.fused.checks import is_simulated
 
 BLOCK_COLUMNS = 16
-"""Source columns per block of the horizontal matrix: a trade-off between large products and few zeros."""
+"""Source columns per block of the horizontal matrix: a compromise between large products and few zeros."""
 
 
 class Axis:
@@ -37,7 +37,7 @@ class Axis:
     Attributes:
         lower: (size_out,) int64, non-decreasing.
         fraction: (size_out,) float64 in [0, 1].
-        starts: for each source sample the first output sample whose `lower` is at least it; then size_out.
+        starts: for each source sample, the first output sample whose `lower` is at least it; then size_out.
     """
 
     def __init__(self, size_in: int, size_out: int, align_corners: bool) -> None:
@@ -57,7 +57,7 @@ class Axis:
 
     @property
     def upper(self) -> Tensor:
-        """The source sample after `lower`, at most the last one; (size_out,) int64."""
+        """The source sample after `lower`, but at most the last one; (size_out,) int64."""
         return (self.lower + 1).clamp(max=self.size_in - 1)
 
     def first_source(self, sample: int) -> int:
@@ -77,7 +77,7 @@ class Axis:
         return weights
 
     def adjoint_table(self, first: int, last: int, low: int, high: int) -> tuple[Tensor, Tensor]:
-        """Return which output samples of first..last-1 use each source sample of low..high-1, with their weights.
+        """Return the output samples of first..last-1 that use each source sample of low..high-1, with their weights.
 
         Returns:
             samples: (high - low, S) int64, relative to `first`; padded with 0.
@@ -96,14 +96,14 @@ class Axis:
 
 
 class Grid:
-    """Tables of one resampling in one dtype on one device; built by `grid_of`, which caches them.
+    """Tables of one resampling in one dtype on one device; made by `grid_of`, which caches them.
 
     Args:
         low: (h, w).
         high: (H, W).
         align_corners: see `Axis`.
-        dtype: of the weights, float32 or float64.
-        device: of the tables.
+        dtype: dtype of the weights, float32 or float64.
+        device: device of the tables.
         is_simulated: the tables on the device are simulated tensors; the numbers that Python reads are real.
 
     Attributes:
@@ -145,7 +145,7 @@ class Grid:
         self._samples, self._weights = self._place(samples), self._place(weights, dtype)
 
     def _real_numbers(self) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which tables have values, also in a simulation."""
+        """Return the context in which tables have values even in a simulation."""
         return without_dispatch_modes() if self._is_simulated else contextlib.nullcontext()
 
     def _place(self, table: Tensor, dtype: torch.dtype = torch.int64) -> Tensor:
@@ -190,7 +190,7 @@ class Grid:
 
 
 class _BlockedMatrix:
-    """The horizontal matrix as a batch of narrow blocks: about as fast as a copy, ten times a dense product."""
+    """The horizontal matrix as a batch of narrow blocks: about as fast as a copy, ten times faster than dense."""
 
     def __init__(self, axis: Axis, dtype: torch.dtype) -> None:
         w, W = axis.size_in, axis.size_out
@@ -227,17 +227,17 @@ class _BlockedMatrix:
 
 
 def products_are_exact() -> bool:
-    """Return True unless float32 matrix products run in TF32 or bfloat16, too coarse for interpolation."""
+    """Return True unless float32 matrix products use TF32 or bfloat16, which are too coarse for interpolation."""
     try:
         return torch.get_float32_matmul_precision() == "highest"
-    except RuntimeError:  # the precision was set for one backend alone, through torch's newer settings
+    except RuntimeError:  # the precision was set only for one backend, with torch's newer settings
         return False
 
 
 def dense_matrices(
     low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Return U of the rows (H, h) and the transpose of U of the columns (w, W); cached."""
+    """Return U of the rows (H, h) and the transposed U of the columns (w, W); cached."""
     with torch.inference_mode(False), torch.no_grad():
         return _cached_matrices(low, high, align_corners, dtype, device)
 
@@ -253,7 +253,7 @@ def _cached_matrices(
 def grid_of(low: tuple[int, int], high: tuple[int, int], align_corners: bool, dtype: torch.dtype, like: Tensor) -> Grid:
     """Return the tables of a resampling on the device of `like`, cached.
 
-    For a simulated tensor they are simulated too, and not cached, so that no fake table outlives its mode.
+    For a simulated tensor they are simulated too and not cached, so that no fake tensor outlives its mode.
     """
     with torch.inference_mode(False), torch.no_grad():
         if is_simulated(like):

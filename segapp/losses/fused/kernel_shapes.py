@@ -1,6 +1,6 @@
-"""Block sizes and buffers of the Triton kernels as plain numbers, and their error; without Triton itself.
+"""Block sizes and buffers of the Triton kernels as plain numbers, and their error class. Triton is not imported.
 
-The launch and the memory plan agree on the numbers.
+The launch and the memory plan use the same numbers.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target.
 """
@@ -13,20 +13,20 @@ from dataclasses import dataclass
 import torch
 
 MAX_CLASSES = 320
-"""The classes of a pixel are divided over the 32 threads of a warp at most, 10 for each."""
+"""The classes of a pixel are divided over at most the 32 threads of a warp, 10 per thread."""
 
 _MOST_TILES, _MOST_TILES_FLOAT64 = 10, 5
-"""More classes of a thread would spill registers."""
+"""More classes per thread would spill registers."""
 _SOURCES = 16
-"""Few: every cell of a program takes as many steps as its widest, and one in 20 cells is a column wider."""
+"""Few: every cell of a program takes as many steps as its widest cell, and one in 20 cells is a column wider."""
 _LEAST_THREADS, _MOST_THREADS = 32, 128
 _MANY_THREADS = 1 << 15
-"""Threads of an image: a few images fill a large GPU, which runs some 30,000 to 70,000 of them at a time.
+"""Threads per image: a few images fill a large GPU, which runs about 30,000 to 70,000 threads at a time.
 
-The number of images changes no block size, so the memory of a step grows evenly with the batch.
+The number of images changes no block size, so the memory of a step grows linearly with the batch.
 """
 _MOST_PIXELS = 128
-"""Pixels of a thread: many, because it loads source pixels and stores their gradients once for all of them."""
+"""Pixels per thread: many, because it loads source pixels and stores their gradients once for all of them."""
 _MOST_CELLS = 8
 
 
@@ -34,15 +34,15 @@ _MOST_CELLS = 8
 class BlockShape:
     """Block sizes of the loss kernel (see `triton_kernels`).
 
-    With them a few registers (8 to 56 bytes) are spilled in one of forty specializations, and none in the others, for
-    Triton 3.6 and 3.9 on compute capabilities 7.5 to 12.0 (`python -m tests.support.gpu.kernel_usage`).
+    With these sizes, a few registers (8 to 56 bytes) are spilled in one of forty specializations, and none in the
+    others, for Triton 3.6 and 3.9 on compute capabilities 7.5 to 12.0 (`python -m tests.support.gpu.kernel_usage`).
 
     Attributes:
-        TILES: classes of a thread.
+        TILES: classes per thread.
         LANES: threads that share the classes of a pixel, a power of two.
         SPLIT: threads that share the columns of a cell, a power of two.
-        SOURCES: source columns of a program, a power of two.
-        CELLS: source rows of a program.
+        SOURCES: source columns per program, a power of two.
+        CELLS: source rows per program.
     """
 
     TILES: int
@@ -53,14 +53,14 @@ class BlockShape:
 
     @property
     def num_warps(self) -> int:
-        """Warps of a program."""
+        """Warps per program."""
         return self.SOURCES * self.SPLIT * self.LANES // 32
 
 
 def block_shape(shape: tuple[int, ...], W: int, dtype: torch.dtype) -> BlockShape:
     """Return the block sizes.
 
-    If an image has few cells or large ones, threads share them; if it has many small ones, a thread takes several.
+    If an image has few cells or large ones, threads share them; if it has many small ones, a thread processes several.
 
     Args:
         shape: (N, C, h, w) of the logits; N changes nothing.
@@ -89,8 +89,8 @@ class Buffers:
     """Numbers of elements of the launch's temporary tensors.
 
     Attributes:
-        num_places: programs of the loss kernel; each stores a loss and a weight sum in the compute dtype, and how many
-            of its ids are bad as int32.
+        num_places: programs of the loss kernel; each stores a loss and a weight sum in the compute dtype, and its
+            number of bad ids as int32.
         num_partials: elements of the partial gradients, in the compute dtype.
     """
 
@@ -102,9 +102,9 @@ def buffers_of(shape: tuple[int, ...], W: int, dtype: torch.dtype, with_gradient
     """Return the sizes of the temporary tensors.
 
     The programs of neighboring cells both store a partial gradient of the source pixels between them, so the partial
-    gradients take (1 + 1 / CELLS) (1 + 1 / SOURCES) times the logits in the compute dtype. For 19 classes and an output
-    of 1024 x 2048 this is 1.59 times at a scale of 8 and 1.20 times at a scale of 4; for 150 classes and 512 x 512 it
-    is 1.69 and 1.27 times.
+    gradients are (1 + 1 / CELLS) (1 + 1 / SOURCES) times as large as the logits in the compute dtype. For 19 classes
+    and an output of 1024 x 2048 this is 1.59 times at a scale of 8 and 1.20 times at a scale of 4; for 150 classes and
+    512 x 512 it is 1.69 and 1.27 times.
 
     Args:
         shape: (N, C, h, w) of the logits.
@@ -129,13 +129,13 @@ class KernelError(RuntimeError):
     """The Triton kernels could not be imported, compiled or launched.
 
     Args:
-        device: where they were to run.
-        cause: what was raised instead.
+        device: device on which the kernels should run.
+        cause: the original error.
 
     Attributes:
         reason: the cause in one line.
-        is_own: True if segapp's own code around the kernels raised it: the kernels themselves may run.
-        next_move: what to do about it, a sentence without its period.
+        is_own: True if segapp's own code around the kernels raised it; the kernels themselves may still run.
+        next_move: the fix, a sentence without its period.
     """
 
     def __init__(self, device: torch.device, cause: BaseException) -> None:

@@ -1,7 +1,7 @@
-"""Sums over the pixels of upsampled logits, for criteria that are functions of such sums, without those logits.
+"""Sums over the pixels of upsampled logits, without materializing these logits, for criteria that depend only on them.
 
-The forward pass adds up the bands and saves nothing of full resolution. The backward pass recomputes each band, with
-the derivative of the loss in every sum known, and transposes the interpolation of its gradient.
+The forward pass adds up the bands and saves no full-resolution tensor. The backward pass recomputes each band, with the
+known derivative of the loss in every sum, and transposes the interpolation of its gradient.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target, R rows of a band.
 """
@@ -27,14 +27,14 @@ FULL_BYTES = 4 << 20
 
 @dataclass(frozen=True)
 class PixelOptions:
-    """How the pixels of logits and target are read.
+    """Interpretation of logits and target.
 
     Attributes:
         align_corners: as in `F.interpolate`.
-        ignore_index: target id that counts nowhere.
+        ignore_index: target id of the pixels that are left out.
         multilabel: the target holds sets of classes: bit c of an id is class c.
         is_sigmoid: a pixel's logits are used one by one; otherwise a constant may be added to all of them.
-        has_maps: the target is (N, 1 + C, H, W), ids and then a map of each class.
+        has_maps: the target is (N, 1 + C, H, W), ids and then one map per class.
     """
 
     align_corners: bool = True
@@ -48,7 +48,7 @@ class PixelOptions:
         return 1 << num_classes if self.multilabel else num_classes
 
     def read(self, target: Tensor, num_classes: int) -> tuple[Tensor, Tensor]:
-        """Return what `PixelSums` takes of a part of the target (m, R, W), or (m, 1 + C, R, W) with maps."""
+        """Return the arguments of `PixelSums` from a part of the target (m, R, W), or (m, 1 + C, R, W) with maps."""
         labels = target[:, :1] if self.has_maps else target.unsqueeze(1)
         ids, valid = class_ids(labels, self.num_ids(num_classes), self.ignore_index)
         return (target[:, 1:], valid) if self.has_maps else (ids, valid)
@@ -70,7 +70,7 @@ class PixelSums(Protocol):
 
     @property
     def num_differentiable(self) -> int:
-        """Number of sums, the first ones, that are differentiable in the logits; the others are counts."""
+        """Number of differentiable sums, which come first; the others are counts."""
         ...
 
     def __call__(self, values: Tensor, ids: Tensor, valid: Tensor) -> tuple[Tensor, ...]:
@@ -78,7 +78,7 @@ class PixelSums(Protocol):
 
         Args:
             values: (N, C, R, W) logits, up to an additive constant per pixel unless the options say sigmoid.
-            ids: (N, 1, R, W) int64 class ids, or with maps the map of each class, (N, C, R, W).
+            ids: (N, 1, R, W) int64 class ids, or with maps one map per class, (N, C, R, W).
             valid: (N, 1, R, W) bool.
         """
         ...
@@ -91,7 +91,7 @@ def upsampled_sums(function: PixelSums, logits: Tensor, target: Tensor, options:
         function: additive over pixels.
         logits: (N, C, h, w).
         target: (N, H, W) class ids, or (N, 1 + C, H, W) with maps.
-        options: how both are read.
+        options: interpretation of both.
 
     Returns:
         The sums: differentiable ones in float32 (float64 for float64 logits), counts in float64.
@@ -128,7 +128,7 @@ def _part_of(target: Tensor, band: Band) -> Tensor:
 
 
 class _BandedSums(torch.autograd.Function):
-    """The sums in one pass over bands, their gradient in another; second derivatives at full resolution."""
+    """The sums in one pass over bands, their gradient in another pass; second derivatives at full resolution."""
 
     @staticmethod
     def forward(

@@ -14,7 +14,7 @@ from segapp.losses.fused.checks import class_ids, has_values, valid_pixels
 from segapp.losses.fused.grid import dense_matrices, products_are_exact
 
 DENSE_SIDE = 32
-"""Sides of logits up to which a dense interpolation matrix is faster than `F.interpolate`."""
+"""Maximum side of logits for which a dense interpolation matrix is faster than `F.interpolate`."""
 
 
 def compute_dtype(logits: Tensor) -> torch.dtype:
@@ -25,7 +25,7 @@ def compute_dtype(logits: Tensor) -> torch.dtype:
 def upsample(logits: Tensor, size: tuple[int, int], align_corners: bool) -> Tensor:
     """Return logits (N, C, h, w) resampled bilinearly to (N, C, H, W) in `compute_dtype`.
 
-    Small logits take two matrix products: half the time of `F.interpolate`, and more exact.
+    Small logits use two matrix products: half the time of `F.interpolate`, and more accurate.
 
     Args:
         logits: (N, C, h, w).
@@ -49,7 +49,7 @@ def target_weight_sum(target: Tensor, ignore_index: int, weight: Tensor | None) 
 
     Args:
         target: (N, H, W) class ids.
-        ignore_index: id that counts nowhere.
+        ignore_index: id of the pixels that are left out.
         weight: (C,), or None for 1.
     """
     if weight is None:
@@ -72,7 +72,7 @@ def cross_entropy_sums(
 ) -> tuple[Tensor, Tensor]:
     """Return (loss sum, weight sum) of cross-entropy on upsampled logits; peak: three full-resolution tensors.
 
-    `F.cross_entropy(..., reduction="mean")` is their quotient. See `upsample_cross_entropy` for the arguments.
+    Their quotient is `F.cross_entropy(..., reduction="mean")`. See `upsample_cross_entropy` for the arguments.
     """
     values = upsample(logits, (target.shape[-2], target.shape[-1]), align_corners)
     if target.is_cpu:  # torch raises an error for an id that is no class; on a device it would abort the process
@@ -98,7 +98,7 @@ def sum_of_cross_entropy(
         ids: (N, H, W) int64 class ids.
         weight: (C,) in the values' dtype, or None.
         label_smoothing: share of the target spread evenly over the classes.
-        ignore_index: id that counts nowhere.
+        ignore_index: id of the pixels that are left out.
     """
     losses = F.cross_entropy(
         values, ids, weight, ignore_index=ignore_index, reduction="none", label_smoothing=label_smoothing

@@ -56,7 +56,7 @@ _launch_lock = threading.Lock()
 """Replicas run in threads, and Triton compiles at the first launch of a shape."""
 
 FP_FUSION = {"enable_fp_fusion": True}
-"""Multiplications and additions are fused: Triton up to 3.9 does by default, and 3.10 does not."""
+"""Fuse multiplications and additions: Triton up to 3.9 does so by default, 3.10 does not."""
 
 
 def cross_entropy_by_triton(
@@ -105,12 +105,12 @@ def launching(device: torch.device) -> Iterator[None]:
     """Launch kernels on a device in the body of the `with` statement, one thread at a time.
 
     Raises:
-        KernelError: instead of any error but one of memory, which others handle.
+        KernelError: for any error except an out-of-memory error, which others handle.
     """
     try:
         with _launch_lock, accelerator_of(device).current(device):
             yield
-    except Exception as error:  # whatever Triton, a C compiler, ptxas, a driver or a full disk raises
+    except Exception as error:  # Triton, a C compiler, ptxas, a driver or a full disk may raise anything
         if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
             raise  # a smaller batch helps, another implementation does not
         raise KernelError(device, error) from error
@@ -183,10 +183,10 @@ def bounds_of_bad_ids(num_bad: Tensor, target: Tensor, num_classes: int, ignore_
     """Return the smallest and the largest id that is no class, (2,) int64; smallest > largest if there is none.
 
     Args:
-        num_bad: scalar; where it is 0 the target is not read.
+        num_bad: scalar; if it is 0, the target is not read.
         target: (N, H, W).
         num_classes: C.
-        ignore_index: id that counts nowhere.
+        ignore_index: id of the pixels that are left out.
     """
     N, H, W = target.shape
     low, high = torch.empty(2, N * H, dtype=torch.int64, device=target.device)

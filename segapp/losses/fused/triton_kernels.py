@@ -1,22 +1,22 @@
 """Triton kernels of upsampling cross-entropy: loss and gradient in one pass, no full-resolution tensor, no atomics.
 
 The output pixels between two source rows and two source columns (a cell) depend on the same four source pixels. A
-thread holds some classes of these four in registers. For each column of the cell it interpolates them to the column;
-for each of its pixels it computes the logits, their softmax and the loss, and adds the gradient to two sums, one for
-each source row; a column's sums are then added to the sums of the four source pixels. So the loop over pixels, which
-takes nearly all of the time, needs neither shared memory nor barriers: threads exchange the softmax's maximum and sum
-only. A second kernel adds up what programs next to each other computed for the same source pixel. Every sum has a fixed
-order, so the result is deterministic.
+thread keeps some classes of these four in registers. For each column of the cell, it interpolates them to the column.
+For each pixel of the column, it computes the logits, their softmax and the loss, and adds the gradient to two sums, one
+per source row. A column's sums are then added to the sums of the four source pixels. So the loop over pixels, which
+takes nearly all of the time, needs neither shared memory nor barriers: threads exchange only the softmax's maximum and
+sum. A second kernel adds up the results of neighboring programs for the same source pixel. Every sum has a fixed order,
+so the result is deterministic.
 
-The formulas are in `bands_cross_entropy`; logits are in units of ln 2, because `exp2` is one instruction and
-`exp` is four. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They have many parameters because a
-kernel takes pointers, sizes, strides and constants only.
+The formulas are in `bands_cross_entropy`; logits are in units of ln 2, because `exp2` is one instruction and `exp` is
+four. The kernels also run in Triton's interpreter (TRITON_INTERPRET=1). They have many parameters because a kernel
+takes only pointers, sizes, strides and constants.
 
 Shapes: N images, C classes, h x w of the logits, H x W of the target. A program has SOURCES x SPLIT x LANES threads:
-LANES threads share the classes of a pixel (thread `lane` has the classes lane, lane + LANES, ..., TILES in all), and
-SPLIT threads share the columns of a cell. What a thread knows of each of its classes is a tuple of TILES tensors with
-one number per thread; Triton then keeps a thread's classes in its registers, in any memory layout of the logits and
-without padding TILES to a power of two.
+    LANES threads share the classes of a pixel (thread `lane` has the classes lane, lane + LANES, ..., TILES in all),
+    and SPLIT threads share the columns of a cell. The values for a thread's classes are a tuple of TILES tensors with
+    one number per thread; Triton then keeps them in registers, in any memory layout of the logits and without padding
+    TILES to a power of two.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,assignment"
@@ -116,7 +116,7 @@ def class_weights(weight_ptr, lane, C: tl.constexpr, TILES: tl.constexpr, LANES:
 
 @triton.jit
 def source_logits(pointer, stride_c, lane, C: tl.constexpr, TILES: tl.constexpr, LANES: tl.constexpr, ACC):
-    """Return the logits of a source pixel in units of ln 2, less their maximum over the classes."""
+    """Return the logits of a source pixel in units of ln 2, minus their maximum over the classes."""
     values = ()
     largest = tl.full(lane.shape, NO_CLASS, dtype=ACC)
     for t in tl.static_range(TILES):
@@ -152,8 +152,8 @@ def store_source_row(
 ):
     """Store the partial gradient of a source row, (C, SOURCES + 1).
 
-    `left` and `right` belong to the source columns left and right of each cell; the right one is the left one of
-    the next cell.
+    `left` and `right` belong to the source columns left and right of each cell; the right one is the left one of the
+    next cell.
     """
     index = tl.arange(0, SOURCES * SPLIT * LANES)
     lane = index % LANES
@@ -210,7 +210,7 @@ def loss_kernel(
 ):
     """Store the loss, weight sum and number of bad ids of CELLS x SOURCES cells, and their partial gradient.
 
-    The partial gradient is (CELLS + 1, C, SOURCES + 1): the last source row and column are the first ones of the
+    The partial gradient is (CELLS + 1, C, SOURCES + 1): its last source row and column are the first ones of the
     programs below and to the right.
     """
     block = tl.program_id(1)
@@ -230,7 +230,7 @@ def loss_kernel(
     right_ptr = base + right.to(tl.int64) * stride_w
     target_ptr += n * target_stride_n
     out_ptr = partial_ptr + place * ((CELLS + 1) * C * (SOURCES + 1))
-    # Of a source row: its left source pixel, and the right one less the left one.
+    # Of a source row: its left source pixel, and the right one minus the left one.
     offset = first_cell.to(tl.int64) * stride_h
     above = source_logits(left_ptr + offset, stride_c, lane, C, TILES, LANES, ACC)
     above_right = source_logits(right_ptr + offset, stride_c, lane, C, TILES, LANES, ACC)
@@ -316,7 +316,7 @@ def loss_kernel(
                         lower_less_own = lower_less_own + (tl.where(is_own, lower[t] - own_lower, lower[t]),)
                 total = sum_of_lanes(total, LANES)
 
-                # Each thread adds its part of the loss: that of its classes, and the first one the logarithm.
+                # Each thread adds its part of the loss: its classes, and the first thread the logarithm.
                 row_loss = -scale * own
                 if SMOOTH:
                     smoothing = tl.where(is_valid, SHARE * total_weight, 0.0)
@@ -327,7 +327,7 @@ def loss_kernel(
                 if HAS_WEIGHT:
                     row_loss += tl.where(lane == 0, scale * tl.log2(total), 0.0)
                 else:
-                    # One logarithm a column, of the product: a logarithm takes 25 instructions.
+                    # One logarithm per column, of the product: a logarithm takes 25 instructions.
                     totals *= tl.where(is_valid, total, 1.0)
                     row_loss += tl.where((totals > LARGE) & (lane == 0), 64.0, 0.0)
                     totals *= tl.where(totals > LARGE, 1.0 / LARGE, 1.0)
@@ -377,9 +377,9 @@ def gather_kernel(
 ):
     """Sum the partial gradients of BC classes and BW columns of a source row.
 
-    A source pixel has one from its own program. If it is the first one of its program in a direction, the program
-    before has another. The row below the last source row is the last one itself, so it has the one after, too; and so
-    the last column.
+    Each source pixel has a partial gradient from its own program. If it is the first one of its program in a direction,
+    the previous program has another. The row below the last source row is the last row itself, so the last row also has
+    the next one; the same holds for the last column.
     """
     n = (tl.program_id(0) // h).to(tl.int64)
     i = tl.program_id(0) % h

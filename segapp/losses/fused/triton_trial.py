@@ -1,4 +1,4 @@
-"""Whether the Triton kernels run on a device: tried once per device and process, with one small kernel."""
+"""Trial of the Triton kernels: one small kernel, run once per device and process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from segapp.losses.fused.kernel_shapes import KernelError
 _IS_INSTALLED = importlib.util.find_spec("triton") is not None
 
 _lock = threading.Lock()
-"""Replicas run in threads, and each device is tried once."""
+"""Replicas run in threads, but each device is tried only once."""
 _results: dict[torch.device, str | None] = {}
 """Why the kernels cannot run on a device; None if they can."""
 _warned: set[str] = set()
@@ -25,7 +25,7 @@ _warned: set[str] = set()
 def has_kernels(device: torch.device) -> bool:
     """Return True if the Triton kernels run on a device; the first call launches a small one and waits for it.
 
-    While a graph is captured or compiled nothing is tried: a device without a result counts as one with kernels.
+    While a graph is captured or compiled, nothing is tried, and a device without a result is assumed to have kernels.
     """
     if not _IS_INSTALLED:
         return False
@@ -46,9 +46,9 @@ def has_kernels(device: torch.device) -> bool:
 
 
 def note_failure(device: torch.device, error: KernelError) -> None:
-    """Record that the kernels cannot run on a device after all; the first time a reason occurs, warn of it.
+    """Record that the kernels cannot run on a device after all; warn the first time that a reason occurs.
 
-    An error of segapp's own code is not recorded: it may concern one batch only.
+    An error of segapp's own code is not recorded, because it may affect only one batch.
     """
     with _lock:
         if not error.is_own:
@@ -80,7 +80,7 @@ def load_kernels(device: torch.device) -> ModuleType:
 
 
 def _try(device: torch.device) -> None:
-    """Launch the smallest kernel and check its result, on a stream of its own: it waits for no other work.
+    """Launch the smallest kernel and check its result, on a separate stream, so that it waits for no other work.
 
     Raises:
         KernelError: it could not be launched, or its result is wrong.

@@ -1,7 +1,7 @@
-"""Several logits of the same images (other scales, flipped, overlapping tiles), joined band by band.
+"""Several logits of the same images (other scales, flipped, overlapping tiles), combined band by band.
 
-A view is a tensor of logits for the whole image, of any resolution, or a sequence of tiles whose logits are averaged
-where they overlap. The probabilities of several views are averaged. Full resolution exists for one band at a time.
+A view is a tensor of logits of any resolution for the whole image, or a sequence of tiles whose logits are averaged in
+their overlaps. The probabilities of several views are averaged. Full resolution exists for only one band at a time.
 
 Shapes: N images, m of them in a band, C classes, R rows of a band, h x w of logits, H x W of the output.
 """
@@ -30,7 +30,7 @@ class LogitsTile:
         size: height and width in output pixels.
         frame: height and width that the logits cover, at least `size`; the remainder is padding.
         skip: columns of padding at the left of the frame; the other padding is at the right and at the bottom.
-        weights: (height,) and (width,) of `size`; their products weight the pixels where tiles overlap. None: equal
+        weights: (height,) and (width,) of `size`; their products weight the pixels in overlaps of tiles. None: equal
             weights.
     """
 
@@ -62,7 +62,7 @@ def check_views(views: Tensor | Sequence[View]) -> list[View]:
 
 
 def first_logits(views: Sequence[View]) -> Tensor:
-    """Return a tensor of the views, for N, C, dtype and device."""
+    """Return one tensor of the views, for N, C, dtype and device."""
     return _tensors(views[0])[0]
 
 
@@ -90,7 +90,7 @@ def logit_bands(
 ) -> Iterator[tuple[slice, slice, Tensor]]:
     """Yield (images, rows, logits (m, C, R, W)), band by band; for a softmax up to an additive constant per pixel.
 
-    For several views, the logits of the mean probability: for a softmax its logarithm.
+    For several views, these are the logits of the mean probability: for a softmax, its logarithm.
     """
     if len(views) > 1:
         for images, rows, mean in probability_bands(views, size, align_corners, is_sigmoid=is_sigmoid):
@@ -151,7 +151,7 @@ class _SampledTile:
 
 
 class _Row:
-    """Tiles with the same rows, side by side; joined once, before the rows are interpolated."""
+    """Tiles with the same rows, next to each other; they are joined once, before the rows are interpolated."""
 
     def __init__(self, sources: Sequence[_SampledTile], width: int) -> None:
         self._sources, self._width = sources, width
@@ -224,7 +224,7 @@ class _Tiles:
         self._rows = [_Row(sources, size[1]) for sources in rows.values()]
 
     def values(self, images: slice, rows: slice) -> Tensor:
-        """Return logits (m, C, R, W); NaN outside the tiles. Called from top to bottom, it holds few joined tiles."""
+        """Return logits (m, C, R, W); NaN outside the tiles. Called from top to bottom, it keeps few joined tiles."""
         for row in self._rows:
             if row.bottom <= rows.start or row.top >= rows.stop:
                 row.clear()

@@ -1,4 +1,4 @@
-"""The converters to masks, each by the annotations or pixels that it knows."""
+"""The converters to masks, one per kind of annotations or arrays."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -31,14 +31,14 @@ CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "arrays": find_arrays,
     "several masks for each image": find_pieces,
 }
-"""Each returns what it finds in a folder: nothing, a layout, or a layout for each way to read it."""
+"""Each returns its findings in a folder: nothing, a layout, or one layout per possible interpretation."""
 
 
 def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list[str]]:
-    """Return what the converters find, and why a converter cannot read the annotations of its kind.
+    """Return the results of the converters, and the reasons why a converter cannot read its annotations.
 
-    Masks that are there already are preferred to masks that are drawn, not to readings of these masks. Without them,
-    DataError is raised if a converter needs a package that is not installed.
+    Existing masks are preferred to masks that a converter draws, but not to other interpretations of these masks.
+    Without masks, DataError is raised if a converter needs a package that is not installed.
     """
     found: list[Layout] = []
     problems, known = [], set(tree.images)
@@ -61,11 +61,11 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list
 
 
 def with_layouts(readings: Sequence[Layout], layouts: Sequence[Layout]) -> list[Layout]:
-    """Return readings and layouts without repetitions.
+    """Return interpretations and layouts without repetitions.
 
     A layout is left out if a conversion makes its masks or images from all of the layout's (one of several classes, one
-    of several channels) and so reads more; a reading of several masks for each image is left out if a layout has its
-    pairs.
+    of several channels), because the conversion reads more. A conversion of several masks per image is left out if a
+    layout has the same pairs.
     """
     pairs = {layout.files for layout in layouts}
     kept = [one for one in readings if one.is_drawn or one.files not in pairs]

@@ -1,7 +1,8 @@
-"""Arrays of images and masks (.npy, .npz, .dcm): one array of all images, or a file for each image.
+"""Arrays of images and masks (.npy, .npz, .dcm): one array with all images, or one file per image.
 
-Words of the names (images, masks, x, y, label) say what an array is, and the rest of the names which belong together;
-shapes say the axes. Images of 8 bits are written as PNG, others as TIFF. Files with pickled objects are not opened.
+Words in the names (images, masks, x, y, label) tell the role of an array, and the other words tell which arrays belong
+together. Shapes determine the axes. Images of 8 bits are written as PNG, others as TIFF. Files with pickled objects are
+not opened.
 
 Shapes: N images, H, W height and width in pixels, C channels.
 """
@@ -48,14 +49,14 @@ class _Side:
 
     @property
     def words(self) -> list[list[str]]:
-        """Words of its names, the most telling name first."""
+        """Words in its names, the most informative name first."""
         place = PurePosixPath(self.path)
         names = [self.key, place.stem, *reversed(place.parent.parts)]
         return [[token.word for token in tokens(name)] for name in names if name]
 
     @property
     def role(self) -> str | None:
-        """Return "image" or "mask", as the names say; None if they do not."""
+        """Return "image" or "mask" from the names; None if they do not tell."""
         for words in self.words:
             for role, known in (("mask", _MASK_WORDS), ("image", _IMAGE_WORDS)):
                 if known & set(words):
@@ -64,18 +65,18 @@ class _Side:
 
     @property
     def match(self) -> tuple[tuple[str, ...], ...]:
-        """Words of the names without those of roles: equal for an image and its mask."""
+        """Words in the names without role words: equal for an image and its mask."""
         roles = _IMAGE_WORDS | _MASK_WORDS
         return tuple(own for words in self.words if (own := tuple(word for word in words if word not in roles)))
 
     @property
     def split(self) -> str | None:
-        """The split that the names say."""
+        """The split that the names tell."""
         said = {split for words in self.words for word in words if (split := SPLIT_WORDS.get(word)) is not None}
         return said.pop() if len(said) == 1 else None
 
     def length(self, axes: str, axis: str) -> int:
-        """Return the length of one of its axes; 1 without it."""
+        """Return the length of one of its axes; 1 if it does not have the axis."""
         return self.shape[axes.index(axis)] if axis in axes else 1
 
     def __str__(self) -> str:
@@ -84,18 +85,18 @@ class _Side:
 
 
 class _Axes(NamedTuple):
-    """The axes of the images and the masks: letters of NHWC; the masks have C for one channel of each class."""
+    """The axes of the images and the masks: letters of NHWC; C in masks means one channel per class."""
 
     image: str
     mask: str
 
 
 def find_arrays(tree: Tree) -> list[Layout]:
-    """Return the conversions of arrays: one for each way in which their axes can be read.
+    """Return the conversions of arrays: one per possible interpretation of their axes.
 
     Raises:
         ValueError: there are pairs whose axes do not agree, or only arrays of objects.
-        DataError: pydicom is not installed, and there are DICOM files.
+        DataError: there are DICOM files, and pydicom is not installed.
     """
     paths = tree.others_named(".npy", ".npz", ".dcm")
     if not paths:
@@ -121,7 +122,7 @@ def find_arrays(tree: Tree) -> list[Layout]:
 
 
 def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
-    """Yield the arrays of a file; why it has none is added to the problems."""
+    """Yield the arrays of a file; if it has none, add the reason to the problems."""
     try:
         heads = _heads(tree.root / path)
     except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
@@ -135,7 +136,7 @@ def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
 
 
 def _heads(file: Path) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
-    """Return shape and type of the arrays of a file by their names, without their values."""
+    """Return shape and dtype of the arrays in a file by their names, without their values."""
     suffix = file.suffix.lower()
     if suffix == ".dcm":
         return {"": dicom_head(file)}
@@ -159,7 +160,7 @@ def _head(content: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
-    """Return images with their masks: those of the same names but for words of roles; at least one is an array."""
+    """Return images with their masks: names that are equal except for role words; at least one is an array."""
     by_match: dict[object, dict[str, list[_Side]]] = defaultdict(lambda: defaultdict(list))
     for side in sides:
         by_match[side.match][side.role or "neither"].append(side)
@@ -179,7 +180,7 @@ def _pairs(sides: Sequence[_Side]) -> list[tuple[_Side, _Side]]:
 
 
 def _with_size(tree: Tree, side: _Side) -> _Side:
-    """Return a side with height and width; a file that cannot be read has none."""
+    """Return a side with height and width; unchanged if the file cannot be read."""
     if side.dtype is not None:
         return side
     with contextlib.suppress(DataError):
@@ -193,7 +194,7 @@ def _kind(pair: tuple[_Side, _Side]) -> tuple[object, ...]:
 
 
 def _possible(tree: Tree, pair: tuple[_Side, _Side]) -> list[_Axes]:
-    """Return the ways to read the axes of a pair; masks with one channel per class only if the values are 0 and 1."""
+    """Return the possible axes of a pair; masks have one channel per class only if the values are 0 and 1."""
     mask = pair[1]
     possible = itertools.starmap(_Axes, itertools.product(*(_axes_of(side.shape) for side in pair)))
     fitting = [axes for axes in possible if _agree(pair, axes) and {*axes} != {"NHW", "HWN"}]
@@ -204,7 +205,7 @@ def _possible(tree: Tree, pair: tuple[_Side, _Side]) -> list[_Axes]:
 
 
 def _axes_of(shape: tuple[int, ...]) -> tuple[str, ...]:
-    """Return the axes that an array may have; the images of (512, 512, 30) are the last axis, of others the first.
+    """Return the possible axes of an array; the image axis of (512, 512, 30) is the last one, of others the first.
 
     >>> _axes_of((30, 512, 512)), _axes_of((512, 512, 30))
     (('NHW', 'HWC', 'CHW'), ('HWC', 'CHW', 'HWN'))
@@ -230,7 +231,7 @@ def _agree(pair: tuple[_Side, _Side], axes: _Axes) -> bool:
 
 
 def _is_one_hot(tree: Tree, mask: _Side, axes: str) -> bool:
-    """Return True if each pixel of the first images of a mask of one channel per class has a value in one channel."""
+    """Return True if each pixel of the first images of a mask with one channel per class has a value in one channel."""
     looked = range(min(mask.length(axes, "N"), _NUM_LOOKED))
     planes = (_image_of(tree.root / mask.path, mask, axes, number) for number in looked)
     return all(((own > 0).sum(axis=2) == 1).all() for own in planes)
@@ -301,7 +302,7 @@ def _side_words(side: _Side, axes: str, what: str) -> str:
 
 
 def _pairs_of(tree: Tree, pair: tuple[_Side, _Side], axes: _Axes, is_sets: bool, *, several: bool) -> Iterator[Pair]:
-    """Yield the images of two arrays with their masks; those of one array are a scene if there are several."""
+    """Yield the images of two arrays with their masks; if there are several arrays, each is a scene."""
     image, mask = pair
     files = [tree.root / side.path for side in pair]
     states = [(side.path, side.key, *file_state(file)) for side, file in zip(pair, files, strict=True)]
@@ -344,7 +345,7 @@ def _image_bytes(file: Path, side: _Side, axes: str, number: int, digest: str) -
 
 
 def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> WideMask:
-    """Return a mask; raise ValueError if its values are no ids of 8 bits."""
+    """Return a mask; raise ValueError if its values are no 8-bit ids."""
     if side.dtype is None:
         return np.asarray(stored_pixels(file, as_rgb=False)[0], np.uint8)
     planes = _image_of(file, side, axes, number)
@@ -373,7 +374,7 @@ def _dataset(file: Path, *, has_pixels: bool) -> Any:
 
 
 def dicom_head(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and the type of `dicom_array`; the errors are those of `_dataset`."""
+    """Return the shape and the dtype of `dicom_array`; it raises the same errors as `_dataset`."""
     dataset = _dataset(file, has_pixels=False)
     frames, samples = int(dataset.get("NumberOfFrames") or 1), int(dataset.get("SamplesPerPixel") or 1)
     shape = (int(dataset.Rows), int(dataset.Columns))
@@ -382,15 +383,15 @@ def dicom_head(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
 
 
 def dicom_array(file: Path) -> NDArray[Any]:
-    """Return the pixels of a file: colors of 8 bits, or values with rescale slope and intercept applied, as float32.
+    """Return the pixels of a file: 8-bit colors, or values with rescale slope and intercept applied, as float32.
 
-    Values of MONOCHROME1, where the largest is black, are negated, so that larger is brighter. ValueError is raised if
-    the pixels cannot be decoded.
+    Values of MONOCHROME1, whose largest value is black, are negated, so that larger is brighter. ValueError is raised
+    if the pixels cannot be decoded.
     """
     dataset = _dataset(file, has_pixels=True)
     try:
         pixels = np.asarray(dataset.pixel_array)
-    except Exception as error:  # pydicom raises other types for each of its decoders
+    except Exception as error:  # pydicom's decoders raise other types
         reason = first_line(error)
         raise ValueError(f"{shown(file)}: its pixels cannot be decoded ({reason}): pip install pylibjpeg") from error
     if int(dataset.get("SamplesPerPixel") or 1) > 1:

@@ -1,7 +1,7 @@
-"""Large images and their masks cut into blocks; of each image a strip validates, with a margin between it and the rest.
+"""Cut large images and masks into blocks; a strip of each image is for validation, with a margin to the rest.
 
-The strip runs across the longer side, where its classes are most like those of the whole image. No block of one split
-shares a pixel with a block of the other, and the pixels between them, `margin_px` wide, are not used.
+The strip runs across the longer side, at the position where its classes are most like the whole image's. No block of
+one split shares a pixel with a block of the other, and the pixels between them, `margin_px` wide, are not used.
 
 Shapes: H, W height and width in pixels; B bands.
 """
@@ -34,14 +34,14 @@ from segapp.onboarding.survey.tree import Tree
 
 MIN_BLOCK_PX = 64
 _SIZES = (1024, 512, 256, 128)
-_FEW_IMAGES = 4  # up to this many images each gives a part to both splits; more are divided as whole images
+_FEW_IMAGES = 4  # up to this many images, each gives a part to both splits; more are divided as whole images
 _MAX_COUNTED_PX = 2**23
 _MIN_SHARE = 0.001  # share of the pixels above which a class should be in both splits
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Rows and columns of the blocks of an image, and the share of its pixels that is in the margins."""
+    """Rows and columns of the blocks of an image, and the share of its pixels in the margins."""
 
     train: tuple[Window, ...]
     val: tuple[Window, ...]
@@ -56,7 +56,7 @@ def margin_of(block_px: int) -> int:
 def plan_cut(size: tuple[int, int], strip: tuple[int, int] | None, block_px: int) -> Cut:
     """Return the blocks of an image of a height and a width, whose sides are about equal to `block_px`.
 
-    The strip is the first and last (excluded) row or column that validates, along the longer side; without one, all
+    The strip is the first and last (excluded) row or column for validation, along the longer side; without one, all
     blocks are training blocks.
     """
     length = max(size)
@@ -78,17 +78,17 @@ def plan_cut(size: tuple[int, int], strip: tuple[int, int] | None, block_px: int
 
 
 def _edges(start: int, stop: int, block_px: int) -> list[slice]:
-    """Return nearly equal parts of about `block_px`."""
+    """Return nearly equal intervals of about `block_px`."""
     count = max(1, round((stop - start) / block_px))
     edges = [start + (stop - start) * i // count for i in range(count + 1)]
     return [slice(a, b) for a, b in pairwise(edges)]
 
 
 def choose_strip(counts: NDArray[np.int64], length: int, share: float, margin: int) -> tuple[int, int] | None:
-    """Return the strip whose classes are most like those of the whole, which leaves each frequent class to both splits.
+    """Return the strip whose classes are most like the whole image's, with each frequent class in both splits.
 
-    The strip is its first and last (excluded) row or column; None if no training block is left. Counts are the (P, K)
-    pixels of each class in P equal parts of the longer side; `length` and `margin` are in pixels.
+    The strip is its first and last (excluded) row or column; None if no training block would be left. Counts are the
+    (P, K) pixels of each class in P equal parts of the longer side; `length` and `margin` are in pixels.
     """
     num_parts = len(counts)
     wide = max(1, round(share * length))
@@ -114,8 +114,8 @@ def choose_strip(counts: NDArray[np.int64], length: int, share: float, margin: i
 def cut_into_blocks(tree: Tree, layout: Layout, block_px: int, share: float) -> Layout:
     """Return the layout of the blocks of a layout's images and masks; pairs of a split give blocks of that split.
 
-    Of other images, `share` of the pixels validates. DataError is raised if an image is too small for both splits, or
-    image and mask differ in size.
+    Of other images, `share` of the pixels are for validation. DataError is raised if an image is too small for both
+    splits, or if image and mask differ in size.
     """
     if block_px < MIN_BLOCK_PX:
         raise ConfigError(f"--blocks {block_px}: blocks have at least {MIN_BLOCK_PX} px, such as --blocks 512")
@@ -167,7 +167,7 @@ def _strip_of(pair: Pair, image: _Pixels, mask: _Pixels, block_px: int, share: f
 
 
 def ask_for_blocks(tree: Tree, layout: Layout) -> None:
-    """Raise OpenQuestionError for a single large image without a split, which can be divided only in blocks."""
+    """Raise OpenQuestionError for a single large image without a split, which can only be divided into blocks."""
     if len(layout.pairs) != 1 or layout.pairs[0].split is not None:
         return
     height, width = _Pixels(tree.root / layout.pairs[0].image).size
@@ -187,7 +187,7 @@ def ask_for_blocks(tree: Tree, layout: Layout) -> None:
 
 @dataclass(frozen=True)
 class _Pixels:
-    """The pixels of an image or a mask, read in windows where that is possible."""
+    """The pixels of an image or a mask, read in windows if that is possible."""
 
     path: Path
 
@@ -210,7 +210,7 @@ class _Pixels:
         return _whole_image(self.path)[window]
 
     def mask(self, window: Window) -> NDArray[Any]:
-        """Return the ids (H, W) or the colors (H, W, 3) of the mask; ValueError for other values than ids."""
+        """Return the ids (H, W) or the colors (H, W, 3) of the mask; ValueError for values that are no ids."""
         stored = read_header(self.path).stored
         if self.is_tiff and stored is not None:
             values = read_bands(self.path, (1, 2, 3) if stored.bands >= 3 else (1,), window)
@@ -234,7 +234,7 @@ def _whole_mask(path: Path) -> NDArray[Any]:
 
 
 def _counts(mask: _Pixels) -> NDArray[np.int64]:
-    """Return the pixels of each value (P, K) in parts of the longer side, of evenly spread pixels."""
+    """Return the pixels of each value (P, K) in parts of the longer side, for evenly spread pixels."""
     height, width = mask.size
     step = max(1, math.ceil(math.sqrt(height * width / _MAX_COUNTED_PX)))
     rows = []

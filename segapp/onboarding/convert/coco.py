@@ -1,6 +1,6 @@
-"""COCO: instance annotations (polygons, run lengths) and panoptic ones become masks of the categories.
+"""COCO: convert instance annotations (polygons, run lengths) and panoptic ones to masks of the categories.
 
-Larger objects are drawn first, so that smaller ones lie on top; a crowd region belongs to its category. Pixels without
+Larger objects are drawn first, so that smaller ones are on top; a crowd region belongs to its category. Pixels without
 annotation are background.
 """
 
@@ -77,7 +77,7 @@ def _conversion(tree: Tree, files: Mapping[str, Any], *, is_panoptic: bool) -> L
     reason = f"the categories of {shown(next(iter(files)))}"
     if not is_panoptic:
         return found.layout(partial(_draw, value_of=value_of), evidence, names, reason, [*files], _area)
-    folders = tuple(f"{path.rpartition('.')[0]}/" for path in files)  # of the PNGs of segments
+    folders = tuple(f"{path.rpartition('.')[0]}/" for path in files)  # folders with the PNGs of segments
     sources = [*files, *(path for path in tree.images if path.startswith(folders))]
     draw = partial(_draw_segments, tree=tree, value_of=value_of)
     return replace(found.layout(draw, evidence, names, reason, sources), notes=())
@@ -123,10 +123,10 @@ def _decompressed(segmentation: Mapping[str, Any]) -> NDArray[np.bool_]:
 
 
 def _draw_segments(mask: Mask, entry: tuple[str, Any], tree: Tree, value_of: Mapping[int, int]) -> None:
-    """Draw the segments of a panoptic annotation, whose file comes first; pixels of no segment are unlabeled."""
+    """Draw the segments of a panoptic annotation, whose file comes first; pixels without a segment are unlabeled."""
     path, annotation = entry
     name = str(annotation["file_name"])
-    folder = path.rpartition(".")[0]  # named as the JSON file, or else the only one whose folder says panoptic
+    folder = path.rpartition(".")[0]  # named like the JSON file, or the only folder whose name has "panoptic"
     places = [one for one in tree.images if one.rpartition("/")[2] == name and "panoptic" in one.lower()]
     places = [one for one in places if one == f"{folder}/{name}"] or places
     if len(places) != 1:

@@ -1,11 +1,11 @@
-"""Annotations that become masks: what a converter finds, the drawing of its objects, and the writing of the masks.
+"""Annotations that become masks: the findings of a converter, drawing its objects, and writing the masks.
 
-A mask carries a digest of its annotation in a PNG text chunk. A file that is there already, with that digest and its
-end marker, is kept; any other is written under a temporary name and renamed, so that writing can be resumed.
+A mask has a digest of its annotation in a PNG text chunk. An existing file with that digest and its end marker is kept;
+any other file is written under a temporary name and renamed, so that writing can be resumed.
 
-A pixel belongs to a polygon of COCO, CVAT, Label Studio, or GeoJSON if its center lies inside, as in pycocotools. It
+A pixel belongs to a polygon of COCO, CVAT, Label Studio or GeoJSON if its center is inside, as in pycocotools. It
 belongs to a polygon of another format if cv2.fillPoly fills it: corners rounded to the nearest pixel center, outline
-included. An outline and its holes are filled together by the even-odd rule. What is drawn later lies on top.
+included. An outline and its holes are filled together by the even-odd rule. Later objects are drawn on top.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from segapp.run.words import first_line
 IGNORED = 255
 MAX_CLASSES = 255
 _DIGEST_KEY = "segapp-annotation"
-_RULES = "2"  # version of the drawing rules: masks of another one are drawn again
+_RULES = "2"  # version of the drawing rules: masks with another version are drawn again
 _MAX_NAMED = 5
 
 BAD_ENTRY: tuple[type[Exception], ...] = (
     ValueError, KeyError, TypeError, IndexError, AttributeError, OverflowError, zlib.error, cv2.error,
 )  # fmt: skip
-"""What reading an entry raises that has other types, numbers or keys than its format says."""
-UNUSABLE: tuple[type[Exception], ...] = (DataError, OSError, SyntaxError, *BAD_ENTRY)  # what drawing an entry raises
+"""Errors of reading an entry whose types, numbers or keys do not follow its format."""
+UNUSABLE: tuple[type[Exception], ...] = (DataError, OSError, SyntaxError, *BAD_ENTRY)  # errors of drawing an entry
 
 ON_TOP = (
     "each pixel has one class: where objects of two classes overlap, the one drawn last covers the other; if both "
     "should count, write a mask for each class and set data.multilabel: files"
 )
-"""Note of converters that draw objects over each other."""
+"""Note of converters that draw overlapping objects."""
 _MAX_SIDE_PX = 65_536
 _MAX_CORNER = 2**24
 
 
 @dataclass(frozen=True)
 class Annotated:
-    """An image with its objects, as the file `path` holds them; `origin` is the file and the entry, for messages."""
+    """An image with its objects, as listed in the file `path`; `origin` is the file and the entry, for messages."""
 
     path: str
     origin: str
@@ -70,9 +70,9 @@ class Annotated:
 
 @dataclass
 class Annotations:
-    """The annotated images of a folder that a converter finds, and the number of all entries.
+    """The annotated images that a converter finds in a folder, and the number of all entries.
 
-    The name is that of the layout, the title that of the format, the noun that of an object.
+    `name` is the layout's name, `title` the format's, `noun` an object's.
     """
 
     name: str
@@ -110,16 +110,16 @@ class Annotations:
 
 
 def drawn_pair(image: str, origin: str, content: Any, paint: Callable[[], WideMask], near: str = "") -> Pair:
-    """Return an image of the data with a mask of its path that is painted; see `Drawing`.
+    """Return an image of the data set with a mask at its path that is painted; see `Drawing`.
 
-    The folders or the name of the file `near` say the split if those of the image do not.
+    The folders or the name of the file `near` give the split if the image's do not.
     """
     split = split_said(image) or split_said(near)
     return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, content, paint))
 
 
 def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the names; raise DataError if there are more than fit into uint8 masks."""
+    """Return the names; raise DataError if there are too many for uint8 masks."""
     if len(names) > MAX_CLASSES:
         raise DataError(
             f"{shown(source)}: {len(names)} classes, but masks of 8 bits hold {MAX_CLASSES}: keep fewer classes in it",
@@ -129,10 +129,10 @@ def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
 
 
 def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], int]:
-    """Write the masks and images of a layout that are drawn and not there yet.
+    """Write the masks and images of a layout that are drawn and do not exist yet.
 
-    Returned are the pairs that were written, sentences on the bad entries, and the number of pairs of which everything
-    was there already. DataError is raised if every entry is bad.
+    Return the written pairs, sentences about the bad entries, and the number of pairs whose files already existed.
+    DataError is raised if every entry is bad.
     """
     pairs, problems, num_kept = [], [], 0
     made: set[Path] = set()
@@ -175,7 +175,7 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], in
 def _wanted(
     pair: Pair, drawing: Drawing, classes: Sequence[str], folder: Path
 ) -> dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]]:
-    """Return the files of a pair that are written: whether one is there and complete, and its content."""
+    """Return the files of a pair to write: whether a complete one exists, and its content."""
     wanted: dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]] = {}
     if drawing.image_bytes is not None:
         digest_of_image = digest_of(drawing.content)
@@ -188,18 +188,18 @@ def _wanted(
 
 
 def digest_of(content: Any) -> str:
-    """Return 32 hexadecimal digits of a value made of plain values and bytes."""
+    """Return 32 hexadecimal digits for a value that consists of plain values and bytes."""
     data = repr((_RULES, content)).encode("utf-8", "surrogateescape")
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def problem_of(error: Exception) -> str:
-    """Return what is wrong with an entry, of one of the errors of BAD_ENTRY."""
+    """Return the problem of an entry from one of the errors in BAD_ENTRY."""
     return f"{error} is missing" if isinstance(error, KeyError) else first_line(error)
 
 
 def _is_file_of(path: Path, digest: str) -> bool:
-    """Return True for a complete PNG or TIFF of this content; reads the header and the end of the file."""
+    """Return True for a complete PNG or TIFF with this content; read only the header and the end of the file."""
     if not path.is_file():
         return False
     if path.suffix != ".png":
@@ -213,13 +213,13 @@ def _is_file_of(path: Path, digest: str) -> bool:
 
 
 def file_state(path: Path) -> tuple[int, int]:
-    """Return what changes if a file is written again: its size in bytes, and the time in nanoseconds."""
+    """Return a value that changes if a file is written again: its size in bytes and its time in nanoseconds."""
     status = path.stat()
     return status.st_size, status.st_mtime_ns
 
 
 def as_ids(values: NDArray[Any], largest: int) -> WideMask:
-    """Return values of any type as ids of 8 bits, or of 16 if there are some beyond 255; ValueError for no ids."""
+    """Return values of any dtype as 8-bit ids, or 16-bit ids if some are above 255; ValueError if they are no ids."""
     if values.dtype == np.uint8:
         return values
     low, high = values.min(initial=0), values.max(initial=0)
@@ -241,7 +241,7 @@ def encode_png(pixels: NDArray[np.uint8] | NDArray[np.uint16], digest: str) -> b
 
 
 def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield path and content of the JSON files that hold an object (`dict`) or a `list`, in folders that end so."""
+    """Yield path and content of JSON files with an object (`dict`) or a `list`, in folders with this ending."""
     first = b"{" if kind is dict else b"["
     for path in tree.others_named(".json"):
         if path.rpartition("/")[0].endswith(folder) and first in tree.read(path, 64):
@@ -251,7 +251,7 @@ def json_files(tree: Tree, kind: type, *, folder: str = "") -> Iterator[tuple[st
 
 
 class Images:
-    """The images of a folder, found by the path, the end of a path, or the name that an annotation says."""
+    """The images of a folder, found by the path, the end of a path, or the name in an annotation."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -264,9 +264,9 @@ class Images:
             self._by_stem[name.stem.casefold()].append(path)
 
     def find(self, said: str, near: str = "") -> str | None:
-        """Return the image of a path, a name or a URL; None if there is none, or several that suit equally.
+        """Return the image for a path, a name or a URL; None if there is none, or if several fit equally well.
 
-        Of several images, the one with most folders of the annotation file `near` is taken.
+        If several images fit, the one that shares the most folders with the annotation file `near` is used.
         """
         clean = unquote(said).replace("\\", "/").split("?")[0]
         folder = near.rpartition("/")[0]
@@ -308,7 +308,7 @@ def painter(
     """Return a function that paints the mask of an image: its objects one after the other, later ones on top.
 
     `draw` draws an object in place. The function raises ValueError with the noun and the number of an object for an
-    error of BAD_ENTRY. With `area`, the larger objects are drawn first.
+    error in BAD_ENTRY. With `area`, larger objects are drawn first.
     """
 
     def paint() -> Mask:
@@ -327,12 +327,12 @@ def painter(
 
 
 def split_said(path: str) -> str | None:
-    """Return the split that the folders or the name of a file say: train of annotations/instances_train2017.json."""
+    """Return the split in the folders or the name of a file: train for annotations/instances_train2017.json."""
     return parse_file(path).split or parse_file(f"{PurePosixPath(path).stem}/x").split
 
 
 def mask_target(image: str) -> str:
-    """Return the mask of an image relative to the folder of the masks: the same path without extension."""
+    """Return the path of an image's mask in the folder of masks: the same path without extension."""
     return os.path.splitext(image)[0]
 
 
@@ -354,10 +354,10 @@ def blank_mask(height_px: int, width_px: int, value: int = 0) -> Mask:
 
 
 def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
-    """Fill an outline, without the holes that follow it, in place.
+    """Fill an outline in place, except the holes that follow it.
 
-    Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if one has fewer
-    than three corners, or a corner is not finite.
+    Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if a ring has
+    fewer than three corners, or a corner is not finite.
     """
     cv2.fillPoly(mask, [np.rint(points).astype(np.int32) for points in _checked(rings)], value)
 
@@ -365,15 +365,15 @@ def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: 
 def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
     """Set the pixels whose centers lie inside rings by the even-odd rule, in place; see `fill_polygon` for errors.
 
-    (0, 0) is the top left corner of the first pixel. A center on a border belongs to the polygon on its right or below
-    it, so that neighbors neither overlap nor leave a gap. A polygon without a pixel's center gets the pixels of its
-    outline, so that no object vanishes.
+    (0, 0) is the top left corner of the first pixel. A center on a border belongs to the polygon to the right of or
+    below the border, so that neighbors neither overlap nor leave a gap. A polygon that contains no pixel center gets
+    the pixels of its outline, so that no object vanishes.
     """
     points = _checked(rings)
     start = np.concatenate(points)
     end = np.concatenate([np.roll(ring, -1, axis=0) for ring in points])
     height, width = mask.shape
-    is_down = (start[:, 1] <= end[:, 1])[:, None]  # always from the upper end: a line followed twice is rounded equally
+    is_down = (start[:, 1] <= end[:, 1])[:, None]  # always from the upper end, so a line traversed twice rounds equally
     (x0, y0), (x1, y1) = np.where(is_down, start, end).T, np.where(is_down, end, start).T
     first, last = (np.clip(np.ceil(y - 0.5), 0, height).astype(np.int64) for y in (y0, y1))
     count = last - first
@@ -394,7 +394,7 @@ def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int
 
 
 def _checked(rings: Sequence[Sequence[Sequence[float]]]) -> list[NDArray[np.float64]]:
-    """Return rings as arrays (V, 2); raise ValueError for one that has no area or no finite corners."""
+    """Return rings as arrays (V, 2); raise ValueError for a ring without area or with corners that are not finite."""
     checked = []
     for ring in rings:
         points = np.asarray(ring, np.float64)
@@ -428,7 +428,7 @@ def paste(mask: Mask, piece: NDArray[np.bool_], left: int, top: int, value: int)
 
 
 def decode_runs(counts: Sequence[int], height_px: int, width_px: int, order: str = "C") -> NDArray[np.bool_]:
-    """Return the pixels (H, W) of run lengths of background and object in turn, which begin with background.
+    """Return the pixels (H, W) of alternating run lengths of background and object, beginning with background.
 
     They run along the rows ("C": CVAT) or down the columns ("F": COCO). ValueError is raised if they do not fill the
     size.

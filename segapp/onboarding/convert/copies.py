@@ -1,4 +1,4 @@
-"""Copies of masks whose pixels are no class ids: saved with loss or smoothed, numbers of instances, opacity."""
+"""Copies of masks whose pixels are no class ids: smoothed or lossy ones, instance numbers, opacity."""
 
 import os
 from collections import Counter
@@ -30,9 +30,9 @@ from segapp.onboarding.survey.tree import Tree
 
 
 def copies_of(tree: Tree, layout: Layout, choices: MaskChoices, *, clean: bool) -> Layout | None:
-    """Return the conversion of a layout's masks to masks of class ids; None if they can be used as they are.
+    """Return the conversion of a layout's masks to masks of class ids; None if they can be used unchanged.
 
-    With `clean`, each pixel gets the nearest of the frequent values; DataError is raised if there are none.
+    With `clean`, each pixel gets the nearest frequent value; DataError is raised if there are none.
     """
     if clean:
         return cleaned(tree, layout, choices)
@@ -55,9 +55,9 @@ def _copied(
     classes: Classes | None = None,
     more: Any = None,
 ) -> Layout:
-    """Return the conversion that writes a copy of each mask, which `read` returns for its path.
+    """Return the conversion that writes a copy of each mask; `read` returns the copy for the mask's path.
 
-    Without `classes` the copies say them; they depend on `more` besides the mask.
+    Without `classes`, they are read from the copies; these depend on `more` in addition to the mask.
     """
     classes = classes or Classes((), "")
     pairs = []
@@ -79,7 +79,7 @@ def _copied(
 
 
 def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Layout:
-    """Return the conversion of a layout's masks to masks with only the values that are frequent in them."""
+    """Return the conversion of a layout's masks to masks that have only the frequent values."""
     pairs = [ImagePair(tree.root / pair.image, tree.root / pair.mask, pair.image) for pair in layout.pairs]
     content = read_contents(pairs)
     levels = dominant_levels(content)
@@ -106,7 +106,7 @@ def cleaned(tree: Tree, layout: Layout, choices: MaskChoices) -> Layout:
 
 
 def _with_levels(content: MaskContent, levels: list[Color] | list[int]) -> MaskContent:
-    """Return what masks hold once each pixel has the nearest of some values or colors."""
+    """Return the content of masks after each pixel is set to the nearest of some values or colors."""
     nearest: Counter[Any] = Counter()
     stored: list[Any] = list(content.colors or content.values)
     for one, number in zip(stored, nearest_level(np.array([stored]), levels)[0].tolist(), strict=True):
@@ -117,7 +117,7 @@ def _with_levels(content: MaskContent, levels: list[Color] | list[int]) -> MaskC
 
 
 def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
-    """Return the classes of a mask of instances; raise DataError if a class does not fit into 8 bits."""
+    """Return the classes of an instance mask; raise DataError if a class does not fit into 8 bits."""
     stored, _ = stored_pixels(tree.root / mask, as_rgb=False)
     classes: NDArray[Any]
     if kind == "object":
@@ -134,7 +134,7 @@ def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
 
 
 def _are_opacity(tree: Tree, layout: Layout) -> bool:
-    """Return True for masks of one color, the same in all, whose opacity is 0 and 255; DataError for other values."""
+    """Return True if all masks have the same single color and opacity 0 or 255; DataError for other opacities."""
     colors: set[tuple[int, ...]] = set()
     opacities: set[int] = set()
     try:

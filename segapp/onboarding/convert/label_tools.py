@@ -1,9 +1,9 @@
 """Exports of labeling tools: objects of CVAT, Label Studio, labelme and Supervisely, drawn in their order.
 
 CVAT for images 1.1 is XML with polygons, boxes, ellipses and run lengths, drawn by z_order, then in their order. Label
-Studio exports JSON of tasks with polygons, brush strokes (run lengths) and rectangles; of a task the first annotation
-that was not canceled is taken. labelme has a JSON file for each image. Supervisely has meta.json, and ann/NAME.json
-for each img/NAME. Objects that come later lie on top.
+Studio exports JSON of tasks with polygons, brush strokes (run lengths) and rectangles; of each task, the first
+annotation that was not canceled is used. labelme has one JSON file per image. Supervisely has meta.json, and
+ann/NAME.json for each img/NAME. Later objects are drawn on top.
 """
 
 import base64
@@ -48,7 +48,7 @@ _CvatShape = tuple[str, Mapping[str, str]]
 
 @dataclass
 class Export(Annotations):
-    """The exports of one tool; the labels of all objects become classes."""
+    """The exports of a tool; the labels of all objects become classes."""
 
     labels: set[str] = field(default_factory=set)
 
@@ -59,10 +59,10 @@ class Export(Annotations):
         sources: Sequence[str] = (),
         reason: str = "the labels, by name",
     ) -> Layout | None:
-        """Return the conversion; None without images.
+        """Return the conversion; None if there are no images.
 
-        `draw` draws an object in a mask, with the values of the labels as `values`; `sources` are files that are read
-        besides the annotations. ValueError is raised if no image has an object.
+        `draw` draws an object in a mask; `values` maps labels to mask values; `sources` are files that are read in
+        addition to the annotations. ValueError is raised if no image has an object.
         """
         if not self.found:
             return None
@@ -83,7 +83,7 @@ class Export(Annotations):
 
 
 def ordered_names(names: Iterable[str]) -> list[str]:
-    """Return the class names in alphabetical order, background first; it is added where it is missing.
+    """Return the class names in alphabetical order, background first; it is added if it is missing.
 
     >>> ordered_names(["road", "_background_", "car"])
     ['_background_', 'car', 'road']
@@ -187,13 +187,13 @@ def _draw_label_studio(mask: Mask, region: Mapping[str, Any], values: Mapping[st
 
 
 def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[np.bool_]:
-    """Return the pixels of a brush stroke: Label Studio's run lengths in bits, of RGBA values; those not transparent.
+    """Return the opaque pixels of a brush stroke, from Label Studio's bitwise run lengths of RGBA values.
 
-    The format is that of label-studio-converter (brush.py): 32 bits of length, the bits of a value, four bit counts of
-    run lengths, then runs: a flag (repeated or not), which bit count, the length, the values.
+    The format comes from label-studio-converter (brush.py): 32 bits of length, the number of bits of a value, four bit
+    counts of run lengths, then runs: a flag (repeated or not), the index of the bit count, the length, the values.
 
     Raises:
-        ValueError: it ends early, or has another size.
+        ValueError: the data end early, or have another size.
     """
     bits = np.unpackbits(np.asarray(data, np.uint8))
     position = 0
@@ -242,7 +242,7 @@ def find_labelme(tree: Tree) -> Layout | None:
 
 
 def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int]) -> None:
-    """Draw a shape in place; points are left out. Raise ValueError if its kind is unknown, or it has too few points."""
+    """Draw a shape in place, without points. Raise ValueError if its kind is unknown, or it has too few points."""
     value = values[str(shape["label"])]
     kind, points = shape.get("shape_type") or "polygon", shape["points"]
     if kind == "polygon":
@@ -263,7 +263,7 @@ def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int
 
 
 def _piece(png: bytes, flags: int) -> NDArray[np.bool_]:
-    """Return the pixels of a PNG that are not 0, (H, W); of several channels the last one counts."""
+    """Return the pixels of a PNG that are not 0, (H, W); of several channels, the last one is used."""
     piece = cv2.imdecode(np.frombuffer(png, np.uint8), flags)
     if piece is None:
         raise ValueError("its bitmap is not a PNG")

@@ -1,6 +1,6 @@
 """nnU-Net's raw 2-D data with several files per case: images*/CASE_0000.png, CASE_0001.png, ... and labels*/CASE.png.
 
-The files of a case are the bands of one image, which is written as a TIFF; the masks are used where they are. A case of
+The files of a case are the bands of one image, which is written as a TIFF; the masks are used as they are. A case with
 one file needs no conversion.
 """
 
@@ -59,7 +59,7 @@ def find_nnunet(tree: Tree) -> Layout | None:
 
 
 def _label_of(key: tuple[str, str], files: Mapping[int, str]) -> str:
-    """Return the mask of a case, in labels* next to images*, by the extension of its files."""
+    """Return the mask of a case, in labels* next to images*, with the extension of its files."""
     folder, case = key
     head, _, name = folder.rpartition("/")
     suffix = PurePosixPath(next(iter(files.values()))).suffix
@@ -68,7 +68,7 @@ def _label_of(key: tuple[str, str], files: Mapping[int, str]) -> str:
 
 
 def _channel_names(tree: Tree, count: int) -> list[str]:
-    """Return the names of dataset.json (`channel_names`, before version 2 `modality`); without them, numbers."""
+    """Return the names in dataset.json (`channel_names`, before version 2 `modality`); without them, numbers."""
     for path in tree.others_named(".json"):
         content = tree.read_json(path) if path.rpartition("/")[2] == "dataset.json" else None
         named = (content.get("channel_names") or content.get("modality")) if isinstance(content, dict) else None
@@ -92,7 +92,7 @@ def _pair(tree: Tree, image: str, channels: Sequence[str], mask: str, names: Seq
 
 
 def _stacked(files: Sequence[Path]) -> NDArray[np.generic]:
-    """Return the bands of all files, (H, W, B); raise DataError if they differ in size or type."""
+    """Return the bands of all files, (H, W, B); raise DataError if they differ in size or dtype."""
     planes = []
     for file in files:
         stored = read_header(file).stored

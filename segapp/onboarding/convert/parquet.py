@@ -61,7 +61,7 @@ def find_parquet(tree: Tree) -> Layout | None:
 
 
 def _suffix(data: bytes) -> str:
-    """Return the extension for images of this kind: readers look at the content."""
+    """Return the extension for images of this kind; readers look only at the content."""
     return ".jpg" if data[:2] == b"\xff\xd8" else ".png"
 
 
@@ -70,7 +70,7 @@ _Read = Callable[[], tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]]
 
 @lru_cache(maxsize=1)
 def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[list[Any], list[Any]]:
-    """Return the images and the masks of a row group; the last one is kept, as its rows are read one after another."""
+    """Return the images and masks of a row group; the last group is cached, because rows are read in order."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(path).read_row_group(group, columns=list(columns))
@@ -82,7 +82,7 @@ def _image_of(read: _Read, number: int, _digest: str) -> bytes:
 
 
 def _mask_of(read: _Read, number: int) -> Mask:
-    """Return the ids of the mask in a row; raise ValueError if it holds colors, or ids beyond 255."""
+    """Return the ids of the mask in a row; raise ValueError if it has colors, or ids above 255."""
     data = read()[1][number]["bytes"]
     image = open_bytes(data, Path("mask"), MAX_PIXELS)
     if image.mode not in ("L", "P", "1", "I", "I;16"):

@@ -1,10 +1,11 @@
-"""Several masks for each image: one for each class, one for each object, or one by each annotator.
+"""Several masks per image: one per class, per object, or per annotator.
 
-Classes are folders (masks/road/a.png), ends of names (a_road.png) or names in a folder of the image (masks/a/road.png).
-A class without a file is absent from the image. Objects are files in a folder of the image (a/masks/1.png).
+Classes are folders (masks/road/a.png), endings of names (a_road.png) or names in a folder of the image
+(masks/a/road.png). A class without a file is absent from the image. Objects are files in a folder of the image
+(a/masks/1.png).
 
-Masks of single classes become one mask: of classes that exclude each other, or of sets of classes. Which of the two is
-measured: by the share of the labeled pixels that belong to several classes.
+Masks of single classes become one mask, either of classes that exclude each other or of sets of classes. This is
+decided by the share of the labeled pixels that belong to several classes.
 """
 
 import re
@@ -41,9 +42,9 @@ from segapp.onboarding.survey.words import (
 Plane = NDArray[np.bool_]
 
 FEW, MANY = 0.005, 0.05
-"""Shares of the labeled pixels with several classes: below the first, classes exclude each other (borders that touch);
-above the second they do not; between them the choice is the user's."""
-MAX_SETS = 16  # most classes of masks of sets: the bits of a PNG's value
+"""Shares of the labeled pixels with several classes. Below the first, classes exclude each other (borders touch);
+above the second, they do not; in between, the user decides."""
+MAX_SETS = 16  # maximum number of classes of masks of sets: the bits of a PNG's value
 _UNLIKELY = 0.5
 _ANNOTATOR = re.compile(
     r"(annotators?|raters?|experts?|readers?|observers?|doctors?|graders?|users?|labell?ers?|manual|person|[aroe])"
@@ -52,7 +53,7 @@ _ANNOTATOR = re.compile(
 )
 _ALIKE = 0.5
 """Masks whose objects overlap more than this (intersection over union) are several opinions about one image."""
-_OPEN = 0.9  # confidence of readings of which one must be named
+_OPEN = 0.9  # confidence of interpretations of which the user must choose one
 _NUM_LOOKED = 24
 _MIN_MATCHED = 0.95
 
@@ -61,10 +62,10 @@ Files = dict[str, dict[str, str]]
 
 
 def combine(planes: Mapping[int, Plane], shape: tuple[int, int], num_classes: int, *, is_multilabel: bool) -> WideMask:
-    """Return the mask (H, W) of the planes (H, W) of classes, counted from 0 without the background.
+    """Return the mask (H, W) of class planes (H, W), which are counted from 0 without the background.
 
-    With `is_multilabel` a value is a set of classes, bit c for class c; else class c is c + 1, 0 is the background, and
-    smaller areas lie on top of larger ones. ValueError is raised if a plane has another shape.
+    With `is_multilabel`, a value is a set of classes, bit c for class c. Otherwise class c is c + 1, 0 is the
+    background, and smaller areas are on top of larger ones. ValueError is raised if a plane has another shape.
     """
     for plane in planes.values():
         if plane.shape != shape:
@@ -83,9 +84,9 @@ def combine(planes: Mapping[int, Plane], shape: tuple[int, int], num_classes: in
 
 
 def overlap_share(images: Iterable[Sequence[Plane]]) -> float:
-    """Return the share of the labeled pixels that belong to several classes; 0 without any.
+    """Return the share of the labeled pixels that belong to several classes; 0 if no pixel is labeled.
 
-    Planes of other shapes than the first of their image are left out: converting the image names them.
+    Planes whose shape differs from the first of their image are left out; the conversion reports them.
     """
     labelled = several = 0
     for planes in images:
@@ -102,10 +103,10 @@ def pairs_of_planes(
     num_classes: int,
     is_multilabel: bool,
 ) -> list[Pair]:
-    """Return a pair for each image, whose mask is combined from the planes of its classes, see `combine`.
+    """Return a pair per image, whose mask is combined from the planes of its classes, see `combine`.
 
-    The entry of an image is its file and entry for messages, what its planes depend on, and a file that may say its
-    split; `planes_of` gets its path, and its height and width.
+    The entry of an image is its file and entry for messages, the data that its planes depend on, and a file whose path
+    may contain its split; `planes_of` gets its path, its height and its width.
     """
 
     def paint(image: str) -> WideMask:
@@ -121,10 +122,11 @@ def pairs_of_planes(
 def both_readings(
     share: float, names: Sequence[str], base: Layout, pairs_of: Callable[[bool], list[Pair]]
 ) -> list[Layout]:
-    """Return the conversions to classes that exclude each other and to sets of classes, the likelier one first.
+    """Return the conversions to exclusive classes and to sets of classes, the more likely one first.
 
-    `share` is that of the labeled pixels with several classes; the names are those without the background; `pairs_of`
-    returns the pairs, of sets if it is True. DataError is raised if classes overlap that are too many for sets.
+    `share` is the share of the labeled pixels with several classes; the names exclude the background; `pairs_of`
+    returns the pairs, with sets if its argument is True. DataError is raised if overlapping classes are too many for
+    sets.
     """
     said = f"{share:.1%} of the labeled pixels belong to several classes"
     exclusive = replace(base, classes=("background", *names), pairs=pairs_of(False))
@@ -147,7 +149,7 @@ def both_readings(
 
 
 def find_pieces(tree: Tree) -> list[Layout]:
-    """Return the conversions of several masks for each image; a layout for each annotator."""
+    """Return the conversions of several masks per image; for annotators, one layout per annotator."""
     masks = [path for path in tree.images if _mask_folder(path) is not None]
     others = [path for path in tree.images if _mask_folder(path) is None]
     images = [path for path in others if any(role_of(part).is_image for part in path.split("/")[:-1])]
@@ -172,7 +174,7 @@ def find_pieces(tree: Tree) -> list[Layout]:
 
 
 def _mask_folder(path: str) -> int | None:
-    """Return the position of the last folder whose words say masks, if none after it says images."""
+    """Return the position of the last folder with a word for masks, unless a later one has a word for images."""
     roles = [role_of(part) for part in path.split("/")[:-1]]
     positions = [i for i, role in enumerate(roles) if role.is_mask and not role.is_other]
     if not positions or any(role.is_image and not role.is_mask for role in roles[positions[-1] + 1 :]):
@@ -181,13 +183,13 @@ def _mask_folder(path: str) -> int | None:
 
 
 _Find = Callable[[str, str], str | None]
-"""Returns the image of a stem, by a mask and the stem."""
+"""Function that returns the image of a stem, given a mask and the stem."""
 
 
 def _finder(images: Sequence[str]) -> _Find:
     """Return a function that finds images by stem, and by the split of the mask if both have splits.
 
-    Numbers have no leading zeros. Of images/rgb/a.jpg and images/nir/a.jpg, those in color are found.
+    Numbers have no leading zeros. Of images/rgb/a.jpg and images/nir/a.jpg, the color images are found.
     """
 
     def normal(stem: str) -> str:
@@ -209,7 +211,7 @@ def _finder(images: Sequence[str]) -> _Find:
 
 
 def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return images and masks that lie in one folder: names of masks begin with the name of an image."""
+    """Return images and masks in the same folder: names of masks begin with the name of an image."""
     stems = {(str(place.parent), place.stem) for place in map(PurePosixPath, paths)}
     images: list[str] = []
     masks: list[str] = []
@@ -221,27 +223,27 @@ def _beside_each_other(paths: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _cuts(stem: str) -> Iterator[tuple[str, str]]:
-    """Yield the ways to cut a name at a separator, the longest beginning first."""
+    """Yield the ways to cut a name at a separator, longest beginning first."""
     for match in reversed(list(re.finditer(r"[_\-. ]+", stem))):
         if match.start() and match.end() < len(stem):
             yield stem[: match.start()], stem[match.end() :]
 
 
 def _found(tree: Tree, masks: Sequence[str], find: _Find) -> Iterator[tuple[str, Files, int]]:
-    """Yield the masks by image in each of the ways, and how many masks have no image: kind, files, number."""
+    """Yield for each interpretation the kind, the masks by image, and the number of masks without an image."""
     yield "classes", *_gathered(masks, partial(_in_folder_of_class, find=find))
     yield "classes", *_gathered(masks, partial(_named_after_class, find=find))
     by_image, unmatched = _gathered(masks, partial(_in_folder_of_image, find=find))
     if not by_image:
         by_image, unmatched = _gathered(masks, partial(_in_folder_of_sample, samples=_samples(tree)))
-    for image, own in by_image.items():  # the names of objects or classes have not that of the image
+    for image, own in by_image.items():  # names of objects or classes do not contain the image's name
         stem = PurePosixPath(image).stem
         by_image[image] = {name.removeprefix(stem).lstrip("_-. ") or name: path for name, path in own.items()}
     yield _kind_of_names(Counter(name for own in by_image.values() for name in own)), by_image, unmatched
 
 
 def _kind_of_names(counts: Counter[str]) -> str:
-    """Return what masks in a folder of their image are of: names that return in other images are those of classes.
+    """Return the kind of masks in their image's folder: names that occur for several images are classes.
 
     >>> _kind_of_names(Counter(road=3, car=2)), _kind_of_names(Counter({"1": 3, "2": 2}))
     ('classes', 'objects')
@@ -255,7 +257,7 @@ def _kind_of_names(counts: Counter[str]) -> str:
 
 
 def _gathered(masks: Sequence[str], place: Callable[[str], tuple[str, str] | None]) -> tuple[Files, int]:
-    """Return the masks by image, and how many masks have none in the folders of those that have one."""
+    """Return the masks by image, and the number of masks without an image in folders that have some images."""
     by_image: Files = defaultdict(dict)
     unmatched = Counter[tuple[str, ...]]()
     matched = set()
@@ -305,7 +307,7 @@ def _in_folder_of_image(path: str, find: _Find) -> tuple[str, str] | None:
 
 
 def _samples(tree: Tree) -> dict[str, str]:
-    """Return the only image of each folder that holds a folder of images: a -> a/images/a.png."""
+    """Return the only image of each folder that contains a folder of images: a -> a/images/a.png."""
     found = defaultdict(list)
     for path in tree.images:
         place = PurePosixPath(path)
@@ -322,7 +324,7 @@ def _in_folder_of_sample(path: str, samples: Mapping[str, str]) -> tuple[str, st
 
 
 def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
-    """Return the pixels of a mask that are not 0; enlarged if each side of the image is the same multiple of it."""
+    """Return the nonzero pixels of a mask; enlarged if both sides of the image are the same multiple of it."""
     try:
         pixels, _ = stored_pixels(file, as_rgb=False)
     except UNREADABLE as error:
@@ -336,12 +338,12 @@ def _plane(file: Path, shape: tuple[int, int] | None = None) -> Plane:
 
 
 def _some(by_image: Files) -> Sequence[dict[str, str]]:
-    """Return the masks of some images that have several, evenly spread."""
+    """Return the masks of some images that have several masks, evenly spread."""
     return evenly([own for own in by_image.values() if len(own) > 1], _NUM_LOOKED)
 
 
 def _are_binary(tree: Tree, by_image: Files) -> bool:
-    """Return True if the masks of some images hold at most two values."""
+    """Return True if the masks of some images have at most two values."""
     probes = [probe(tree.root / path) for own in _some(by_image) for path in list(own.values())[:4]]
     return all(one is not None and (one.num_values or 0) <= 2 for one in probes)
 
@@ -355,7 +357,7 @@ def _planes_of(tree: Tree, by_image: Files) -> Iterator[list[Plane]]:
 
 
 def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -> list[Layout]:
-    """Return the readings of masks whose folders or names are classes or annotators; none if they are neither."""
+    """Return the interpretations of masks whose folders or names are classes or annotators; none if neither."""
     named = list(dict.fromkeys(name for own in by_image.values() for name in own))
     scenes = {part for path in images for part in path.split("/")[:-1]}
     if len(named) < 2 or scenes & set(named):
@@ -374,7 +376,7 @@ def _classes_or_annotators(tree: Tree, by_image: Files, images: Sequence[str]) -
 
 
 def _class_name(end: str) -> str:
-    """Return the class that the end of a name says, without words of roles; empty if there is none.
+    """Return the class in the ending of a name, without role words; empty if there is none.
 
     >>> _class_name("mask_road"), _class_name("u_lip"), _class_name("labelIds"), _class_name("3")
     ('road', 'u_lip', '', '')
@@ -388,7 +390,7 @@ def _class_name(end: str) -> str:
 
 
 def _intersection_over_union(planes: Sequence[Plane]) -> float:
-    """Return the mean over the pairs of masks that have the same shape."""
+    """Return the mean over all pairs of masks with the same shape."""
     shares = [
         float((one & other).sum() / max(1, (one | other).sum()))
         for one, other in combinations(planes[:4], 2)
@@ -398,7 +400,7 @@ def _intersection_over_union(planes: Sequence[Plane]) -> float:
 
 
 def _annotators(by_image: Files, named: Sequence[str], num_images: int) -> list[Layout]:
-    """Return a layout for each annotator; they are equally likely, so that one must be named."""
+    """Return a layout per annotator; they are equally likely, so the user must choose one."""
     layouts: list[Layout] = []
     for name in sorted(named):
         own_masks = {image: own[name] for image, own in sorted(by_image.items()) if name in own}
@@ -461,7 +463,7 @@ def _objects(tree: Tree, by_image: Files) -> Layout:
 
 
 def _pairs_of(tree: Tree, by_image: Files, number_of: Mapping[str, int], is_multilabel: bool = False) -> list[Pair]:
-    """Return a pair for each image; `number_of` are the classes of the names, without the background."""
+    """Return a pair per image; `number_of` maps names to classes, without the background."""
 
     def planes(image: str, size: tuple[int, int]) -> dict[int, Plane]:
         found: dict[int, Plane] = {}

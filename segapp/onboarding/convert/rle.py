@@ -1,7 +1,7 @@
-"""Tables of run lengths, as Kaggle's: each row of a CSV has an image, perhaps a class, and "start length start ...".
+"""Tables of run lengths, such as Kaggle's: each CSV row has an image, perhaps a class, and "start length start ...".
 
-Rows of an image are united. Pixels are numbered down the columns or along the rows, from 0 or 1: shapes that are ragged
-in one order and smooth in the other tell which; for square images the table's column names do.
+Rows of an image are united. Pixels are numbered down the columns or along the rows, from 0 or 1. The correct order is
+the one in which shapes are smooth instead of ragged; for square images, the table's column names decide.
 """
 
 import csv
@@ -27,7 +27,7 @@ _RUNS = re.compile(r"\s*\d+ +\d+( +\d+ +\d+)*\s*")
 _EMPTY = {"", "nan", "none", "null", "-1", "-1.0"}
 _RUN_NAMES, _CLASS_NAMES = known_words("columns", "run_lengths"), known_words("columns", "classes")
 _BY_ROWS = {("img", "rlemask"), ("id", "segmentation"), ("id", "annotation")}
-"""Columns of the image and the runs in published tables that number the pixels along the rows: Carvana, UW-Madison
+"""Names of the image and run columns in published tables that number the pixels along the rows: Carvana, UW-Madison
 tract, Sartorius. Other published tables number them down the columns: Severstal, TGS, Airbus, clouds, HuBMAP."""
 _NUM_LOOKED = 200
 _NUM_DECODED = 24
@@ -38,7 +38,7 @@ _ORDERS = {"F": "columns", "C": "rows"}
 
 @dataclass(frozen=True)
 class _Table:
-    """A table of run lengths: the names of the columns of image and runs, and image, class and runs of each row."""
+    """A table of run lengths: the names of its image and run columns, and image, class and runs of each row."""
 
     path: str
     columns: tuple[str, str]
@@ -46,7 +46,7 @@ class _Table:
 
 
 def find_rle(tree: Tree) -> list[Layout]:
-    """Return the conversions of tables of run lengths: one, or one for each way in which they can be read."""
+    """Return the conversions of tables of run lengths: one, or one per possible interpretation."""
     images = Images(replace(tree, images=tuple(path for path in tree.images if not _is_in_folder_of_masks(path))))
     paths = [path for path in tree.others_named(".csv") if "submission" not in path.rpartition("/")[2].lower()]
     tables = [table for path in paths if (table := _read(tree, path, images)) is not None]
@@ -65,7 +65,7 @@ def _normal(name: str) -> str:
 
 
 def _read(tree: Tree, path: str, images: Images) -> _Table | None:
-    """Return a table; None for a file that holds no runs of images that are there."""
+    """Return a table; None for a file without runs of existing images."""
     limit = csv.field_size_limit(sys.maxsize)  # cells may hold megabytes
     try:
         with io.TextIOWrapper(open_regular(tree.root / path, None), "utf-8-sig", "replace", newline="") as file:
@@ -113,7 +113,7 @@ def _image_in(value: str, is_joined: bool) -> str:
 
 
 def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | None:
-    """Return the column of the runs: by its name, or the only one whose runs ascend."""
+    """Return the run column: by its name, or the only column whose runs ascend."""
     by_name, by_content = [], []
     for i, name in enumerate(head):
         cells = [row[i] for row in rows if row[i].strip().lower() not in _EMPTY]
@@ -131,7 +131,7 @@ def _run_column(head: Sequence[str], rows: Sequence[Sequence[str]]) -> int | Non
 
 
 def _current(tables: Sequence[_Table]) -> list[_Table]:
-    """Return the tables without those whose images a later version names too (x.csv, x_v2.csv)."""
+    """Return the tables except those whose images are also in a later version (x.csv, x_v2.csv)."""
     kept: list[_Table] = []
     for table in sorted(tables, key=lambda one: one.path, reverse=True):
         own = {row[0] for row in table.rows}
@@ -202,9 +202,9 @@ def _conversions(tree: Tree, images: Images, tables: Sequence[_Table]) -> list[L
 def _notes_on_empty(
     tree: Tree, tables: Sequence[_Table], by_image: dict[str, list[tuple[str, str]]]
 ) -> tuple[str, ...]:
-    """Return notes on images without objects; those without a row become background if no row is empty.
+    """Return notes on images without objects; images without a row become background if no row is empty.
 
-    A table with empty rows names every image, so that an image without a row is one that nobody looked at.
+    A table with empty rows lists every image, so an image without a row was not annotated.
     """
     notes = []
     empty = [image for image, rows in by_image.items() if not any(runs for _, runs in rows)]
@@ -226,8 +226,8 @@ def _notes_on_empty(
 def _orders(
     images: Images, by_image: dict[str, list[tuple[str, str]]], table: _Table, first: int
 ) -> dict[str, tuple[float, str]]:
-    """Return the possible orders of the pixels, each with how sure it is and why, the likelier one first."""
-    borders = Counter({"F": 0, "C": 0})  # neighbors that differ
+    """Return the possible orders of the pixels, each with its confidence and the reason, the most likely first."""
+    borders = Counter({"F": 0, "C": 0})  # number of neighbors that differ
     longest = sorted(
         ((image, runs) for image, rows in by_image.items() for _, runs in rows if runs), key=lambda one: -len(one[1])
     )
@@ -254,13 +254,13 @@ def _orders(
 
 
 def decode_starts(runs: str, height_px: int, width_px: int, first: int = 1, order: str = "F") -> Plane:
-    """Return the pixels (H, W) of runs "start length start length ..."; no runs are no pixels.
+    """Return the pixels (H, W) of runs "start length start length ..."; without runs there are no pixels.
 
     >>> decode_starts("1 2 4 1", 2, 2).astype(int).tolist()
     [[1, 0], [1, 1]]
 
     Pixels are numbered from `first` (0 or 1) down the columns ("F") or along the rows ("C"). ValueError is raised if a
-    number is missing or none, or a run leaves the image.
+    number is missing or invalid, or a run leaves the image.
     """
     numbers = np.array(runs.split(), np.int64)
     if len(numbers) % 2:

@@ -1,7 +1,8 @@
 """GeoJSON and GeoPackage files next to images: their polygons become masks of the classes in a text property.
 
-A file belongs to the image of the same name. Polygons on an image with map coordinates are converted to its coordinate
-system; GeoJSON without a member `crs` is in degrees there (RFC 7946). Polygons on another image are in pixels.
+A file belongs to the image with the same name. Polygons for an image with map coordinates are converted to its
+coordinate system; GeoJSON without a member `crs` is then in degrees (RFC 7946). Polygons for other images are in
+pixels.
 """
 
 import json
@@ -55,7 +56,7 @@ def _draw(mask: Mask, named: tuple[str, list[Any]], values: dict[str, int]) -> N
 
 
 def _read(tree: Tree, path: str) -> tuple[str | None, list[_Feature]]:
-    """Return the coordinate system, None for pixels, and the features of a file."""
+    """Return the coordinate system, or None for pixels, and the features of a file."""
     if path.endswith(".gpkg"):
         return _read_geopackage(tree.root / path)
     content = tree.read_json(path)

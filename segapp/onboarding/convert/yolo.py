@@ -1,6 +1,6 @@
 """YOLO: text files with a class and a polygon per line, next to the images, or in labels/ if the images are in images/.
 
-Larger polygons are drawn first, so that smaller ones lie on top. Pixels without annotation are background.
+Larger polygons are drawn first, so that smaller ones are on top. Pixels without annotation are background.
 """
 
 import re
@@ -65,7 +65,7 @@ def _lines(tree: Tree, path: str) -> list[bytes]:
 
 
 def _largest_class(lines: Sequence[bytes]) -> int:
-    """Return the largest class of the lines of a label file; 0 without one."""
+    """Return the largest class in the lines of a label file; 0 if there is none."""
     return max((int(line.split()[0]) for line in lines if line.split()[0].isdigit()), default=0)
 
 
@@ -81,7 +81,7 @@ def _area(line: bytes) -> float:
 
 
 def _shape(line: bytes, height: int, width: int) -> tuple[int, Sequence[tuple[float, float]]]:
-    """Return the class and the corners in pixels of a line; a box has four numbers, and is drawn as a rectangle."""
+    """Return the class and the corners in pixels from a line; a box has four numbers, and is drawn as a rectangle."""
     number, *words = line.split()
     values = [float(word) for word in words]
     if len(values) in (4, 5):

@@ -1,6 +1,6 @@
-"""`segapp init`: look at a folder of images, and write a config for it, with the reason for each choice as a comment.
+"""`segapp init`: examine a folder of images, and write a config for it, with the reason for each choice as a comment.
 
-`candidates` finds what the folder may be, `splitting` divides its images, `text` is the config.
+`candidates` finds the possible layouts of the folder, `splitting` divides its images, `text` writes the config.
 """
 
 import json
@@ -39,12 +39,12 @@ from segapp.run.files import remove_dead_temporaries, write_atomic
 from segapp.run.words import printable
 
 _DEFAULT_FOLDERS = {("image_dir", "images/{split}"), ("mask_dir", "masks/{split}")}
-_PLAUSIBLE = 0.25  # confidence from which the account names another reading as what an unused file may be for
+_PLAUSIBLE = 0.25  # confidence from which another interpretation is given as a possible use of an unused file
 
 
 @dataclass(frozen=True)
 class InitRequest(MaskChoices):
-    """What `segapp init` is asked for: the data folder and the options, which its help explains."""
+    """Arguments of `segapp init`: the data folder and the options, which are explained in its help."""
 
     root: Path
     out: Path | None = None
@@ -59,7 +59,7 @@ class InitRequest(MaskChoices):
     blocks: int | None = None
 
     def check(self) -> None:
-        """Raise ConfigError if the value of an option is not possible, or excludes another one."""
+        """Raise ConfigError if the value of an option is not possible, or conflicts with another one."""
         if self.val_share is not None and not 0 < self.val_share < 1:
             raise ConfigError(f"--val-share {self.val_share:g}: write a share above 0 and below 1, such as 0.15")
         if self.val_share is not None and self.folds is not None:
@@ -84,19 +84,19 @@ class InitRequest(MaskChoices):
 
 @dataclass(frozen=True)
 class InitResult:
-    """The configs that were written, and what is believed about the folder, as lines."""
+    """The configs that were written, and lines that describe the folder."""
 
     configs: tuple[Path, ...]
     lines: tuple[str, ...]
 
 
 def propose_config(request: InitRequest) -> InitResult:
-    """Examine a data folder and write a config for it, or one for each fold. Nothing is written into the folder.
+    """Examine a data folder and write a config for it, or one per fold. Nothing is written into the folder.
 
     Raises:
         ConfigError: the folder or an option is wrong, or the config exists.
-        OpenQuestionError: the folder has several plausible readings, and no option says which one to use.
-        DataError: the folder has no layout that can be recognized, or its masks do not say their classes.
+        OpenQuestionError: the folder has several plausible interpretations, and no option chooses one.
+        DataError: the layout of the folder is unknown, or its classes cannot be determined from its masks.
         StorageError: a file cannot be written.
     """
     root = request.root
@@ -125,8 +125,8 @@ def propose_config(request: InitRequest) -> InitResult:
     division = divided(pairs, share, request.group, request.folds, request.seed, is_published=chosen.name in DATASETS)
     lines += division.lines
     facts = _facts(name, tree, used, out, choices, division, image_root, mask_root)
-    if not (request.clean_masks and len(found) == 1):  # masks that need it look little like masks
-        confirm(root, found, chosen, request.layout)  # after the refusals that say more
+    if not (request.clean_masks and len(found) == 1):  # masks that need cleaning look little like masks
+        confirm(root, found, chosen, request.layout)  # after the refusals, which are more specific
     lines += neighbor_lines(division, image_root, facts.pixels, facts.content.median_px)
     names = ", ".join(shown(name) for name in facts.classes.names[:12])
     more = f" and {len(facts.classes.names) - 12} more" if len(facts.classes.names) > 12 else ""
@@ -143,7 +143,7 @@ def propose_config(request: InitRequest) -> InitResult:
 
 
 def _in_blocks(tree: Tree, chosen: Layout, request: InitRequest) -> Layout:
-    """Return a candidate cut into blocks, if they are asked for; ask for them if there is one large image."""
+    """Return a candidate cut into blocks if the user wants this; ask if there is one large image."""
     if chosen.is_drawn:
         if request.blocks is not None:
             raise ConfigError(f"--blocks cuts images that have masks, not {chosen.title}: leave --blocks out")
@@ -156,7 +156,7 @@ def _in_blocks(tree: Tree, chosen: Layout, request: InitRequest) -> Layout:
 
 
 def _written(tree: Tree, chosen: Layout, out: Path, lines: list[str]) -> tuple[list[Pair], Path, Path]:
-    """Write what a layout draws and add that to the lines; return its pairs and the roots of images and masks."""
+    """Write the files of a layout and report it in the lines; return its pairs and the roots of images and masks."""
     if not chosen.is_drawn:
         return list(chosen.pairs), tree.root, tree.root
     if len(chosen.classes) == 1:
@@ -180,7 +180,7 @@ def _facts(
     root: Path,
     mask_root: Path,
 ) -> Facts:
-    """Return what a config is made from; `root` is that of the images."""
+    """Return the facts from which a config is made; `root` is the folder of the images."""
     train, val = (
         [ImagePair(root / pair.image, mask_root / pair.mask, pair.image) for pair in pairs]
         for pairs in (division.train, division.val)
@@ -226,7 +226,7 @@ def _facts(
 
 
 def _with_ignored_note(content: MaskContent, classes: Classes, cause: str) -> Classes:
-    """Return the classes with a sentence on the ignored pixels, if they are more than a hundredth."""
+    """Return the classes with a sentence on the ignored pixels if they are more than a hundredth."""
     share = content.share(stored for stored in content.pixels if classes.class_of(stored) is None)
     note = f"{share:.1%} of the pixels are ignored, {cause}"
     return replace(classes, notes=(*classes.notes, note)) if share > 0.01 else classes
@@ -265,7 +265,7 @@ def _uses(
 
 
 def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: Path) -> None:
-    """Write lists and configs; each config is loaded and its pairs are found before anything is put in place."""
+    """Write lists and configs; each config is loaded and its pairs are found before anything is renamed into place."""
     drafts = {path: path.with_name(f".{path.name}.partial") for path in paths}
     lists = out.with_name(f"{out.stem}-lists")
     new_lists, old_lists = (lists.with_name(f".{lists.name}.{word}") for word in ("partial", "older"))
@@ -302,7 +302,7 @@ def write_configs(facts: Facts, division: Division, paths: Sequence[Path], out: 
 
 
 def _check_draft(draft: Path, root: Path, new_lists: Path, lists: Path) -> None:
-    """Raise an error, without the names of the drafts, if a config with the new lists has no pairs."""
+    """Raise an error, without the temporary names, if a config with the new lists has no pairs."""
     try:
         data = load_config(draft, [f"data.list_dir={json.dumps(str(new_lists))}"] if new_lists.exists() else []).data
         build_scheme(data)
@@ -316,7 +316,7 @@ def _check_draft(draft: Path, root: Path, new_lists: Path, lists: Path) -> None:
 
 
 def _listed(pairs: Sequence[Pair]) -> bytes:
-    """Return a list file; raise DataError for a name that a list cannot hold."""
+    """Return a list file; raise DataError for a name that cannot be written into a list."""
     lines = []
     for pair in pairs:
         image = pair.image
@@ -327,9 +327,9 @@ def _listed(pairs: Sequence[Pair]) -> bytes:
 
 
 def init_folder(request: InitRequest) -> None:
-    """Write the configs of a request; print what is believed, and the next commands.
+    """Write the configs of a request; print the findings and the next commands.
 
-    Each question that the folder leaves open is asked in a terminal, and raised as OpenQuestionError in a pipe.
+    Open questions are asked in a terminal, and raised as OpenQuestionError in a pipe.
     """
     while True:
         try:
@@ -350,7 +350,7 @@ def init_folder(request: InitRequest) -> None:
 
 
 def _answer(question: OpenQuestionError) -> str:
-    """Return the value that the person at the terminal chooses; raise the question if it is no number of an answer."""
+    """Return the value that the user chooses in the terminal; raise the question if the input is no answer's number."""
     print(f"{printable(question.question)}:", file=sys.stderr)
     for number, answer in enumerate(question.answers, start=1):
         print(f"  {number}  {printable(answer.value)}: {printable(answer.words)}", file=sys.stderr)
@@ -362,7 +362,7 @@ def _answer(question: OpenQuestionError) -> str:
 
 
 def _check_place(root: Path, out: Path) -> None:
-    """Raise ConfigError if a config and the files next to it would lie in the data folder."""
+    """Raise ConfigError if a config and the files next to it would be in the data folder."""
     data, place = Path(os.path.realpath(root)), Path(os.path.realpath(out.parent))
     if place.is_relative_to(data):
         raise ConfigError(
@@ -373,9 +373,9 @@ def _check_place(root: Path, out: Path) -> None:
 
 
 def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[str, str] | None:
-    """Return `image_dir`, `mask_dir` and endings with which format `folder` finds exactly these pairs; None without.
+    """Return `image_dir`, `mask_dir` and endings with which format `folder` finds exactly these pairs, if any.
 
-    `words` are the splits that the config names, with their words on disk.
+    `words` maps the splits in the config to their names on disk.
     """
     image_dir, mask_dir = _common_folder(layout.image_pattern), _common_folder(layout.mask_pattern)
     if image_dir is None or mask_dir is None or "{split}" not in image_dir:
@@ -392,7 +392,7 @@ def folder_keys(root: Path, layout: Layout, words: Mapping[str, str]) -> dict[st
 
 
 def _common_folder(pattern: tuple[str, ...]) -> str | None:
-    """Return the folders up to those that vary; None if folders with a role follow them."""
+    """Return the folders before the first varying one; None if folders with a role follow."""
     fixed = list(pattern)
     while fixed and fixed[-1] == "*":
         fixed.pop()
@@ -400,7 +400,7 @@ def _common_folder(pattern: tuple[str, ...]) -> str | None:
 
 
 def _constant_endings(pairs: Sequence[Pair]) -> tuple[str, str] | None:
-    """Return the endings of image and mask names that follow what both have in common, if all pairs have the same."""
+    """Return the endings of image and mask names after their common part, if all pairs have the same ones."""
     endings = set()
     for pair in pairs:
         image, mask = os.path.basename(pair.image), os.path.basename(pair.mask)

@@ -1,4 +1,4 @@
-"""What a folder may be: layouts and annotations that can become masks, the choice between them, and a page of them."""
+"""Candidates for a folder: layouts and convertible annotations, the choice between them, and a page of them."""
 
 import io
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,14 +32,14 @@ _THUMBNAIL_PX = 240
 
 @dataclass(frozen=True)
 class Found:
-    """What a folder may be, the most likely first, and by candidate why tables that name images are not used."""
+    """The candidates of a folder, most likely first, and for each the unused tables and the reasons."""
 
     candidates: Sequence[Layout]
     unused: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 def find_candidates(tree: Tree) -> Found:
-    """Return what a folder may be; raise DataError if that is nothing known, or if lists contradict each other."""
+    """Return the candidates of a folder; DataError if there are none, or if lists contradict each other."""
     published = published_layout(tree)
     if published is not None:
         return Found([published])
@@ -62,10 +62,10 @@ def find_candidates(tree: Tree) -> Found:
 
 
 def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
-    """Return the layout of a table of pairs and the others that it does not contradict or repeat.
+    """Return the layout of a table of pairs, and the other layouts that it neither contradicts nor repeats.
 
-    A table says which mask belongs to which image; another pairing of the same masks, from their names, is not used. A
-    table that names only some of the pairs that names give, and no other, adds nothing.
+    A table says which mask belongs to which image, so another pairing of the same masks by names is not used. A table
+    that lists only some of the pairs found by names, and no others, adds nothing.
     """
     said = listed.files
     masks = {mask for _, mask in said}
@@ -78,7 +78,7 @@ def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
 
 
 def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
-    """Return the candidate of a name or a number, or the most likely one; ask if the second is nearly as likely."""
+    """Return the candidate with a name or number, or the most likely one; ask if the second is nearly as likely."""
     if name is not None:
         for number, candidate in enumerate(found, start=1):
             if name in (candidate.name, str(number)):
@@ -92,7 +92,7 @@ def choose(root: Path, found: Sequence[Layout], name: str | None) -> Layout:
 
 
 def confirm(root: Path, found: Sequence[Layout], chosen: Layout, name: str | None) -> None:
-    """Ask if a reading is not likely enough to be used without a question, and was not named."""
+    """Ask if an interpretation was not named and is not likely enough to be used without a question."""
     if name is None and chosen.confidence < SURE:
         question = f"no reading of {shown(root)} is likely enough to be used without a question"
         raise _layout_question(question, [chosen, *(one for one in found[:_MAX_SHOWN] if one is not chosen)])
@@ -108,7 +108,7 @@ def _evidence_of(candidate: Layout) -> str:
 
 
 def found_lines(found: Sequence[Layout], chosen: Layout) -> list[str]:
-    """Return what is believed, and what else is possible."""
+    """Return lines that describe the findings and the other candidates."""
     lines = [f"also possible: --layout {_described(one)}" for one in found[:_MAX_SHOWN] if one is not chosen]
     return [f"layout: {_described(chosen)}", *lines]
 
@@ -128,8 +128,8 @@ def _nothing_known(tree: Tree) -> str:
 
 
 def save_candidates(out: Path, tree: Tree, found: Sequence[Layout]) -> None:
-    """Write a page with pictures of the most likely candidates."""
-    from segapp.report.render import render, save_page  # loads torch, which no config needs
+    """Write a page with images of the most likely candidates."""
+    from segapp.report.render import render, save_page  # imports torch, which no config needs
 
     values = {
         "name": shown(tree.root),
@@ -139,7 +139,7 @@ def save_candidates(out: Path, tree: Tree, found: Sequence[Layout]) -> None:
 
 
 def _pictures(tree: Tree, candidate: Layout) -> Iterator[tuple[str, Markup, Markup]]:
-    """Yield the names and the pictures of some pairs; those that cannot be read are left out."""
+    """Yield the names and the images of some pairs; unreadable ones are left out."""
     for pair in evenly(candidate.pairs, _MAX_PAIRS):
         try:
             if pair.drawing is None:
@@ -161,7 +161,7 @@ def _picture(tree: Tree, pair: Pair) -> NDArray[np.uint8]:
 
 
 def _colored(mask: NDArray[np.integer]) -> NDArray[np.uint8]:
-    """Return a mask as colors: ids (H, W) get distinct ones, colors stay."""
+    """Return a mask as colors: ids (H, W) get distinct ones, colors are unchanged."""
     if mask.ndim == 3:
         return mask.astype(np.uint8)
     colors = np.array([(0, 0, 0), *bit_palette(254, first=1), (255, 255, 255)], np.uint8)

@@ -1,4 +1,4 @@
-"""Which images train and which validate: the splits of the data, or a division by groups, or folds."""
+"""The images for training and validation: the splits of the data set, or a division by groups, or folds."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,27 +28,27 @@ TEST_VALIDATES = (
     "a part of train instead"
 )
 _MAX_IMAGES = 100
-_MAX_PX = 2**25  # pixels that are read: half a second
+_MAX_PX = 2**25  # number of pixels that are read: half a second
 
 
 @dataclass(frozen=True)
 class Division:
-    """The images of the splits, with folds those of the first fold."""
+    """The images of the splits; with folds, the images of the first fold."""
 
     train: Sequence[Pair]
     val: Sequence[Pair]
     words: Mapping[str, str]  # "train" and the validation split -> their names on disk
     lists: Mapping[str, Sequence[Pair]]  # name of a list -> its pairs
     num_folds: int = 0  # 0 without folds
-    is_new: bool = True  # the division is not that of the data
-    lines: tuple[str, ...] = field(default=())  # how it was made
-    kind: str = ""  # the part of the paths that names a group of a new division; "image" if there is none
+    is_new: bool = True  # the division was made by segapp, not by the data set
+    lines: tuple[str, ...] = field(default=())  # description
+    kind: str = ""  # the part of the paths that names a group in a new division; "image" if there is none
 
 
 def divided(
     pairs: Sequence[Pair], share: float | None, group: str | None, folds: int | None, seed: int, *, is_published: bool
 ) -> Division:
-    """Return which pairs train and which validate; the options are those of `InitRequest`.
+    """Return the pairs for training and for validation; the options are the same as in `InitRequest`.
 
     The splits of a published data set keep their names. ConfigError is raised if the data have splits and a share or
     groups are given, or if a side would be empty.
@@ -105,7 +105,7 @@ def _new(
     line: str,
     num_folds: int = 0,
 ) -> Division:
-    """Return a division that is not that of the data, with a line about its groups."""
+    """Return a new division, with a line about its groups."""
     images = [pair.image for pair in pairs]
     groups = f"groups: {grouping.examples(images)}"
     if grouping.kind == "image":
@@ -132,8 +132,8 @@ def _folds(pairs: Sequence[Pair], group: str | None, folds: int, seed: int) -> D
 def neighbor_lines(division: Division, root: Path, pixels: PixelFormat | None, size_px: tuple[int, int]) -> list[str]:
     """Return a warning if validation images look like training images; no line if the names have groups.
 
-    The first images in the order of their names are compared, as many as are read in about half a second; `size_px` is
-    the usual height and width of an image.
+    The first images in the order of their names are compared, as many as can be read in about half a second; `size_px`
+    is the usual height and width of an image.
     """
     if not division.is_new or division.kind != "image":
         return []
@@ -155,7 +155,7 @@ def _looks(pairs: Sequence[Pair], first: Sequence[str], root: Path, pixels: Pixe
     for image in sorted({pair.image for pair in pairs} & set(first)):
         try:
             rgb = pixels.as_rgb(read_image(root / image, pixels))
-        except DataError:  # check names it
+        except DataError:  # check reports it
             continue
         found.append((image, look_of(np.asarray(cv2.cvtColor(rgb, cv2.COLOR_RGB2GRAY), np.uint8))))
     return found

@@ -1,4 +1,4 @@
-"""The text of a config, each line with the reason for its value."""
+"""The text of a config, in which each line has the reason for its value."""
 
 import json
 import math
@@ -18,15 +18,15 @@ from segapp.onboarding.survey.content import MaskContent
 from segapp.onboarding.survey.encoding import Classes
 from segapp.run.words import printable
 
-LARGE_PX = 8_000_000  # images beyond this are evaluated in windows: whole, they need gigabytes on the device
+LARGE_PX = 8_000_000  # larger images are evaluated in windows: whole, they need gigabytes on the device
 RARE_SHARE = 0.01  # share of the pixels below which class weights are proposed
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a data set: its root is that of the images, and `keys` are further keys of the `data` section.
+    """The facts about a data set; `root` is the folder of its images, `keys` are further keys of the `data` section.
 
-    The pixels of images of 8-bit RGB are None.
+    The pixels of 8-bit RGB images are None.
     """
 
     name: str
@@ -142,7 +142,7 @@ def _batch(num_gpus: int, num_train: int) -> tuple[int, str]:
 
 
 def _data_lines(facts: Facts) -> Iterator[str]:
-    """Yield the lines that say where the files are, and what the masks hold."""
+    """Yield the lines on the locations of the files and the contents of the masks."""
     yield "data:"
     yield f"  format: {facts.format}"
     yield f"  root: {_quoted(str(facts.root))}"

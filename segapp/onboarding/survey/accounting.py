@@ -1,4 +1,4 @@
-"""The account of a data folder: how many of its files are used, and why each of the others is not."""
+"""The account of a data folder: how many of its files are used, and why the others are not."""
 
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
@@ -25,7 +25,7 @@ _KINDS = {
     "sidecar": ("sidecars", "it holds no annotations, splits or class names that are used"),
     "file": ("files of other kinds", "files of this kind are not read"),
 }
-"""The kinds of files: their plural, and the usual reason why one is not used."""
+"""The kinds of files: their plural, and the usual reason why a file is not used."""
 _MAX_GROUPS = 12
 
 
@@ -34,7 +34,7 @@ class Uses:
     """The files of a folder that a config uses, relative to the root."""
 
     images: Mapping[str, Collection[str]]  # split or fold, in words -> its images
-    masks: Collection[str] = ()  # files of masks, or files that masks are made from
+    masks: Collection[str] = ()  # mask files, or files from which masks are made
     sources: Collection[str] = ()  # lists, tables, class files and annotations that were read
     reasons: Mapping[str, str] = field(default_factory=dict)  # file -> why it is not used, if that is known
     # kind -> why files of it are not used otherwise, if that differs from `_KINDS`
@@ -59,7 +59,7 @@ class Account:
 
     @property
     def lines(self) -> list[str]:
-        """One line for each kind with its numbers, then one for each group that is not used."""
+        """One line per kind with its numbers, then one line per group that is not used."""
         lines = []
         for kind in _KINDS:
             uses = self.used.get(kind, {})
@@ -90,7 +90,7 @@ class Account:
 
 
 def account_for(tree: Tree, uses: Uses) -> Account:
-    """Return the account of a folder; every file that is not hidden is in it exactly once."""
+    """Return the account of a folder; every file that is not hidden is counted exactly once."""
     used: dict[str, Counter[str]] = defaultdict(Counter)
     for split, paths in uses.images.items():
         used["image"][split] += len(set(paths))
@@ -113,7 +113,7 @@ def account_for(tree: Tree, uses: Uses) -> Account:
 
 
 class _Words:
-    """Tells unused images, masks and other pictures apart, and why they are not used, by their folders and names."""
+    """Classifies unused images, masks and other files by their folders and names, with reasons why they are unused."""
 
     def __init__(self, uses: Uses, tree: Tree) -> None:
         self._tree = tree
@@ -145,7 +145,7 @@ class _Words:
         return {parse_file(path).split for path in self._tree.images if self.kind(path) == "image"}
 
     def reason(self, kind: str, path: str) -> str:
-        """Return the usual reason why a file of a kind is not used."""
+        """Return the usual reason why a file of this kind is not used."""
         split = parse_file(path).split
         if split is not None and split not in self._splits and kind in ("image", "mask", "picture"):
             if kind == "mask" and split not in self._splits_with_images:

@@ -1,7 +1,7 @@
-"""Class names from the files next to the data: lists, tables, YAML, JSON of labeling tools.
+"""Class names from files next to the data: lists, tables, YAML, JSON of labeling tools.
 
-A file gives names by the value in the mask, by color, or in an order; a file that is none of the known kinds gives
-nothing. Every reader takes text, so that a test needs no file.
+A file gives names by mask value, by color, or in an order; a file of unknown kind gives nothing. Every reader takes
+text, so tests need no files.
 """
 
 import csv
@@ -26,7 +26,7 @@ _VOID_NAMES = known_words("classes", "void")
 
 @dataclass(frozen=True)
 class ClassFile:
-    """Class names in the order of a file; by value or color in the mask, if the file says it."""
+    """Class names in the order of a file; by value or color in the mask, if the file has these."""
 
     source: str
     names: tuple[str, ...]
@@ -35,7 +35,7 @@ class ClassFile:
 
 
 def is_void(name: str) -> bool:
-    """Return True for the usual names of pixels that count nowhere.
+    """Return True for the usual names of ignored pixels.
 
     >>> [is_void(name) for name in ("Unlabelled", "no data", "don't care", "__ignore__", "background", "other")]
     [True, True, True, True, False, False]
@@ -52,7 +52,7 @@ def is_background(name: str) -> bool:
 
 
 def find_class_files(tree: Tree) -> list[ClassFile]:
-    """Return the class names of all files that hold some: with values or colors first, then near the root."""
+    """Return the class names of all files that have some: with values or colors first, then near the root."""
     found = []
     for path in tree.others_named(".csv", ".txt", ".names", ".lst", ".json", ".yaml", ".yml"):
         name = path.rpartition("/")[2]
@@ -72,9 +72,9 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
 
 
 def nearest_first(files: Sequence[ClassFile], mask: str) -> list[ClassFile]:
-    """Return class files in their order, but those that share most words with the path of a mask first.
+    """Return class files in their order, but first those that share the most words with the path of a mask.
 
-    Two versions of labels have a class file each: `config_v2.0.json` names the classes of `v2.0/labels`.
+    Two versions of labels have one class file each: `config_v2.0.json` names the classes of `v2.0/labels`.
     """
 
     def words(text: str) -> set[str]:
@@ -152,7 +152,7 @@ def read_name_list(text: str, source: str) -> ClassFile | None:
 
 
 def read_object_info(text: str, source: str) -> ClassFile | None:
-    r"""Return the classes of ADE20K's list: number, frequencies and name in columns; 0 is what has none of the names.
+    r"""Return the classes of ADE20K's list: number, frequencies and name in columns; 0 is any unnamed class.
 
     >>> read_object_info("Idx\tRatio\tName\n1\t0.16\twall\n2\t0.1\thouse, villa", "").ids
     {0: 'unlabeled', 1: 'wall', 2: 'house'}
@@ -217,7 +217,7 @@ def _color(value: Any) -> Color:
 
 
 def described(found: ClassFile) -> str:
-    """Return a file and what it holds as text."""
+    """Return a file and its contents as text."""
     kind = "by color" if found.colors else "by value" if found.ids else "in order"
     return f"{shown(found.source)} ({len(found.names)} names {kind})"
 
@@ -238,4 +238,4 @@ _READERS: Sequence[tuple[str, Callable[[str, str], ClassFile | None]]] = (
     ),
     (r"(data|dataset|classes|labels|.*data.*)\.ya?ml", read_yaml),
 )
-"""Names of files -> what reads them; the first pattern that fits a name counts."""
+"""Names of files -> reader; the first pattern that matches a name is used."""

@@ -1,4 +1,4 @@
-"""Contents of masks: their values or colors with pixels and numbers of masks, evenly over a data set."""
+"""Contents of masks: their values or colors, with numbers of pixels and masks, sampled evenly from a data set."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -19,10 +19,10 @@ from segapp.datasets.resources import ThreadPool
 from segapp.errors import DataError
 
 MAX_HEADERS, MAX_MASKS = 400, 2000
-MAX_MASK_PX = 400_000_000  # pixels of masks that are read: all masks of a small data set, and so every value in them
+MAX_MASK_PX = 400_000_000  # pixels of the masks that are read: all masks of a small data set, so every value is found
 MAX_COLORS = 256
-"""Colors of one mask that are counted, the most frequent; a mask with more is a photograph, or saved with loss."""
-UNREADABLE = (DataError, OSError, ValueError, SyntaxError)  # what `stored_pixels` raises for a mask that cannot be read
+"""Maximum number of colors that are counted in a mask, the most frequent; a mask with more is a photograph or lossy."""
+UNREADABLE = (DataError, OSError, ValueError, SyntaxError)  # errors of `stored_pixels` for an unreadable mask
 
 Value = int | Color
 """A value in masks of ids, or a color in RGB masks."""
@@ -33,7 +33,7 @@ class MaskContent:
     """Contents of masks."""
 
     num_masks: int = 0  # masks that were read
-    num_all: int = 0  # masks there are
+    num_all: int = 0  # all masks
     unread: list[Path] = field(default_factory=list)  # masks that could not be read
     values: Counter[int] = field(default_factory=Counter)  # pixels by value, of masks of ids
     colors: Counter[Color] = field(default_factory=Counter)  # pixels by RGB color, of RGB masks
@@ -59,7 +59,7 @@ class MaskContent:
         return self.colors[stored] if isinstance(stored, tuple) else self.values[stored]
 
     def share(self, stored: Iterable[Value]) -> float:
-        """Return the share of the pixels read that have one of some values or colors."""
+        """Return the share of the read pixels that have one of some values or colors."""
         return sum(map(self.pixels_of, stored)) / max(1, self.values.total() + self.colors.total())
 
     def percent(self, stored: Iterable[Value]) -> str:
@@ -70,9 +70,9 @@ class MaskContent:
 
 
 def read_contents(pairs: Sequence[ImagePair]) -> MaskContent:
-    """Read headers of images and whole masks, evenly over the pairs; unreadable files are counted.
+    """Read headers of images and complete masks, evenly over the pairs; unreadable files are counted.
 
-    Masks of ids are read as colors where some masks are color images. DataError is raised if no image can be read.
+    Masks of ids are read as colors if some masks are color images. DataError is raised if no image can be read.
     """
     with ThreadPool(4) as pool:
         sizes = [size for size in pool.map(_size, _evenly(pairs, MAX_HEADERS)) if not isinstance(size, DataError)]
@@ -153,7 +153,7 @@ def reason_unread(path: Path) -> str:
 def stored_pixels(path: Path, *, as_rgb: bool) -> tuple[NDArray[np.uint8 | np.int64], str]:
     """Return the ids (H, W) or the colors (H, W, 3) of a mask as stored, and its format.
 
-    An error of UNREADABLE is raised if the file is damaged, or holds numbers with fractions.
+    An error in UNREADABLE is raised if the file is damaged, or has numbers with fractions.
     """
     data = read_bytes(path)
     image = open_bytes(data, path)
@@ -174,7 +174,7 @@ def _histogram(numbers: NDArray[np.uint8 | np.int64] | NDArray[np.int32]) -> dic
 
 
 def dominant_levels(content: MaskContent, most: int = 64) -> list[Color] | list[int]:
-    """Return the values or colors that masks saved with loss had before: frequent ones that lie apart."""
+    """Return the original values or colors of lossy masks: frequent ones that are far apart."""
     counts = content.colors or Counter({(value, value, value): count for value, count in content.values.items()})
     kept: list[Color] = []
     for color, count in counts.most_common():
@@ -191,12 +191,12 @@ def dominant_levels(content: MaskContent, most: int = 64) -> list[Color] | list[
 
 
 def _snapped(value: int) -> int:
-    """Return 0 or 255 for values near them, which JPEG moves by a few units."""
+    """Return 0 or 255 for values near them, which JPEG changes by a few units."""
     return 0 if value <= 8 else 255 if value >= 247 else value
 
 
 def _is_blend(color: Color, first: Color, second: Color) -> bool:
-    """Return True if a color is near the line between two others, as the pixels at their border are."""
+    """Return True if a color is near the line between two others, like the pixels at their border."""
     start, way = np.array(first, float), np.array(second, float) - first
     along = float(np.clip((np.array(color) - start) @ way / (way @ way), 0, 1))
     return float(np.linalg.norm(start + along * way - color)) < 32

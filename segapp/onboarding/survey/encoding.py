@@ -1,7 +1,7 @@
 """The classes of masks, from their values and from class files: names, label map, palette, ignored ids.
 
-Each way in which masks store classes says in words what it believes and why. Ignored pixels are named with their share;
-two plausible readings are a question.
+Each way in which masks store classes describes its findings and reasons. Ignored pixels are reported with their share.
+If two interpretations are plausible, the user is asked.
 """
 
 import re
@@ -19,7 +19,7 @@ from segapp.onboarding.survey.published import is_certain, recognise, recognise_
 from segapp.onboarding.survey.questions import Answer, open_question
 
 IGNORED = 255
-INSTANCE_STEP = 1000  # class x this + number of the instance is the value of a pixel in most masks of instances
+INSTANCE_STEP = 1000  # in most instance masks, a pixel's value is class x this + number of the instance
 MASK_KINDS = {
     "ids": "each value is a class",
     "instances": f"value // {INSTANCE_STEP} is the class",
@@ -29,12 +29,12 @@ MASK_KINDS = {
 """Values of `--masks`."""
 NO_PALETTE = "none"  # value of `--palette`: the colors match no published data set
 UNLABELLED = ("ignore", "class")  # values of `--unlabelled`
-MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an order
+MAX_UNSAID = 0.01  # largest share of the pixels that is ignored without a question or an option
 CLEANING = (
     "export them again without either, or add --clean-masks, which writes copies next to the config with each pixel "
     "set to the nearest of the frequent"
 )
-STRAY_SHARE = 1e-5  # share of the pixels below which a lone value is a stray one
+STRAY_SHARE = 1e-5  # share of the pixels below which a single value is a stray one
 _MAX_NAMED = 6
 _MAX_PALETTES = 4
 _BINARY_SMOOTH_SHARE = 0.1
@@ -43,7 +43,7 @@ _TAG = re.compile(r"-tag-(.+?)-\d+\.\w+$")
 
 @dataclass(frozen=True, kw_only=True)
 class MaskChoices:
-    """What the user says about masks, as the options of `segapp init`; None: found, or asked."""
+    """The user's answers about masks, as options of `segapp init`; None: determined from the masks, or asked."""
 
     masks: str | None = None  # a key of MASK_KINDS
     unlabelled: str | None = None  # one of UNLABELLED
@@ -55,17 +55,17 @@ class Classes:
     """Classes of masks, as config values."""
 
     names: tuple[str, ...]  # of the classes, by id
-    names_reason: str  # where they are from
+    names_reason: str  # source of the names
     label_map: Mapping[int, int] = field(default_factory=dict)  # value in the mask -> class or ignored
     label_map_reason: str = ""  # why
     ignore_index: int | None = None  # None: 255
-    palette: tuple[Color, ...] = ()  # colors of RGB masks, those of ignored pixels last; empty: masks of ids
-    palette_reason: str = ""  # what they are
+    palette: tuple[Color, ...] = ()  # colors of RGB masks, the ignored ones last; empty: masks of ids
+    palette_reason: str = ""  # description of the colors
     notes: tuple[str, ...] = ()  # sentences about values that are ignored, or about files that do not fit
-    source: str = ""  # file next to the data that the names are from; empty: none
+    source: str = ""  # file next to the data that contains the names; empty: none
 
     def class_of(self, stored: Value) -> int | None:
-        """Return the class of a value or color in the masks; None if it is ignored, or of no class."""
+        """Return the class of a value or color in the masks; None if it is ignored, or has no class."""
         if isinstance(stored, tuple):
             number = self.palette.index(stored) if stored in self.palette else len(self.names)
         else:
@@ -76,7 +76,7 @@ class Classes:
 
 
 def _is_class(content: MaskContent, unnamed: Sequence[Value], file: ClassFile, choices: MaskChoices) -> bool:
-    """Return True if values or colors without a name are classes, False if they are ignored; ask if they are many."""
+    """Return True if unnamed values or colors are classes, False if they are ignored; ask if they are many."""
     if choices.unlabelled is None and content.share(unnamed) <= MAX_UNSAID:
         return False
     return _said_class(
@@ -89,7 +89,7 @@ def _is_class(content: MaskContent, unnamed: Sequence[Value], file: ClassFile, c
 
 
 def _said_class(choices: MaskChoices, question: str, ignored: str, is_class: str, advice: str = "") -> bool:
-    """Return True if the user says that pixels are a class, False if they are ignored; ask if nothing is said."""
+    """Return True if the user treats pixels as a class, False if as ignored; ask if no option is given."""
     if choices.unlabelled is not None:
         return choices.unlabelled == "class"
     answers = (Answer("ignore", ignored), Answer("class", is_class))
@@ -97,13 +97,13 @@ def _said_class(choices: MaskChoices, question: str, ignored: str, is_class: str
 
 
 def _void_of(named: Mapping[Any, str], choices: MaskChoices) -> list[Any]:
-    """Return the values or colors whose names say that they are unlabeled, unless they are needed as a class."""
+    """Return the values or colors whose names mean unlabeled, unless they are needed as a class."""
     void = [stored for stored, name in named.items() if is_void(name)]
     return [] if choices.unlabelled == "class" or len(named) - len(void) < 2 else void
 
 
 def _void_notes(content: MaskContent, named: Mapping[Any, str], void: Sequence[Value]) -> tuple[str, ...]:
-    """Return a sentence for each value or color that is named as unlabeled and occurs."""
+    """Return a sentence per value or color that is named as unlabeled and occurs."""
     return tuple(
         f"{shown(named[stored])} ({listed([stored])}) is ignored: {content.percent([stored])}; "
         "--unlabelled class makes it a class"
@@ -123,14 +123,14 @@ def _check_several(content: MaskContent, stored: Sequence[Value]) -> None:
 
 
 def is_stray(content: MaskContent, value: Value, total: int) -> bool:
-    """Return True for a value or a color of very few pixels in very few masks."""
+    """Return True for a value or a color with very few pixels in very few masks."""
     pixels = content.pixels_of(value)
     is_rare = pixels < STRAY_SHARE * total or pixels <= 3
     return is_rare and content.masks_with[value] <= max(1, content.num_masks // 50)
 
 
 def _strays_note(content: MaskContent, strays: Sequence[Value], what: str) -> tuple[str, ...]:
-    """Return the sentence on stray values or colors, which are ignored; none if there are none."""
+    """Return the sentence on stray values or colors, which are ignored; empty if there are none."""
     if not strays:
         return ()
     named = ", ".join(
@@ -144,7 +144,7 @@ def _strays_note(content: MaskContent, strays: Sequence[Value], what: str) -> tu
 
 
 def listed(stored: Sequence[Value]) -> str:
-    """Return the first few of some values or colors as text: "value 0, 85"."""
+    """Return the first few values or colors as text: "value 0, 85"."""
     return f"{'value' if all(isinstance(one, int) for one in stored) else 'color'} {_few(stored)}"
 
 
@@ -154,7 +154,7 @@ def _few(values: Sequence[Value]) -> str:
 
 
 def _unique(names: Iterable[str]) -> tuple[str, ...]:
-    """Return the names, the second of equal ones with a number."""
+    """Return the names; the second of two equal ones gets a number."""
     taken = Counter[str]()
     unique = []
     for name in names:
@@ -164,7 +164,7 @@ def _unique(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def _ask_for_instances(content: MaskContent, stored: Sequence[Value], choices: MaskChoices) -> None:
-    """Ask what values or colors are that may be instances rather than classes, or were smoothed."""
+    """Ask about values or colors that may be instances instead of classes, or were smoothed."""
     if choices.masks is not None:
         return
     values = [value for value in stored if isinstance(value, int)]
@@ -211,7 +211,7 @@ def _ask_for_instances(content: MaskContent, stored: Sequence[Value], choices: M
 
 
 def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: str, choices: MaskChoices) -> Classes:
-    """Return the classes of RGB masks; raise DataError if they were smoothed or hold one color."""
+    """Return the classes of RGB masks; raise DataError if they were smoothed or have only one color."""
     if content.smooth or len(content.colors) > 2 * MAX_COLORS:
         raise DataError(
             f"{max(len(content.smooth), 1)} of {content.num_masks} masks contain neither ids nor fewer than "
@@ -262,9 +262,9 @@ def _classes_of_colors(content: MaskContent, files: Sequence[ClassFile], mask: s
 def _chosen_palettes(
     known: list[PublishedSet], colors: Sequence[Color], mask: str, choices: MaskChoices
 ) -> list[PublishedSet]:
-    """Return the palettes that may be those of the masks, the chosen or most certain one first; none: no known one.
+    """Return the known palettes that the masks may use, the chosen or most likely one first.
 
-    A question is asked if few colors occur, and nothing else says of which data set they are.
+    A question is asked if few colors occur and nothing else identifies the data set.
     """
     if not known or choices.palette == NO_PALETTE:
         return []
@@ -297,7 +297,7 @@ def _from_named_colors(
     choices: MaskChoices,
     notes: tuple[str, ...],
 ) -> Classes:
-    """Return the classes of a file with colors; colors that it does not name are ignored, or classes on request."""
+    """Return the classes from a file with colors; unnamed colors are ignored, or classes if the user wants this."""
     unknown = [color for color in colors if color not in file.colors]
     named = dict(file.colors)
     source = shown(file.source)
@@ -321,9 +321,9 @@ def _from_named_colors(
 
 
 def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequence[str]) -> Classes | None:
-    """Return background and object, where masks hold 0 and 255 (or 65535) and hardly anything else; else None.
+    """Return background and object if masks have 0 and 255 (or 65535) and hardly any other values; else None.
 
-    DataError is raised if the masks were smoothed, and more than a hundredth of the pixels lies between the two.
+    DataError is raised if the masks were smoothed and more than a hundredth of the pixels are in between.
     """
     white = 65_535 if 65_535 in content.values else 255
     rest = sorted(value for value in content.values if value not in (0, white))
@@ -361,9 +361,9 @@ def binary_classes(content: MaskContent, files: Sequence[ClassFile], masks: Sequ
 
 
 def _names_of_two(files: Sequence[ClassFile], masks: Sequence[str]) -> tuple[tuple[str, ...], str, str]:
-    """Return the names of two classes, why, and their file: one next to the data, or none.
+    """Return the names of two classes, the reason, and their file: one next to the data, or none.
 
-    Masks that Label Studio exported have the name of their tag.
+    Masks that Label Studio exported are named after their tag.
     """
     for file in files:
         if len(file.names) in (1, 2):
@@ -378,7 +378,7 @@ def _names_of_two(files: Sequence[ClassFile], masks: Sequence[str]) -> tuple[tup
 def _classes_of_ids(
     content: MaskContent, files: Sequence[ClassFile], masks: Sequence[str], choices: MaskChoices
 ) -> Classes:
-    """Return the classes of masks of ids; raise DataError if they hold one value, or negative ones."""
+    """Return the classes of masks of ids; raise DataError if they have only one value, or negative ones."""
     values = sorted(content.values)
     common = [value for value in values if not is_stray(content, value, content.values.total())]
     has_class_255 = max(common, default=0) > IGNORED or _is_255_class(content, files, choices)
@@ -435,7 +435,7 @@ def _classes_of_ids(
 def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: MaskChoices) -> bool:
     """Return True if value 255 is a class, False if it marks ignored pixels, as it usually does.
 
-    A question is asked if it fills half of the masks or is one of a few levels, and no file names it.
+    A question is asked if it covers half of the pixels or is one of a few levels, and no file names it.
     """
     if any(IGNORED in file.ids and not is_void(file.ids[IGNORED]) for file in files):
         return True
@@ -454,7 +454,7 @@ def _is_255_class(content: MaskContent, files: Sequence[ClassFile], choices: Mas
 def _of_values(
     named: Mapping[int, str], reason: str, ignored: Iterable[int], why: str, notes: Sequence[str]
 ) -> Classes:
-    """Return the classes of named values; the ignored ones are those of `ignored`, and 255 if it has no name."""
+    """Return the classes of named values; `ignored` values are ignored, and so is 255 if it has no name."""
     ignored = set(ignored)
     ignore_index = -1 if IGNORED in named or len(named) > IGNORED or -1 in ignored else IGNORED
     is_plain = [*named] == [*range(len(named))]
@@ -474,7 +474,7 @@ def _of_values(
 
 @dataclass(frozen=True)
 class _Fit:
-    """A file whose names are those of most values: the name of each value, and the values in the masks without one."""
+    """A file that names most values: the name of each value, and the values in the masks without a name."""
 
     file: ClassFile
     named: Mapping[int, str]
@@ -483,7 +483,7 @@ class _Fit:
 
 
 def _fit(file: ClassFile, content: MaskContent, ids: Sequence[int]) -> _Fit | None:
-    """Return the values that a file names; None if it does not fit those in the masks."""
+    """Return the values that a file names; None if it does not fit the values in the masks."""
     if file.ids:
         named = {value: name for value, name in sorted(file.ids.items()) if 0 <= value <= 65_535}
         unnamed = [value for value in ids if value not in named]
@@ -500,7 +500,7 @@ def _fit(file: ClassFile, content: MaskContent, ids: Sequence[int]) -> _Fit | No
         return _Fit(file, dict(enumerate(file.names)), beyond)
     if last != count:
         return None
-    if is_background(file.names[0]):  # the value beyond the names is a stray one, if any
+    if is_background(file.names[0]):  # a value beyond the names is a stray one
         is_fit = content.share([last]) <= MAX_UNSAID
         return _Fit(file, dict(enumerate(file.names)), [last, *beyond]) if is_fit else None
     unnamed = [0, *beyond] if known[0] == 0 else beyond
@@ -510,7 +510,7 @@ def _fit(file: ClassFile, content: MaskContent, ids: Sequence[int]) -> _Fit | No
 def _from_fit(
     fit: _Fit, content: MaskContent, strays: Sequence[int], choices: MaskChoices, notes: Sequence[str]
 ) -> Classes:
-    """Return the classes of a file; what becomes of values without a name is said, or asked if they are frequent."""
+    """Return the classes of a file; a note describes unnamed values, or the user is asked if they are frequent."""
     named, ignored, why, notes = dict(fit.named), list(strays), fit.why, list(notes)
     source = shown(fit.file.source)
     if 0 in fit.unnamed:
@@ -561,12 +561,12 @@ def _is_zero_class(content: MaskContent, fit: _Fit, choices: MaskChoices) -> boo
 def read_classes(
     content: MaskContent, files: Sequence[ClassFile], masks: Sequence[str], choices: MaskChoices
 ) -> Classes:
-    """Return the classes of masks, whose paths begin with the name of the data folder.
+    """Return the classes of masks; `masks` are their paths, beginning with the name of the data folder.
 
     Raises:
         ConfigError: a choice does not fit the masks.
-        DataError: the masks do not say their classes: no ids, one value, too many colors, saved with loss.
-        OpenQuestionError: there are several plausible readings.
+        DataError: the classes cannot be determined: no ids, one value, too many colors, or lossy masks.
+        OpenQuestionError: there are several plausible interpretations.
     """
     if content.lossy:
         raise DataError(

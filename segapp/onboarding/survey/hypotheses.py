@@ -1,8 +1,8 @@
-"""Hypotheses of which files are images and which their masks, ranked by the evidence for them.
+"""Hypotheses about which files are images and which are their masks, ranked by the evidence for them.
 
 Files whose folders and names follow one pattern are a family, such as all of `<split>/masks/*_mask`. Every pair of
-families is a hypothesis. Names say which mask belongs to which image; the words of folders and names, the share of the
-images that find a mask, and the pixels of a few pairs say how likely it is.
+families is a hypothesis. Names determine which mask belongs to which image; the words of folders and names, the share
+of the images with a mask, and the pixels of a few pairs determine how likely the hypothesis is.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ _MAX_PROBED_PX = 40_000_000
 _FEW_VALUES = 64
 _THUMBNAIL_PX = 48
 _MAX_FAMILIES = 40
-_MIN_NUMBERED = 3  # number of folders with the same name but for a number from which they are scenes rather than splits
+_MIN_NUMBERED = 3  # number of folders with equal names except for a number from which they are scenes, not splits
 MIN_COVERAGE = 0.5  # share of the images that must have a mask
-CLOSE = 0.9  # a second hypothesis of at least this share of the first's confidence makes the choice the user's
+CLOSE = 0.9  # if the second hypothesis has at least this share of the first's confidence, the user must choose
 _NUM_PROBED = 5
-_MAX_VERSIONS = 8  # most folders of annotators or versions that are told apart; more are scenes
-_FEW = 0.25  # share of the pairs of a better layout with the same masks below which a layout is none of its own
-_PART = 0.75  # share of the images of another layout below which a layout with masks for them alone is less likely
+_MAX_VERSIONS = 8  # maximum number of folders of annotators or versions; more are scenes
+_FEW = 0.25  # share of a better layout's pairs with the same masks below which a layout is discarded
+_PART = 0.75  # share of another layout's images below which a layout with masks only for them is less likely
 _COLOR_FOLDERS = ("color", "colour", "colors")
-"""Folders of images with depth or masks next to them; of masks, color is a word of pictures made from them."""
-_LONE_WEIGHT = 0.75  # least weight of the words in the names of a layout that has no rival
-_MIN_SPARSE = 3  # least number of masks of a video whose other frames have none
+"""Folders of images that have depth or masks next to them; for masks, color means images made from them."""
+_LONE_WEIGHT = 0.75  # minimum weight of the words in the names of a layout without alternatives
+_MIN_SPARSE = 3  # minimum number of masks of a video whose other frames have none
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a file holds: its upright height and width, and, unless it is too large to look, what its pixels are.
+    """Contents of a file: its upright height and width and, unless it is too large, statistics of its pixels.
 
     Flatness is the share of the pixels that equal their left neighbor; the thumbnail has 48 x 48 pixels, as numbers.
     """
@@ -83,14 +83,14 @@ class Probe:
 
 @lru_cache(maxsize=4096)
 def probe(path: Path) -> Probe | None:
-    """Return what a file holds; None if it cannot be read."""
+    """Return the contents of a file; None if it cannot be read."""
     try:
         header = read_header(path)
         size = (header.height_px, header.width_px)
         if header.height_px * header.width_px > _MAX_PROBED_PX:
             return Probe(size)
         if header.stored is not None and not header.stored.is_picture and path.suffix.lower() in TIFF_SUFFIXES:
-            pixels = read_bands(path, (1,))[..., 0]  # Pillow does not decode most types
+            pixels = read_bands(path, (1,))[..., 0]  # Pillow does not decode most dtypes
         else:
             image = open_bytes(read_bytes(path), path)
             pixels = np.asarray(image if image.mode in ("L", "P", "1", "I", "I;16", "F") else image.convert("RGB"))
@@ -108,7 +108,7 @@ def probe(path: Path) -> Probe | None:
 
 
 def are_all_alike(probes: list[Probe]) -> bool:
-    """Return True for three or more masks of at least two values that are nearly the same: fields of view."""
+    """Return True for three or more nearly equal masks with at least two values: fields of view."""
     shown = [found.thumbnail for found in probes if found.thumbnail is not None]
     if len(shown) < 3:
         return False
@@ -123,10 +123,10 @@ class SurveyedImage:
     """An image file below the root."""
 
     path: str
-    # its folders: those with words of roles as they are, a split as `{split}`, any other as `*`
+    # its folders: those with role words unchanged, a split as `{split}`, any other as `*`
     pattern: tuple[str, ...]
     scenes: tuple[str, ...]  # the folders that are `*`
-    split: str | None  # "train", "val" or "test", if a folder says it
+    split: str | None  # "train", "val" or "test", if a folder names it
     split_word: str | None  # the split as the folder writes it
 
     @cached_property
@@ -146,7 +146,7 @@ class SurveyedImage:
 
 
 def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> SurveyedImage:
-    """Return an image file; `scenes_named` hold the word of a split by chance, as `Case_Training_001`."""
+    """Return an image file; `scenes_named` are folders with an accidental split word, such as `Case_Training_001`."""
     pattern: list[str] = []
     scenes: list[str] = []
     split = word = None
@@ -171,7 +171,7 @@ def parse_file(path: str, scenes_named: frozenset[str] = frozenset()) -> Surveye
 
 @dataclass(frozen=True)
 class Family:
-    """Files whose folders follow one pattern, and perhaps their names too: an ending is `img_*`, `*_mask`, `*.png`."""
+    """Files whose folders follow one pattern, and possibly their names too: an ending is `img_*`, `*_mask`, `*.png`."""
 
     pattern: tuple[str, ...]
     ending: str
@@ -184,7 +184,7 @@ class Family:
         return tuple(i for i in range(len(first)) if any(file.scenes[i] != first[i] for file in self.files))
 
     def divided_at(self, position: int) -> list[Family]:
-        """Return one family for each folder at a position of `SurveyedImage.scenes`, with its name; none for many."""
+        """Return one family per folder at a position of `SurveyedImage.scenes`, with its name; none for many."""
         place = [i for i, part in enumerate(self.pattern) if part == "*"][position]
         before, behind = self.pattern[:place], self.pattern[place + 1 :]
         by_folder = _by(self.files, lambda file: file.scenes[position])
@@ -199,7 +199,7 @@ class Family:
 
     @cached_property
     def place(self) -> str:
-        """The label with the folders that all files share, whatever their names say."""
+        """The label with the folders that all files share, regardless of their names."""
         scenes = iter(enumerate(self.files[0].scenes))
         folders = [next(scenes) if part == "*" else (-1, part) for part in self.pattern]
         return self._named(folder for position, folder in folders if position not in self.varying)
@@ -228,7 +228,7 @@ def find_families(paths: Iterable[str]) -> list[Family]:
 
 
 def _scenes_with_split_words(folders: Iterable[str]) -> frozenset[str]:
-    """Return the folders of which several differ by a number, although their names hold the word of a split."""
+    """Return the folders that differ only by a number, although their names contain the word of a split."""
     by_shape: dict[str, list[str]] = defaultdict(list)
     for folder in folders:
         if split_in(folder) is not None:
@@ -249,13 +249,13 @@ def _affix_pattern(file: SurveyedImage) -> str:
 
 
 def inner_stem(file: SurveyedImage) -> str:
-    """Return the stem without a second extension: a of a.jpg.png."""
+    """Return the stem without a second extension: a for a.jpg.png."""
     head, dot, last = file.stem.rpartition(".")
     return head if dot and last.lower() in ("jpg", "jpeg", "png", "tif", "tiff", "bmp") else file.stem
 
 
 def common_affixes(stems: Iterable[str]) -> tuple[str, str]:
-    """Return prefix and ending that all stems share, without digits at their inner ends.
+    """Return the prefix and ending that all stems share, without digits at their inner ends.
 
     >>> common_affixes(["img_001_x1", "img_002_x1"])
     ('img_', '_x1')
@@ -269,7 +269,7 @@ def common_affixes(stems: Iterable[str]) -> tuple[str, str]:
 
 
 def common_beginning(first: str, second: str) -> str:
-    """Return the characters that both texts begin with."""
+    """Return the characters with which both texts begin."""
     same = takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
     return "".join(character for character, _ in same)
 
@@ -294,7 +294,7 @@ _Key = Callable[[SurveyedImage], str | None]
 
 @dataclass(frozen=True)
 class _Naming:
-    """A way in which names of masks follow from names of images: in words, its weight, the keys that must be equal."""
+    """A rule from image names to mask names: its description, its weight, and the keys that must be equal."""
 
     words: str
     weight: float
@@ -304,7 +304,7 @@ class _Naming:
 
 
 def find_layouts(tree: Tree) -> list[Layout]:
-    """Return the hypotheses, the most likely first; none whose pairs another, more likely one has too."""
+    """Return the hypotheses, most likely first, except those whose pairs a more likely one also has."""
     families = find_families(tree.images)
     found = [layout for images in families for masks in families for layout in _readings(tree.root, images, masks)]
     ranked: list[Layout] = []
@@ -312,14 +312,14 @@ def find_layouts(tree: Tree) -> list[Layout]:
         if not any(_repeats(layout, better) for better in ranked):
             ranked.append(layout)
     ranked = sorted((_weighed_against(layout, ranked) for layout in ranked), key=lambda one: -one.confidence)
-    if len(ranked) == 1:  # unusual words of names matter only if there is another layout to choose
+    if len(ranked) == 1:  # unusual words in names matter only if there is another layout to choose
         only = ranked[0]
         ranked = [replace(only, confidence=only.confidence / only.name_weight * max(_LONE_WEIGHT, only.name_weight))]
     return _named_apart(ranked)
 
 
 def _weighed_against(layout: Layout, others: list[Layout]) -> Layout:
-    """Return a layout that has masks for only a part of the images of another one as less likely."""
+    """Return a layout as less likely if it has masks for only a part of another layout's images."""
     images = {pair.image for pair in layout.pairs}
     for other in others:
         if len(images) < _PART * len(other.pairs) and images < {pair.image for pair in other.pairs}:
@@ -338,7 +338,7 @@ def _repeats(layout: Layout, better: Layout) -> bool:
 
 
 def _named_apart(ranked: list[Layout]) -> list[Layout]:
-    """Return the layouts with different names: of the masks, and if those are equal, of the images too."""
+    """Return the layouts with different names for the masks or, if those are equal, for the images."""
     apart: dict[str, Layout] = {}
     for one in ranked:
         name = one.name
@@ -350,16 +350,16 @@ def _named_apart(ranked: list[Layout]) -> list[Layout]:
             name = one.naming or name
         elif len(same) > 1:
             name = f"{one.image_name} -> {name} {one.naming}".rstrip()
-        apart.setdefault(name, replace(one, name=name))  # of layouts that cannot be told apart, the most likely is kept
+        apart.setdefault(name, replace(one, name=name))  # if layouts cannot be distinguished, the most likely is kept
     return list(apart.values())
 
 
 def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
-    """Yield the readings of two families as images and masks.
+    """Yield the interpretations of two families as images and masks.
 
-    There are several if each image has several masks: of annotators or versions in folders of their own
-    (`masks/annotator1`, `v1.2/labels`), or with endings of their own (`*_1stHO`, `*_2ndHO`); and if a mask has several
-    images (`A`, `B`, `label`).
+    There are several if each image has several masks, from annotators or versions in separate folders
+    (`masks/annotator1`, `v1.2/labels`) or with separate endings (`*_1stHO`, `*_2ndHO`), or if a mask has several images
+    (`A`, `B`, `label`).
     """
     if _holds_copies(images):
         return  # its parts, each of one format, are families too
@@ -378,7 +378,7 @@ def _readings(root: Path, images: Family, masks: Family) -> Iterator[Layout]:
 
 
 def _holds_copies(family: Family) -> bool:
-    """Return True if folders hold the same names in another format each, such as `PNG/1.png` and `TIF/1.tif`."""
+    """Return True if folders have the same names in different formats, such as `PNG/1.png` and `TIF/1.tif`."""
     for position in family.varying:
         folders = family.divided_at(position)
         suffixes = [{file.suffix for file in own.files} for own in folders]
@@ -389,7 +389,7 @@ def _holds_copies(family: Family) -> bool:
 
 
 def _by_naming(root: Path, images: Family, masks: Family) -> list[Layout]:
-    """Return the best way of naming, and those that find other masks for as many images."""
+    """Return the best naming rule, and the rules that find other masks for as many images."""
     best: list[Layout] = []
     for naming in _namings(images, masks):
         layout = _matched(root, images, masks, naming)
@@ -408,7 +408,7 @@ def _share_masks(layout: Layout, others: list[Layout]) -> bool:
 
 
 def _namings(images: Family, masks: Family) -> Iterator[_Naming]:
-    """Yield the ways in which names of masks may follow from names of images, the plainest first."""
+    """Yield the possible rules from image names to mask names, simplest first."""
     image_stems, mask_stems = ([file.stem for file in family.files] for family in (images, masks))
     if images is not masks:
         yield _Naming("their masks have the stem of their image", 1.0, _stem, _stem)
@@ -462,7 +462,7 @@ def _learned(family: Family) -> _Key:
 
 
 def _varying_words(family: Family) -> _Key:
-    """Return a function that gives the words of a name without those that all names of the family have."""
+    """Return a function that gives the words of a name, except those that all names of the family have."""
     words = {file.stem: re.split(r"[_\-. ]+", file.stem) for file in family.files}
     if len({len(own) for own in words.values()}) > 1:
         return lambda file: None
@@ -471,7 +471,7 @@ def _varying_words(family: Family) -> _Key:
 
 
 def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layout | None:
-    """Return the pairs of two families by one way of naming; None if too few images have a mask."""
+    """Return the pairs of two families by one naming rule; None if too few images have a mask."""
     has_splits = any(file.split for file in images.files) and any(file.split for file in masks.files)
     has_scenes = len(images.varying) == len(masks.varying)
 
@@ -511,7 +511,7 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
 
 
 def _split_by_name(pairs: list[Pair]) -> list[Pair]:
-    """Return the pairs with the splits that the first or last word of their names says, if no folder says a split."""
+    """Return the pairs with the split in the first or last word of their names, if no folder names a split."""
     if any(pair.split for pair in pairs):
         return pairs
     divided = []
@@ -544,7 +544,7 @@ def _weighed(
         evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
     confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * (0.9 + 0.1 * covered_masks)
     if naming.shape and rest > 0 and _have_other_masks(pairs, masks):
-        confidence *= 0.5  # each image has masks of several endings: of classes, perhaps
+        confidence *= 0.5  # each image has masks with several endings, which may be classes
         evidence.append("images have masks of other endings too")
     name_weight = _name_weight(images, is_mask=False) * _name_weight(masks, is_mask=True)
     confidence *= name_weight
@@ -594,7 +594,7 @@ def _have_other_masks(pairs: list[Pair], masks: Family) -> bool:
 
 
 def _name_weight(family: Family, *, is_mask: bool) -> float:
-    """Return how well the words of folders and names suit the role; the nearest folder and the ending count most."""
+    """Return how well the words of folders and names fit the role; the nearest folder and the ending count most."""
     roles = [role_of(family.ending.replace("*", " ").replace(".", " "))] if family.ending else []
     roles += [role_of(part) for part in reversed(family.pattern) if role_of(part)]
     if family.ending == "" and family.files:

@@ -1,4 +1,4 @@
-"""Recognition of published data sets by the colors in masks or the names of files."""
+"""Recognize published data sets by the colors in masks or the names of files."""
 
 import os
 import re
@@ -16,25 +16,25 @@ PALETTES = tuple(known for known in PUBLISHED.values() if known.colors)
 """The data sets whose masks may be images of colors."""
 _LEAST_SHARE = 0.4
 _LEAST_COLORS = 4
-_MIN_RARE = 2  # number of colors of no other palette that do not occur by chance
+_MIN_RARE = 2  # number of colors that no other palette has and that do not occur by chance
 
 
 def recognise(colors: Collection[Color]) -> list[PublishedSet]:
-    """Return the palettes that have all the colors, those first of which most colors occur; none for few colors."""
+    """Return the palettes that have all the colors, best match first; none if there are few colors."""
     found = []
     for palette in PALETTES:
         own, named = set(colors) - set(palette.ignored_colors), set(palette.colors)
-        least = max(_LEAST_COLORS, len(named) // 15)  # many colors of a large palette occur in others too
+        least = max(_LEAST_COLORS, len(named) // 15)  # many colors of a large palette also occur in others
         if own <= named and (len(own) >= least or (len(own) >= 2 and len(own) / len(named) >= _LEAST_SHARE)):
             found.append((len(own) / len(named), palette))
     return [palette for _, palette in sorted(found, key=lambda one: -one[0])]
 
 
 def is_certain(palette: PublishedSet, colors: Collection[Color], mask: str) -> bool:
-    """Return True if the colors can hardly be those of another data set.
+    """Return True if the colors are almost certainly from this data set.
 
-    All colors of the palette occur, or two that no other palette has, or a folder is named after the data set. Few
-    colors may be those of a data set that is not known here: black, red, green and blue occur in most palettes.
+    That is the case if all colors of the palette occur, or two that no other palette has, or if a folder is named after
+    the data set. Few colors may come from an unknown data set: black, red, green and blue occur in most palettes.
     """
     own = set(colors) & set(palette.colors)
     others = {color for other in PALETTES if _family(other) != _family(palette) for color in other.colors}
@@ -44,12 +44,12 @@ def is_certain(palette: PublishedSet, colors: Collection[Color], mask: str) -> b
 
 
 def _family(palette: PublishedSet) -> str:
-    """Return the name that palettes of one data set share."""
+    """Return the name that all palettes of a data set share."""
     return palette.title.lower().replace("pascal ", "").split()[0]
 
 
 def recognise_values(mask: str, values: Collection[int]) -> PublishedSet | None:
-    """Return the data set whose folders (of a mask) and values, apart from 255, these are."""
+    """Return the data set with the folders of a mask and these values, apart from 255."""
     for known in PUBLISHED.values():
         if known.masks and re.search(known.masks, mask) and set(values) <= known.values.keys() | set(known.ignored_ids):
             return known
@@ -73,7 +73,7 @@ def published_layout(tree: Tree) -> Layout | None:
 def pairs_of_format(root: Path, format: str, split: str, **keys: Any) -> list[Pair]:
     """Return the pairs that a format of `DATASETS` finds, relative to the root; none if it finds no complete split.
 
-    The keys are further attributes of `DataLocation`.
+    The keyword arguments are further attributes of `DataLocation`.
     """
     try:
         found = find_pairs(DataLocation(format, root, **keys, allow_outside_root=True), split)

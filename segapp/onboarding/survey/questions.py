@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from segapp.errors import DataError
 
-SURE = 0.6  # confidence below which a reading is asked about, even if there is no other
+SURE = 0.6  # confidence below which the user is asked about an interpretation, even if there is no other
 
 
 @dataclass(frozen=True)
@@ -18,14 +18,14 @@ class Answer:
 
 
 class OpenQuestionError(DataError):
-    """A folder has several plausible readings, or one that is unlikely, and no option says which one to use.
+    """A folder has several plausible interpretations, or an unlikely one, and no option chooses one.
 
-    In a terminal the question is asked; in a pipe its message names the option and the values that answer it.
+    In a terminal the question is asked; in a pipe, the message names the option and its possible values.
 
     Attributes:
         question: the sentence without the answers.
-        option: that answers it, such as `--layout`.
-        answers: the possible values, the most likely first.
+        option: the option that answers it, such as `--layout`.
+        answers: the possible values, most likely first.
     """
 
     question: str = ""
@@ -39,7 +39,7 @@ class OpenQuestionError(DataError):
 
 
 def open_question(question: str, option: str, answers: Sequence[Answer], advice: str = "") -> OpenQuestionError:
-    """Return the error that asks a question, a sentence without an end mark; the most likely answer is the first."""
+    """Return the error for a question, a sentence without an end mark; the first answer is the most likely one."""
     listed = "; ".join(f"{option} {shlex.quote(answer.value)} ({answer.words})" for answer in answers)
     error = OpenQuestionError(f"{question}: answer with {listed}" + (f"; {advice}" if advice else ""))
     error.question, error.option, error.answers = question, option, tuple(answers)

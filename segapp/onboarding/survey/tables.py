@@ -1,4 +1,4 @@
-"""Tables next to the data as rows of text, and the pairs and data splits that they name.
+"""Tables next to the data as rows of text, and the pairs and data splits in them.
 
 Tables are CSV, TSV, JSON, JSON Lines, and lists with one name or pair per line.
 """
@@ -32,7 +32,7 @@ from segapp.onboarding.survey.words import (
 
 _MAX_TABLE_BYTES = 64 * 2**20
 _MAX_SIDECARS = 20
-"""More files of one kind in a folder describe one image each; they are annotations rather than tables."""
+"""If a folder has more files of one kind, each describes one image; they are annotations, not tables."""
 _MIN_FOUND = 0.9  # share of a list's names that must be images
 _SPLIT_HEADERS, _GROUP_HEADERS = known_words("columns", "splits"), known_words("columns", "groups")
 
@@ -41,7 +41,7 @@ _SPLIT_HEADERS, _GROUP_HEADERS = known_words("columns", "splits"), known_words("
 class Table:
     """A table as rows of text; its header is empty if it is unknown.
 
-    The splits of its rows are known if the file divides them into splits; else there are none.
+    The splits of its rows are given if the file divides them into splits; otherwise they are empty.
     """
 
     path: str
@@ -56,21 +56,21 @@ class Table:
 
     @property
     def num_columns(self) -> int:
-        """The number of columns that most rows have."""
+        """The number of columns in most rows."""
         return Counter(map(len, self.rows)).most_common(1)[0][0] if self.rows else 0
 
     def column(self, number: int) -> list[str]:
-        """Return the cells of a column; rows without it have an empty text."""
+        """Return the cells of a column; a missing cell is an empty text."""
         return [row[number] if number < len(row) else "" for row in self.rows]
 
     @cached_property
     def split(self) -> str | None:
-        """The split that the file's name says: "train", "val" or "test"."""
+        """The split in the file's name: "train", "val" or "test"."""
         return split_of_words(PurePosixPath(self.path).stem)
 
 
 def split_of_words(name: str) -> str | None:
-    """Return the one split that the words of a name say; trainval counts as training.
+    """Return the only split among the words of a name; trainval counts as training.
 
     >>> split_of_words("train_list"), split_of_words("trainval"), split_of_words("list")
     ('train', 'train', None)
@@ -82,7 +82,7 @@ def split_of_words(name: str) -> str | None:
 
 
 def read_tables(tree: Tree) -> list[Table]:
-    """Return the tables of a folder: those in folders of segmentation lists first, then those near the root."""
+    """Return the tables of a folder: first those in folders of segmentation lists, then those near the root."""
     paths = {path: PurePosixPath(path) for path in tree.others_named(".txt", ".lst", ".csv", ".tsv", ".json", ".jsonl")}
     crowds = Counter((path.parent, path.suffix.lower()) for path in paths.values())
     found = []
@@ -94,7 +94,7 @@ def read_tables(tree: Tree) -> list[Table]:
 
 
 def read_table(tree: Tree, path: str) -> Table | None:
-    """Return a table; None if the file cannot be read or holds no rows."""
+    """Return a table; None if the file cannot be read or has no rows."""
     data = tree.read(path, _MAX_TABLE_BYTES + 1)
     if not data or len(data) > _MAX_TABLE_BYTES or b"\0" in data[:4096]:
         return None
@@ -175,7 +175,7 @@ def _cell(value: Any) -> str:
 
 
 def paired_lists(tree: Tree, tables: Sequence[Table]) -> tuple[Layout | None, dict[str, str]]:
-    """Return the layout of tables that name an image and its mask in each row; and why other such tables are not used.
+    """Return the layout of tables with an image and its mask in each row, and why other such tables are not used.
 
     DataError is raised if an image is in two splits, or has two masks.
     """
@@ -218,7 +218,7 @@ def paired_lists(tree: Tree, tables: Sequence[Table]) -> tuple[Layout | None, di
 
 
 def _pair_columns(table: Table, finder: _Files) -> tuple[int, int] | None:
-    """Return the columns of the images and of the masks; None if the table has none."""
+    """Return the columns of the images and of the masks; None if the table does not have both."""
     found = {}
     for number in range(table.num_columns):
         cells = [cell for cell in table.column(number) if cell]
@@ -248,7 +248,7 @@ def _rows_of(table: Table, columns: tuple[int, int], finder: _Files) -> Iterable
 
 
 def _row_splits(table: Table) -> list[str | None]:
-    """Return the split of each row: of its cell, of its list, or of the file's name."""
+    """Return the split of each row: from its cell, its list, or the file's name."""
     if table.row_splits:
         return list(table.row_splits)
     for number in range(table.num_columns):
@@ -262,7 +262,7 @@ def _row_splits(table: Table) -> list[str | None]:
 
 
 def _row_groups(table: Table) -> list[str] | None:
-    """Return the group of each row, of a column such as patient_id; None without such a column."""
+    """Return the group of each row, from a column such as patient_id; None without such a column."""
     for number, name in enumerate(table.header):
         if {token.word for token in tokens(name)} & _GROUP_HEADERS and all(table.column(number)):
             return table.column(number)
@@ -270,7 +270,7 @@ def _row_groups(table: Table) -> list[str] | None:
 
 
 def with_listed_splits(tables: Sequence[Table], layout: Layout) -> tuple[Layout, dict[str, str]]:
-    """Return the layout with the splits that tables say, if no folder says them; and why others are not used.
+    """Return the layout with the splits in tables, if no folder names them; and why others are not used.
 
     DataError is raised if an image is in the lists of two splits.
     """
@@ -296,11 +296,11 @@ def with_listed_splits(tables: Sequence[Table], layout: Layout) -> tuple[Layout,
 
 
 _Said = Sequence[tuple[str | None, Pair]]
-"""The pairs that a table names, each with the split that it says."""
+"""The pairs that a table names, each with its split."""
 
 
 def _said_by(table: Table, names: _NamedPairs) -> _Said:
-    """Return what a table says of the pairs; nothing if most of its rows name none of them."""
+    """Return the contents of a table about the pairs; empty if most of its rows name none of them."""
     columns = [
         [names.find(cell) if cell else () for cell in table.column(number)] for number in range(table.num_columns)
     ]
@@ -341,7 +341,7 @@ def _overlap(both: list[str]) -> str:
 
 
 class _Files:
-    """Finds the image files that a cell of a table names."""
+    """Finds the image files for a cell of a table."""
 
     def __init__(self, paths: Iterable[str]) -> None:
         self._paths = set(paths)
@@ -363,16 +363,16 @@ class _Files:
             if tail in self._paths:
                 return [tail]
         named = self._by_name.get(tail, [])
-        if "/" in clean:  # folders that are not there: only a file that is the only one of its name
+        if "/" in clean:  # the folders do not exist: accept only a file whose name is unique
             return named if len(named) == 1 else []
         return named
 
 
 class _NamedPairs:
-    """Finds the pairs that a line of a list names.
+    """Finds the pairs for a line of a list.
 
-    By path, end of a path, name or stem of the image, by the stem without what all stems share or without words of
-    roles, and by the folder of a scene, which names all its pairs.
+    It matches the path, the end of a path, the name or the stem of the image; the stem without the part that all stems
+    share, or without role words; and the folder of a scene, which means all its pairs.
     """
 
     def __init__(self, pairs: Sequence[Pair]) -> None:
@@ -392,7 +392,7 @@ class _NamedPairs:
                 self._scenes[key] = (*self._scenes.get(key, ()), pair)
 
     def find(self, line: str) -> tuple[Pair, ...]:
-        """Return the pairs; none if there are none, or if a name is that of several images."""
+        """Return the pairs; none if there are none, or if a name fits several images."""
         line = line.strip().replace("\\", "/").removeprefix("./").lstrip("/")
         name = PurePosixPath(line).name
         stem = name.rpartition(".")[0] if name.lower().endswith(IMAGE_SUFFIXES) else name

@@ -1,4 +1,4 @@
-"""The files below a folder: which are images, and which may describe them. Only names are read."""
+"""The files below a folder: images, and files that may describe them. Only names are read."""
 
 import json
 import os
@@ -27,7 +27,7 @@ _UNREAD_KINDS = {
     **dict.fromkeys((".mp4", ".avi", ".mov"), _VIDEOS),
     **dict.fromkeys((".zip", ".tar"), _ARCHIVES),
 }
-"""Extensions of files of pixels that are no images, and what to do with them if they are not read."""
+"""Extensions of files with pixels that are no images, and what to do if they cannot be read."""
 
 OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl")
 
@@ -36,7 +36,7 @@ OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".pa
 class Tree:
     """The files below a folder, as paths relative to it in their byte order.
 
-    The others may hold annotations, class names or lists; the rest are files of other kinds.
+    `others` may contain annotations, class names or lists; `rest` are files of other kinds.
     """
 
     root: Path
@@ -46,7 +46,7 @@ class Tree:
     rest: tuple[str, ...] = ()
 
     def described(self) -> str:
-        """Return the numbers of images and of other files of pixels by their kind, and what to do with such files."""
+        """Return the numbers of images and of other files with pixels by kind, and what to do with such files."""
         kinds = Counter(PurePosixPath(path).suffix.lower() for path in self.rest)
         held = [suffix for suffix in _UNREAD_KINDS if kinds[suffix]]
         counts = [f"{len(self.images)} images", *(f"{kinds[suffix]} {suffix[1:]}" for suffix in held)]
@@ -54,7 +54,7 @@ class Tree:
         return f"({', '.join(counts)}); " + "".join(f"{one}; " for one in advice)
 
     def others_named(self, *suffixes: str) -> list[str]:
-        """Return the files with one of the extensions that are no images, those nearest to the root first."""
+        """Return the non-image files with one of the extensions, nearest to the root first."""
         found = [path for path in (*self.others, *self.rest) if PurePosixPath(path).suffix.lower() in suffixes]
         return sorted(found, key=lambda path: (path.count("/"), path))
 
@@ -67,7 +67,7 @@ class Tree:
             return b""
 
     def read_json(self, path: str) -> Any:
-        """Return the content of a JSON file; None if it cannot be read or is none."""
+        """Return the content of a JSON file; None if it cannot be read or is not JSON."""
         try:
             return json.loads(self.read(path))
         except (ValueError, RecursionError):
@@ -75,7 +75,7 @@ class Tree:
 
 
 def survey_tree(root: Path) -> Tree:
-    """Return the files below a folder; hidden ones are left out, links to folders are followed once."""
+    """Return the files below a folder; hidden ones are left out, and links to folders are followed once."""
     if not root.is_dir():
         raise ConfigError(
             f"{shown(root)} is not a folder: give the folder that holds the images and the masks", path=root

@@ -1,6 +1,6 @@
-"""Words in the names of folders and files that tell images from masks, and the splits; `words.toml` lists them.
+"""Words in names of folders and files that distinguish images, masks and splits; `words.toml` lists them.
 
-How they are weighed is in `hypotheses`.
+`hypotheses` weights them.
 """
 
 import itertools
@@ -15,7 +15,7 @@ _TABLES = tomllib.loads(Path(__file__).parents[1].joinpath("words.toml").read_te
 
 
 def known_words(table: str, key: str) -> frozenset[str]:
-    """Return the words of `words.toml` that say one thing."""
+    """Return the words of `words.toml` with one meaning."""
     return frozenset(_TABLES[table][key].split())
 
 
@@ -59,7 +59,7 @@ def tokens(name: str) -> list[Token]:
 
 @dataclass(frozen=True)
 class Role:
-    """What the words of a name say; several may be true."""
+    """Meanings of the words in a name; several may be true."""
 
     is_image: bool = False
     is_mask: bool = False
@@ -71,13 +71,13 @@ class Role:
 
 @lru_cache(maxsize=4096)
 def role_of(name: str) -> Role:
-    """Return what the words of a folder's name, or of a file's prefix or ending, say."""
+    """Return the meanings of the words in a folder's name, or in a file's prefix or ending."""
     words = {token.word for token in tokens(name)}
     return Role(bool(words & IMAGE_WORDS), bool(words & MASK_WORDS), bool(words & OTHER_WORDS))
 
 
 def is_trainval(name: str) -> bool:
-    """Return True for a name that says training and validation images together: trainval, train_val, TrainVal.
+    """Return True for a name that means training and validation images together: trainval, train_val, TrainVal.
 
     >>> is_trainval("train_val"), is_trainval("trainval_images"), is_trainval("train")
     (True, True, False)
@@ -87,7 +87,7 @@ def is_trainval(name: str) -> bool:
 
 
 def inner_role_word(stem: str) -> str:
-    """Return the first word of a role inside a name, between other words; empty without one.
+    """Return the first role word inside a name, between other words; empty if there is none.
 
     >>> inner_role_word("case_001_seg_60"), inner_role_word("0001_mask"), inner_role_word("img_0001")
     ('seg', '', '')
@@ -97,13 +97,13 @@ def inner_role_word(stem: str) -> str:
 
 
 def without_zeros(text: str) -> str:
-    """Return a number without zeros in front; empty for other texts."""
+    """Return a number without leading zeros; empty for other texts."""
     return str(int(text)) if text.isascii() and text.isdigit() else ""
 
 
 @lru_cache(maxsize=4096)
 def split_in(name: str) -> tuple[str, str] | None:
-    """Return the split that a folder's name says, and the name with `{split}` in its place; None without one.
+    """Return the split in a folder's name, and the name with `{split}` instead of it; None if there is none.
 
     >>> split_in("train2017"), split_in("val_labels"), split_in("TrainVal_images")
     (('train', '{split}2017'), ('val', '{split}_labels'), None)
@@ -118,13 +118,13 @@ def split_in(name: str) -> tuple[str, str] | None:
 
 
 def _is_side(stem: str, token: Token) -> bool:
-    """Return True for the l of `01L`: left rather than label, which a separator precedes as in `0001_L`."""
+    """Return True for the l of `01L`, which means left; it means label only after a separator, as in `0001_L`."""
     return token.word == "l" and token.start > 0 and stem[token.start - 1].isalnum()
 
 
-@lru_cache(maxsize=2**16)  # each reading of a folder asks for the same stems
+@lru_cache(maxsize=2**16)  # each interpretation of a folder needs the same stems
 def affixes(stem: str) -> tuple[str, str, str]:
-    """Return prefix, core and ending of a file's stem, where prefix and ending are words of roles.
+    """Return prefix, core and ending of a file's stem; prefix and ending consist of role words.
 
     >>> affixes("img_0001"), affixes("0001_mask"), affixes("a_labelTrainIds"), affixes("masks")
     (('img_', '0001', ''), ('', '0001', '_mask'), ('', 'a', '_labelTrainIds'), ('masks', '', ''))
@@ -136,7 +136,7 @@ def affixes(stem: str) -> tuple[str, str, str]:
     last = len(found)
     while last > first and found[last - 1].word in ROLE_WORDS | GLUE_WORDS and not _is_side(stem, found[last - 1]):
         last -= 1
-    while last < len(found) and found[last].word not in ROLE_WORDS:  # an ending begins with a word of a role
+    while last < len(found) and found[last].word not in ROLE_WORDS:  # an ending begins with a role word
         last += 1
     if first == len(found) and first > 0:
         return stem, "", ""

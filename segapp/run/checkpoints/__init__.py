@@ -7,25 +7,25 @@ checkpoints/
   last.pt best.pt epoch_0007.pt     aliases: hard links to objects, for users and other programs
 ```
 
-A checkpoint is committed when `manifest.json`, which holds its sha256, is renamed into place:
+A checkpoint is committed when `manifest.json`, which has its sha256, is renamed into place:
 
-1. write `objects/.tmp-…` (same directory, must not exist, mode 0600), hashing on the way; fsync;
-2. drop it from the page cache, read it back, compare size and hash; where they differ, 1 and 2 once more;
+1. write `objects/.tmp-…` (same directory, must not exist, mode 0600), computing the hash; fsync;
+2. drop it from the page cache, read it back, compare size and hash; if they differ, repeat 1 and 2 once;
 3. rename it to its own name; fsync `objects/`;
 4. replace `manifest.json` (temporary file, fsync, rename, fsync of the directory): **committed**;
 5. point `last.pt`, `epoch_0007.pt`, `best.pt` at it (link to a temporary name, rename over the old);
 6. remove the objects that the manifest no longer lists.
 
-The manifest alone decides what an alias stands for; a crash between 4 and 6 leaves aliases that the next commit
-repairs. "Newest" is the order of commits, not the step: a run that was taken back to epoch 3 continues from there.
-The two newest checkpoints always stay, whatever `keep` says.
+Only the manifest decides which checkpoint an alias refers to; a crash between 4 and 6 leaves aliases that the next
+commit repairs. "Newest" is the order of commits, not the step: a run that was set back to epoch 3 continues from there.
+The two newest checkpoints are always kept, whatever `keep` is.
 
 manifest.py reads, changes and writes the manifest; store.py commits, reads and verifies checkpoints, and repairs the
 aliases.
 """
 
 # isort: skip_file
-# `as` marks a public name, for linters and type checkers: the one list of them.
+# `as` marks a public name for linters and type checkers; this is the only list of public names.
 
 from segapp.run.checkpoints.manifest import (
     BEST as BEST,

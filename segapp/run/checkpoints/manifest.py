@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: what is committed and intact, what each alias stands for, which entries stay."""
+"""The manifest of a checkpoint folder: committed checkpoints, their aliases, and the entries to keep."""
 
 import hashlib
 import os
@@ -15,7 +15,7 @@ from segapp.errors import CheckpointError
 from segapp.run.files import reason_of, write_json
 
 FORMAT = 1
-"""Format of the manifest and of the content of a checkpoint; a higher one is refused."""
+"""Format of the manifest and of checkpoints; a higher one is refused."""
 
 LAST, BEST = "last.pt", "best.pt"
 EPOCH_NAME = re.compile(r"epoch_\d{4,}\.pt")
@@ -26,20 +26,20 @@ NUM_ALWAYS_KEPT = 2
 
 
 class DamagedError(Exception):
-    """The bytes of a file are not those that were committed; the message continues a sentence after the file's name."""
+    """The bytes of a file are not the committed ones; the message is the end of a sentence after the file's name."""
 
 
 class CheckpointFacts(BaseModel):
-    """The position of a checkpoint in its training, and by what it was written."""
+    """The position of a checkpoint in its training, and the program that wrote it."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     step: int
-    """Optimizer updates done."""
+    """Number of finished optimizer updates."""
     epoch: int
     """The epoch in which training continues, from 1."""
     position: int = 0
-    """Batches of that epoch already used."""
+    """Number of batches of that epoch that were already used."""
     metric: float | None = None
     """The score by which the best checkpoint is chosen."""
     config_hash: str = ""
@@ -69,9 +69,9 @@ class Manifest:
     names: dict[str, str] = field(default_factory=dict)
     """The checkpoint of each alias: `last.pt` -> sha256."""
     orphans: list[str] = field(default_factory=list)
-    """Objects found when the manifest was lost or damaged; never removed."""
+    """Objects that were found when the manifest was lost or damaged; never removed."""
     problems: list[str] = field(default_factory=list)
-    """What could not be read of the manifest."""
+    """Parts of the manifest that could not be read."""
     is_readable: bool = True
 
     def names_of(self, entry: CheckpointEntry) -> list[str]:
@@ -89,7 +89,7 @@ class Manifest:
         return f"{name} (epoch {entry.epoch}, step {entry.step})"
 
     def with_entry(self, entry: CheckpointEntry, names: list[str], keep: int) -> "Manifest":
-        """Return the manifest after a commit: the new entry first, its aliases set, old ones retired."""
+        """Return the manifest after a commit: the new entry first, its aliases set, old ones removed."""
         entries = [entry, *(old for old in self.entries if old.sha256 != entry.sha256)]
         added = Manifest(entries, {**self.names, **dict.fromkeys(names, entry.sha256)}, self.orphans)
         return added.retire(max(keep, 1), NUM_ALWAYS_KEPT)
@@ -116,7 +116,7 @@ def alias_names(finished_epoch: int | None, is_best: bool) -> list[str]:
 
 
 def read_manifest(path: Path) -> Manifest | None:
-    """Return `manifest.json`, or None if it is missing; a damaged one reads as empty, with the reason in `problems`.
+    """Return `manifest.json`; None if it is missing; a damaged one is empty, with the reason in `problems`.
 
     Raises:
         CheckpointError: The manifest was written by a newer segapp.
@@ -140,7 +140,7 @@ def read_manifest(path: Path) -> Manifest | None:
 
 
 def write_manifest(path: Path, manifest: Manifest) -> None:
-    """Replace `manifest.json` atomically and durably: this commits what it lists. Raises OSError."""
+    """Replace `manifest.json` atomically and durably, which commits its entries. Raises OSError."""
     value = {
         "format": FORMAT,
         "names": manifest.names,

@@ -1,6 +1,6 @@
-"""The folder of committed checkpoints: commit, read, verify, and set damaged ones aside; its aliases.
+"""The folder of committed checkpoints: commit, read, verify, rename damaged ones, and keep the aliases.
 
-Aliases (`last.pt`, `best.pt`, `epoch_0007.pt`) are links to objects; an object that is gone is restored from an alias.
+Aliases (`last.pt`, `best.pt`, `epoch_0007.pt`) are links to objects; a missing object is restored from an alias.
 """
 
 import contextlib
@@ -56,14 +56,15 @@ class CheckpointStatus:
     entry: CheckpointEntry
     names: tuple[str, ...]
     problem: str | None
-    """What is damaged; None if the checkpoint can be resumed."""
+    """Description of the damage; None if the checkpoint can be resumed."""
 
 
 class CheckpointFolder:
-    """The `checkpoints` folder of a run, which the first commit makes.
+    """The `checkpoints` folder of a run, which the first commit creates.
 
     Only the holder of the run's lock may call `commit`, `quarantine`, `set_aside` and `repair_aliases`; any process may
-    read. `check_holder` is called before each change of the manifest, and raises if this process is the holder no more.
+    read. `check_holder` is called before each change of the manifest, and raises if this process no longer holds the
+    lock.
     """
 
     def __init__(self, path: Path | str, check_holder: Callable[[], None] = lambda: None) -> None:
@@ -73,7 +74,7 @@ class CheckpointFolder:
         self.manifest_path = self.path / "manifest.json"
 
     def read_manifest(self) -> Manifest:
-        """Return what is committed; a damaged manifest reads as empty, that of a newer segapp is a CheckpointError."""
+        """Return the manifest; a damaged one is returned empty, and a newer segapp's raises CheckpointError."""
         manifest = read_manifest(self.manifest_path)
         return Manifest(is_readable=self.is_untouched()) if manifest is None else manifest
 
@@ -113,16 +114,17 @@ class CheckpointFolder:
         raise unreadable or damage or DamagedError("is missing")
 
     def mismatched_aliases(self, manifest: Manifest, entry: CheckpointEntry, *, hashes: bool = True) -> list[str]:
-        """Return the aliases of a checkpoint that hold the bytes of no committed checkpoint, `last.pt` first.
+        """Return the aliases of a checkpoint that have the bytes of no committed checkpoint, `last.pt` first.
 
-        An alias that a crash left missing, or at the checkpoint before, is no mismatch: the next commit repairs it.
-        With `hashes` every byte of an alias that is not a link to an object is read; otherwise only sizes are compared.
+        An alias that is missing, or that still links to the previous checkpoint after a crash, is no mismatch: the next
+        commit repairs it. With `hashes`, every byte of an alias that is not a link to an object is read; otherwise only
+        sizes are compared.
         """
         names = manifest.names_of(entry)
         return [name for name in names if is_mismatched(self.path / name, self.objects, manifest, hashes=hashes)]
 
     def verify(self, *, hashes: bool = True) -> list[CheckpointStatus]:
-        """Return the state of every committed checkpoint, newest first; without `hashes` only the sizes are compared.
+        """Return the state of every committed checkpoint, newest first; without `hashes`, only sizes are compared.
 
         Raises:
             CheckpointError: The manifest is damaged, or was written by a newer segapp.
@@ -161,22 +163,22 @@ class CheckpointFolder:
         keep: int,
         need_bytes: int,
     ) -> tuple[CheckpointEntry, list[str]]:
-        """Write and commit one checkpoint; on any failure the old ones stay untouched.
+        """Write and commit one checkpoint; after any failure, the old ones are unchanged.
 
         Args:
-            write: Writes the content into the file it is given.
-            facts: Goes into the manifest.
+            write: Writes the content into the given file.
+            facts: Facts for the manifest.
             is_best: Point `best.pt` at it.
             finished_epoch: Keep it as `epoch_0007.pt`, with this number.
-            keep: Number of `epoch_*.pt` that stay, at least 1.
+            keep: Number of `epoch_*.pt` that are kept, at least 1.
             need_bytes: Approximate size; compared with the free disk space before anything is written.
 
         Returns:
-            The entry, and in sentences what was restored and what failed: a first file that did not read back as
-            written, and what came *after* the commit (aliases, removal of old checkpoints).
+            The entry, and sentences about restorations and failures: a first file that did not read back as written,
+            and steps *after* the commit (aliases, removal of old checkpoints).
 
         Raises:
-            StorageError: The checkpoint could not be written, or twice did not read back as written.
+            StorageError: The checkpoint could not be written, or differed twice when it was read back.
         """
         try:
             manifest = self._prepare(need_bytes, keep - (finished_epoch is not None))
@@ -204,9 +206,9 @@ class CheckpointFolder:
         return entry, restored + problems
 
     def quarantine(self, damaged: Iterable[CheckpointEntry]) -> list[str]:
-        """Take damaged checkpoints out of the manifest and rename their files to `*.corrupt`, if others are left.
+        """Remove damaged checkpoints from the manifest and rename their files to `*.corrupt`, if others are left.
 
-        Returns what could not be done, in sentences.
+        Returns sentences about failures.
         """
         manifest = self._read_to_replace()
         bad = {entry.sha256: entry for entry in damaged}
@@ -227,23 +229,23 @@ class CheckpointFolder:
         return self.repair_aliases(manifest)
 
     def set_aside(self, names: Iterable[str]) -> list[str]:
-        """Rename aliases with wrong content to `*.corrupt`, create them anew, and return what could not be done."""
+        """Rename aliases with wrong content to `*.corrupt`, create them anew, and return sentences about failures."""
         for name in names:
             with contextlib.suppress(OSError):
                 os.rename(self.path / name, corrupt_name(self.path / name))
         return self.repair_aliases()
 
     def repair_aliases(self, manifest: Manifest | None = None) -> list[str]:
-        """Point every alias at its checkpoint, where a crash or a user changed that; restore objects from aliases.
+        """Repair aliases that a crash or a user changed: each links to its checkpoint; restore objects from aliases.
 
-        Returns what was restored, and what could not be done, in sentences.
+        Returns sentences about restorations and failures.
         """
         manifest = manifest or self.read_manifest()
         restored = restore_objects(self.path, self.objects, manifest)
         return restored + repair_aliases(self.path, self.objects, manifest)
 
     def _prepare(self, need_bytes: int, keep: int) -> Manifest:
-        """Remove what earlier crashes left, and old epochs if the disk is full; return the manifest to extend."""
+        """Remove the leftovers of crashes, and old epochs if the disk is full; return the manifest to extend."""
         failpoint("ckpt.start")
         self.objects.mkdir(parents=True, exist_ok=True)
         for directory in (self.path, self.objects):
@@ -278,7 +280,7 @@ class CheckpointFolder:
         write_manifest(self.manifest_path, manifest)
 
     def _read_to_replace(self) -> Manifest:
-        """Return the manifest; objects that a damaged one may have listed become orphans, which are never removed."""
+        """Return the manifest; objects that a damaged manifest may have listed become orphans, and are kept."""
         manifest = self.read_manifest()
         if manifest.problems or not manifest.is_readable:
             listed = {entry.object for entry in manifest.entries}
@@ -288,7 +290,7 @@ class CheckpointFolder:
     def _write_twice_if_damaged(
         self, write: Callable[[HashingFile], object], step: int
     ) -> tuple[tuple[Path, str, int], list[str]]:
-        """Write a file that reads back as written, the second time if the first did not; return it and the problem."""
+        """Write a file that reads back as written, at the second try if the first fails; return it and the problem."""
         advice = "check the disk and the memory of this machine"
         try:
             return self._write_verified(write, step), []
@@ -305,7 +307,7 @@ class CheckpointFolder:
     def _write_verified(self, write: Callable[[HashingFile], object], step: int) -> tuple[Path, str, int]:
         """Write a temporary file and read it back; return its path, sha256 and size.
 
-        A file that did not read back as written is removed, and a DamagedError is raised.
+        If a file does not read back as written, it is removed and a DamagedError is raised.
         """
         temporary = self.objects / temporary_name(step)
         try:
@@ -345,7 +347,7 @@ class CheckpointFolder:
 
 
 def _write_content(write: Callable[[HashingFile], object], file: HashingFile) -> None:
-    """Call `write`; raise the file's own error rather than what the writer made of it."""
+    """Call `write`; raise the file's own error instead of the writer's."""
     try:
         write(file)
     except Exception as error:
@@ -367,7 +369,7 @@ def object_names(objects: Path) -> list[str]:
 
 
 def is_mismatched(alias: Path, objects: Path, manifest: Manifest, *, hashes: bool) -> bool:
-    """Return True if an alias exists and holds the bytes of no committed checkpoint; see `mismatched_aliases`."""
+    """Return True if an alias exists and has the bytes of no committed checkpoint; see `mismatched_aliases`."""
     names = object_names(objects)
     if not os.path.lexists(alias) or any(is_same_file(alias, objects / name) for name in names):
         return False
@@ -384,7 +386,7 @@ def is_mismatched(alias: Path, objects: Path, manifest: Manifest, *, hashes: boo
 
 
 def restore_objects(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
-    """Link each committed object that is gone to an intact alias of its checkpoint; return what was restored."""
+    """Link each missing committed object to an intact alias of its checkpoint; return the restorations."""
     messages = []
     for entry in manifest.entries:
         path = objects / entry.object
@@ -399,7 +401,7 @@ def restore_objects(folder: Path, objects: Path, manifest: Manifest) -> list[str
 
 
 def repair_aliases(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
-    """Point every alias at its checkpoint, where a crash or a user changed that; return what could not be done."""
+    """Repair aliases that a crash or a user changed, so that each links to its checkpoint; return failures."""
     problems = []
     for name in sorted(manifest.names, key=last_first):
         entry = manifest.entry_named(name)
@@ -415,7 +417,7 @@ def repair_aliases(folder: Path, objects: Path, manifest: Manifest) -> list[str]
 
 
 def _point(alias: Path, source: Path, entry: CheckpointEntry) -> None:
-    """Make a path a link to a file, or a copy if there are no hard links."""
+    """Make a path a link to a file, or a copy if hard links are not supported."""
     temporary = alias.parent / temporary_name(entry.step)
     try:
         failpoint("ckpt.before_link")
@@ -434,7 +436,7 @@ def _point(alias: Path, source: Path, entry: CheckpointEntry) -> None:
 
 
 def remove_unlisted(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
-    """Remove what the manifest no longer lists: `epoch_*.pt` aliases, then objects; return what could not be done."""
+    """Remove what the manifest no longer lists: `epoch_*.pt` aliases, then objects; return failures."""
     names = object_names(objects)
     wanted = {entry.object for entry in manifest.entries} | set(manifest.orphans)
     try:

@@ -3,16 +3,16 @@
 Every line is `{"v":1,"seq":n,"t":unix_s,"type":...,...}`. `seq` counts lines from 1 without a gap, across restarts.
 One process writes (the holder of the run's lock); any number of processes read, at any time and from any offset.
 
-**After a resume** the file reads as if the training had never been interrupted. A trainer that goes back to an earlier
-step calls `EventWriter.rewind` before it writes: the `step`, `epoch_start`, `val` and `checkpoint` lines that training
-repeats are moved to `events.rewound.jsonl`, all others stay, and the file is replaced atomically. Readers notice the
-replacement (`EventReader.generation` increases) and read the file again from its start. If the file cannot be replaced
-(full disk), it stays as it is. `run_start.resumed_from_step` is written in both cases: a fold that drops later steps
-when it meets the field is right in both.
+**After a resume**, the file reads as if the training had never been interrupted. A trainer that goes back to an earlier
+step calls `EventWriter.rewind` before it writes: the `step`, `epoch_start`, `val` and `checkpoint` lines that the
+training will repeat are moved to `events.rewound.jsonl`, all others are kept, and the file is replaced atomically.
+Readers notice the replacement (`EventReader.generation` increases) and read the file again from its start. If the file
+cannot be replaced (full disk), it is not changed. `run_start.resumed_from_step` is written in both cases, so a reader
+that then drops later steps is correct in both.
 """
 
 # isort: skip_file
-# `as` marks a public name, for linters and type checkers: the one list of them.
+# `as` marks a public name for linters and type checkers; this is the only list of public names.
 
 from segapp.run.events.reader import (
     EventReader as EventReader,

@@ -1,8 +1,8 @@
-"""Reads events.jsonl while it is being written: bytes to a dict, to an event, or many `step` lines to their curve.
+"""Read events.jsonl while it is being written: as dicts, as events, or many `step` lines as their curve.
 
-There are three depths because of their cost, per million lines: skimming takes 3 s of CPU, `parse_line` (JSON, and
-the fields of every line) 5 s, and `parse_event` (types of all fields) ten times that. All accept the same lines, except
-that only `parse_event` checks an event's own fields.
+There are three depths with different costs per million lines: skimming takes 3 s of CPU, `parse_line` (JSON, and the
+common fields of each line) 5 s, and `parse_event` (types of all fields) ten times as much. All accept the same lines,
+except that only `parse_event` checks an event's own fields.
 """
 
 import contextlib
@@ -47,12 +47,12 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def is_known(raw: dict[str, Any]) -> bool:
-    """True if this program reads events of the version and type of a line's dict."""
+    """Return True if this program supports the version and type of a line's dict."""
     return raw["v"] == VERSION and raw["type"] in EVENT_TYPES
 
 
 def last_line_end(fd: int, end: int) -> int:
-    """Return the offset behind the last newline in the first `end` bytes of a file; 0 if they have none."""
+    """Return the offset after the last newline in the first `end` bytes of a file; 0 if there is none."""
     while end > 0:
         start = max(0, end - 2**16)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
@@ -63,7 +63,7 @@ def last_line_end(fd: int, end: int) -> int:
 
 
 _NUMBER = rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
-_STEP_LINE = re.compile(  # the first fields stand in the order in which `EventWriter` writes them
+_STEP_LINE = re.compile(  # the first fields are in the order in which `EventWriter` writes them
     rb'\{"v":1,"seq":\d+,"t":(%b),"type":"step","epoch":(\d{1,15}),"step":(\d{1,15}),"loss":(null|%b),.*\}\n'
     % (_NUMBER, _NUMBER)
 )
@@ -77,17 +77,17 @@ class StepRun:
     t: list[float] = field(default_factory=list)
     step: list[int] = field(default_factory=list)
     loss: list[float] = field(default_factory=list)
-    """nan where it was null."""
+    """Losses; nan for null."""
     last_line: bytes = b""
 
     @property
     def last(self) -> dict[str, Any] | None:
-        """The last step, parsed; None if the line is damaged behind its loss."""
+        """The last step, parsed; None if the line is damaged after its loss."""
         return parse_line(self.last_line)
 
     @property
     def split_text(self) -> bytes:
-        """The split of the last step, unparsed: enough to detect a change."""
+        """The split of the last step, unparsed, which is enough to detect a change."""
         start = self.last_line.find(b'"split":')
         return self.last_line[start : self.last_line.find(b"]", start)] if start >= 0 else b""
 
@@ -103,17 +103,17 @@ def step_column(name: str) -> re.Pattern[bytes]:
 
 
 class EventReader:
-    """Reads a growing `events.jsonl` in pieces; any content is safe.
+    """Reads a growing `events.jsonl` incrementally; any content is safe.
 
-    A last line without a newline is read once it is complete. Lines that are damaged, of an unknown type or of another
-    version are skipped and counted. A missing file reads as empty. With `last_bytes` the present content is skipped,
+    A last line without a newline is read when it is complete. Lines that are damaged, of an unknown type or of another
+    version are skipped and counted. A missing file reads as empty. With `last_bytes`, the present content is skipped,
     except for about this much at its end (0: to wait for an answer).
     """
 
     def __init__(self, path: Path | str, *, last_bytes: int | None = None) -> None:
         self.path = Path(path)
         self.generation = 0
-        """Increases when the file was replaced, truncated or removed: what was read before is void."""
+        """Increases if the file was replaced, truncated or removed: everything that was read before is invalid."""
         self.num_bad = 0
         """Damaged lines skipped."""
         self.num_unknown = 0
@@ -125,7 +125,7 @@ class EventReader:
             self._offset = last_line_end(self._fd, os.fstat(self._fd).st_size - last_bytes)
 
     def read(self, max_bytes: int | None = None) -> list[Event]:
-        """Return the events written since the last call, validated; of about `max_bytes`, if that is given."""
+        """Return the validated events written since the last call; of about `max_bytes`, if given."""
         events = []
         for raw in self.read_raw(max_bytes):
             try:
@@ -163,13 +163,13 @@ class EventReader:
         return items
 
     def read_column(self, pattern: re.Pattern[bytes], max_bytes: int | None = None) -> list[tuple[float, int, float]]:
-        """Return time, step and value of a `step_column` in the new `step` events; nan where it was null."""
+        """Return time, step and value of a `step_column` in the new `step` events; nan for null."""
         found = [match.groups() for line in self._lines(max_bytes) if (match := pattern.match(line))]
         return [(float(t), int(step), math.nan if value == b"null" else float(value)) for t, step, value in found]
 
     @property
     def num_bytes_left(self) -> int:
-        """Bytes of the file that were not read yet."""
+        """Number of bytes of the file that have not been read."""
         return max(0, os.fstat(self._fd).st_size - self._offset) if self._follow() else 0
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ class EventReader:
         if not self._follow():
             return
         end = os.fstat(self._fd).st_size if max_bytes is None else self._offset + max_bytes
-        # A buffer of its own for each call: a writer may replace the torn last line that an older one holds.
+        # A separate buffer for each call: a writer may replace the incomplete last line in an older buffer.
         with contextlib.suppress(OSError), open(self._fd, "rb", closefd=False) as file:
             file.seek(self._offset)
             while self._offset < end:
@@ -203,7 +203,7 @@ class EventReader:
                     yield line
 
     def _parse(self, line: bytes) -> dict[str, Any] | None:
-        """Return the event of a line; None, and counted, if it has none that this program knows."""
+        """Return the event of a line; if this program knows none in it, count it and return None."""
         raw = parse_line(line)
         if raw is None:
             self.num_bad += 1
@@ -213,7 +213,7 @@ class EventReader:
         return raw
 
     def _follow(self) -> bool:
-        """Open the file, again if the path now names another one; return False if there is none."""
+        """Open the file, again if the path now names another one; return False if it does not exist."""
         try:
             there = os.stat(self.path)
         except OSError:

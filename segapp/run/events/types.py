@@ -1,4 +1,4 @@
-"""The event types: a closed union of pydantic models, one for each `type` of a line in events.jsonl."""
+"""The event types: a closed union of pydantic models, one per `type` of a line in events.jsonl."""
 
 from typing import Annotated, Any, Literal, get_args
 
@@ -8,17 +8,17 @@ from segapp.run.words import encodable
 from segapp.scores import score_of
 
 VERSION = 1
-"""The `v` of every line this program writes; lines of another version are skipped by readers."""
+"""The `v` of every line that this program writes; readers skip lines of other versions."""
 
 MAX_LINE_BYTES = 16 * 2**20
-"""A longer line counts as damaged and is skipped."""
+"""A longer line is treated as damaged and skipped."""
 
 
 Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
 """Text that can be encoded as UTF-8; undecodable bytes of file names become visible escapes."""
 
 Count = Annotated[int, Field(ge=0, lt=2**53)]
-"""A number of steps or epochs; as a float it is exact."""
+"""A number of steps or epochs; exact as a float."""
 
 
 AsNull = Field(json_schema_extra={"is_written_as_null": True})
@@ -49,7 +49,7 @@ class Device(_Model):
     uuid: Text | None = None
     total_mib: float | None = None
     machine: Text | None = None
-    """Host name of its machine; None if all devices of the run are of one machine."""
+    """Host name of its machine; None if all devices of the run are on one machine."""
 
 
 class ParamGroup(_Model):
@@ -81,7 +81,7 @@ class RunStart(_Event):
     host: Text | None = None
     pid: int | None = None
     pid_start_s: float | None = None
-    """When the process began, Unix seconds."""
+    """Start of the process, Unix seconds."""
     resumed_from_step: int | None = None
     """Step of the checkpoint that training resumes from; None for a new run. Earlier lines of later steps are void."""
     resumed_from_epoch: int | None = None
@@ -101,15 +101,15 @@ class RunStart(_Event):
     steps: int | None = None
     """Steps of the whole run, which may end within an epoch (`train.steps`); None: whole epochs."""
     num_trainable: int | None = None
-    """Parameters that are trained; fewer than `num_params` if `model.freeze` applies."""
+    """Trained parameters; fewer than `num_params` if `model.freeze` applies."""
     freeze_epochs: int | None = None
     """Epochs for which the others are frozen; None: the whole run, or nothing is frozen."""
     param_groups: list[ParamGroup] | None = None
     palette: list[tuple[int, int, int]] | None = None
     """RGB color of each class in the sample images."""
     judge: dict[str, Any] | None = None
-    """Everything that decides about a split of the batch, as JSON: the rules of this training, the memory of each
-    device, the measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
+    """All facts that decide about a batch split, as JSON: the rules of this training, the memory of each device, the
+    measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
 
 
 class Weights(_Event):
@@ -131,7 +131,7 @@ class Weights(_Event):
 
 
 class EpochStart(_Event):
-    """An epoch begins; not written again by a resume in the middle of an epoch."""
+    """An epoch begins; not written again if a run resumes in the middle of an epoch."""
 
     type: Literal["epoch_start"] = "epoch_start"
     epoch: int
@@ -140,20 +140,20 @@ class EpochStart(_Event):
     split: Annotated[list[int] | None, AsNull] = None
     step: int | None = None
     num_thawed: int | None = None
-    """Parameters that were frozen and are trained from this epoch on; None: as before."""
+    """Number of parameters that were frozen and are trained from this epoch on; None: unchanged."""
     judge: dict[str, Any] | None = None
     """Replaces the value in `run_start`."""
 
 
 class Step(_Event):
-    """One optimizer update, or the mean over those since the last `step` line."""
+    """An optimizer update, or the mean over all updates since the last `step` line."""
 
     type: Literal["step"] = "step"
     epoch: int
     step: int
-    """Optimizer updates so far, from 1; never reset."""
+    """Number of optimizer updates so far, from 1; never reset."""
     loss: float | None
-    """Of this step; None if it was not finite."""
+    """Loss of this step; None if it was not finite."""
     lr: float | None
     images_per_s: Annotated[float | None, AsNull] = None
     data_wait_frac: Annotated[float | None, AsNull] = None
@@ -165,13 +165,13 @@ class Step(_Event):
     loss_scale: float | None = None
     step_s: float | None = None
     eta_epoch_s: float | None = None
-    """Seconds until the next epoch begins, with evaluations and saves; pauses left out."""
+    """Seconds until the next epoch begins, with evaluations and saves, without pauses."""
     eta_run_s: float | None = None
     """Seconds until the training ends."""
     terms: dict[Text, float | None] | None = None
     """Terms of the loss to plot together with it, by name, such as the distillation loss."""
     peaks_mib: list[float | None] | None = None
-    """Highest allocation of each device in training under the split in force; None without a split."""
+    """Highest allocation of each device in training under the present split; None without a split."""
 
 
 class DeviceMemory(_Model):
@@ -181,12 +181,12 @@ class DeviceMemory(_Model):
     uuid: Text | None = None
     name: Text | None = None
     used_mib: float | None = None
-    """Reported by the driver, for all processes together (on a CPU: resident memory of the process)."""
+    """Memory that the driver reports for all processes together (on a CPU: resident memory of the process)."""
     total_mib: float | None = None
     utilization: float | None = None
     """0 to 1."""
     temperature: float | None = None
-    """Degrees Celsius."""
+    """Temperature in degrees Celsius."""
     allocated_mib: float | None = None
     reserved_mib: float | None = None
     peak_mib: float | None = None
@@ -205,27 +205,27 @@ class Memory(_Event):
 
 
 class Val(_Event):
-    """An evaluation."""
+    """Results of an evaluation."""
 
     type: Literal["val"] = "val"
     epoch: Count
     step: Count
     loss: float | None
-    """None if it was not finite."""
+    """Loss; None if it was not finite."""
     miou: float | None
-    """Mean of `iou` over the classes where it is not None; None if no pixel is valid."""
+    """Mean of `iou` over the classes for which it is not None; None if no pixel is valid."""
     iou: list[float | None]
-    """Per class; None for a class in neither prediction nor target."""
+    """IoU per class; None for a class in neither prediction nor target."""
     pixel_accuracy: Annotated[float | None, AsNull] = None
     mean_dice: float | None = None
     mean_precision: float | None = None
     mean_recall: float | None = None
     precision: list[float | None] | None = None
-    """Per class; None for a class that is never predicted. Dice follows from the IoU: 2 IoU / (1 + IoU)."""
+    """Precision per class; None for a class that is never predicted. Dice follows from the IoU: 2 IoU / (1 + IoU)."""
     recall: list[float | None] | None = None
-    """Per class; None for a class that is not in the target."""
+    """Recall per class; None for a class that is not in the target."""
     scores: dict[str, float | None] | None = None
-    """Scores without a field of their own: name, as in `segapp.scores.SCORES`, -> value."""
+    """Scores without a separate field: name, as in `segapp.scores.SCORES`, -> value."""
     num_images: int | None = None
     val_s: float | None = None
 
@@ -240,7 +240,7 @@ class Checkpoint(_Event):
 
     type: Literal["checkpoint"] = "checkpoint"
     path: Text
-    """Relative to the run folder."""
+    """Path relative to the run folder."""
     epoch: int
     step: int
     is_best: bool = False
@@ -259,13 +259,13 @@ class CommandAnswer(_Event):
     type: Literal["command"] = "command"
     id: Text
     command: Text
-    """As typed: `set gpu0_bsz=3`."""
+    """The command as typed: `set gpu0_bsz=3`."""
     by: Text
     status: Literal["accepted", "applied", "rejected", "cancelled"]
     reason: Annotated[Text | None, AsNull] = None
     changes: dict[str, Any] | None = None
-    """The settings that an applied `set` changed, by name; None for other answers, and in lines written before the
-    field."""
+    """The settings that an applied `set` changed, by name; None for other answers, and in lines without this field,
+    from older versions."""
     step: int | None = None
 
 
@@ -285,13 +285,13 @@ class Gpu0Bsz(_Event):
     reason: Text | None = None
     """A sentence for a person; programs read `reason_code`."""
     reason_code: Literal["out_of_memory"] | None = None
-    """Why a change was reverted; see `ran_out_of_memory`."""
+    """Code of the reason why a change was reverted; see `ran_out_of_memory`."""
     id: Text | None = None
     """The command that requested it; None for `auto`."""
     is_auto: bool | None = None
     """True if `auto` chooses the next splits."""
     step: int | None = None
-    """Updates made with the split before."""
+    """Number of updates made with the previous split."""
     judge: dict[str, Any] | None = None
     """Replaces the value of the last event that has one."""
 
@@ -299,7 +299,7 @@ class Gpu0Bsz(_Event):
     def ran_out_of_memory(self) -> bool:
         """True if the change was reverted because a device ran out of memory.
 
-        Lines written before `reason_code` existed have only the sentence: it names memory, or is missing.
+        Lines without `reason_code`, from older versions, have only the sentence, which mentions memory or is missing.
         """
         return self.status == "reverted" and (
             self.reason_code == "out_of_memory" or (self.reason_code is None and "memory" in (self.reason or "memory"))
@@ -307,41 +307,41 @@ class Gpu0Bsz(_Event):
 
 
 class Recompute(_Event):
-    """Other blocks of the model are computed again in the backward pass; a start of the run begins without any."""
+    """Other blocks of the model are recomputed in the backward pass; a start of the run begins without any."""
 
     type: Literal["recompute"] = "recompute"
     step: int
-    """Updates made before."""
+    """Number of updates made before."""
     choice: Literal["config", "off", "all"]
-    """The blocks of the config, or of the memory plan; none; or all."""
+    """The blocks of the config or of the memory plan; none; or all."""
     blocks: list[list[Text]]
-    """Names of the blocks for each device."""
+    """Names of the blocks per device."""
     num_blocks: int
-    """Blocks of the model."""
+    """Number of blocks of the model."""
     reason: Text
-    """train.recompute, out of memory, or by hand."""
+    """Cause: train.recompute, out of memory, or by hand."""
     saved_mib: list[float] | None = None
-    """By the memory plan that chose the blocks: what each device needs less than without recomputation."""
+    """From the memory plan that chose the blocks: memory that each device saves compared with no recomputation."""
     slower: float | None = None
-    """By the same plan: time of a step over that without recomputation."""
+    """From the same plan: time of a step divided by its time without recomputation."""
 
 
 class Topology(_Event):
-    """A training resumes with other ranks or devices than it had when its checkpoint was saved."""
+    """A training resumes on other ranks or devices than when its checkpoint was saved."""
 
     type: Literal["topology"] = "topology"
     step: int
     ranks: int
-    """Ranks, or devices of one process, that share each batch."""
+    """Number of ranks, or of devices of one process, that share each batch."""
     machines: int
     old_ranks: int
     old_machines: int
     round: int = 0
-    """How often the launcher has started the ranks again."""
+    """Number of times that the launcher has restarted the ranks."""
     reason: Text
-    """The host and device of those that are gone, and of those that are new."""
+    """Host and device of the removed and the added ones."""
     split: Annotated[list[int] | None, AsNull] = None
-    """Samples of a full batch for each device."""
+    """Samples of a full batch per device."""
 
 
 class Alert(_Event):
@@ -370,18 +370,18 @@ class OtherProcess(_Model):
 
 
 class Oom(_Event):
-    """A device ran out of memory: where, when, what it held, and how the training reacted."""
+    """A device ran out of memory: where, when, its contents, and the reaction of the training."""
 
     type: Literal["oom"] = "oom"
     device: Text
     index: int
     """Index of the device in the training's list of devices."""
     phase: Text
-    """forward, loss, backward, step, eval."""
+    """Phase: forward, loss, backward, step, eval."""
     step: int
-    """Updates made before the error."""
+    """Number of updates made before the error."""
     action: Text
-    """How the training reacted."""
+    """Reaction of the training."""
     epoch: int | None = None
     problem: Text | None = None
     split: list[int] | None = None
@@ -390,7 +390,7 @@ class Oom(_Event):
     reserved_mib: float | None = None
     total_mib: float | None = None
     fragmentation: float | None = None
-    """Share of the allocator's memory that held no tensor, 0 to 1."""
+    """Share of the allocator's memory without a tensor, 0 to 1."""
     largest: list[LiveTensor] = []
     others: list[OtherProcess] = []
     others_mib: float | None = None
@@ -398,7 +398,7 @@ class Oom(_Event):
     advice: list[Text] = []
     """Suggested changes, best first."""
     fallbacks: dict[str, Any] | None = None
-    """`MemoryFallbacks` in force from now on, as JSON."""
+    """`MemoryFallbacks` that apply from now on, as JSON."""
     path: Text | None = None
     """The file of the report, relative to the run folder."""
     judge: dict[str, Any] | None = None
@@ -411,14 +411,14 @@ class Heartbeat(_Event):
     type: Literal["heartbeat"] = "heartbeat"
     pid: int | None = None
     phase: Text | None = None
-    """train, eval, save, paused, start."""
+    """Phase: train, eval, save, paused, start."""
     step: int | None = None
     saving_s: float | None = None
     """Seconds since the write of a checkpoint began; None if none is being written."""
     num_evaluated: int | None = None
-    """Images done in the running evaluation; None if unknown."""
+    """Number of evaluated images in the running evaluation; None if unknown."""
     num_images: int | None = None
-    """Images of the running evaluation."""
+    """Number of images in the running evaluation."""
 
 
 class RunEnd(_Event):
@@ -431,7 +431,7 @@ class RunEnd(_Event):
     step: int | None = None
     epoch: int | None = None
     stopped_by: Literal["signal", "command"] | None = None
-    """Of a stop: a signal, such as a scheduler sends, or a command, for which a person or a program asked."""
+    """Cause of a stop: a signal, such as a scheduler's, or a command from a person or a program."""
 
 
 Event = (

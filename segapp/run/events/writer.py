@@ -1,6 +1,6 @@
-"""Appends events to events.jsonl, removes those that a resumed training repeats, and passes them to listeners.
+"""Append events to events.jsonl, remove events that a resumed training repeats, and pass events to listeners.
 
-What is repeated is decided by the step, epoch and batch of the checkpoint and not by the order of the lines: a
+Repeated events are recognized by the step, epoch and batch of the checkpoint, not by the order of the lines: a
 checkpoint is written while training continues, so its line comes after lines of steps that it does not contain.
 """
 
@@ -38,10 +38,10 @@ _EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
 class EventWriter:
     """Appends events to a file, each with one `write` call; a full disk does not stop the training.
 
-    An incomplete last line left by a crash is cut off first. Events that cannot be written stay in memory (at most
-    `max_pending`; beyond that `step`, `memory` and `heartbeat` events are dropped first, and counted) and are written
-    in order once the disk has space again. Thread-safe within the one process that holds the run's lock: `check_holder`
-    raises if that is another one by now.
+    An incomplete last line from a crash is cut off first. Events that cannot be written stay in memory (at most
+    `max_pending`; beyond that, `step`, `memory` and `heartbeat` events are dropped first, and counted) and are written
+    in order when the disk has space again. It is thread-safe within the process that holds the run's lock;
+    `check_holder` raises if another process has taken it.
 
     Raises:
         StorageError: The file cannot be opened.
@@ -67,11 +67,11 @@ class EventWriter:
     @property
     def num_pending(self) -> int:
         """Events waiting in memory for the disk."""
-        with self._lock:  # an event that another thread is writing does not wait
+        with self._lock:  # so that an event that another thread is writing is not counted
             return len(self._pending)
 
     def write(self, event: Event) -> None:
-        """Append one event; its non-finite numbers are written as null, with one `alert` for each field."""
+        """Append an event; its non-finite numbers are written as null, with an `alert` per field."""
         with self._lock:
             if self._fd < 0:
                 raise ValueError(f"{self.path.name} is closed")
@@ -98,7 +98,7 @@ class EventWriter:
     def sync(self) -> None:
         """Make the events in the file survive a power cut; a failure is left to the next write.
 
-        Other threads may write meanwhile: they do not wait for the disk.
+        Other threads may write meanwhile; they do not wait for the disk.
         """
         with contextlib.suppress(OSError):
             with self._lock:
@@ -131,8 +131,8 @@ class EventWriter:
         """Remove the events that training repeats when it continues from a checkpoint; return their number.
 
         The `step`, `epoch_start`, `val` and `checkpoint` lines that the checkpoint does not contain are moved to
-        `events.rewound.jsonl`. The rest keeps its order and is renumbered. Without such lines, or if the file cannot
-        be replaced (an `alert` reports it), the file is not touched.
+        `events.rewound.jsonl`. The rest keeps its order and is renumbered. If there are no such lines, or if the file
+        cannot be replaced (an `alert` reports it), the file is not changed.
         """
         with self._lock:
             self._write_pending()
@@ -145,7 +145,7 @@ class EventWriter:
                 return 0
 
     def _move_repeated(self, point: RewindPoint) -> int:
-        """Move the lines that training repeats, and damaged ones behind the first of them, to another file."""
+        """Move the lines that training repeats, and damaged ones after the first of them, to another file."""
         prefix, kept, dropped = split_repeated(self.path.read_bytes(), point)
         if not dropped:
             return 0
@@ -255,7 +255,7 @@ def _null_non_finite(value: Any, name: str) -> Iterator[str]:
 
 
 def _repair_tail(fd: int) -> tuple[int, int]:
-    """Cut off an incomplete last line, or add a missing newline; return the `seq` of the last event and the size."""
+    """Cut off an incomplete last line, or add a missing newline; return the last event's `seq` and the size."""
     size = os.fstat(fd).st_size
     end = last_line_end(fd, size)
     if end < size:
@@ -285,19 +285,19 @@ class RewindPoint:
     """The position of a checkpoint in the training."""
 
     step: int
-    """Optimizer updates done."""
+    """Number of finished optimizer updates."""
     epoch: int
     """The epoch in which training continues, from 1."""
     batch: int
-    """Batches of that epoch already used."""
+    """Number of batches of that epoch that were already used."""
     sha256: str | None = None
-    """Distinguishes two checkpoints of one step; None if unknown."""
+    """Hash that distinguishes two checkpoints of the same step; None if unknown."""
     is_evaluated: bool = False
-    """True if the evaluation after that step is done, where the epoch does not tell."""
+    """True if the evaluation after that step is done, in case the epoch does not tell."""
 
 
 def split_repeated(content: bytes, point: RewindPoint) -> tuple[bytes, list[bytes], list[bytes]]:
-    """Return the lines before the first repeated one, and those behind it that stay, renumbered, and that go."""
+    """Return the lines before the first repeated one, the later ones to keep (renumbered), and those to remove."""
     kept: list[bytes] = []
     dropped: list[bytes] = []
     has_own_line, seq, offset = False, 0, 0
@@ -323,7 +323,7 @@ def split_repeated(content: bytes, point: RewindPoint) -> tuple[bytes, list[byte
 def is_repeated(raw: dict[str, Any], point: RewindPoint, *, is_after_own: bool) -> bool:
     """Return True if training repeats an event when it continues from a point.
 
-    `is_after_own`: the event's line is behind the checkpoint's own `checkpoint` line.
+    `is_after_own`: the event's line comes after the checkpoint's own `checkpoint` line.
     """
     kind, step, epoch = raw["type"], raw.get("step"), raw.get("epoch")
     if kind == "step":

@@ -18,10 +18,10 @@ from segapp.parallel.distributed import Ranks
 
 
 class BatchSplitController:
-    """Applies the split of the batch over devices or ranks, and keeps what the run learns about splits in its judge.
+    """Applies the batch split, and keeps everything that the run learns about splits in its judge.
 
-    The divider is a network, of which only a `DataParallelModel` has a split, or the `RankSplit` of ddp. With fewer
-    than two devices or ranks there is nothing to split. The events of the run hold the judge.
+    The divider is a network (only a `DataParallelModel` has a split) or the `RankSplit` of ddp. With fewer than two
+    devices or ranks there is nothing to split. The judge is written into the run's events.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class BatchSplitController:
         self.batch_size = batch_size
         self.saved_plan = saved_plan
         self.is_as_planned = True
-        """False while steps need other memory than the plan predicts."""
+        """False while steps need a different amount of memory than the plan predicts."""
         self._ranks = ranks or Ranks()
         if not is_split:
             mode = "model" if mode == "model" else "single"
@@ -59,15 +59,15 @@ class BatchSplitController:
         return None if self._divider is None else self._divider.plan(self.batch_size)
 
     def judge_with(self, usable_mib: Sequence[float | None]) -> SplitJudge:
-        """Return the judge, which from now on knows the memory of each device for this run."""
+        """Return the judge after it has been given the memory of each device for this run."""
         self.judge = replace(self.judge, usable_mib=tuple(usable_mib))
         return self.judge
 
     def thaw_move(self) -> SplitMove | None:
-        """Return the move of `auto` at the thaw: back to the planned split; None if there is none, or it is in force.
+        """Return the change by `auto` at an unfreezing: back to the planned split; None if it is used or unknown.
 
-        The peaks measured so far are discarded: gradients and optimizer state of the frozen parameters are missing in
-        them, most of it on device 0. The plan counts them.
+        The measured peaks are discarded, because they lack the gradients and the optimizer state of the frozen
+        parameters, most of which are on device 0. The plan includes them.
         """
         self.clear_peaks()
         plan = self.saved_plan
@@ -81,7 +81,7 @@ class BatchSplitController:
         return SplitMove(plan.gpu0_bsz, split, predicted, reason)
 
     def predicted_mib(self) -> tuple[float | None, ...]:
-        """Return the predicted peaks under the split in force, from measurements or the plan; empty if unknown."""
+        """Return the predicted peaks under the present split, from measurements or the plan; empty if unknown."""
         if self.current is not None and self.judge.peaks.measured:
             return self.judge.peaks.peak_mib(self.current)
         plan = self.saved_plan if self.is_as_planned else None
@@ -92,7 +92,7 @@ class BatchSplitController:
         self.judge = self.judge.with_failure(split, old)
 
     def gathered(self, peaks_mib: Sequence[float | None]) -> list[float | None]:
-        """Return the peaks of all devices; in ddp every rank knows its own only, and every rank must call it."""
+        """Return the peaks of all devices; in ddp every rank knows only its own, and every rank must call it."""
         if self._ranks.world_size == 1:
             return list(peaks_mib)
         return [theirs[rank] for rank, theirs in enumerate(self._ranks.gather(list(peaks_mib)))]
@@ -102,11 +102,11 @@ class BatchSplitController:
         self.judge = replace(self.judge, peaks=self.judge.peaks.with_measured(split, peaks_mib))
 
     def clear_peaks(self) -> None:
-        """Discard the measured peaks, because steps are made in another way from now on."""
+        """Discard the measured peaks, because steps are made differently from now on."""
         self.judge = replace(self.judge, peaks=replace(self.judge.peaks, measured={}))
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learned as plain values."""
+        """Return the learned facts as plain values."""
         known = self.judge.to_json()
         return {"observed": known["peaks"]["measured"], "failed": known["failed"], "ceiling": known["ceiling"]}
 
@@ -124,11 +124,11 @@ class BatchSplitController:
         )
 
     def apply(self, settings: LiveSettings) -> bool:
-        """Split all following batches as the settings say.
+        """Divide all following batches as the settings say.
 
         Returns:
-            False if that is impossible here, such as a split saved on a machine with other devices; then nothing
-            changes.
+            False if that is impossible here, for example for a split that was saved on a machine with other devices;
+            then nothing changes.
         """
         divider = self._divider
         if divider is None:

@@ -1,6 +1,6 @@
-"""Handling of the commands sent to a running training: check each one, carry it out at its boundary, answer it once.
+"""Handle the commands to a running training: check each one, carry it out at its boundary, and answer it once.
 
-The main rank reads and checks commands. `PendingRequests`, what is left to carry out, is the same on every rank. The
+The main rank reads and checks commands. `PendingRequests`, the requests to carry out, is the same on every rank. The
 training loop calls `handle_commands`, carries requests out at points where its state is consistent, and reports back.
 """
 
@@ -20,17 +20,17 @@ from segapp.training.control.inbox import FinalStatus, Inbox
 from segapp.training.control.recompute import RecomputeController
 
 SPLIT_SETTINGS = frozenset({"gpu0_bsz", "gpu0_bsz_auto", "shares"})
-"""The settings that decide about the split; a change of one of them replaces all."""
+"""The settings that determine the split; a change of one of them replaces all."""
 
 AUTO_ON = {"gpu0_bsz_auto": True}
 """The change that lets `gpu0_bsz` follow the measured memory."""
 
 PROBATION_STEPS = 20
-"""For so many steps after a change of the split, running out of memory reverts it."""
+"""Number of steps after a change of the split in which running out of memory reverts it."""
 
 
 def with_changes(settings: LiveSettings, changes: Mapping[str, Any]) -> LiveSettings:
-    """Return settings with some replaced; `gpu0_bsz` and `shares` exclude each other, and either switches auto off."""
+    """Return settings with some replaced; `gpu0_bsz` and `shares` exclude each other, and each switches auto off."""
     if "gpu0_bsz" in changes or "shares" in changes:
         changes = {"gpu0_bsz": None, "shares": None, "gpu0_bsz_auto": False, **changes}
     return settings.model_copy(update=dict(changes))
@@ -41,27 +41,27 @@ class PendingSet:
     """A change of settings that is not applied yet, or whose split is on probation."""
 
     received: ReceivedCommand | None
-    """The `set` command; None for a move of `auto`."""
+    """The `set` command; None for a change by `auto`."""
     changes: dict[str, Any]
     """New values of `LiveSettings`, by name."""
     notes: list[str] = field(default_factory=list)
-    """Sentences that the final answer adds."""
+    """Sentences for the final answer."""
     reason: str | None = None
     split: tuple[int, ...] | None = None
     predicted_mib: tuple[float | None, ...] = ()
 
     @property
     def is_split(self) -> bool:
-        """True if it names a split; switching `auto` on does not."""
+        """True if it sets a split; switching `auto` on does not."""
         return "gpu0_bsz" in self.changes or "shares" in self.changes
 
     @property
     def names(self) -> frozenset[str]:
-        """The settings that it decides about."""
+        """The settings that it determines."""
         return frozenset(self.changes) | (SPLIT_SETTINGS if SPLIT_SETTINGS & self.changes.keys() else frozenset())
 
     def notes_with(self, note: str | None) -> str | None:
-        """Return its notes and one more as one text; None without any."""
+        """Return its notes and one more as one text; None if there are none."""
         return "; ".join([*self.notes, *([note] if note else [])]) or None
 
 
@@ -94,7 +94,7 @@ class TrainingPosition:
 
 @dataclass
 class PendingRequests:
-    """The requests that are left to carry out, the same on every rank."""
+    """The requests to carry out, the same on every rank."""
 
     is_paused: bool = False
     stop: Literal["now", "epoch"] | None = None
@@ -106,8 +106,8 @@ class PendingRequests:
 class CommandController:
     """Handles the commands of one training, and holds its current settings.
 
-    `replay` has changes of settings to apply again (`inbox.applied_after`), for a training that goes back to a
-    checkpoint written before them: the step after which each was applied, and the new values.
+    `replay` has changes of settings to apply again (`inbox.applied_after`), for a training that goes back to an earlier
+    checkpoint: the step after which each was applied, and the new values.
     """
 
     def __init__(
@@ -127,14 +127,14 @@ class CommandController:
         self._event_log, self._device_memory = event_log, device_memory
         self._open: dict[str, list[ReceivedCommand]] = {"pause": [], "checkpoint": [], "stop": []}
         self._sets: list[PendingSet] = []
-        """The changes of settings that wait for the next epoch, in the order in which they were requested."""
+        """The changes of settings that wait for the next epoch, in the order of the requests."""
         self._probation: SplitProbation | None = None
         self._has_full_batch = False
         """True if a full batch was trained since the peaks were reset."""
         self._replay = list(replay)
 
     def judge(self) -> SplitJudge:
-        """Return what decides about a split now, with the memory that the devices have for this run."""
+        """Return the judge of splits with the memory that the devices now have for this run."""
         return self.batch_split.judge_with(self._device_memory.usable_mib())
 
     def handle_commands(self, position: TrainingPosition) -> None:
@@ -245,7 +245,7 @@ class CommandController:
         return settings
 
     def _supersede(self, newer: PendingSet, step: int) -> None:
-        """Remove from the waiting changes what a newer one decides about; cancel those of which nothing is left."""
+        """Remove from the waiting changes the settings of a newer one; cancel changes that become empty."""
         assert newer.received is not None
         reason = f"superseded by {newer.received.id}"
         for older in list(self._sets):
@@ -282,7 +282,7 @@ class CommandController:
         split: Sequence[int] | None = None,
         observed_mib: Sequence[float | None] | None = None,
     ) -> None:
-        """Emit a `gpu0_bsz` event about a change of the settings `old`; None stands for what the request says."""
+        """Emit a `gpu0_bsz` event about a change from the settings `old`; None: use the request's value."""
         shares, split = pending.changes.get("shares"), pending.split if split is None else split
         self._event_log.emit(
             Gpu0Bsz(
@@ -342,9 +342,9 @@ class CommandController:
     ) -> None:
         """Restore the settings of a checkpoint; a split that was changed in the config since takes precedence.
 
-        `saved` is the `parallel` section of the checkpoint's config, `present` that of the present one. The split that
-        this controller began with holds where `gpu0_bsz` is auto, the list is for another number of devices, or the
-        split was planned anew because the checkpoint is of another number (`is_replanned`).
+        `saved` is the `parallel` section of the checkpoint's config, `present` the section of the present config. The
+        split with which this controller began is used if `gpu0_bsz` is auto, the list is for another number of devices,
+        or the split was planned anew because the checkpoint has another number of devices (`is_replanned`).
         """
         began, is_auto = self.settings, present["gpu0_bsz"] == "auto"
         fits = present["shares"] is None or len(present["shares"]) == len(self.batch_split.current or ())
@@ -409,7 +409,7 @@ class CommandController:
             self._probation = SplitProbation(old, old_split, position.epoch, position.step, on_probation)
 
     def adopt_recompute(self, choice: RecomputeChoice) -> None:
-        """Choose the blocks that are computed again from the next step on, without a command."""
+        """Choose the blocks that are recomputed from the next step on, without a command."""
         self.settings = self.settings.model_copy(update={"recompute": choice})
         self._apply_recompute(choice)
         self._update_pending_settings()
@@ -444,9 +444,9 @@ class CommandController:
         self._has_full_batch = False
 
     def measured_mib(self) -> list[float | None] | None:
-        """Record the peaks of this epoch's training so far, as far as this rank knows them.
+        """Record the peaks of this epoch's training so far, as known on this rank.
 
-        Return the highest peak of each device under the split in force; None without a split, or a full batch so far.
+        Return each device's highest peak under the present split; None without a split or a full batch so far.
         """
         split = self.batch_split.current
         if split is None or self._device_memory.is_shared:  # logical devices without budgets share one peak
@@ -465,7 +465,7 @@ class CommandController:
     def revert_split(self, problem: str, step: int) -> str | None:
         """Revert to the previous split if the present one, which ran out of memory, is on probation.
 
-        Return a sentence about the two splits; None if the split is not on probation: nothing was changed.
+        Return a sentence about the two splits; None if the split is not on probation, and then nothing was changed.
         """
         probation = self._probation
         if probation is None or probation.old_split is None:
@@ -488,7 +488,7 @@ class CommandController:
         return done
 
     def confirm_untested(self) -> None:
-        """Answer a split change `applied` although no full batch was trained with it."""
+        """Answer a split change with `applied`, although no full batch was trained with it."""
         if self._probation is not None and not self._probation.is_measured:
             for pending in self._probation.sets:
                 self._answer_applied(pending, self._probation.step, "no full batch was trained with it")

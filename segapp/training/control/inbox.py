@@ -1,4 +1,4 @@
-"""The trainer's side of a run's inbox: every command is taken up once and answered once, across crashes too."""
+"""The trainer's side of a run's inbox: every command is processed once and answered once, even after a crash."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ FinalStatus = Literal["applied", "rejected", "cancelled"]
 class Inbox:
     """The commands of one run, for the process that holds its lock.
 
-    The file of a command is removed when its final answer is in the events. Files of answered commands that a crash
-    left behind are removed at the start; commands without an answer are taken up again. A rank that handles no commands
-    has no folder.
+    The file of a command is removed when its final answer is in the events. At the start, files of answered commands
+    from before a crash are removed; commands without an answer are processed again. A rank that handles no commands has
+    no folder.
     """
 
     def __init__(self, folder: RunFolder | None, event_log: EventLog) -> None:
@@ -53,7 +53,7 @@ class Inbox:
         return bool(self._waiting)
 
     def take(self, *, is_last: bool = False) -> list[ReceivedCommand]:
-        """Return the commands that wait, as they were sent, each one once; `is_last`: the folder is read now."""
+        """Return the waiting commands in the order of sending, each once; `is_last`: read the folder now."""
         if is_last:
             self._polled_s = -POLL_S
         self.has_commands()
@@ -69,7 +69,7 @@ class Inbox:
         step: int | None,
         changes: Mapping[str, Any] | None = None,
     ) -> None:
-        """Write an answer to a command: its final one, or `accepted`, which says that it will be carried out later."""
+        """Write an answer to a command: its final one, or `accepted`, which means that it will be carried out later."""
         self._event_log.emit(
             CommandAnswer(
                 id=received.id,
@@ -87,7 +87,7 @@ class Inbox:
             self._remove_answered()
 
     def _remove_answered(self) -> None:
-        """Remove the files of answered commands, unless answers wait for the disk: then a crash must find the files."""
+        """Remove the files of answered commands, unless answers wait for the disk: a crash would need them."""
         writer = self._event_log.writer
         if writer is None or writer.num_pending == 0:
             for received in self._answered:
@@ -98,8 +98,8 @@ class Inbox:
 def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
     """Return the settings that were applied at or after a step, for a training that goes back to it.
 
-    Each has the step from which it held and the new settings by name. Moves of `auto` are included, splits that were
-    reverted are not.
+    Each has the step from which it applied, and the new settings by name. Changes by `auto` are included; reverted
+    splits are not.
     """
     applied: dict[str, tuple[int, dict[str, Any]]] = {}
     for event in _read_rare(events):
@@ -116,7 +116,7 @@ def applied_after(events: Path, step: int) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _changes(answer: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that a command changed: its `changes`; in events written before that field, from its text."""
+    """Return the settings that a command changed: its `changes`; in older events, from its text."""
     if answer.get("changes") is not None:
         return dict(answer["changes"])
     command = parse_command(answer["command"]) if answer["command"].startswith("set ") else None
@@ -124,5 +124,5 @@ def _changes(answer: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rare(events: Path) -> Iterator[dict[str, Any]]:
-    """Yield all events except most `step` events, of which a long run has a million."""
+    """Yield all events except most `step` events, because a long run has a million of them."""
     return (item for item in EventReader(events).read_skimmed() if isinstance(item, dict))

@@ -10,7 +10,7 @@ from segapp.training.control.commands import TrainingPosition
 
 @dataclass
 class Best:
-    """The best evaluation so far, larger is better, and how many evaluations ago it was."""
+    """The best evaluation so far (larger is better), and the number of evaluations since then."""
 
     value: float | None = None
     epoch: int | None = None
@@ -33,7 +33,7 @@ class TrainingProgress:
         self.position = Position()
         self.best = Best()
         self.resumed_from_step: int | None = None
-        """Steps that were done before this process began; None for a new training."""
+        """Steps that were made before this process began; None for a new training."""
         self._begun_epoch = 0
 
     @property
@@ -44,7 +44,7 @@ class TrainingProgress:
         return self.position.step >= self.total_steps and self.position.is_evaluated
 
     def begin_epoch(self) -> None:
-        """Record that the settings of the present epoch are in force."""
+        """Record that the settings of the present epoch are applied."""
         self._begun_epoch = self.position.epoch
 
     def finish_epoch(self) -> None:
@@ -56,7 +56,7 @@ class TrainingProgress:
         self.position, self.best, self.resumed_from_step = position, best, position.step
 
     def command_position(self) -> TrainingPosition:
-        """Return the position that commands are checked against."""
+        """Return the position with which commands are checked."""
         at = self.position
         is_before = at.batch == 0 and self._begun_epoch != at.epoch
         return TrainingPosition(at.epoch, at.step, at.epoch if is_before else at.epoch + 1, self.epochs)

@@ -1,4 +1,4 @@
-"""The blocks of the network that are computed again in the backward pass, as chosen between two steps."""
+"""The blocks of the network that are recomputed in the backward pass, chosen between two steps."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from segapp.parallel.recompute import is_recomputable
 
 
 class RecomputeController:
-    """Applies which blocks are computed again: those of the config, all, or none.
+    """Applies the choice of recomputed blocks: the config's, all, or none.
 
     Args:
-        model: the network, in which the blocks of the config, or of the memory plan, are chosen.
-        num_devices: of a `DataParallelModel`; else 1.
+        model: the network, in which the blocks of the config, or of the memory plan, are already chosen.
+        num_devices: number of devices of a `DataParallelModel`; else 1.
         problem: why no other blocks can be chosen; None if they can.
     """
 
@@ -27,12 +27,12 @@ class RecomputeController:
         self.blocks: tuple[str, ...] = ()
         try:
             self.blocks = tuple(name for name, block in find_blocks(model).items() if is_recomputable(block))
-        except ConfigError as error:  # `checkpoint_blocks` of a custom network that asks for no recomputation
+        except ConfigError as error:  # `checkpoint_blocks` of a custom network without recomputation
             problem = problem or str(error)
         self.problem = problem or (None if self.blocks else "the network has no blocks")
 
     def sets_of(self, choice: RecomputeChoice) -> tuple[tuple[str, ...], ...]:
-        """Return the names of the blocks for each device; all but those that are offloaded, with `all`."""
+        """Return the names of the blocks for each device; with `all`, all except offloaded ones."""
         if choice == "config":
             return self._configured
         names = self.blocks if choice == "all" else ()
@@ -45,11 +45,11 @@ class RecomputeController:
 
     @property
     def has_kept(self) -> bool:
-        """True if a device keeps the activations of a block that could be computed again."""
+        """True if a device keeps the activations of a block that could be recomputed."""
         return self.problem is None and self.current != self.sets_of("all")
 
     def apply(self, choice: RecomputeChoice) -> bool:
-        """Choose the blocks from the next step on; return True if others were chosen before."""
+        """Choose the blocks from the next step on; return True if this changes the choice."""
         wanted = self.sets_of(choice)
         is_new = wanted != self.current
         if is_new:

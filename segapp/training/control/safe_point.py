@@ -1,4 +1,4 @@
-"""Signals and commands, polled between micro-batches on every rank at the same place, and what is done about them."""
+"""Signals and commands, polled between micro-batches at the same place on every rank, and the reactions to them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from segapp.training.telemetry.clock import ActivityLog
 
 PAUSE_POLL_S = 0.1
 RANKS_POLL_S = 0.1
-"""Seconds between two polls of several ranks, where steps are faster: each costs every rank's host 0.2 to 0.3 ms."""
+"""Seconds between two polls of several ranks if steps are faster: each costs every rank's host 0.2 to 0.3 ms."""
 
 MOST_STEPS_WITHOUT_POLL = 64
 
 
 class SafePoint:
-    """Polls signals and commands, and carries out what can be done immediately: a checkpoint, a pause, a stop.
+    """Polls signals and commands, and does immediately what is possible: a checkpoint, a pause, a stop.
 
-    All ranks poll together, in one collective as long as nothing is asked for, and skip the same polls if their steps
+    All ranks poll together, with one collective as long as there is no request, and skip the same polls if their steps
     are fast.
     """
 
@@ -41,12 +41,12 @@ class SafePoint:
         self._calls, self._polled_s = 0, time.monotonic()
 
     def check(self, *, is_boundary: bool = False) -> None:
-        """Poll, then save or pause as requested; only for places where the state is whole.
+        """Poll, then save or pause as requested; call it only while the state is consistent.
 
         No poll is skipped at a boundary, where settings are applied next.
 
         Raises:
-            StopRequest: on every rank, once any of them was asked to stop.
+            StopRequest: on every rank, after any of them was asked to stop.
         """
         self._poll(is_due=is_boundary)
         self._begin_save()
@@ -58,7 +58,7 @@ class SafePoint:
 
         Raises:
             StopRequest: as above.
-            PauseRequest: the step is to be left, and made again after `check`.
+            PauseRequest: leave the step, and make it again after `check`.
         """
         self._poll()
         if self._controller.requests.is_paused:
@@ -109,7 +109,7 @@ class SafePoint:
             raise StopRequest("asked to stop")
 
     def _pace(self) -> None:
-        """Agree with the other ranks on the calls until the next poll, by the main rank's time of a call."""
+        """Agree with the other ranks on the number of calls until the next poll, from the main rank's time per call."""
         if self._context.ranks.world_size > 1:
             call_s = (time.monotonic() - self._polled_s) / self._calls
             calls = max(1, min(MOST_STEPS_WITHOUT_POLL, int(RANKS_POLL_S / max(call_s, 1e-6))))

@@ -1,6 +1,6 @@
-"""What is planned before a training begins: values of `auto`, and whether a step fits into the memory of the CPU.
+"""Plans before a training: the values of `auto`, and whether a step fits into the memory of the CPU.
 
-The plan is made once and saved in the run folder; every resume uses the saved plan, also on another machine.
+The plan is made once and saved in the run folder; every resume uses the saved plan, even on another machine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from segapp.training.planning.pool import SimulationPool
 from segapp.training.planning.trial import trial_step
 
 MOST_BYTES_PER_PX = 16 * 1024
-"""More than the networks of this package need for a pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
+"""More than the networks of this package need per pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
 
 logger = logging.getLogger("segapp")
 
@@ -40,7 +40,7 @@ logger = logging.getLogger("segapp")
 def resolve_auto(
     config: RunConfig, folder: RunFolder, devices: DevicePlan, device_infos: Sequence[DeviceInfo], ranks: Ranks
 ) -> tuple[RunConfig, SavedMemoryPlan | None]:
-    """Return the config with every `auto` of `train` that a resume must keep replaced, and the plan if that needs one.
+    """Return the config with every `auto` in `train` that a resume must keep resolved, and the plan if one is needed.
 
     Raises:
         ConfigError: the memory of the devices is unknown, or nothing fits.
@@ -59,12 +59,12 @@ def resolve_auto(
 
 
 def is_planned(config: RunConfig) -> bool:
-    """Return True if a memory plan decides about the batch, the split, or the blocks to compute again."""
+    """Return True if a memory plan determines the batch, the split, or the recomputed blocks."""
     return not config.train.batch_size or config.parallel.gpu0_bsz == "auto" or config.train.recompute == "auto"
 
 
 def _precision(folder: RunFolder, devices: DevicePlan, ranks: Ranks) -> str:
-    """Return the precision of a run: the one that it began with, else what all of its devices have."""
+    """Return the precision of a run: the one with which it began, else the one that all of its devices support."""
     began_with: str | None = None
     if ranks.is_main and folder.config_yaml.exists():
         began_with = load_config(folder.config_yaml).train.precision
@@ -94,7 +94,7 @@ def _load_or_make_plan(
         return kept
     gpus = known_gpus(device_infos)
     if gpus is None and (batch_size or kept is not None):
-        if kept is not None and not is_for_these:  # a plan for other devices says their batch alone
+        if kept is not None and not is_for_these:  # a plan for other devices only gives the batch
             kept = replace(kept, gpu0_bsz=None, splits=(), tensors_mib=())
         return None if kept is None else replace(kept, recompute=None)  # gpu0_bsz: auto begins with an even split
     if kept is not None:
@@ -125,14 +125,14 @@ def planned_advice(config: RunConfig, devices: DevicePlan, device_infos: Sequenc
 
 
 def _overhead(config: RunConfig, devices: DevicePlan, num_gpus: int) -> OverheadEstimate:
-    """Return the memory of libraries on each GPU; the driver's memory is subtracted already."""
+    """Return the memory of libraries on each GPU; the driver's memory is already subtracted."""
     if config.parallel.memory_budget_mib is not None:  # budgets are for tensors
         return OverheadEstimate((0.0,) * num_gpus)
     return OverheadEstimate(context_mib(devices.mode, num_gpus, driver_mib=0.0))
 
 
 def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None:
-    """Return the devices with the memory they have for this run; None if one shares its memory with other processes."""
+    """Return the devices with their memory for this run; None if one shares its memory with other processes."""
     usable = DeviceMemoryTracker(device_infos).usable_mib()
     if None in usable or any(info.uuid is None for info in device_infos):
         return None
@@ -142,7 +142,7 @@ def known_gpus(device_infos: Sequence[DeviceInfo]) -> tuple[GpuSpec, ...] | None
 def _largest(
     config: RunConfig, gpus: Sequence[GpuSpec], devices: DevicePlan, overhead: OverheadEstimate
 ) -> SavedMemoryPlan:
-    """Return the plan of the largest batch for training and evaluation, confirmed by a trial step in single and dp."""
+    """Return the plan of the largest batch for training and evaluation; a trial step confirms it in single and dp."""
     limit = _num_training_images(config)
     allowed = allowed_batches(config.train.effective_batch_size, limit)
     fewer: int | None = None
@@ -199,7 +199,7 @@ def _num_training_images(config: RunConfig) -> int:
 
 
 def simulated_bytes(config: RunConfig, num_images: int) -> int:
-    """Return the peak of the tensors of a training step of so many crops on one device, without workspaces of kernels.
+    """Return the peak of the tensors in a step of `num_images` crops on one device, without kernel workspaces.
 
     Raises:
         SegappError: the network cannot be simulated.
@@ -212,8 +212,8 @@ def simulated_bytes(config: RunConfig, num_images: int) -> int:
 def check_host_memory(config: RunConfig, num_images: int) -> None:
     """Refuse a training on the CPU whose step cannot fit into the free memory.
 
-    The prediction counts the tensors of one device, less than is needed: a step that barely fits is tried. The images
-    are those of a micro-batch on this machine, over all devices and ranks.
+    The prediction counts the tensors of one device, which is less than is needed, so a step that barely fits is tried.
+    `num_images` are the images of a micro-batch on this machine, over all devices and ranks.
 
     Raises:
         OutOfMemoryError: it does not fit.
@@ -224,7 +224,7 @@ def check_host_memory(config: RunConfig, num_images: int) -> None:
         return
     try:
         needed = simulated_bytes(config, num_images)
-    except SegappError as error:  # a custom component may do what no simulation can follow
+    except SegappError as error:  # a custom component may do something that cannot be simulated
         logger.info("the memory of a step could not be predicted: %s", error)
         return
     if needed <= free:
@@ -237,7 +237,7 @@ def check_host_memory(config: RunConfig, num_images: int) -> None:
 
 
 def _fewer_images(config: RunConfig, num_images: int, share: float) -> str:
-    """Return the advice to take fewer images at a time, if one image would fit."""
+    """Return the advice to process fewer images at a time, if one image would fit."""
     fewer = math.floor(num_images * share)
     if not fewer:
         return ""

@@ -40,7 +40,7 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
     """Return the parallel mode of a config on a number of GPUs.
 
     Raises:
-        ConfigError: the config's mode, shares or batch do not suit the number of GPUs.
+        ConfigError: the config's mode, shares or batch do not fit the number of GPUs.
     """
     section, mode = config.parallel, config.parallel.mode
     if mode == "single" and num_gpus > 1:
@@ -71,7 +71,7 @@ def choose_mode(config: RunConfig, num_gpus: int) -> Mode:
 
 
 def _assumed_speed(config: RunConfig, num_gpus: int) -> SpeedEstimate | None:
-    """Return the times of a step in dp and in ddp on assumed GPUs; loads torch, which a plan otherwise does without."""
+    """Return the times of a step in dp and in ddp on assumed GPUs; imports torch, which a plan otherwise avoids."""
     from segapp.build.speed import estimate_speed
 
     return estimate_speed(config, num_gpus)
@@ -88,15 +88,15 @@ def plan_memory(
     batches: Sequence[int] = range(1, LARGEST_BATCH + 1),
     fit: bool | None = False,
 ) -> tuple[MemoryPlan, list[PeakError]]:
-    """Return the plan of a config on given GPUs, and the errors of the prediction against a measured run of it.
+    """Return the plan of a config on given GPUs, and the prediction's errors compared with a measured run.
 
-    With `train.batch_size: auto` the plan is for the largest of `batches`, in ascending order, that fits. The advice,
-    changes that reduce memory, takes longer to simulate than the plan itself. `fit`: look for the fastest way to make
-    a step of the same images; None: if the config does not fit. With `train.recompute: auto` the blocks to compute
-    again are chosen for the split of the config, or together with an automatic one, and with an automatic batch.
+    With `train.batch_size: auto`, the plan is for the largest of `batches`, in ascending order, that fits. The advice,
+    changes that reduce memory, takes longer to simulate than the plan. `fit`: search for the fastest way to make a step
+    of the same images; None: only if the config does not fit. With `train.recompute: auto`, the recomputed blocks are
+    chosen for the config's split, or together with an automatic split and batch.
 
     Raises:
-        ConfigError: the config does not suit the GPUs, or cannot be built, or no batch fits.
+        ConfigError: the config does not fit the GPUs, or cannot be built, or no batch fits.
     """
     is_auto = not config.train.batch_size
     small = with_batch(config, 2 * len(gpus)) if is_auto else config
@@ -128,11 +128,11 @@ def plan_memory(
 def _with_chosen(
     config: RunConfig, planner: Planner, search: RecomputeSearch, least: int, batches: Sequence[int]
 ) -> tuple[RunConfig, Planner, Fit | None]:
-    """Return the config with its batch, the planner with the blocks to compute again, and these.
+    """Return the config with its batch, the planner with the recomputed blocks, and these blocks.
 
     An automatic batch is the one with the fastest step of `train.effective_batch_size` images; without that key, the
-    largest that fits, if possible with nothing computed again. If nothing fits a batch that is given, all blocks are
-    computed again; None if its split is impossible.
+    largest that fits, if possible without recomputation. If a given batch does not fit in any way, all blocks are
+    recomputed; None if its split is impossible.
     """
     train = config.train
     total = train.effective_batch_size
@@ -182,7 +182,7 @@ def _largest_batch(
     batches: Sequence[int],
     fits: Callable[[PlanRow], bool] = lambda row: row.fits,
 ) -> int:
-    """Return the largest of some batches that fits, in training and in evaluation, with the split of the config."""
+    """Return the largest of some batches that fits in training and in evaluation with the config's split."""
     gpu0_bsz = config.parallel.gpu0_bsz
     if planner.model.mode == "ddp":
         least = max(least, len(planner.gpus))
@@ -221,7 +221,7 @@ class _Simulated:
     model: PlannedPeaks
     facts: Mapping[str, Any]
     frozen_model: PlannedPeaks | None
-    """For the epochs in which `model.freeze` holds; None if it does not end, or without advice."""
+    """Peaks for the epochs in which `model.freeze` applies; None if it does not end, or without advice."""
     variants: Sequence[Variant]
     peaks_mib: Mapping[str, float]
     """Peaks of one device for the advice, by the names of `_advice_jobs`; empty without advice."""
@@ -240,7 +240,7 @@ def _simulated(
     jobs = _advice_jobs(config, config.train.batch_size, len(gpus), changes, facts["blocks"]) if with_advice else {}
     asked = [replace(job, split=split) for split in splits]
     has_phases = with_advice and config.model.freeze_epochs is not None
-    # Without an end of `model.freeze` the simulated network is the frozen one.
+    # If `model.freeze` does not end, the simulated network is the frozen one.
     frozen_jobs = [replace(each, changes={"model.freeze_epochs": None}) for each in asked] if has_phases else []
     results = iter(pool.simulate([*asked, *frozen_jobs, *jobs.values()]))
     own = [next(results) for _ in asked]
@@ -300,7 +300,7 @@ def _assembled(config: RunConfig, planner: Planner, found: _Simulated) -> Memory
 
 
 def _with_frozen_phase(plan: MemoryPlan, frozen_model: PlannedPeaks, epochs: int | None) -> MemoryPlan:
-    """Return the plan with what each GPU needs while `model.freeze` holds, at the split of the config or the best."""
+    """Return the plan with each GPU's memory while `model.freeze` applies, at the config's or the best split."""
     split = (plan.current or plan.best).split
     tensors = (plan.overhead.tensors_mib(i, mib) for i, mib in enumerate(frozen_model.peak_mib(split)))
     frozen_mib = [round(plan.overhead.required_mib(i, mib), 1) for i, mib in enumerate(tensors)]

@@ -48,7 +48,7 @@ class SimulationPool:
         for process in self._processes:
             process.kill()
             process.wait()
-        self._threads.shutdown()  # before the pipes are closed, from which its threads may read
+        self._threads.shutdown()  # before the pipes are closed, which its threads may still read
         for process in self._processes:
             for pipe in (process.stdin, process.stdout, process.stderr):
                 with suppress(OSError):
@@ -56,7 +56,7 @@ class SimulationPool:
                     pipe.close()
 
     def facts(self, mode: Mode) -> dict[str, Any]:
-        """Return the sizes of the network and of the evaluation; every process builds its model meanwhile."""
+        """Return the sizes of the network and of the evaluation; meanwhile every process builds its model."""
         found: dict[str, Any] = self._ask([mode] * len(self._processes), "memory plan: building the network")[0]
         return found
 

@@ -1,4 +1,4 @@
-"""Blocks to compute again, chosen for a memory plan: estimated by a trace, confirmed by simulated steps. No torch."""
+"""Recomputed blocks, chosen for a memory plan: estimated by a trace, confirmed by simulated steps. No torch here."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from segapp.memory.recompute import DeviceCourse
 from segapp.training.planning.pool import SimulationPool
 
 Sets = tuple[tuple[str, ...], ...]
-"""Names of blocks for each device in dp and for each rank in ddp, else once."""
+"""Names of blocks, one set per device in dp and per rank in ddp, else one set."""
 
 MOST_TRIES = 3
-"""Simulated steps of one choice: each corrects the budget of the next by what it needs more or less than estimated."""
+"""Maximum number of simulated steps per choice: each corrects the next budget by the error of the estimate."""
 
 
 class RecomputeSearch:
-    """Finds how a step of a given number of images fits into the memory of the GPUs, and how fastest.
+    """Finds ways to fit a step of a given number of images into the memory of the GPUs, and the fastest of them.
 
     Args:
         pool: simulates the config.
-        job: of the plan, without a split.
-        planner: of the job, with nothing computed again.
+        job: job of the plan, without a split.
+        planner: planner of the job, without recomputation.
         blocks: names of all blocks of the network.
     """
 
@@ -35,7 +35,7 @@ class RecomputeSearch:
         self._num_sets = len(planner.gpus) if planner.has_split else 1
 
     def planner(self, accumulate: int) -> Planner:
-        """Return the planner of steps with so many micro-batches, with nothing computed again."""
+        """Return the planner of steps with this number of micro-batches, without recomputation."""
         key = min(2, accumulate)
         if key not in self._planners:
             (known,) = self._planners.values()
@@ -43,7 +43,7 @@ class RecomputeSearch:
         return self._planners[key]
 
     def model(self, sets: Sets, accumulate: int) -> PlannedPeaks:
-        """Return the peaks of every split with these blocks computed again."""
+        """Return the peaks of every split with these blocks recomputed."""
         mode, first = self._job.mode, sets[0]
         alone = not (mode == "dp" and len(sets) > 1)
         kinds = list(dict.fromkeys(sets if alone else sets[1:]))
@@ -65,14 +65,14 @@ class RecomputeSearch:
         return replace(models[first], others=tuple(models[kind].first for kind in sets[1:]))
 
     def can_fit(self, row: PlanRow, accumulate: int) -> bool:
-        """Return True if a split fits by the estimate, with blocks computed again if need be."""
+        """Return True if a split fits according to the estimate, with recomputed blocks if necessary."""
         return self._sets(self._courses(row.split, accumulate), self._budgets(accumulate)) is not None
 
     def fastest(self, candidates: Sequence[tuple[PlanRow, int]]) -> Fit | None:
-        """Return the fastest way that fits, with blocks computed again; None if there is none.
+        """Return the fastest way that fits, with recomputed blocks; None if there is none.
 
         Args:
-            candidates: splits, with the micro-batches of a step.
+            candidates: splits, with the number of micro-batches per step.
         """
         estimates = []
         for row, accumulate in candidates:
@@ -84,9 +84,9 @@ class RecomputeSearch:
         return next(filter(None, (self._confirmed(row, accumulate) for _, _, row, accumulate in ordered)), None)
 
     def table(self, images: int) -> Iterator[Fit]:
-        """Yield for each batch that divides the images of a step: nothing, chosen blocks and all computed again.
+        """Yield for each batch that divides the images of a step: no, chosen, and all blocks recomputed.
 
-        Blocks are chosen where a faster split does not fit without.
+        Blocks are chosen if a faster split does not fit without recomputation.
         """
         for batch in (n for n in range(images, 0, -1) if images % n == 0):
             accumulate = images // batch
@@ -105,7 +105,7 @@ class RecomputeSearch:
             yield self.all(next(row for row in rows if row.split == split), accumulate)
 
     def all(self, row: PlanRow, accumulate: int) -> Fit:
-        """Return a split with all blocks computed again."""
+        """Return a split with all blocks recomputed."""
         return self._simulated(row, (self._blocks,) * self._num_sets, accumulate, "all")
 
     def _plain(self, row: PlanRow, accumulate: int) -> Fit:
@@ -135,7 +135,7 @@ class RecomputeSearch:
         return best
 
     def _simulated(self, row: PlanRow, sets: Sets, accumulate: int, name: str) -> Fit:
-        """Return a split with these blocks computed again, with the peaks of a simulated step."""
+        """Return a split with these blocks recomputed, with the peaks of a simulated step."""
         job, planner = replace(self._job, accumulate=accumulate), self.planner(accumulate)
         if job.mode == "ddp":
             ranks = list(dict.fromkeys(zip(row.split, sets, strict=True)))
@@ -164,7 +164,7 @@ class RecomputeSearch:
         return tuple(map(DeviceCourse.of_trace, self.planner(accumulate).model.traces(split)))
 
     def _sets(self, courses: Sequence[DeviceCourse], budgets: Sequence[float]) -> Sets | None:
-        """Return the cheapest estimated set of each device; None if one of them is without hope."""
+        """Return the cheapest estimated set of each device; None if one of them can never fit."""
         found = []
         for course, budget in zip(courses, budgets, strict=True):
             chosen = course.cheapest(budget)
@@ -178,7 +178,7 @@ class RecomputeSearch:
 
 
 def _short_names(chosen: Sequence[str], blocks: Sequence[str]) -> tuple[str, ...]:
-    """Return the names of the largest modules that hold only chosen blocks.
+    """Return the names of the largest modules that contain only chosen blocks.
 
     >>> _short_names(["a.0.x", "a.0.y", "a.1.x"], ["a.0.x", "a.0.y", "a.1.x", "a.1.y"])
     ('a.0', 'a.1.x')

@@ -1,8 +1,8 @@
-"""One training step and one evaluation of a config on simulated devices: the real model, criterion, optimizer, engine.
+"""Simulate a training step and an evaluation of a config with the real model, criterion, optimizer and engine.
 
-The engine is the one that training assembles (`StepAssembler`), on a backend whose tensors have no storage. The only
-part that does not run there is DistributedDataParallel: `Buckets` makes its gradient buckets in hooks. Runs in a
-process of its own (`segapp.training.planning.pool`).
+The engine is the training's (`StepAssembler`), on a backend whose tensors have no storage. Only DistributedDataParallel
+cannot run there; `Buckets` makes its gradient buckets in hooks. Simulations run in separate processes
+(`segapp.training.planning.pool`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MIB = 2**20
 
 
 class SimulatedDevices:
-    """Devices whose tensors have a shape and a lifetime and no values: the planner's `DeviceBackend`."""
+    """Devices whose tensors have shapes and lifetimes but no values: the planner's `DeviceBackend`."""
 
     has_values = False
 
@@ -70,15 +70,15 @@ class SimulatedDevices:
         return placed
 
     def tag(self, tensors: Iterable[Tensor], kind: str) -> None:
-        """Tell the ledger what tensors are for."""
+        """Record in the ledger what tensors are for."""
         self._ledger.tag(tensors, kind)
 
     def stages(self, model: nn.Module, layout: StepLayout, example: Tensor) -> Mapping[str, Any]:
-        """Return the stages that the parameters were placed by."""
+        """Return the stages on which the parameters were placed."""
         return self._stages
 
     def replica_mode(self, devices: Sequence[torch.device]) -> Any:
-        """Return "lockstep": the ledger follows one replica at a time."""
+        """Return "lockstep", because the ledger can track only one replica at a time."""
         return "lockstep"
 
     def wrap_ddp(self, network: nn.Module, device: torch.device, example: Tensor) -> nn.Module:
@@ -89,7 +89,7 @@ class SimulatedDevices:
         return network
 
     def end_backward(self) -> None:
-        """Free what lives as long as the gradients of a step."""
+        """Free the buckets, which live as long as the gradients of a step."""
         if self._buckets is not None:
             self._buckets.end_backward()
 
@@ -103,7 +103,7 @@ class Simulator:
         self._plain: Any = skeleton(assembler.build_model(with_weights=False).train())
 
     def facts(self, mode: Mode) -> dict[str, Any]:
-        """Return what a plan must know of the network, of its crops, and of the images of an evaluation."""
+        """Return the facts that a plan needs about the network, its crops, and the images of an evaluation."""
         config, model = self.assembler.config, self._plain
         height, width = self._crop_px
         size, how = evaluation_size(config)
@@ -122,7 +122,7 @@ class Simulator:
         }
 
     def _needs_samples(self, images: Tensor) -> str | None:
-        """Return why a rank of ddp cannot be left without samples; None if it can."""
+        """Return why a rank of ddp cannot be without samples; None if it can."""
         config, layout = self.assembler.config, StepLayout("ddp", (torch.device("meta"),))
         dtype = Precision(config.train.precision, torch.device("cpu")).input_dtype
         network = self.assembler.prepare(copy.deepcopy(self._plain), layout)
@@ -137,10 +137,10 @@ class Simulator:
         granule_bytes: int = CUDA_GRANULE_BYTES,
         is_host_batch: bool = True,
     ) -> SimulationResult:
-        """Simulate one job: a training step as every later one, then an evaluation.
+        """Simulate one job: a training step like every later one, then an evaluation.
 
-        By default there is one simulated device for each part of the split; repetitions are logical devices. Batches
-        come from the host, as a loader's do, or lie on device 0.
+        By default there is one simulated device per part of the split; repeated names are logical devices. Batches come
+        from the host, like a loader's, or are on device 0.
         """
         devices = devices or [f"{BACKEND}:{i}" for i in range(len(job.split))]
         ledger = simulated_ledger(granule_bytes)
@@ -175,7 +175,7 @@ class Simulator:
     def prepared(
         self, job: SimulationJob, devices: Sequence[str], ledger: StorageLedger, trace: StepTrace | None = None
     ) -> Iterator[tuple[StepEngine, SimulatedDevices]]:
-        """Enter a simulation with the engine of a job, assembled as training assembles it, and followed by a trace."""
+        """Enter a simulation with the engine of a job, assembled as in training, and tracked by a trace."""
         assembler = self.assembler
         set_up()  # torch knows the devices by name from here on
         layout = StepLayout(
@@ -210,7 +210,7 @@ class Simulator:
         return [1.0] * self.assembler.scheme.num_classes
 
     def _stages(self, source: nn.Module, devices: Sequence[str]) -> dict[str, str]:
-        """Return `parallel.stages` on simulated devices, or stages balanced by memory as the trainer balances them."""
+        """Return `parallel.stages` on simulated devices, or stages balanced by memory as in the trainer."""
         wanted = self.assembler.config.parallel.stages
         if wanted:
             order = list(dict.fromkeys(map(str, wanted.values())))
@@ -241,7 +241,7 @@ def run_step(engine: StepEngine, batches: Sequence[Batch], ledger: StorageLedger
 
 
 def _placed(source: nn.Module, stages: Mapping[str, str], ledger: StorageLedger) -> Any:
-    """Return a copy of the skeleton on its devices, followed by the ledger."""
+    """Return a copy of the skeleton on its devices, tracked by the ledger."""
 
     def device_of(name: str) -> str:
         holders = [stage for stage in stages if name == stage or name.startswith(f"{stage}.")]
@@ -259,7 +259,7 @@ def _placed(source: nn.Module, stages: Mapping[str, str], ledger: StorageLedger)
 
 
 def watch_modules(model: nn.Module, ledger: StorageLedger, depth: int) -> None:
-    """Report to the ledger which part of the model is running."""
+    """Report to the ledger which module of the model is running."""
     for name, part in model.named_modules():
         if name and name.count(".") < depth:
             part.register_forward_pre_hook(lambda *_, name=name: ledger.enter(name))
@@ -267,7 +267,7 @@ def watch_modules(model: nn.Module, ledger: StorageLedger, depth: int) -> None:
 
 
 _KIND_OF_PHASE = {"forward": "activations", "backward": "temporaries", "step": "temporaries", EVAL: "evaluation"}
-"""Kind of a storage without a tag, by the phase that made it."""
+"""Kind of a storage without a tag, by the phase in which it was created."""
 
 
 def phase_peaks(moments: Mapping[str, PeakMoment]) -> dict[str, PhasePeak]:
@@ -297,7 +297,7 @@ def changed(config: RunConfig, changes: Mapping[str, Any]) -> RunConfig:
 def main() -> None:
     """Read a pickled config and then requests; answer each with its result or its error, and print nothing else."""
     requests, answers = sys.stdin.buffer, sys.stdout.buffer
-    with contextlib.redirect_stdout(sys.stderr):  # own parts may print
+    with contextlib.redirect_stdout(sys.stderr):  # custom components may print
         config = validate_config(pickle.load(requests))
         simulator_with = functools.cache(lambda changes: build_simulator(changed(config, json.loads(changes))))
         with contextlib.suppress(EOFError):

@@ -1,4 +1,4 @@
-"""Steps and evaluations of black images: tried on devices of this machine, or simulated for a memory plan."""
+"""Steps and evaluations of black images: tried on this machine's devices, or simulated for a memory plan."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from segapp.training.step.engine import StepEngine
 
 MAX_HEADERS = 500
 KNOWN_SIZES = {"cityscapes": (1024, 2048), "camvid": (720, 960), "voc": (500, 500), "ade20k": (768, 1024)}
-"""Height and width of the largest usual image of a format, pixels."""
+"""Height and width of the largest common image of a format, pixels."""
 
 
 class _EnoughSeen(Exception):  # noqa: N818 - control flow, not an error
-    """Ends an evaluation after its first batches: the scores would need numbers."""
+    """Ends an evaluation after its first batches, because the scores would need values."""
 
 
 def blank_batch(
@@ -46,7 +46,7 @@ def blank_batch(
 ) -> Batch:
     """Return a batch of black images (N, B, H, W) with targets of class 0.
 
-    The targets are (N, H, W), or with their distance maps behind them (N, 1 + C, H, W).
+    The targets are (N, H, W), or (N, 1 + C, H, W) with distance maps.
     """
     shape, dtype = target_layout(scheme, size, has_distances=has_distances)
     images = torch.zeros(num_samples, pixels.num_bands, *size, dtype=pixels.torch_dtype, device=device)
@@ -55,7 +55,7 @@ def blank_batch(
 
 
 def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, size: tuple[int, int]) -> None:
-    """Evaluate two batches of black images, as a training evaluates, without scores."""
+    """Evaluate two batches of black images as in training, without scores."""
     others, pixels = further_devices(engine.network), build_pixels(config.data)
     inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
 
@@ -82,9 +82,10 @@ def evaluate_blank(engine: StepEngine, config: RunConfig, scheme: ClassScheme, s
 
 
 def evaluation_size(config: RunConfig) -> tuple[tuple[int, int], str]:
-    """Return height and width of the largest image that evaluation meets, and where that is known from.
+    """Return height and width of the largest image in the evaluation, and the source of this size.
 
-    The headers of the validation images are read where they are on this machine; else it is the format's usual size.
+    The headers of the validation images are read if they are on this machine; otherwise the format's usual size is
+    used.
     """
     data = config.data
     if data.resize_px is not None:
@@ -106,9 +107,9 @@ def build_trial_engine(
     tag: Callable[[Iterable[Tensor], str], None] = lambda tensors, kind: None,
     mark: Callable[[str], None] = lambda phase: None,
 ) -> StepEngine:
-    """Build the training's engine on devices of this machine, without its weights and its data; mode single or dp.
+    """Build the training's engine on this machine's devices, without its weights and its data; mode single or dp.
 
-    `tag` is called with the use of tensors, `mark` each phase of a step as it begins.
+    `tag` is called with tensors and their kind, `mark` with each phase of a step as it begins.
     """
     config = largest_phase(config)
     teacher = None if config.distill is None else read_trained(config.distill.teacher)
@@ -121,7 +122,7 @@ def build_trial_engine(
 
 
 def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPlan) -> None:
-    """Make two steps of a full batch, and an evaluation of the largest image.
+    """Run two steps with a full batch, and an evaluation of the largest image.
 
     Raises:
         torch.OutOfMemoryError: it does not fit.
@@ -140,7 +141,7 @@ def trial_step(config: RunConfig, devices: DevicePlan, saved_plan: SavedMemoryPl
             build_pixels(config.data),
             has_distances=engine.criterion.task.needs_distances,
         )
-        for _ in range(2):  # the second meets what the first leaves
+        for _ in range(2):  # the second step runs with the memory that the first one keeps
             engine.step([batch] * min(2, config.train.accumulate))
         evaluate_blank(engine, config, scheme, evaluation_size(config)[0])
         for device in set(devices.devices):

@@ -1,11 +1,11 @@
 """Distillation from a teacher: the network that runs student, teacher and critic, and its part in a step.
 
-`DistilledInput` is the network that the devices run: the student, the teacher of that device, and the critic.
-It returns the terms' values per image, so that `CriterionDistilled` can add them at any split. `TeacherIdentity` and
-`CriticTrainer` are participants of the step.
+`DistilledInput` is the network that the devices run: the student, the device's teacher, and the critic. It returns the
+terms' values per image, so `CriterionDistilled` can add them for any batch split. `TeacherIdentity` and `CriticTrainer`
+are participants of the step.
 
-The update of the critic needs the gradient of a gradient over the whole batch, which `DistributedDataParallel` cannot
-compute: the critic runs as a bare module, over replicas by `DataParallelModel` and over ranks with
+The critic's update needs the gradient of a gradient over the whole batch, which `DistributedDataParallel` cannot
+compute. So the critic runs as a bare module, over replicas with `DataParallelModel` and over ranks with
 `all_reduce_gradients`.
 """
 
@@ -49,14 +49,15 @@ class PenaltySettings:
 
 
 class CriticTrainer(StepParticipant):
-    """Makes the critic's update of every step: Wasserstein distance and gradient penalty, exact at any split.
+    """Updates the critic in every step: Wasserstein distance and gradient penalty, exact for any batch split.
 
-    The critic is trained to low scores for the student's maps and high ones for the teacher's (Liu et al. 2019,
-    equation 5, with the penalty of Gulrajani et al. 2017); the student, in `DistilledInput`, to high scores for its
-    own. Both use the other's weights from before the step. Random numbers depend only on (seed, step, image).
+    The critic is trained to low scores for the student's maps and high scores for the teacher's (Liu et al. 2019,
+    equation 5, with the penalty of Gulrajani et al. 2017). The student, in `DistilledInput`, is trained to high scores
+    for its own maps. Both use the other's weights from before the step. Random numbers depend only on (seed, step,
+    image).
 
-    The network is a `DataParallelModel` around the critic, or the critic itself. The optimizer has `lr_factor` in its
-    groups.
+    The network is a `DataParallelModel` around the critic, or the critic itself. The optimizer's groups have
+    `lr_factor`.
     """
 
     name = "distillation"
@@ -75,16 +76,16 @@ class CriticTrainer(StepParticipant):
         self.device = precision.device
         self.num_steps = 0
         self.values: dict[str, Tensor] = {}
-        """Of the last step, on the device: `critic`, the Wasserstein distance, and `penalty`, not weighted."""
+        """Values of the last step, on the device: `critic`, the Wasserstein distance, and `penalty`, unweighted."""
         self._is_bad = torch.zeros((), device=self.device)
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=self.device)
-        """Steps in a row that left the critic as it was, because its gradient was not finite."""
+        """Number of consecutive steps that did not change the critic because its gradient was not finite."""
         self._guard = BufferGuard(critic)
         self._seen: list[tuple[Tensor, Tensor]] = []
-        critic.requires_grad_(False)  # but in its own turn: the student's backward pass goes through it
+        critic.requires_grad_(False)  # except in its own update: the student's backward pass goes through it
 
     def begin(self, network: nn.Module) -> None:
-        """Store what `rollback` restores, and divide batches over the devices as the student's network does."""
+        """Store the state for `rollback`, and divide batches over the devices as the student's network does."""
         if isinstance(self.network, DataParallelModel) and isinstance(network, DataParallelModel):
             self.network.shares = network.shares
             self.network.gpu0_bsz = network.gpu0_bsz
@@ -92,7 +93,7 @@ class CriticTrainer(StepParticipant):
         self.forget()
 
     def forget(self) -> None:
-        """Drop the maps of the step."""
+        """Discard the maps of the step."""
         self._seen.clear()
 
     def take(self, outputs: Any) -> None:
@@ -147,7 +148,7 @@ class CriticTrainer(StepParticipant):
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
-        """Unscale the gradients and decide whether they, and the critic's loss, are finite."""
+        """Unscale the gradients, and check that they and the critic's loss are finite."""
         gradients = [p.grad for p in self.critic.parameters() if p.grad is not None]
         self.precision.unscale(gradients)
         norm = torch.nn.utils.get_total_norm(gradients).to(self.device)
@@ -166,7 +167,7 @@ class CriticTrainer(StepParticipant):
         self.num_steps += 1
 
     def rollback(self) -> None:
-        """Restore the critic's buffers and drop its gradients and the outputs that it received."""
+        """Restore the critic's buffers, and discard its gradients and the received outputs."""
         self._guard.restore()
         self.optimizer.zero_grad(set_to_none=True)
         self.forget()
@@ -180,7 +181,7 @@ class CriticTrainer(StepParticipant):
         return self.values
 
     def divergence(self, max_bad_steps: int) -> str | None:
-        """Return a message if the loss scale fell below 1, or without one too many bad steps came in a row."""
+        """Return a message if the loss scale fell below 1, or, without one, after too many bad steps in a row."""
         scaler = self.precision.scaler
         is_alive = int(self.bad_in_row) < max_bad_steps if scaler is None else float(scaler.scale) >= 1.0
         return None if is_alive else "the gradient of the distillation's critic not finite for too many steps in a row"
@@ -190,7 +191,7 @@ class CriticTrainer(StepParticipant):
         return [self.optimizer]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the critic, its optimizer, and the random numbers' count."""
+        """Return the critic, its optimizer, and the counter of its random numbers."""
         own = {
             "critic": self.critic.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -201,7 +202,7 @@ class CriticTrainer(StepParticipant):
         return {"critic": own}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         assert state is not None
         own = state["critic"]
         self.critic.load_state_dict(own["critic"])
@@ -218,7 +219,7 @@ PIXEL_WISE, PAIR_WISE, HOLISTIC = "pixel_wise", "pair_wise", "holistic"
 class Teacher:
     """A trained network with fixed weights, one copy per device.
 
-    It is no `nn.Module`, so that its copies, in evaluation mode, are made once and not with the student's replicas in
+    It is not an `nn.Module`, so its copies, in evaluation mode, are made only once, not with the student's replicas in
     every step.
     """
 
@@ -227,12 +228,12 @@ class Teacher:
         self._on = dict(on)
 
     def __call__(self, images: Tensor, grid: tuple[int, int] | None) -> tuple[Tensor, Tensor | None]:
-        """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the features' nodes if a grid is given."""
+        """Return logits (N, C, h, w) of uint8 images (N, 3, H, W), and the nodes of the features if a grid is given."""
         model, normalizer = self._on[images.device]
         with torch.inference_mode():
             heads, features = model.compute_with_features(normalizer(images))
             nodes = None if grid is None else node_features(features, grid)
-        # Autograd refuses to keep an inference tensor for the backward pass; a copy of these small ones it keeps.
+        # Autograd cannot save an inference tensor for the backward pass, but it can save a copy of these small ones.
         return heads[0].clone(), None if nodes is None else nodes.clone()
 
 
@@ -296,7 +297,7 @@ class DistilledInput(NormalizedInput):
 
 
 class TeacherIdentity(StepParticipant):
-    """Keeps the hash of the teacher's checkpoint: a resume refuses another teacher."""
+    """Keeps the hash of the teacher's checkpoint, so that a resume refuses another teacher."""
 
     name = "distillation"
 
@@ -304,7 +305,7 @@ class TeacherIdentity(StepParticipant):
         self.teacher = teacher
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hash; no critic, unless one follows."""
+        """Return the hash; `critic` is None unless a later participant sets it."""
         return {"teacher_sha256": self.teacher.sha256, "critic": None}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:

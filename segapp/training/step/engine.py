@@ -1,7 +1,7 @@
 """One optimizer step: forward, additive loss statistics, backward, update; exact for any division of the batch.
 
-A criterion returns additive statistics (sums). The engine adds them over chunks, micro-batches and ranks before the one
-division, so loss and gradient are those of the whole step on one large device.
+A criterion returns additive statistics (sums). The engine adds them over chunks, micro-batches and ranks before the
+only division, so loss and gradient are the same as for the whole step on one large device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class StepResult:
     is_bad: Tensor
     split: list[int]
     terms: dict[str, Tensor] = field(default_factory=dict)
-    """Parts of the loss that are shown, by name."""
+    """Parts of the loss for display, by name."""
 
 
 class StepEngine:
@@ -55,18 +55,17 @@ class StepEngine:
 
     Args:
         model: the bare model, on its device and cast by `precision`.
-        network: takes uint8 images (N, 3, H, W) and wraps `model`: a `DataParallelModel` (one device or several), a
-            `DistributedDataParallel` (one device per rank), or a module whose stages lie on several devices.
+        network: takes uint8 images (N, 3, H, W) and wraps `model`: a `DataParallelModel` (one or several devices), a
+            `DistributedDataParallel` (one device per rank), or a module whose stages are on several devices.
         optimizer: its groups hold `precision`'s master weights.
         precision: the precision mode; its device is the first one, which holds the weights and where sums are made.
-        smallest_chunk: samples that every busy device needs; more than 1 where BatchNorm is not synchronized.
-        needs_samples: why the network cannot run without samples, as a rank with a share of 0 does; None if it can.
-        thawed: returns the network in its wrapper, and the optimizer's groups, for frozen parameters of these names
+        smallest_chunk: minimum samples of each device that has any; more than 1 if BatchNorm is not synchronized.
+        needs_samples: why the network cannot run without samples, as on a rank with a share of 0; None if it can.
+        thawed: returns the network in its wrapper, and the optimizer's groups, for frozen parameters with these names
             that are trained from now on; None without `model.freeze`.
-        shards: the ranks among which the optimizer's state is divided, with its parameters; None: each rank has all of
-            it.
-        graph: makes the passes of the steps as a graph of the device; None: each kernel is launched by the host.
-        masks: makes the keys of the samples' masks; None: dropout draws from the generator of its device.
+        shards: the ranks that divide the optimizer's state, with its parameters; None: each rank has all of it.
+        graph: runs the passes of the steps as a graph of the device; None: the host launches each kernel.
+        masks: makes the keys of the samples' dropout masks; None: dropout draws from the generator of its device.
         mark: called with each phase as it begins: forward, loss, backward, step, then `IDLE`.
     """
 
@@ -103,13 +102,13 @@ class StepEngine:
         devices += network.devices if isinstance(network, DataParallelModel) else ()
         self._rng_devices = tuple(dict.fromkeys(each for each in devices if gpu_of(each) is not None))
         self.bad_steps = torch.zeros((), dtype=torch.int64, device=device)
-        """Steps that left the weights as they were because a value was not finite; 0-dim, on the device."""
+        """Number of steps that did not change the weights because a value was not finite; 0-dim, on the device."""
         self.bad_in_row = torch.zeros((), dtype=torch.int64, device=device)
-        """The same, in a row up to the last step."""
+        """The number of consecutive such steps up to the last one."""
         self._summed = DataParallelCriterion(criterion) if isinstance(network, DataParallelModel) else criterion
         self.guard = BufferGuard(model)
         self.is_whole = True
-        """False only if an update broke off in the middle; else the state is that of a step boundary."""
+        """False only if an update was interrupted; otherwise the state is the state at a step boundary."""
         frozen = () if thawed is None else model.frozen_parameters
         self.num_frozen = sum(model.get_parameter(name).numel() for name in frozen)
         self._rng_before_step: TorchRng | None = None
@@ -122,16 +121,17 @@ class StepEngine:
         num_pieces: int = 1,
         num_samples: int | None = None,
     ) -> StepResult:
-        """Make one optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
+        """Make an optimizer update from one or more micro-batches, with the mean over all of them and all ranks.
 
-        An exception before the update leaves the model as it was before the step.
+        If an exception occurs before the update, the model is unchanged.
 
         Args:
-            batches: this rank's micro-batches of the step; every rank has as many.
-            check: called before each micro-batch but the first, if no graph has all of them; it may raise to leave
-                the step.
-            num_pieces: cut every micro-batch into so many; the same mean, in less memory.
-            num_samples: of the first micro-batch over all ranks, for the result's split; None: only this rank's.
+            batches: this rank's micro-batches of the step; every rank has the same number.
+            check: called before each micro-batch except the first, unless a graph runs all of them; it may raise to
+                leave the step.
+            num_pieces: cut every micro-batch into this number of pieces; the mean is the same, with less memory.
+            num_samples: samples of the first micro-batch over all ranks, for the result's split; None: only this
+                rank's.
         """
         split = self.split_of(len(batches[0].indices) if num_samples is None else num_samples)
         if num_pieces > 1:
@@ -140,7 +140,7 @@ class StepEngine:
             batches = [replace(each, keys=self.masks.keys(each.epoch, each.first, len(each))) for each in batches]
         self._begin()
         with self._rolled_back_if_left():
-            # A linear criterion's denominators follow from the targets: no rank waits between its passes for another.
+            # A linear criterion's denominators follow from the targets, so no rank waits between its passes.
             has_totals = len(batches) > 1 or (self.ranks.world_size > 1 and self.criterion.is_linear)
             passes = functools.partial(self._passes, check=check, has_totals=has_totals)
             if self.graph is None:
@@ -153,7 +153,7 @@ class StepEngine:
             self._mark("step")
             oom_failpoint("train.optimizer")
             with torch.no_grad():
-                if has_totals:  # otherwise a single micro-batch has the sums over all ranks already
+                if has_totals:  # otherwise the sums of the single micro-batch are already over all ranks
                     sums = self.ranks.sums(sums)
                 loss = self.criterion.finalize(sums)
                 terms = self.criterion.terms(sums)
@@ -167,7 +167,7 @@ class StepEngine:
         return StepResult(loss.detach(), grad_norm, is_bad, split, terms)
 
     def _cut(self, batch: Batch, num_pieces: int) -> list[Batch]:
-        """Return a micro-batch in pieces: in ddp as many on every rank, else none too small for BatchNorm."""
+        """Return a micro-batch in pieces: in ddp equally many on every rank, otherwise none too small for BatchNorm."""
         count = len(batch.indices)
         if self.ranks.world_size == 1:
             num_pieces = min(num_pieces, count)
@@ -182,7 +182,7 @@ class StepEngine:
         return cut
 
     def can_train_on(self, num_samples: int, num_pieces: int = 1) -> bool:
-        """Return True if every device gets enough samples of a piece, for BatchNorm and for the network."""
+        """Return True if a piece gives every device enough samples for BatchNorm and for the network."""
         if num_samples < self.model.min_train_batch:
             return False
         if self.rank_split is not None:
@@ -195,7 +195,7 @@ class StepEngine:
 
     @contextlib.contextmanager
     def evaluated(self) -> Iterator[SegmentationModel]:
-        """Return a context with the model that is evaluated: the average of the weights if there is one.
+        """Return a context with the model to evaluate: the average of the weights if there is one.
 
         Every rank must enter it.
         """
@@ -219,8 +219,8 @@ class StepEngine:
     def thaw(self) -> None:
         """Train the frozen parameters from the next step on; every rank must call it at the same step boundary.
 
-        They join the optimizer as new groups with fresh state. DistributedDataParallel is made anew: its buckets have
-        place only for the parameters that needed a gradient when it was made.
+        They join the optimizer as new groups with fresh state. DistributedDataParallel is created anew, because its
+        buckets only include the parameters that needed a gradient when it was created.
         """
         assert self._thawed is not None
         names = self.model.thaw()
@@ -255,7 +255,7 @@ class StepEngine:
     def _backward(self, batch: Batch, totals: Statistics | None) -> Statistics:
         """Compute the gradient of this rank's part of a micro-batch, given the statistics of the whole step.
 
-        Return this rank's statistics; without `totals`, for the only micro-batch of a step, the sums over all ranks.
+        Return this rank's statistics or, without `totals` for the only micro-batch of a step, the sums over all ranks.
         """
         with self.precision.autocast():
             statistics = self._statistics(batch)
@@ -268,7 +268,7 @@ class StepEngine:
         else:
             if totals is None:
                 own = totals = self.ranks.sums(own)
-            # DDP takes the mean of the ranks' gradients; the step's gradient is their sum.
+            # DDP computes the mean of the ranks' gradients; the step's gradient is their sum.
             loss = surrogate(self.criterion, statistics, totals) * self.ranks.world_size
         if failpoint("train.gradient") == "inf":
             loss = loss * torch.inf
@@ -277,9 +277,10 @@ class StepEngine:
         return own
 
     def _reduced_later(self, is_later: bool) -> contextlib.AbstractContextManager[None]:
-        """Return the context in which DDP does not reduce the gradients of micro-batches before the last.
+        """Return the context in which DDP does not reduce the gradients of micro-batches before the last one.
 
-        With half weights every micro-batch is reduced: its gradients move into the fp32 masters immediately.
+        With half weights, every micro-batch is reduced, because its gradients are moved to the fp32 masters
+        immediately.
         """
         if is_later and isinstance(self.network, DistributedDataParallel) and not self.precision.has_masters:
             return self.network.no_sync()
@@ -303,8 +304,8 @@ class StepEngine:
     def _totals(self, batches: Sequence[Batch]) -> Statistics:
         """Return the statistics of the whole step, which the gradient of every micro-batch depends on.
 
-        A linear criterion needs only the denominators, which follow from the targets. Others need a forward pass of
-        every micro-batch first; buffers and random numbers are restored after it.
+        A linear criterion needs only the denominators, which follow from the targets. Others first need a forward pass
+        of every micro-batch; buffers and random numbers are restored after it.
         """
         sums: Statistics | None = None
         rng = None if self.criterion.is_linear else capture_torch_rng(self._rng_devices)
@@ -324,17 +325,17 @@ class StepEngine:
 
     @property
     def is_loss_scale_falling(self) -> bool:
-        """True after a bad step in half precision: a lower loss scale is tried, which may end the run itself."""
+        """True after a bad step in half precision: a lower loss scale is tried, which may still end the run."""
         return self.precision.scaler is not None and int(self.bad_in_row) > 0
 
     def divergence(self, batch: Batch, max_bad_steps: int) -> tuple[str, str] | None:
-        """Return why no further step can be made, and the layer where it begins; None while one can."""
+        """Return why no further step can be made, and the layer where it begins; None if one can."""
         for participant in self.participants:
             if problem := participant.divergence(max_bad_steps):
                 return problem, ""
         in_row, scaler = int(self.bad_in_row), self.precision.scaler
         is_collapsed = scaler is not None and float(scaler.scale) < 1.0
-        # A scale that is still falling explains bad steps by itself.
+        # A scale that is still falling explains bad steps on its own.
         if not is_collapsed and (scaler is not None or in_row < max_bad_steps):
             return None
         layer = self.first_non_finite_layer(batch)
@@ -368,9 +369,9 @@ class StepEngine:
         return state
 
     def state_before_step(self) -> tuple[dict[str, Any], TorchRng | None]:
-        """Return `state_dict` and random states as they were before the step that another thread is in.
+        """Return `state_dict` and random states from before the step in which another thread is.
 
-        Only for a step that has not reached its update; the random states are None outside a step.
+        Call it only for a step that has not reached its update; the random states are None outside a step.
         """
         state, rng = self.state_dict(), self._rng_before_step
         if rng is not None:
@@ -378,7 +379,7 @@ class StepEngine:
         return state, rng
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         if self.is_frozen and not state["is_frozen"]:
             self.thaw()
         self.model.load_state_dict(state["model"])
@@ -399,7 +400,7 @@ class StepEngine:
     def first_non_finite_layer(self, batch: Batch) -> str | None:
         """Return the first layer whose output, or whose gradient, is not finite; None if all are finite.
 
-        Takes one forward and backward pass; the model's state is left as it was.
+        It takes one forward and backward pass; the model's state is not changed.
         """
         found: list[str] = []
 
@@ -443,7 +444,7 @@ class StepEngine:
 
     @torch.no_grad()
     def _apply(self, is_bad: Tensor) -> None:
-        """Update weights, average, participants and counters in place, with next to no memory."""
+        """Update weights, average, participants and counters in place, with almost no additional memory."""
         self.is_whole = False
         if may_update(self.optimizer, is_bad):
             if self.shards is None:
@@ -498,10 +499,10 @@ def _added(a: Statistics, b: Statistics) -> Statistics:
 
 
 def may_update(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> bool:
-    """Return False if a step is bad and the optimizer would update the weights nevertheless.
+    """Return False if a step is bad and the optimizer would still update the weights.
 
-    torch's fused optimizers learn it from `found_inf`, on the device, and leave everything as it is. For others, of the
-    user's own code, the host reads the value, which waits for the step, as torch's `GradScaler` does.
+    torch's fused optimizers read `found_inf` on the device, and then change nothing. For other optimizers, such as
+    custom ones, the host reads the value, which waits for the step, like torch's `GradScaler`.
     """
     if takes_found_inf(optimizer):
         optimizer.found_inf = is_bad  # type: ignore[attr-defined]

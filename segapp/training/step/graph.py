@@ -1,8 +1,8 @@
 """The passes of a step as one graph of the GPU, for networks whose steps wait for the host.
 
-A graph holds the forward pass, the loss and the backward pass of all micro-batches of a step. What follows them (norm
-and clipping of the gradients, update, average, loss scale, rollback of a bad step) runs as in every step, because it
-depends on numbers of the host, such as the learning rate, that a graph would keep for ever.
+A graph contains the forward pass, the loss and the backward pass of all micro-batches of a step. The rest of the step
+(norm and clipping of the gradients, update, average, loss scale, rollback of a bad step) runs as usual, because it
+depends on host numbers, such as the learning rate, that a graph would keep forever.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from segapp.datasets.pool import Batch
 
 WARM_UP_STEPS = 3
-"""Steps of one kind before it is captured: libraries choose algorithms, kernels are compiled, tables are built."""
+"""Number of steps of one kind before it is captured: libraries choose algorithms, and kernels and tables are built."""
 
 Passes = Callable[[Sequence["Batch"]], Statistics]
 """Makes the gradients of micro-batches and returns the sums of their statistics."""
@@ -31,12 +31,12 @@ Passes = Callable[[Sequence["Batch"]], Statistics]
 
 @dataclass(frozen=True)
 class _Captured:
-    """A graph with what it reads and writes.
+    """A graph with its inputs and outputs.
 
     Attributes:
-        kind: of the steps that it can make.
+        kind: kind of the steps that it can make.
         batches: its micro-batches, on the device; filled before each launch.
-        sums: of the statistics, filled by the graph.
+        sums: sums of the statistics, filled by the graph.
         gradients: parameters with their gradients, which the graph overwrites.
         launch: launches the graph.
     """
@@ -48,7 +48,7 @@ class _Captured:
     launch: Callable[[], None]
 
     def run(self, batches: Sequence[Batch]) -> Statistics:
-        """Make the gradients of micro-batches; return the sums of their statistics."""
+        """Compute the gradients of micro-batches; return the sums of their statistics."""
         for own, batch in zip(self.batches, batches, strict=True):
             own.images.copy_(batch.images, non_blocking=True)
             own.target.copy_(batch.target, non_blocking=True)
@@ -61,18 +61,18 @@ class _Captured:
 
 
 class StepGraph:
-    """Makes the passes of steps: the first of a kind as they are, later ones by a graph.
+    """Runs the passes of steps: the first ones of a kind directly, later ones as a graph.
 
-    Steps are of one kind if their micro-batches have the same shapes, the network is in the same mode, and the tensors
-    that they read and update are the same and in the same places; frozen parameters that thaw begin a new kind. One
-    graph is held. It is captured when `WARM_UP_STEPS` steps of its kind have followed one another, so that a short
-    batch at the end of an epoch does not replace it.
+    Steps are of the same kind if their micro-batches have the same shapes, the network is in the same mode, and they
+    read and update the same tensors in the same places; unfrozen parameters begin a new kind. Only one graph is kept.
+    It is captured after `WARM_UP_STEPS` consecutive steps of its kind, so a short batch at the end of an epoch does not
+    replace it.
 
     Args:
-        graphs: of the device.
-        device: where the graph's batches lie.
-        model: whose parameters the passes read.
-        is_linear: the criterion is linear; with another one, several micro-batches cannot be captured.
+        graphs: graphs of the device.
+        device: device of the graph's batches.
+        model: model whose parameters the passes read.
+        is_linear: the criterion is linear; otherwise several micro-batches cannot be captured.
     """
 
     def __init__(self, graphs: DeviceGraphs, device: torch.device, model: nn.Module, *, is_linear: bool) -> None:
@@ -86,12 +86,12 @@ class StepGraph:
     def run(
         self, passes: Passes, batches: Sequence[Batch], updated: Sequence[Tensor], buffers: Sequence[Tensor]
     ) -> Statistics:
-        """Make the gradients of a step, all None before; return the sums of its statistics.
+        """Compute the gradients of a step, which are all None before; return the sums of its statistics.
 
         Args:
-            passes: makes them.
+            passes: computes them.
             batches: the micro-batches of the step.
-            updated: the tensors whose gradients are made.
+            updated: the tensors that get gradients.
             buffers: all memory of the model's buffers.
 
         Raises:
@@ -108,17 +108,17 @@ class StepGraph:
             if self._num_alike <= WARM_UP_STEPS or not can_capture:
                 self._note_eager(can_capture=can_capture)
                 return self._graphs.run(lambda: passes(batches))
-            self._captured = None  # gives its memory back before the next one takes some
+            self._captured = None  # frees its memory before the next one allocates some
             self._captured = self._capture(passes, batches, updated, kind)
             self._note("train.cuda_graph: forward and backward pass run as one graph from now on")
         return self._captured.run(batches)
 
     def drop(self) -> None:
-        """Give the memory of the graph back; it is captured again after further steps."""
+        """Free the memory of the graph; it is captured again after further steps."""
         self._captured, self._num_alike = None, 0
 
     def take_notes(self) -> list[str]:
-        """Return what is to be reported, each once."""
+        """Return the pending notes and clear them."""
         notes = [text for text, is_taken in self._notes.items() if not is_taken]
         self._notes = dict.fromkeys(self._notes, True)
         return notes
@@ -171,7 +171,7 @@ def _not_captured(reason: str) -> ConfigError:
 
 
 def _first_cause(error: BaseException) -> BaseException:
-    """Return the error that broke the capture off; where it is left, CUDA raises another one."""
+    """Return the error that ended the capture; when the capture is left, CUDA raises another one."""
     while error.__context__ is not None:
         error = error.__context__
     return error

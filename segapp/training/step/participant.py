@@ -24,43 +24,43 @@ class StepParticipant:
     """A participant that does nothing; subclasses override what they need.
 
     The engine calls the methods of one step in this order: `begin`, `take` after the forward pass of every micro-batch,
-    `backward`, `finish_gradients`, `apply`; or `rollback` where the step is left before `apply`.
+    `backward`, `finish_gradients`, `apply`; or `rollback` if the step is left before `apply`.
     """
 
     name = "participant"
-    """Key of its state in a checkpoint; participants of one name share a dict."""
+    """Key of its state in a checkpoint; participants with the same name share a dict."""
 
     def begin(self, network: nn.Module) -> None:
-        """Store what `rollback` restores."""
+        """Store the state for `rollback`."""
 
     def take(self, outputs: Any) -> None:
         """Receive the network's outputs for a micro-batch."""
 
     def backward(self, batches: Sequence[Batch]) -> None:
-        """Compute its own gradients, summed over the micro-batches of the step and over all ranks."""
+        """Compute its gradients, summed over the micro-batches of the step and over all ranks."""
 
     def finish_gradients(self) -> None:
-        """Unscale its gradients and decide whether they are finite; without waiting for the device."""
+        """Unscale its gradients and check that they are finite, without waiting for the device."""
 
     def apply(self, is_step_bad: Tensor) -> None:
         """Update its own parameters in place, unless its gradients or the step's are not finite."""
 
     def rollback(self) -> None:
-        """Restore the state at `begin` and drop gradients and outputs."""
+        """Restore the state at `begin`, and discard gradients and outputs."""
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next steps; `lr` is the model's."""
 
     def terms(self) -> dict[str, Tensor]:
-        """Return the values of the last step that are shown next to the loss, by name."""
+        """Return the values of the last step to show next to the loss, by name."""
         return {}
 
     def divergence(self, max_bad_steps: int) -> str | None:
-        """Return why no further step can be made; None while one can."""
+        """Return why no further step can be made; None if one can."""
         return None
 
     def optimizers(self) -> list[Any]:
-        """Return its optimizers, for those who account for their state."""
+        """Return its optimizers, for code that counts their state."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
@@ -68,7 +68,7 @@ class StepParticipant:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
-        """Restore what `state_dict` returned.
+        """Restore the result of `state_dict`.
 
         Raises:
             CheckpointError: the state belongs to another participant.
@@ -76,7 +76,7 @@ class StepParticipant:
 
 
 class UpdateCount(StepParticipant):
-    """Counts every update, also one that was skipped; the count is a buffer of the network and saved with it."""
+    """Counts every update, including skipped ones; the count is a buffer of the network and saved with it."""
 
     name = "update_count"
 
@@ -89,19 +89,19 @@ class UpdateCount(StepParticipant):
 
 
 class FirstLook(StepParticipant):
-    """Looks at the first micro-batch of a training, and has a sentence for the user if something is amiss."""
+    """Examines the first micro-batch of a training, and has a sentence for the user if there is a problem."""
 
     def take_note(self) -> str | None:
-        """Return the sentence, once; None without one."""
+        """Return the sentence once; None if there is none."""
         raise NotImplementedError
 
 
 class RandomCalls(FirstLook):
-    """Tells which layers of a network draw random numbers from the generator of their device.
+    """Finds the layers of a network that draw random numbers from the generator of their device.
 
-    Dropout draws none (see `segapp.parallel.dropout`). Fused attention with dropout does, and so do functions that a
-    network calls itself. Between the beginnings and ends of two calls of layers the generators' states are compared:
-    the layer that runs there has drawn. Of replicas the first is looked at; of a compiled network the whole.
+    Dropout layers do not (see `segapp.parallel.dropout`). Fused attention with dropout does, and so do functions that a
+    network calls directly. The generators' states are compared between starts and ends of layer calls: if they differ,
+    the layer that runs there has drawn. Of replicas only the first is examined, and a compiled network only as a whole.
     """
 
     name = "random_calls"
@@ -151,12 +151,12 @@ class RandomCalls(FirstLook):
             self._found[self._stack[-1].partition("model.")[2]] = None
 
     def take(self, outputs: Any) -> None:
-        """End the watch after the first forward pass."""
+        """End the examination after the first forward pass."""
         self._is_done = True
         self.rollback()
 
     def rollback(self) -> None:
-        """End the watch; the next step begins it again if no forward pass came to its end."""
+        """End the examination; the next step begins it again if no forward pass was completed."""
         self._stack.clear()
         for handle in self._handles:
             handle.remove()
@@ -177,9 +177,9 @@ class RandomCalls(FirstLook):
 
 
 class FirstOutputs(FirstLook):
-    """Tells if a network returns probabilities, where losses take logits.
+    """Finds networks that return probabilities, although losses take logits.
 
-    It looks at the first image of the first micro-batch; what it has seen is read once, after the step.
+    It examines the first image of the first micro-batch; the result is read once, after the step.
     """
 
     name = "first_outputs"
@@ -190,7 +190,7 @@ class FirstOutputs(FirstLook):
 
     @torch.no_grad()
     def take(self, outputs: Any) -> None:
-        """Note the range of the logits, and how far their sums over the classes are from 1; the first call only."""
+        """Record the range of the first logits, and how far their sums over the classes are from 1."""
         if self._is_read or self._seen is not None:
             return
         while isinstance(outputs, (list, tuple)) and outputs:  # replicas, then heads
@@ -201,7 +201,7 @@ class FirstOutputs(FirstLook):
         self._seen = torch.stack([first.min(), first.max(), (first.sum(1) - 1).abs().max()])
 
     def take_note(self) -> str | None:
-        """Return a sentence if the outputs are probabilities, from the first call only; None if they are not."""
+        """Return a sentence if the outputs are probabilities, based on the first call; None if they are not."""
         is_read, self._is_read = self._is_read, True
         if is_read or self._seen is None:
             return None

@@ -25,15 +25,15 @@ class BatchNormMemoryError(torch.OutOfMemoryError):
 
 
 def recompute_batchnorm(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor | None]], device: torch.device) -> None:
-    """Replace BatchNorm's running statistics by those of the inputs; random states are restored afterwards.
+    """Replace BatchNorm's running statistics by statistics of the inputs; random states are restored afterwards.
 
-    The inputs are images, each with the keys of the samples' masks (see `segapp.parallel.dropout`) or None.
+    The inputs are images, each with the keys of the samples' dropout masks (see `segapp.parallel.dropout`) or None.
 
-    Layers that stay in evaluation mode, as frozen ones do, keep their statistics and normalize with them, which torch's
-    `update_bn` does not support. The model is left in the mode that it had.
+    Layers in evaluation mode, such as frozen ones, keep their statistics and normalize with them, which torch's
+    `update_bn` does not support. The model is left in its previous mode.
 
     Raises:
-        BatchNormMemoryError: memory does not suffice; the statistics are as they were.
+        BatchNormMemoryError: memory does not suffice; the statistics are unchanged.
     """
     guard = BufferGuard(model)
     was_training = model.training
@@ -59,9 +59,9 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor 
 
 
 class PreciseBatchNorm:
-    """Recomputes lagging running statistics from fixed training batches under the present weights.
+    """Recomputes outdated running statistics from fixed training batches with the present weights.
 
-    Epoch 0 of the loader never trains, so its batches are the same at every call.
+    Epoch 0 of the loader is never used for training, so its batches are the same at every call.
     """
 
     def __init__(self, loader: TrainLoader, num_batches: int, masks: SampleMasks | None = None) -> None:
@@ -71,7 +71,7 @@ class PreciseBatchNorm:
         """Replace the running statistics of a model on `device`.
 
         Raises:
-            BatchNormMemoryError: memory does not suffice; the statistics are as they were.
+            BatchNormMemoryError: memory does not suffice; the statistics are unchanged.
         """
         with inference.autocast():
             recompute_batchnorm(model, self._inputs(inference, device, num_pieces), device)

@@ -1,4 +1,4 @@
-"""Rollback of what a step changes before its update: buffers and random states."""
+"""Rollback of the state that a step changes before its update: buffers and random states."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ TorchRng = tuple[Tensor, list[tuple[torch.device, Tensor]]]
 class BufferGuard:
     """Keeps a copy of a model's buffers (BatchNorm statistics) from the start of a step, to restore them.
 
-    The buffers become views of one storage for each dtype and device, so that a copy, or a restore that the device
-    decides about, is one kernel for each of them, however many buffers there are. (`torch._foreach_copy_` would need a
-    launch for every 64 tensors, and there is no `where` for lists.) `live` has the storages, and
-    `kept` the copy of each.
+    The buffers become views of one storage per dtype and device, so a copy, or a restore that the device decides about,
+    needs only one kernel per storage, however many buffers there are. (`torch._foreach_copy_` would need a launch for
+    every 64 tensors, and there is no `where` for lists.) `live` has the storages, and `kept` the copy of each.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -62,7 +61,7 @@ class BufferGuard:
 
     @torch.no_grad()
     def remember(self) -> None:
-        """Copy the present buffers; those that replaced others since the last call are moved first."""
+        """Copy the present buffers; buffers that were replaced since the last call are moved first."""
         if any(slots.get(key) is not known for slots, key, known in self._slots):
             self._take_in()
             return
@@ -99,10 +98,10 @@ def _is_expanded(tensor: Tensor) -> bool:
 
 @torch.no_grad()
 def _common_storage(buffers: Sequence[Tensor]) -> Tensor:
-    """Make dense tensors of one dtype and device views of a new storage, in place; return all of it, one-dimensional.
+    """Make dense tensors of one dtype and device views of a new storage, in place; return all of it as one dimension.
 
     The tensors stay the same objects with the same values and layouts. They begin at multiples of `_ALIGNED_BYTES`, for
-    which kernels have their widest loads.
+    which kernels use their widest loads.
     """
     step = _ALIGNED_BYTES // buffers[0].element_size()
     *places, total = accumulate((-(-buffer.numel() // step) * step for buffer in buffers), initial=0)
@@ -115,12 +114,12 @@ def _common_storage(buffers: Sequence[Tensor]) -> Tensor:
 
 
 def capture_torch_rng(devices: Sequence[torch.device] = ()) -> TorchRng:
-    """Return the states of torch's generators: the CPU's, and those of the given GPUs."""
+    """Return the states of torch's generators: the CPU's and the given GPUs'."""
     return torch.get_rng_state(), [(device, gpu.rng_state(device)) for device in devices if (gpu := gpu_of(device))]
 
 
 def restore_torch_rng(state: TorchRng) -> None:
-    """Restore what `capture_torch_rng` returned."""
+    """Restore the result of `capture_torch_rng`."""
     torch.set_rng_state(state[0])
     for device, of_device in state[1]:
         if gpu := gpu_of(device):
@@ -128,7 +127,7 @@ def restore_torch_rng(state: TorchRng) -> None:
 
 
 def rng_fields(state: TorchRng) -> dict[str, Any]:
-    """Return the states as fields of `capture_rng`, GPUs by their index."""
+    """Return the states as fields of `capture_rng`, with GPUs by index."""
     of_kinds: dict[str, list[Tensor]] = {}
     for device, of_device in sorted(state[1], key=lambda entry: entry[0].index or 0):
         of_kinds.setdefault(device.type, []).append(of_device)

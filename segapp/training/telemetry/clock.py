@@ -12,12 +12,12 @@ from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import EventLog, Heartbeat
 
 Activity = Literal["train", "load", "eval", "save", "paused", "write"]
-"""`load`: from the beginning of an epoch, or of what an evaluation left of it, to its first batch. `write`: the
-background part of a save."""
+"""`load`: from the start of an epoch, or of its rest after an evaluation, to its first batch. `write`: the background
+part of a save."""
 
 
 class Spent(NamedTuple):
-    """Time spent so far on something that is done again and again."""
+    """Time spent so far on an activity that is repeated."""
 
     times: int = 0
     seconds: float = 0.0
@@ -26,7 +26,7 @@ class Spent(NamedTuple):
 class Clock:
     """Times by activity since the training began, and counts since the last `step` event.
 
-    A step after `warm_up` is not counted among the steps: kernels are compiled and chosen in it.
+    A step after `warm_up` is not included in the steps, because kernels are compiled and chosen in it.
     """
 
     def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
@@ -59,7 +59,7 @@ class Clock:
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Count the time of a block for an activity, and not for the one around it."""
+        """Count the time of a block for an activity, but not for the surrounding one."""
         around = self._switch(activity)
         try:
             yield
@@ -68,22 +68,22 @@ class Clock:
             self._switch(around)
 
     def spent(self, activity: Activity) -> Spent:
-        """Return how often a block of an activity was finished, and the seconds in it so far."""
+        """Return how often an activity was finished, and the seconds spent in it so far."""
         running_s = self._now() - self._since if activity == self._activity else 0.0
         return Spent(self._times[activity], self._seconds[activity] + running_s)
 
     def add(self, activity: Activity, seconds: float) -> None:
-        """Count what another thread has done."""
+        """Count time of another thread."""
         self._times[activity] += 1
         self._seconds[activity] += seconds
 
     def steps(self) -> Spent:
-        """Return the steps that were counted, and their time up to now: call it if the device has done them."""
+        """Return the counted steps and their time up to now; call it when the device has finished them."""
         self._count(0)
         return self._steps
 
     def warm_up(self) -> None:
-        """Leave the next step out of the steps."""
+        """Exclude the next step from the steps."""
         self._is_warming_up = True
 
     def _count(self, num_steps: int) -> None:
@@ -115,7 +115,7 @@ PROGRESS_S = 1.0
 
 
 class ActivityLog:
-    """Tells what the training thread does, and counts the time of it."""
+    """Reports the activity of the training thread, and counts its time."""
 
     def __init__(self, event_log: EventLog, device_memory: DeviceMemoryTracker, step: Callable[[], int]) -> None:
         self.clock = Clock()
@@ -125,7 +125,7 @@ class ActivityLog:
 
     @contextlib.contextmanager
     def during(self, activity: Activity) -> Iterator[None]:
-        """Tell of an activity, and of the one around it when the block has ended without an error."""
+        """Report an activity, and the surrounding one after the block has ended without an error."""
         around, phase = self._told, self._memory.phase
         self._memory.mark(activity)
         self._tell(activity)
@@ -138,7 +138,7 @@ class ActivityLog:
         self._tell(around)
 
     def report_evaluated(self, num_done: int, num_images: int) -> None:
-        """Tell how many images of the running evaluation were handed to a device, at most once a second."""
+        """Report how many images of the running evaluation were passed to a device, at most once per second."""
         if time.monotonic() - self._told_s >= PROGRESS_S:
             self._tell("eval", min(num_done, num_images), num_images)
 

@@ -51,7 +51,7 @@ class PlainReporter:
         self._last_line_s = -1e9
 
     def handle(self, event: Event) -> None:
-        """Print one event, if it is of a type that is shown."""
+        """Print an event if its type is shown."""
         match event:
             case RunStart():
                 self._show_start(event)
@@ -160,7 +160,7 @@ def has_progress_bar() -> bool:
 
 @contextmanager
 def progress_bar(total: int, label: str, unit: str = "image") -> Iterator[Callable[[int], None]]:
-    """Show a progress bar in a terminal or a notebook; yields a function to call with the number of units done."""
+    """Show a progress bar in a terminal or a notebook; yield a function to call with the number of finished units."""
     from tqdm.auto import tqdm
 
     with tqdm(total=total, desc=label, unit=unit, disable=not has_progress_bar(), leave=False) as bar:

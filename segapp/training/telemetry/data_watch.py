@@ -1,4 +1,4 @@
-"""Alerts about the data of a training: how far `data.cache` is, and that the device waits for data."""
+"""Alerts about the data of a training: the state of `data.cache`, and waits of the device for data."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from segapp.datasets.workers import wait_advice
 from segapp.run.words import size
 
 MIN_WAIT_S = 10.0
-"""Time that must be lost before advice is given; every run waits for its first batches."""
+"""Time that must be lost before advice is given, because every run waits for its first batches."""
 
 
 class DataWatch:
-    """Watches the data sets of a training and says each thing once."""
+    """Watches the data sets of a training and reports each thing once."""
 
     def __init__(self, train_loader: TrainLoader, val_set: SegmentationDataset, *, cores: float | None = None) -> None:
         self._train_loader = train_loader
@@ -31,7 +31,7 @@ class DataWatch:
         self._has_advised = False
 
     def at_start(self) -> list[str]:
-        """Return where the caches lie and how large they will be, and why one cannot be used."""
+        """Return the locations of the caches and their future sizes, and why a cache cannot be used."""
         notes = [note for dataset in self._datasets.values() for note in dataset.notes]
         num_train, batch_size = len(self._train_loader.dataset), self._train_loader.batch_size
         if num_train < batch_size:
@@ -42,7 +42,7 @@ class DataWatch:
         return notes + [note for cache in self._caches for note in cache.at_start()]
 
     def after_interval(self, wait_s: float, elapsed_s: float) -> list[str]:
-        """Return what is new after some steps, of whose `elapsed_s` seconds `wait_s` were spent waiting for data."""
+        """Return new messages after some steps, which took `elapsed_s` seconds and waited `wait_s` of them for data."""
         return [note for cache in self._caches for note in cache.poll()] + self._advice(wait_s, elapsed_s)
 
     def _advice(self, wait_s: float, elapsed_s: float) -> list[str]:
@@ -64,12 +64,12 @@ class DataWatch:
 
 
 class CacheWatch:
-    """Watches one cache: where it is filled on a disk and how far it is, and on any place what went wrong.
+    """Watches a cache: its location and progress if it is on a disk, and problems in any case.
 
     Args:
-        name: Of the split, in words.
+        name: Name of the split.
         cache: The cache.
-        has_filler: True if each machine has a cache of its own, which its ranks fill in the background.
+        has_filler: True if each machine has its own cache, which its ranks fill in the background.
     """
 
     def __init__(self, name: str, cache: PixelCache, *, has_filler: bool = False) -> None:
@@ -80,7 +80,7 @@ class CacheWatch:
         self._is_stopped = False
 
     def at_start(self) -> list[str]:
-        """Return where a cache that is not full lies, and how much it will take; or why it takes no more."""
+        """Return the location and the future size of a cache that is not full, or why it stores no more."""
         state, files = self._cache.state(), self._cache.files
         self._quarters = _quarters(state)
         if state.stopped is not None or state.num_stored == state.num_images or files.kind == "ram":
@@ -93,7 +93,7 @@ class CacheWatch:
         ]
 
     def poll(self) -> Iterator[str]:
-        """Yield what is new since the last call."""
+        """Yield new messages since the last call."""
         new = self._cache.num_damaged - self._num_damaged
         if self._quarters == 4 and not new:
             return

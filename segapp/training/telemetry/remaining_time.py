@@ -1,4 +1,4 @@
-"""The remaining time of a training, from the measured times of steps, evaluations, saves and starts of epochs. Pure."""
+"""The remaining time of a training, from the measured times of steps, evaluations, saves and epoch starts. Pure."""
 
 from __future__ import annotations
 
@@ -10,46 +10,46 @@ from typing import NamedTuple
 from segapp.training.telemetry.clock import Clock, Spent
 
 MIN_SPAN_STEPS = 20
-"""The mean time of a step reaches back over half an epoch, but not over fewer steps than these."""
+"""The mean time of a step covers the last half epoch, but at least this number of steps."""
 
 _KEPT = 3
-"""The steps before a change count as so many."""
+"""The steps before a change count as this number of steps."""
 
 _SPAN = 2.0
-"""The mean time of an evaluation, a save or a start of an epoch reaches back over so many."""
+"""The mean time of an evaluation, a save or an epoch start covers this number of them."""
 
 
 class Observed(NamedTuple):
-    """What a training has done so far in this process, and the time of it without pauses."""
+    """Activities of a training so far in this process, and their time without pauses."""
 
     steps: Spent
     evaluations: Spent
     saves: Spent
-    """The time for which the training waited."""
+    """The time during which the training waited."""
     loads: Spent
-    """From the beginning of an epoch, or of what an evaluation left of it, to its first batch."""
+    """From the start of an epoch, or of its rest after an evaluation, to its first batch."""
     writes: Spent
     """Checkpoints written in the background; the end of the training waits for the last one."""
 
     @classmethod
     def of(cls, clock: Clock) -> Observed:
-        """Return what a clock has counted."""
+        """Return the counts of a clock."""
         return cls(clock.steps(), *(clock.spent(activity) for activity in ("eval", "save", "load", "write")))
 
 
 class EpochPosition(NamedTuple):
-    """A place in a training, after a step."""
+    """A position in a training, after a step."""
 
     epoch: int
-    """The present one, from 1."""
+    """The present epoch, from 1."""
     step: int
-    """Steps done."""
+    """Number of finished steps."""
     steps_in_epoch: int
-    """Steps left in the epoch."""
+    """Number of steps left in the epoch."""
 
 
 class Left(NamedTuple):
-    """What a training still has to do."""
+    """The remaining work of a training."""
 
     steps: int
     evaluations: int
@@ -59,10 +59,10 @@ class Left(NamedTuple):
 
 @dataclass(frozen=True)
 class Timetable:
-    """How long a training is, and when it evaluates and saves; its end is always evaluated and saved.
+    """The length of a training, and its evaluations and saves; its end is always evaluated and saved.
 
-    `total_steps` may end within an epoch; None: whole epochs. `eval_every_steps` takes the place of epochs; saves are
-    made by epochs and by steps.
+    `total_steps` may end within an epoch; None: whole epochs. `eval_every_steps` replaces the epochs between
+    evaluations; saves depend on epochs and on steps.
     """
 
     epochs: int
@@ -77,41 +77,41 @@ class Timetable:
     num_step_images: int = 1
 
     def is_evaluation_due(self, epoch: int, step: int, *, is_epoch_end: bool) -> bool:
-        """Return True at the end of the training, and after every so many steps or epochs."""
+        """Return True at the end of the training, and after the given number of steps or epochs."""
         is_end = is_epoch_end and epoch >= self.epochs if self.total_steps is None else step >= self.total_steps
         if self.eval_every_steps is not None:
             return is_end or (step > 0 and step % self.eval_every_steps == 0)
         return is_end or (is_epoch_end and epoch % self.eval_every_epochs == 0)
 
     def whole_run(self) -> Left:
-        """Return what a training does from its beginning to its end."""
+        """Return the work of a training from its beginning to its end."""
         return self.left_of_run(EpochPosition(1, 0, self.steps_per_epoch))
 
     def saves_within(self, left: Left, seconds: float) -> int:
-        """Return the saves of what is left, which takes so many seconds, those by time included."""
+        """Return the number of saves in the remaining work of this duration, including saves by time."""
         return left.saves if self.save_every_s is None else max(left.saves, int(seconds / self.save_every_s))
 
     def left_of_run(self, place: EpochPosition) -> Left:
-        """Return what is left of the training; what is due at the place itself is still to come."""
+        """Return the remaining work of the training; work that is due at this position is included."""
         last = place.step + place.steps_in_epoch + (self.epochs - place.epoch) * self.steps_per_epoch
         if self.total_steps is not None:
             last = max(place.step, self.total_steps)
         return self._left(place, last, is_end=True)
 
     def left_of_epoch(self, place: EpochPosition) -> Left:
-        """Return what is left before the next epoch begins, or the training ends."""
+        """Return the remaining work before the next epoch begins, or the training ends."""
         of_run = self.left_of_run(place)
         if of_run.steps <= place.steps_in_epoch:
             return of_run
         return self._left(place, place.step + place.steps_in_epoch, is_end=False)
 
     def _left(self, place: EpochPosition, last: int, *, is_end: bool) -> Left:
-        """Count what is due up to the step `last`; `is_end`: the training ends with it."""
+        """Count the work that is due up to the step `last`; `is_end`: the training ends with it."""
         epoch_ends = range(place.step + place.steps_in_epoch, last + 1, self.steps_per_epoch)
         first = max(1, place.step)  # nothing is due before the first step
 
         def due(every_epochs: int | None, every_steps: int | None) -> set[int]:
-            """Return the steps after which something is due that is made every so many epochs, and steps."""
+            """Return the steps after which something is due that is repeated by epochs and by steps."""
             steps = {last} if is_end else set()
             if every_epochs is not None:
                 steps |= {step for epoch, step in enumerate(epoch_ends, place.epoch) if epoch % every_epochs == 0}
@@ -137,10 +137,10 @@ class RemainingTime:
         self._way: Hashable = None
 
     def observe(self, observed: Observed, way: Hashable = None) -> None:
-        """Take in what was done since the last call.
+        """Process the activities since the last call.
 
-        The steps before a change of `way` count as a few. So do those before the data is loaded for the second time: in
-        the first epoch files are read that are in memory later, and the allocator grows.
+        The steps before a change of `way` count as only a few. So do steps before the data is loaded for the second
+        time: in the first epoch, files are read that are cached later, and the allocator grows.
         """
         if way != self._way or self._before.loads.times < 2 <= observed.loads.times:
             self._step.forget()
@@ -152,8 +152,8 @@ class RemainingTime:
     def etas_s(self, place: EpochPosition) -> tuple[float | None, float | None]:
         """Return the seconds until the next epoch begins, and until the training ends; None before the first step.
 
-        Evaluations that are still to come take as long as the last ones; before the first one, an image is taken to
-        need as long as in a step.
+        Future evaluations are assumed to take as long as the last ones; before the first one, an image is assumed to
+        take as long as in a step.
         """
         if self._step.value is None:
             return None, None
@@ -173,7 +173,7 @@ class RemainingTime:
 
 
 class _Mean:
-    """A mean in which measurements lose weight with each one after them.
+    """A mean in which each measurement loses weight with every later one.
 
     Args:
         span: number of measurements after which the weight has fallen to 1/e.

@@ -1,4 +1,4 @@
-"""Sends a run's metrics and sample pictures to TensorBoard, Weights & Biases and MLflow.
+"""Send a run's metrics and sample images to TensorBoard, Weights & Biases and MLflow.
 
 Trackers get the events of the main rank. They cannot stop a training: a tracker that raises is switched off.
 """
@@ -161,8 +161,8 @@ class WandbTracker:
 class MlflowTracker:
     """Logs to MLflow: a server, a database, or a folder, such as `sqlite:///mlflow.db` or `http://box:5000`.
 
-    A resumed run continues under the `run_id` of the segapp run. `artifacts` is the folder for the pictures of a new
-    experiment; None: the default of the tracking address.
+    A resumed run continues with the `run_id` of the segapp run. `artifacts` is the folder for the images of a new
+    experiment; None: the default of the tracking URI.
     """
 
     _ENDS = {"finished": "FINISHED", "stopped": "KILLED"}  # noqa: RUF012 -- a constant
@@ -219,9 +219,9 @@ class MlflowTracker:
 def artifact_folder(uri: str, runs: Path) -> Path | None:
     """Return the folder for the artifacts of a new MLflow experiment.
 
-    MLflow's own default for a database is `mlruns` in the working directory. Here it is `mlartifacts`, next to the file
-    of an SQLite database, and next to the run folders for any other database. None for a server or a folder, which hold
-    the artifacts themselves.
+    MLflow's default for a database is `mlruns` in the working directory. Here it is `mlartifacts`, next to the file of
+    an SQLite database, or next to the run folders for any other database. It is None for a server or a folder, which
+    store the artifacts themselves.
     """
     scheme, _, rest = uri.partition("://")
     kind, database = scheme.split("+")[0], rest.partition("?")[0].removeprefix("/")
@@ -231,19 +231,19 @@ def artifact_folder(uri: str, runs: Path) -> Path | None:
 
 
 def _allowed(tag: str) -> str:
-    """Replace the characters that MLflow does not allow in names of metrics."""
+    """Replace the characters that MLflow does not allow in metric names."""
     return "".join(c if c.isascii() and (c.isalnum() or c in "_-. /") else "_" for c in tag)
 
 
 def _series(file: Path) -> str:
-    """Return the number of the image in `epoch_0004_2.png`: pictures of one image form one series."""
+    """Return the number of the image in `epoch_0004_2.png`; pictures of the same image form a series."""
     return file.stem.rsplit("_", 1)[-1]
 
 
 def make_trackers(
     config: RunConfig, folder: RunFolder, classes: Sequence[str], step: int | None
 ) -> list[TrackerListener]:
-    """Return the trackers that the config asks for.
+    """Return the trackers in the config.
 
     Raises:
         ConfigError: A tracker's package is not installed, or the tracker cannot be opened.

@@ -1,8 +1,8 @@
-"""Ends a training that hangs: a GPU call that never returns, a rank that stalls, a disk that does not answer.
+"""End a training that hangs: a GPU call that never returns, a rank that stalls, a disk that does not answer.
 
 The training thread reports its progress (`DeviceMemoryTracker.report_progress`); a thread of each rank checks it.
 Without progress for `train.hang_timeout_s`, the stacks of this process, its data workers and the other ranks on this
-machine are written to `stacks.log` in the run folder, the state of the last step boundary is saved if it can be read,
+machine are written to `stacks.log` in the run folder. The state of the last step boundary is saved if it can be read,
 the reason is emitted as an event, the data workers are killed, and the process exits with the exit code of the cause.
 
 SIGUSR2 writes the stacks at any time, without ending the training (`StackLog`).
@@ -33,10 +33,10 @@ from segapp.run.folder import RunFolder
 from segapp.run.process import child_pids
 
 START_S = 600.0
-"""Minimum timeout until the first step: models are built, kernels selected or compiled."""
+"""Minimum timeout until the first step, because models are built, and kernels selected or compiled."""
 
 _LOADER_S = 15.0
-"""Time for the loader to end its workers after its own timeout."""
+"""Time in which the loader can end its workers after its own timeout."""
 
 _RESCUE_S = 60.0
 _EMIT_S = 5.0
@@ -46,34 +46,34 @@ logger = logging.getLogger("segapp")
 
 
 def exchange_timeout_s(hang_timeout_s: float) -> float:
-    """Return the timeout of an exchange between ranks: a hang is reported before it, with all stacks.
+    """Return the timeout of an exchange between ranks, long enough that a hang is reported before it.
 
     Args:
-        hang_timeout_s: of the watchdog; 0: never, here a week.
+        hang_timeout_s: timeout of the watchdog; 0: none, and then the result is a week.
     """
     return hang_timeout_s + _RESCUE_S if hang_timeout_s > 0 else 7 * 86400.0
 
 
 @dataclass(frozen=True)
 class Hang:
-    """A training thread without progress, as its rank reports it: one JSON line of `reports/hangs.jsonl`."""
+    """A training thread without progress, as reported by its rank: one JSON line of `reports/hangs.jsonl`."""
 
     rank: int
     pid: int
     machine: str
     t: float
-    """Unix seconds."""
+    """Time of the report, Unix seconds."""
     silent_s: float
     activity: str
     step: int | None
 
     def sentence(self) -> str:
-        """Return what the rank was at, and for how long."""
+        """Return the activity of the rank and its duration."""
         return f"rank {self.rank} in {self.activity} for {self.silent_s:.1f} s"
 
 
 def read_hangs(path: Path, rank_pids: Sequence[tuple[str, int]]) -> list[Hang]:
-    """Return the latest hang of each of these processes; lines that are cut off or of other processes are left out."""
+    """Return the latest hang of each of these processes; incomplete lines and lines of other processes are left out."""
     found: dict[tuple[str, int], Hang] = {}
     with contextlib.suppress(OSError):
         for line in path.read_text().splitlines():
@@ -91,7 +91,7 @@ class Watchdog:
         timeout_s: Time without progress after which the training is ended; 0: never.
         data_timeout_s: Timeout of the loader for one batch of its workers; 0: none.
         save_last_boundary: Saves the state of the last step boundary, given a function that returns True while the
-            training thread has not moved; returns why it could not.
+            training thread has not moved; returns why it could not be saved.
         rank_pids: (machine, process id) of every rank.
     """
 
@@ -136,8 +136,8 @@ class Watchdog:
         self._stacks.__exit__()
 
     def limit_s(self, place: str, *, has_stepped: bool) -> float:
-        """Return the seconds without progress that are allowed in an activity."""
-        if place == "read" and self._num_workers > 0:  # the loader has a timeout of its own
+        """Return the allowed seconds without progress in an activity."""
+        if place == "read" and self._num_workers > 0:  # the loader has its own timeout
             return float("inf") if self._data_timeout_s == 0 else self._data_timeout_s + _LOADER_S
         return self._timeout_s if has_stepped else max(self._timeout_s, START_S)
 
@@ -162,7 +162,7 @@ class Watchdog:
         return self._device_memory.last_progress_s == seen_s
 
     def _report_hang(self, place: str, silent_s: float, is_still: Callable[[], bool]) -> bool:
-        """Report the hang and end the process; return False if the training made progress meanwhile."""
+        """Report the hang and end the process; return False if the training has made progress meanwhile."""
         self._write_stacks(place, silent_s)
         if not is_still():
             return False
@@ -181,14 +181,14 @@ class Watchdog:
         return True
 
     def _write_stacks(self, place: str, silent_s: float) -> None:
-        """Write the stacks of this process, of its workers, and of the ranks on this machine, and where it hangs."""
+        """Write the stacks of this process, its workers, and the ranks on this machine, and the place of the hang."""
         hang = Hang(self._rank, os.getpid(), machine_id(), time.time(), silent_s, place, self._step())
         where = f"process {hang.pid} on {socket.gethostname()}"
         self._stacks.write(f"\n{time.strftime('%F %T')}: {hang.sentence()}, {where}\n")
         with contextlib.suppress(OSError):
             self._hangs.parent.mkdir(exist_ok=True)
             with self._hangs.open("a") as file:
-                file.write(f"\n{json.dumps(asdict(hang))}\n")  # the line before may be cut off, on a full disk
+                file.write(f"\n{json.dumps(asdict(hang))}\n")  # the previous line may be incomplete, on a full disk
         here = machine_id()
         others = [pid for machine, pid in self._rank_pids if machine == here and pid != os.getpid()]
         for pid in [*child_pids(), *others]:
@@ -214,7 +214,7 @@ class Watchdog:
         return kind(f"{where}: {what} does not answer: {advice}")
 
     def _is_disk_silent(self, place: str) -> bool:
-        """True if a save waits for the disk, and not for the state of another rank."""
+        """Return True if a save waits for the disk, not for the state of another rank."""
         return place == "save" and (len(self._rank_pids) <= 1 or self._is_writing())
 
     def _save_problem(self, place: str, is_still: Callable[[], bool]) -> str | None:
@@ -246,7 +246,7 @@ def rank_words(rank: int) -> str:
 
 
 def _within(timeout_s: float, act: Callable[[], object]) -> None:
-    """Run `act` in a thread, which is abandoned after the timeout: the hanging thread may hold a lock that it needs."""
+    """Run `act` in a thread that is abandoned after the timeout, because the hanging thread may hold a lock."""
 
     def guarded() -> None:
         try:
@@ -260,18 +260,18 @@ def _within(timeout_s: float, act: Callable[[], object]) -> None:
 
 
 class StackLog:
-    """Context manager: while it is entered, SIGUSR2 writes the stacks of this process, and the training continues.
+    """Context manager in which SIGUSR2 writes the stacks of this process; the training continues.
 
     `header` is written before the stacks of all threads.
 
-    A signal handler can only write the stack of the thread that it interrupts: the other threads run on meanwhile, and
-    the process crashes if one of them starts or ends while its stack is read. The handler does that, which shows
-    the training thread even if it holds the interpreter lock for ever. A thread that the signal wakes then writes the
-    stacks of all threads under the lock. Data workers are forked from this process and inherit only the handler: they
-    call `signal.set_wakeup_fd(-1)`.
+    A signal handler can only write the stack of the thread that it interrupts: the other threads continue meanwhile,
+    and the process crashes if one of them starts or ends while its stack is read. The handler writes this one stack,
+    which shows the training thread even if it holds the interpreter lock forever. A thread that the signal wakes then
+    writes the stacks of all threads while it holds the lock. Data workers are forked from this process and inherit only
+    the handler: they call `signal.set_wakeup_fd(-1)`.
 
-    Python handles signals only in the main thread: entered in another one, there is only the handler. The stacks are
-    appended to the file, and a file that stays empty is removed at the end.
+    Python handles signals only in the main thread; if the context is entered in another thread, there is only the
+    handler. The stacks are appended to the file, and a file that stays empty is removed at the end.
     """
 
     def __init__(self, path: Path, header: str = "") -> None:

@@ -43,7 +43,7 @@ class Viewport(NamedTuple):
         return left, max(right, left + 1)
 
     def zoomed(self, factor: float, at: float, first: float, last: float) -> Viewport:
-        """Return a part that is `factor` times as long; the step at a fraction `at` of the width keeps its place."""
+        """Return a part that is `factor` times as long; the step at a fraction `at` of the width keeps its position."""
         left, right = self.visible(first, last)
         span = max((right - left) * factor, min(MIN_SPAN, last - first))
         if span >= last - first:
@@ -99,7 +99,7 @@ class ChartOptions:
 
 
 class Other(NamedTuple):
-    """Another run whose curve is drawn too."""
+    """Another run whose curve is also drawn."""
 
     name: str
     view: View
@@ -107,7 +107,7 @@ class Other(NamedTuple):
 
 
 class LossChart(StripWidget):
-    """Draws a metric with the numpy functions of `plot`; a refresh reads every point once.
+    """Draws a metric with the numpy functions of `plot`; each update reads every point once.
 
     The wheel zooms, dragging moves the visible part, a click sets the cursor. Every segment has a style, because
     Textual's NO_COLOR filter fails on a segment without one.
@@ -152,7 +152,7 @@ class LossChart(StripWidget):
         return SMOOTHINGS[0] if history is None else history.usual_smoothing
 
     def show(self, view: View, series: LossHistory | None = None, others: Sequence[Other] = ()) -> None:
-        """Show a view, with the values of a metric of the steps and other runs; redraw only if it has changed."""
+        """Show a view, with a metric's values at the steps and other runs; redraw only after a change."""
         self._view, self._series, self._others = view, series, others[: len(_CLASSES) - _OTHER]
         if self.is_current:
             return
@@ -182,7 +182,7 @@ class LossChart(StripWidget):
         self.change(cursor=at)
 
     def zoom(self, factor: float, at: float = 1.0) -> None:
-        """Show fewer (factor below 1) or more steps; the step at a fraction of the width keeps its place."""
+        """Show fewer (factor below 1) or more steps; the step at a fraction of the width keeps its position."""
         self.change(part=self.options.part.zoomed(factor, at, *self._ends()))
 
     def pan(self, frac: float) -> None:
@@ -232,7 +232,7 @@ class LossChart(StripWidget):
         return min(max(inside / max(1, self._plot_size()[0] - 1), 0.0), 1.0)
 
     def key(self) -> tuple[object, ...]:
-        """Return what the chart depends on."""
+        """Return the values that the chart depends on."""
         view, series = self._view, self._series
         others = tuple((other.name, other.view.history.num_steps, len(other.view.vals)) for other in self._others)
         return (id(view), view.history.num_steps, view.history.size, len(view.vals), len(view.marks), others,
@@ -344,7 +344,7 @@ class LossChart(StripWidget):
         return self._reduced(x, y, y, np.zeros(len(x), dtype=bool))
 
     def _usual_range(self) -> tuple[float, float] | None:
-        """Return the range of the visible points without the rarest."""
+        """Return the range of the visible points without the rarest values."""
         history = self._curve.history
         if history is None:
             return None
@@ -399,13 +399,13 @@ class LossChart(StripWidget):
         return Strip(segments)
 
     def _axis_line(self, raw: plot.CurveColumns, width: int) -> Canvas:
-        """Return the x axis with its labels, and a × where a value was not finite."""
+        """Return the x axis with its labels, and a × at values that were not finite."""
         line = Canvas(width, 1, self.glyphs)
         line.text(0, self.glyphs.h_axis * width, _AXIS)
         end, previous = 0, ""
         for x in plot.Scale(*self._x_range).ticks(max(2, width // 12)):
             label, at = self._x_label(x), self._cell(x, width)
-            if label != previous and at >= end and at + len(label) < width:  # all equal in a range of one step
+            if label != previous and at >= end and at + len(label) < width:  # all are equal in a range of one step
                 line.text(at, label, _AXIS)
                 end, previous = at + len(label) + 1, label
         for column in np.flatnonzero(raw.is_bad):
@@ -439,7 +439,7 @@ class LossChart(StripWidget):
 def cursor_readout(view: View, curve: Curve, index: int, smoothing: float, tolerance: float) -> list[str]:
     """Return the parts of the readout at a point of the steps' values, or of a metric of the evaluations.
 
-    `smoothing` is one of `SMOOTHINGS`, or 0; `tolerance` the steps of a cell.
+    `smoothing` is one of `SMOOTHINGS`, or 0; `tolerance` is the number of steps in a cell.
     """
     history, points = curve.history, curve.points
     step = float(history.step[index]) if history is not None else float(points[index, 0])

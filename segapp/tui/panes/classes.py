@@ -1,4 +1,4 @@
-"""The class pane: the IoU of each class and its change since the evaluation before."""
+"""The class pane: the IoU of each class and its change since the previous evaluation."""
 
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
@@ -20,11 +20,11 @@ from segapp.view.wording import best_miou, fit_cells, miou
 
 SORTS = ("worst", "best", "drop", "name", "id")
 FALL = -0.02
-"""Change of IoU between two evaluations from which on a class is marked."""
+"""Minimum change of IoU between two evaluations for which a class is marked."""
 
 
 class TableOptions(NamedTuple):
-    """How the table is shown."""
+    """Display options of the table."""
 
     sort: str = "worst"
     wanted: str = ""
@@ -33,7 +33,7 @@ class TableOptions(NamedTuple):
 
 @dataclass(frozen=True)
 class ClassRow:
-    """One class at the last evaluation."""
+    """A class at the last evaluation."""
 
     index: int
     name: str
@@ -78,7 +78,7 @@ def _sort_key(row: ClassRow, sort: str) -> tuple[bool, float | str, int]:
 
 
 def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyphs) -> Content:
-    """Return the classes one below the other; in several columns where they would not all be visible."""
+    """Return the classes one below the other; in several columns if they would not all be visible."""
     if not view.classes:
         return Content.styled("no classes yet", "$text-muted")
     rows = class_rows(view, options.sort, options.wanted)
@@ -102,7 +102,7 @@ def classes_content(view: View, options: TableOptions, size: Size, glyphs: Glyph
 
 
 class _RowLayout(NamedTuple):
-    """How the row of a class is divided."""
+    """Widths of the parts of a class's row."""
 
     width: int
     name_width: int
@@ -187,7 +187,7 @@ class ClassesPane(Vertical):
         self._arguments: tuple[View, str, Glyphs] | None = None
 
     def show(self, view: View, sort: str, glyphs: Glyphs) -> None:
-        """Show the table of a view, made anew if its evaluations, the options or the size have changed."""
+        """Show the table of a view; it is made anew after a change of the evaluations, the options or the size."""
         self._arguments = view, sort, glyphs
         options = TableOptions(sort, self.search.text, self.cursor)
         size = Size(max(1, self._box.scrollable_content_region.width), max(1, self.size.height - 2))
@@ -199,7 +199,7 @@ class ClassesPane(Vertical):
         self.names = [row.name for row in class_rows(view, sort, options.wanted)]
 
     def action_move(self, by: int) -> None:
-        """Move the cursor by rows, and keep it in view."""
+        """Move the cursor by rows, and keep it visible."""
         if not self.names or self._arguments is None:
             return
         self.cursor = min(max(0 if self.cursor is None else self.cursor + by, 0), len(self.names) - 1)
@@ -211,6 +211,6 @@ class ClassesPane(Vertical):
             self._box.scroll_to(y=min(max(top, at - height + 1), at), animate=False)
 
     async def action_choose(self) -> None:
-        """Show the IoU of the class under the cursor in the chart."""
+        """Show the IoU of the selected class in the chart."""
         if self.cursor is not None and self.cursor < len(self.names):
             await self.app.run_action(f"show_metric({CLASS + self.names[self.cursor]!r})")

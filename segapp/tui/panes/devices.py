@@ -31,7 +31,7 @@ WORD_STYLES = {
 
 
 _MACHINE_CELLS = 12
-"""Most cells of the name of a machine."""
+"""Maximum number of cells for the name of a machine."""
 
 
 class DevicesPane(VerticalScroll, can_focus=True):
@@ -58,8 +58,8 @@ def headroom_level(used_mib: float | None, total_mib: float | None) -> str:
 def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, glyphs: Glyphs) -> Content:
     """Return one line per device: memory as a bar and in GiB, peak, load, temperature, samples, headroom.
 
-    Logical devices have one line together. If there is room, the allocator's numbers, the peak that the plan predicts
-    and a graph of the memory follow each line. The lines of `_notes` come first.
+    Logical devices share one line. If there is room, each line is followed by the allocator's numbers, the plan's
+    predicted peak, and a graph of the memory. The lines of `_notes` come first.
     """
     if not view.devices:
         text = "no memory sample yet" if view.start is None or view.end is None else "no memory sample was written"
@@ -79,7 +79,7 @@ def gpu_content(view: View, predicted_mib: Sequence[float | None], size: Size, g
 
 
 def _notes(view: View, width: int) -> list[Content]:
-    """Return what holds for all devices: one process, other ranks than before, recomputed blocks."""
+    """Return notes on all devices: one process, other ranks than before, recomputed blocks."""
     notes = []
     if view.has_logical_devices:
         count = f"{len(view.devices)} logical devices share one process"
@@ -107,7 +107,7 @@ def _numbers(view: View, index: int, device: DeviceMemory, predicted_mib: float 
 
 
 def memory_graph(view: View, index: int, total_mib: float | None, size: Size, glyphs: Glyphs) -> list[Content]:
-    """Return the course of a device's used memory in dots, from 0 to its total or its highest value."""
+    """Return a graph of a device's used memory in dots, from 0 to its total or its highest value."""
     rows, columns = glyphs.dots_per_cell
     num = (size.width - 2) * columns
     samples = [sample[index][0] if index < len(sample) else np.nan for sample in list(view.memory)[-num:]]
@@ -155,7 +155,7 @@ def _device_line(view: View, group: list[int], device: DeviceMemory, width: int,
 
 
 def _peak_mib(view: View, index: int, device: DeviceMemory) -> float | None:
-    """Return the peak of a device with the present split; None as long as only peaks of other splits are known."""
+    """Return the peak of a device with the present split; None if only peaks of other splits are known."""
     if not view.peaks_mib:
         return device.peak_mib
     peaks = view.peaks_mib.get(view.split or (), [])

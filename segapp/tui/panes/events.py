@@ -47,7 +47,7 @@ class EventsPane(Vertical):
         self._filter: tuple[object, ...] = ()
 
     def show(self, view: View) -> Content:
-        """Show the lines of a view that belong to the group and contain the text of the search; return the title."""
+        """Show the lines of a view that belong to the group and match the search text; return the title."""
         kinds, wanted = GROUPS[self.group], self.search.text
         text = wanted.casefold()
         lines = [
@@ -59,7 +59,7 @@ class EventsPane(Vertical):
         moved = next((i for i, (a, b) in enumerate(zip(self._lines, lines, strict=False)) if a[:3] != b[:3]), None)
         if self._filter == chosen and moved is not None and self._lines[moved].kind == "epoch":
             at, is_following = self._list.highlighted, self._list.is_following
-            self._list.remove_option_at_index(moved)  # the line of the present epoch is a later one
+            self._list.remove_option_at_index(moved)  # the line of the present epoch has moved down
             del self._lines[moved]
             if at is not None and at > moved:
                 self._list.highlighted = at - 1
@@ -84,31 +84,31 @@ class EventsPane(Vertical):
 
     @property
     def selected(self) -> LogLine | None:
-        """The line under the cursor; None if there is no line."""
+        """The selected line; None if there is none."""
         at = self._list.highlighted
         return self._lines[at] if at is not None and at < len(self._lines) else None
 
 
 class _EventList(OptionList):
-    """Keeps the newest line in view unless the cursor or the wheel has left it."""
+    """Keeps the newest line visible unless the cursor or the wheel has left it."""
 
     is_following = True
 
     def show_newest_or(self, at: int | None) -> None:
-        """Move to the newest line if the list is followed, else to the line given, if any."""
+        """Move to the newest line if the list follows it, else to the given line, if any."""
         if self.is_following:
             self.highlighted = self.option_count - 1
         elif at is not None:
             self.highlighted = at
 
     def watch_highlighted(self, highlighted: int | None) -> None:
-        """Follow from now on if the user has moved the cursor to the newest line."""
+        """Follow the newest line from now on if the user has moved the cursor to it."""
         super().watch_highlighted(highlighted)
         if highlighted is not None:
             self.is_following = highlighted == self.option_count - 1
 
     def on_mouse_scroll_up(self, event: events.MouseScrollUp) -> None:
-        """Stop following: the user reads older lines."""
+        """Stop following, because the user reads older lines."""
         self.is_following = False
 
     def on_mouse_scroll_down(self, event: events.MouseScrollDown) -> None:

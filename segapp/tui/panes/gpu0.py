@@ -1,4 +1,4 @@
-"""The pane of `gpu0_bsz`: the value in force, the pending change, and the editor with its predictions."""
+"""The pane of `gpu0_bsz`: the present value, the pending change, and the editor with its predictions."""
 
 import textwrap
 from dataclasses import dataclass
@@ -34,9 +34,9 @@ class Draft:
 
     text: str
     is_fresh: bool = False
-    """True if the next digit replaces the number: at first, and after a step up or down."""
+    """True if the next digit replaces the number: at first, and after + or -."""
     is_confirmed: bool = False
-    """True after the first enter on a tight split, or the first ! on one that is not expected to fit."""
+    """True after the first enter for a tight split, or the first ! for one that is not expected to fit."""
 
     @property
     def value(self) -> int | None:
@@ -45,14 +45,14 @@ class Draft:
 
 
 def begin_draft(view: View) -> Draft:
-    """Return the draft that the editor opens with: the pending value, or the one in force."""
+    """Return the draft with which the editor opens: the pending value, or the present one."""
     gpu0 = view.gpu0
     value = gpu0.pending.new if gpu0.pending is not None else gpu0.value
     return Draft("" if value is None else str(value), is_fresh=True)
 
 
 def edit_draft(draft: Draft, key: str, character: str | None, view: View) -> tuple[Draft | None, bool]:
-    """Return the draft after a key, None if the editor closes, and True if the draft before is to be sent."""
+    """Return the draft after a key, None if the editor closes, and True if the previous draft should be sent."""
     if key == "escape":
         return None, False
     if character is not None and character in "0123456789":
@@ -97,7 +97,7 @@ def _submitted(draft: Draft, view: View, *, insists: bool) -> tuple[Draft | None
 def gpu0_content(
     view: View, status: Status, draft: Draft | None, size: tuple[int, int], glyphs: Glyphs, *, can_edit: bool
 ) -> Content:
-    """Return the pane of `gpu0_bsz`: the value in force and the pending one, or the editor."""
+    """Return the pane of `gpu0_bsz`: the present and the pending value, or the editor."""
     if view.start is None:
         return Content.styled("known once the training has started", "$text-muted")
     if view.num_devices < 2:
@@ -187,7 +187,7 @@ def _editor(view: View, draft: Draft, width: int, num_lines: int, glyphs: Glyphs
 
 
 def _level_word(judge: SplitJudge, verdict: SplitVerdict) -> str:
-    """Return the level in words: a tight split may not fit where the highest peak it can have exceeds a device."""
+    """Return the level as text: a tight split may not fit if its highest possible peak exceeds a device."""
     pairs = zip(verdict.predicted_mib, judge.usable_mib, strict=False)
     is_over = any(headroom_level(peak, usable) == "full" for peak, usable in pairs)
     return "may not fit" if verdict.level == "tight" and is_over else verdict.level
@@ -196,7 +196,7 @@ def _level_word(judge: SplitJudge, verdict: SplitVerdict) -> str:
 def _prediction_lines(
     view: View, judge: SplitJudge, verdict: SplitVerdict, limit: int, glyphs: Glyphs
 ) -> list[Content]:
-    """Return one line per device with its present and predicted peak; if there are too many, the fullest ones."""
+    """Return a line per device with its present and predicted peak; if there are too many, the fullest ones."""
     if view.has_logical_devices:
         return [Content.styled("no prediction: the devices share one process", "$text-muted")]
     rows = []
@@ -232,6 +232,6 @@ def _hint(verdict: SplitVerdict, draft: Draft) -> str:
 
 
 def _wrap(text: str, width: int, num_lines: int) -> list[str]:
-    """Return a text in at most some lines, of which the last one may be longer than the width."""
+    """Return a text in at most some lines; the last one may be longer than the width."""
     lines = textwrap.wrap(text, max(width, 1), break_long_words=False, break_on_hyphens=False)
     return lines if len(lines) <= num_lines else [*lines[: num_lines - 1], " ".join(lines[num_lines - 1 :])]

@@ -35,7 +35,7 @@ STATE_STYLES = {
 
 
 class LinePlace(NamedTuple):
-    """Where a line is drawn."""
+    """Settings for drawing a line."""
 
     name: str
     width: int
@@ -46,7 +46,7 @@ class LinePart(NamedTuple):
     """A part of a line."""
 
     rank: int
-    """Parts of the highest rank are left out first."""
+    """Parts with the highest rank are left out first."""
     text: str | Content
     style: str = ""
 
@@ -57,7 +57,7 @@ class LinePart(NamedTuple):
 
 
 def fit_parts(parts: Sequence[LinePart | None], width: int, gap: int = 2) -> Content:
-    """Return the parts that fit into a width, joined; parts of the highest rank are left out first."""
+    """Return the parts that fit into a width, joined; parts with the highest rank are left out first."""
     kept = [(part.rank, part.content) for part in parts if part is not None and part.content.cell_length]
     while kept and sum(content.cell_length for _, content in kept) + gap * (len(kept) - 1) > width:
         if len(kept) == 1:
@@ -121,7 +121,7 @@ def _up_s(view: View, status: Status) -> float | None:
 
 
 def epoch_fraction(view: View) -> float | None:
-    """Return the fraction of the epoch that is done."""
+    """Return the finished fraction of the epoch."""
     if view.start is None or view.epoch is None or not view.start.steps_per_epoch:
         return None
     done = (view.step.step if view.step else 0) - (view.epoch - 1) * view.start.steps_per_epoch
@@ -129,7 +129,7 @@ def epoch_fraction(view: View) -> float | None:
 
 
 def run_fraction(view: View) -> float | None:
-    """Return the fraction of the run that is done."""
+    """Return the finished fraction of the run."""
     if view.start is None:
         return None
     total = view.start.steps or view.start.epochs * view.start.steps_per_epoch
@@ -146,12 +146,12 @@ def etas_s(view: View, status: Status) -> tuple[float | None, float | None]:
     def left_s(eta_s: float | None) -> float | None:
         return None if eta_s is None or not math.isfinite(eta_s) else max(0.0, eta_s - since_s)
 
-    of_epoch = step.eta_epoch_s if step.epoch == view.epoch else None  # no step of a new epoch has told it yet
+    of_epoch = step.eta_epoch_s if step.epoch == view.epoch else None  # no step of a new epoch has reported it yet
     return left_s(of_epoch), left_s(step.eta_run_s)
 
 
 def progress_line(view: View, status: Status, width: int, glyphs: Glyphs) -> Content:
-    """Return the second line: progress and remaining time of epoch, or of its evaluation, and of the run."""
+    """Return the second line: progress and remaining time of the epoch or its evaluation, and of the run."""
     if status.loaded_frac < 1:
         done, left = progress(status.loaded_frac, max(8, width // 3), glyphs)
         return Content.assemble("reading the history ", (done, "$text-primary"), (left, "$text-muted"))
@@ -286,12 +286,12 @@ def device_label(device: str | None, index: int) -> str:
 
 
 def unseen_alerts(view: View, seen_s: Mapping[str, float]) -> list[Raised]:
-    """Return the alerts that are newer than the last one seen of their kind, the newest last."""
+    """Return the alerts that are newer than the last seen one of their kind, the newest last."""
     return [raised for kind, raised in view.alerts.items() if raised.last.t > seen_s.get(kind, 0.0)]
 
 
 def banner(view: View, status: Status, place: LinePlace, unseen: Sequence[Raised]) -> Content | None:
-    """Return the problem or alert that the user has to see; None if there is none."""
+    """Return the problem or alert that the user must see; None if there is none."""
     word, again = state_label(status), f"to continue: `segapp train --resume {shlex.quote(place.name)}`"
     where = f" on {printable(status.host)}" if status.host else ""
     problems = {
@@ -325,7 +325,7 @@ def _alert(unseen: Sequence[Raised], width: int) -> Content:
 
 
 def starting(view: View, status: Status, log_lines: list[str], num_lines: int) -> Content:
-    """Return what a trainer does before its first step, and the last lines of its log."""
+    """Return the activity of a trainer before its first step, and the last lines of its log."""
     doing = last_announced(log_lines) or "the trainer's process"
     if view.end is not None:
         reason = printable(view.end.reason or "no reason given")
@@ -339,7 +339,7 @@ def starting(view: View, status: Status, log_lines: list[str], num_lines: int) -
 
 
 def notice(view: View, status: Status, name: str, width: int, height: int, glyphs: Glyphs) -> Content:
-    """Return the content of a screen too small for panes: the state, and the size needed."""
+    """Return the content for a terminal that is too small for panes: the state, and the size needed."""
     good, bad = "$text-success", "$text-error bold"
     size = Content.assemble(
         "segapp needs ",

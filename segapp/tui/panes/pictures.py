@@ -1,7 +1,7 @@
-"""Sample images in the terminal: real pictures if it can show them, else half blocks of two pixels per cell.
+"""Sample images in the terminal: real images if it supports them, else half blocks of two pixels per cell.
 
-Without color they are drawn in characters and letters. A file of a run holds a validation image, its prediction and its
-target side by side, in the colors of the classes.
+Without color, they are drawn in characters and letters. A file of a run contains a validation image, its prediction and
+its target next to each other, in the colors of the classes.
 """
 
 import re
@@ -27,9 +27,9 @@ from segapp.view.wording import clip
 
 
 class Arrangement(NamedTuple):
-    """Places of three pictures, each below its label.
+    """Positions of three pictures, each below its label.
 
-    The legend is next to the stack of one column, in the free quarter of two, and below three.
+    The legend is next to a single column, in the free quarter of two columns, and below three.
     """
 
     columns: int
@@ -41,9 +41,9 @@ class Arrangement(NamedTuple):
 
 
 def arrange(size: tuple[int, int], picture_px: tuple[int, int], legend_width: int) -> Arrangement:
-    """Return the arrangement in which the pictures are largest; the stack, if several are equal.
+    """Return the arrangement in which the pictures are largest; one column, if several are equal.
 
-    The size is in cells; a cell shows two pixels, one below the other. Without a legend its width is 0.
+    The size is in cells; a cell shows two pixels, one below the other. Without a legend, its width is 0.
     """
     width, height = size
     beside = min(legend_width, width // 3) + 1 if legend_width else 0
@@ -74,17 +74,17 @@ Rgb = tuple[int, int, int]
 
 
 class PictureKey(NamedTuple):
-    """Which picture of which evaluation a file holds."""
+    """The evaluation and the image that a file shows."""
 
     epoch: int
     image: int
 
 
 class PictureView(StripWidget):
-    """Shows a PNG of the run's `samples`: its three pictures labeled and as large as they fit, with their classes.
+    """Shows a PNG of the run's `samples`: its three pictures, labeled and as large as possible, with their classes.
 
-    In color it draws half blocks, otherwise characters by brightness, and a letter for each class. In a terminal with
-    `graphics` the pictures are real ones: Kitty replaces text by them, and sixels are drawn over the half blocks. Their
+    In color it draws half blocks, otherwise characters by brightness, and a letter per class. In a terminal with
+    `graphics`, the pictures are real: Kitty replaces text by them, and sixels are drawn over the half blocks. Their
     codes are written to the terminal by `write`.
     """
 
@@ -104,13 +104,13 @@ class PictureView(StripWidget):
         super().__init__(**keywords)
         self._has_color, self._graphics, self._write = has_color, graphics, write
         self._sixels: list[tuple[Region, str]] = []
-        """Place in the pane and codes of each picture; none unless the terminal has sixel."""
+        """Position in the pane and codes of each picture; empty unless the terminal supports sixel."""
         self._paths: dict[PictureKey, Path] = {}
         self._shown: PictureKey | None = None
         self._names: dict[Rgb, str] = {}
 
     def show(self, paths: list[Path], view: View) -> None:
-        """Set the available pictures, newest first; a selected one stays, the newest evaluation is followed."""
+        """Set the available pictures, newest first; a selected one stays, otherwise the newest evaluation is shown."""
         shown = self._shown
         was_newest = shown is None or not self._paths or shown.epoch == max(self._paths).epoch
         self._paths = _places(paths)
@@ -121,7 +121,7 @@ class PictureView(StripWidget):
         self._announce()
 
     def move(self, by: int) -> None:
-        """Show the same image at the evaluation before (-1) or after (1)."""
+        """Show the same image at the previous (-1) or next (1) evaluation."""
         if self._shown is not None:
             self._shown = self._nearest(_next(self._epochs(), self._shown.epoch, by), self._shown.image)
             self._announce()
@@ -154,7 +154,7 @@ class PictureView(StripWidget):
             self.refresh()
 
     def key(self) -> tuple[object, ...]:
-        """Return what the pictures depend on."""
+        """Return the values that the pictures depend on."""
         return (self._shown and self._paths.get(self._shown), self.content_size, len(self._names))
 
     def build(self) -> list[Strip]:
@@ -186,7 +186,7 @@ class PictureView(StripWidget):
         return self._join(plan, blocks, self._legend(legend, letters, plan))
 
     def _join(self, plan: Arrangement, blocks: list[list[Strip]], legend: list[Strip]) -> list[Strip]:
-        """Return the labeled pictures in their places, with the legend in the free one."""
+        """Return the labeled pictures in their positions, with the legend in the free one."""
         height = plan.height + 1
         blocks = [[*block, *[Strip([])] * (height - len(block))] for block in blocks]
         if plan.columns == 1:
@@ -206,7 +206,7 @@ class PictureView(StripWidget):
         return [Strip.join([*map(padded, row[:-1]), row[-1]]) for row in rows]
 
     def _legend(self, legend: dict[Rgb, str], letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
-        """Return the classes of the pictures, most pixels first, as many as there is room for."""
+        """Return the classes of the pictures, most pixels first, as many as fit."""
         entries = []
         for color, name in legend.items():
             sign = "██" if self._has_color else letters.get(color, "?")
@@ -225,7 +225,7 @@ class PictureView(StripWidget):
         return Strip([Segment(text, self.get_component_rich_style(f"picture-view--{name}"))])
 
     def _draw_part(self, image: Any, index: int, letters: dict[Rgb, str], plan: Arrangement) -> list[Strip]:
-        """Return one of the three pictures, and send it to a terminal that shows pictures."""
+        """Return one of the three pictures, and send it to a terminal that supports images."""
         from PIL.Image import Resampling
 
         drawn = self._draw(image, letters, plan.width, plan.height)
@@ -248,14 +248,14 @@ class PictureView(StripWidget):
         return [Strip([Segment(row, Style(color=color))], cells[0]) for row in kitty_rows(cells)]
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return lines of the pane; sixels are drawn over them once they are on the screen."""
+        """Return lines of the pane; sixels are drawn over them after they are displayed."""
         lines = super().render_lines(crop)
         if self._sixels:
             self.call_after_refresh(self._draw_sixels)
         return lines
 
     def _draw_sixels(self) -> None:
-        """Draw the pictures, except those below a message; if a dialog is open, none."""
+        """Draw the pictures, except those below a message; draw none if a dialog is open."""
         if not self.is_on_screen or self.screen is not self.app.screen:
             return
         messages = [message.region for message in self.screen.query("Toast")]
@@ -265,7 +265,7 @@ class PictureView(StripWidget):
                 self._write(f"\x1b7\x1b[{region.y + 1};{region.x + 1}H{codes}\x1b8")
 
     def _draw(self, image: Any, letters: dict[Rgb, str], width: int, height: int) -> list[Strip]:
-        """Return a picture as large as it fits; class colors take the nearest pixel, an image is averaged."""
+        """Return a picture as large as possible; class colors use the nearest pixel, an image is averaged."""
         from PIL.Image import Resampling
 
         size = _fitted(image.size, width, 2 * height)
@@ -288,7 +288,7 @@ def _next(choices: list[int], current: int, by: int) -> int:
 
 
 def _places(paths: list[Path]) -> dict[PictureKey, Path]:
-    """Return the place of each picture; one with a name of its own counts as an evaluation after the others."""
+    """Return the file of each picture; a file with another name counts as an evaluation after the others."""
     found = {}
     for i, path in enumerate(reversed(paths)):
         match = _NAME.fullmatch(path.name)
@@ -306,7 +306,7 @@ def _class_names(view: View) -> dict[Rgb, str]:
 
 
 def find_legend(pictures: Sequence[Any], names: dict[Rgb, str]) -> dict[Rgb, str]:
-    """Return the classes that occur in Pillow RGB pictures of class colors; classes of most pixels come first.
+    """Return the classes that occur in Pillow RGB pictures of class colors, the most frequent first.
 
     Other colors (ignored pixels, mixtures) are left out.
     """
@@ -328,7 +328,7 @@ def load_picture(path: Path) -> Any:
 
 
 def _fitted(size: tuple[int, int], max_width: int, max_height: int) -> tuple[int, int]:
-    """Return the largest size of the same aspect ratio; its height is even, for half blocks."""
+    """Return the largest size with the same aspect ratio; its height is even, for half blocks."""
     scale = min(max_width / size[0], max_height / size[1])
     return max(1, round(size[0] * scale)), max(2, round(size[1] * scale / 2) * 2)
 

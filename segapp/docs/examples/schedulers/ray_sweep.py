@@ -1,7 +1,7 @@
 """A sweep over the machines of a Ray cluster: `python ray_sweep.py --config demo.yaml optim.lr=0.005,0.014 seed=0..4`.
 
-Each run is a task with a GPU of its own, which calls segapp as a process. Ray starts the tasks of a lost machine again,
-and this script those that were stopped and have saved. The run folders lie on a disk that all machines see.
+Each run is a Ray task with one GPU, which starts segapp as a process. Ray restarts the tasks of a lost machine, and
+this script restarts runs that were stopped after a save. The run folders are on a disk that all machines see.
 """
 
 import json
@@ -12,12 +12,12 @@ import sys
 import ray
 
 REQUEUE = 75
-"""Exit code of a run that a signal has stopped and that is to be started again."""
+"""Exit code of a run that a signal has stopped and that should be started again."""
 
 
 @ray.remote(num_gpus=1, max_retries=3, retry_exceptions=[InterruptedError])
 def train(words: list[str], index: int, folder: str) -> int:
-    """Train a run of the sweep, and return the exit code; started again, it continues from its checkpoint."""
+    """Train a run of the sweep, and return the exit code; if it is started again, it continues from its checkpoint."""
     process = subprocess.Popen(["segapp", "sweep", *words, "--only", str(index)])
     try:
         code = process.wait()

@@ -14,14 +14,14 @@ import submitit
 
 
 class TrainOne:
-    """Train a run of the sweep as a process of its own; after a time limit or a preemption, SLURM starts it again."""
+    """Train a run of the sweep in a separate process; after a time limit or a preemption, SLURM starts it again."""
 
     def __init__(self, words: list[str]) -> None:
         self.words = words
         self.pid: int | None = None
 
     def __call__(self, index: int, folder: str) -> int:
-        """Return the exit code, as `segapp requeue-code` says it: 0 also if a person stopped the run."""
+        """Return the exit code of `segapp requeue-code`, which is also 0 if a person stopped the run."""
         process = subprocess.Popen(["segapp", "sweep", *self.words, "--only", str(index)])
         self.pid = process.pid
         os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOWAIT)  # process.wait() holds a lock, which `checkpoint` needs
