@@ -95,6 +95,7 @@ BASH = """source <(segapp completion bash)
 COMP_LINE={line!r}; COMP_POINT=${{#COMP_LINE}}; _segapp segapp; printf '%s\\n' "${{COMPREPLY[@]}}" """
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("line", "expected"),
     [

@@ -40,6 +40,7 @@ def replicas_at_once(engine: StepEngine) -> int:
     return len(set(met))
 
 
+@pytest.mark.slow
 def test_dp_is_timed_in_threads_which_work_at_the_same_time() -> None:
     with engine_of(CONFIG, CPU, "dp") as engine:
         assert mode_of(engine) == "dp x3 on one device, threads, SyncBatchNorm"
@@ -72,6 +73,7 @@ def test_ddp_of_one_rank_does_not_pass_for_synchronised() -> None:
         assert mode_of(engine) == "ddp, a rank of 1, fake group, BatchNorm"
 
 
+@pytest.mark.slow
 def test_single_device_is_called_single() -> None:
     with engine_of(CONFIG, CPU, "single") as engine:
         assert mode_of(engine) == "single"

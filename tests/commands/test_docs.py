@@ -34,7 +34,7 @@ def test_section_is_printed_without_the_rest_of_its_page(capsys: pytest.CaptureF
     assert "Overfitting" not in shown
 
 
-def test_section_has_its_subsections_and_the_comments_of_its_code() -> None:
+def test_section_has_its_subsections_and_comments_in_its_code() -> None:
     text = "# One\n\n## Two\n\n```sh\n# no heading\n```\n\n### Three\n\n## Four\n"
     assert section(text, "two") == "## Two\n\n```sh\n# no heading\n```\n\n### Three\n"
     assert section(text, "three") == "### Three\n"

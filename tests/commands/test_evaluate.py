@@ -63,6 +63,7 @@ def runs(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_ensemble_scores_what_predict_writes(
     runs: Path, tiny_root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

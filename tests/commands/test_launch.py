@@ -254,6 +254,7 @@ def ends(*programs: Program) -> list[int | None]:
     return [program.wait(120) for program in programs]
 
 
+@pytest.mark.slow
 @pytest.mark.faults
 def test_killed_rank_restarts_and_a_signal_stops_all_with_75(job: Job) -> None:
     constant = ["schedule.name=constant", "schedule.warmup_steps=0"]  # the other schedules depend on train.epochs

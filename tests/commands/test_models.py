@@ -77,6 +77,7 @@ def test_table_and_json_show_the_same(capsys: pytest.CaptureFixture[str]) -> Non
         print_models(None, "64", with_memory=False, with_speed=False, as_json=False)
 
 
+@pytest.mark.slow
 def test_speed_is_that_of_forward_passes(capsys: pytest.CaptureFixture[str]) -> None:
     name = "torchvision/lraspp/mobilenet_v3_small"
     print_models(name, "64x64", with_memory=False, with_speed=True, as_json=True)

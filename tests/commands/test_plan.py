@@ -118,6 +118,7 @@ def test_plan_text_says_that_nothing_fits(folder):
     assert "won't fit" in text.stdout
 
 
+@pytest.mark.slow
 def test_profile_names_the_phases_and_parts(folder):
     done = segapp("profile", "--config", "tiny.yaml", "--steps", "1", "--json", cwd=folder)
     assert done.returncode == 0, done.stderr

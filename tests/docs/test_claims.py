@@ -23,7 +23,7 @@ def test_table_of_batch_splits_is_what_the_code_plans() -> None:
 
 
 @pytest.mark.parametrize("topic", ["README", "several-gpus"])
-def test_example_of_gpu0_bsz_changes_the_even_split_and_names_a_mode(topic: str) -> None:
+def test_example_of_gpu0_bsz_changes_the_split_and_names_a_mode(topic: str) -> None:
     commands = [
         command for block in blocks() if block.page.stem == topic and block.language == "sh"
         for command in block.commands() if command.startswith("segapp train") and "gpu0_bsz=" in command
@@ -52,7 +52,7 @@ def test_scripts_of_the_repository_are_run_with_uv() -> None:
     assert [command for command in commands if re.match(r"python3? segapp/", command)] == []
 
 
-def test_published_results_of_models_are_in_the_heads_of_their_configs() -> None:
+def test_published_results_are_in_the_heads_of_the_configs() -> None:
     text = find_page("choose-model")[0].text()
     rows = re.findall(r"^\|[^|]+\|[^|]+\| (`[^|]+`) \| ([^|]*\d[^|]*) \|$", text, re.M)
     assert len(rows) == 5

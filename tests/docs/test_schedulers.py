@@ -50,7 +50,7 @@ def check_launch(words: list[str]) -> None:
     assert (train["config"], train["run"].name) == ("cityscapes.yaml", "cityscapes")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     ("rounds", "expected"),
     [
@@ -168,7 +168,7 @@ JOB_SCHEMA = {
 """The part of the PyTorchJob of Kubeflow's training operator that the example uses."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("how", "code"), [("signal", 143), ("command", 0), ("finish", 0), ("lost", 143), ("config", 2)]
 )
@@ -230,7 +230,7 @@ TASK_SCHEMA = {
 """The part of a SkyPilot task that the example uses."""
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("how", "is_recovered"), [("signal", True), ("command", False), ("lost", True)])
 def test_skypilot_recovers_by_exit_code(tmp_path: Path, how: str, is_recovered: bool) -> None:
     task = yaml.safe_load((EXAMPLES / "skypilot.yaml").read_text())

@@ -98,7 +98,7 @@ BOMBS: dict[str, bytes] = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @case(
     "C03",
     how="double keys, tab, 3000 deep, aliases, 50 MB, UTF-16, NUL, python tags",

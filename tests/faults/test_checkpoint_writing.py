@@ -129,6 +129,7 @@ def test_one_write_error_is_reported_and_next_save_is_good(new_run: NewRun, inva
     invariants.assert_same(run)
 
 
+@pytest.mark.sampled(2)
 @case(
     "F13",
     how="one bit of a checkpoint flipped between its write and its read-back, once, and twice in a row",
@@ -183,7 +184,7 @@ def test_read_only_disk_exits_10_with_an_alert_each_save(new_run: NewRun, invari
     refused_saves(new_run, invariants, "ckpt.opened=raise:EROFS", "Read-only file system")
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @case(
     "F15",
     how="rename: EACCES, fsync: EIO, manifest rename: EIO, every time",

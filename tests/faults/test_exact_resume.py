@@ -25,7 +25,7 @@ def state_of(run: FaultRun) -> dict[str, Any]:
 
 
 @case("R01", how="stopped at a step, resumed to the end", passes="exact at every step, also the last")
-@pytest.mark.parametrize("step", some(range(1, 16), 1, 6, 15))
+@pytest.mark.parametrize("step", some(range(1, 16), 6))
 def test_run_stopped_at_a_step_resumes_exactly(new_run: NewRun, invariants: Invariants, step: int) -> None:
     run = new_run(checkpoint={"every_steps": None})
     assert run.train(failpoints=f"train.step={step}:term").returncode == 75
@@ -71,7 +71,7 @@ def test_loaded_state_equals_the_saved_one(new_run: NewRun, invariants: Invarian
 
 @case("R06", how="learning rates of a run killed twice", passes="the same floats")
 @case("R10", how="the epoch's sample order after kills, 2 workers", passes="the same losses, so the same crops")
-@pytest.mark.faults
+@pytest.mark.faults_long
 def test_learning_rates_and_samples_are_equal_after_kills(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"workers": 2})
     for step in (3, 5):
@@ -124,7 +124,7 @@ def test_diverging_run_exits_5_with_finite_checkpoint(new_run: NewRun, invariant
     how="fp16: gradients infinite for 3 steps, and for 40 (failpoint)",
     passes="3: skipped and counted, goes on; 40: exit 5 below scale 1; weights finite",
 )
-@pytest.mark.faults
+@pytest.mark.faults_long
 @pytest.mark.parametrize("count", [3, 40])
 def test_fp16_overflows_are_skipped_or_exit_5(new_run: NewRun, invariants: Invariants, count: int) -> None:
     run = new_run(train={"precision": "fp16", "epochs": 9})
@@ -183,7 +183,7 @@ SMI = {
 
 
 @case("G01", how="a monitor that asks a fake nvidia-smi: six kinds of nonsense", passes="exact, not waited for")
-@pytest.mark.parametrize("kind", some(list(SMI), "hangs", "comma"))
+@pytest.mark.parametrize("kind", some(list(SMI), "hangs"))
 def test_nonsense_of_nvidia_smi_leaves_training_unaffected(new_run: NewRun, invariants: Invariants, kind: str) -> None:
     run = new_run()
     tools = run.work / "tools"

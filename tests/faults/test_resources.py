@@ -104,7 +104,7 @@ def test_one_read_error_is_retried(new_run: NewRun, invariants: Invariants, when
     how="RLIMIT_AS 30 MiB above what the training holds before a step",
     passes="tried in pieces, then exit 6, saved; a resume with more memory goes on",
 )
-@pytest.mark.faults
+@pytest.mark.faults_long
 def test_address_space_limit_exits_6_and_resumes(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(data={"crop_px": [384, 384]}, train={"epochs": 2, "batch_size": 5})
     run.train(failpoints=f"train.step=2:kill;{SYNCHRONOUS}")

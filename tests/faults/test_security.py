@@ -48,6 +48,7 @@ def inert_canary(canary: Path) -> None:
     assert not canary.exists(), "code of the file was run"
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.faults
 @case("S01", how="pickles as checkpoint and weights: 7 containers, torch's opt-out set", passes="exit 4")
 @pytest.mark.parametrize("payload", PAYLOADS)

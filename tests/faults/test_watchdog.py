@@ -40,7 +40,7 @@ def test_hanging_device_call_exits_8_with_stacks(new_run: NewRun, invariants: In
 @case(
     "W01", how="a reading without workers that never returns (failpoint)", passes="stacks, event, exit 7, saved, exact"
 )
-@pytest.mark.faults
+@pytest.mark.faults_long
 def test_hanging_read_in_the_trainer_exits_7_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train=HANG)
     done = run.train(failpoints="data.item=9:hang", timeout_s=40)
@@ -106,9 +106,7 @@ def test_unresponsive_data_worker_exits_7(new_run: NewRun, invariants: Invariant
     how="an item raises SystemExit, KeyboardInterrupt, MemoryError, RuntimeError",
     passes="exit 3, the file named",
 )
-@pytest.mark.parametrize(
-    "what", some(["SystemExit", "KeyboardInterrupt", "MemoryError", "RuntimeError"], "SystemExit", "RuntimeError")
-)
+@pytest.mark.parametrize("what", some(["SystemExit", "KeyboardInterrupt", "MemoryError", "RuntimeError"], "SystemExit"))
 def test_item_raising_any_exception_exits_3_and_is_named(new_run: NewRun, invariants: Invariants, what: str) -> None:
     run = new_run(data={"workers": 2})
     done = run.train(failpoints=f"data.item=4:raise:{what}", timeout_s=30)

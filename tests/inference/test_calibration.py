@@ -13,7 +13,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
-from torchmetrics.functional.classification import multiclass_calibration_error
 
 from segapp.build.network import build_network
 from segapp.config import validate_config
@@ -65,6 +64,8 @@ def test_parts_of_the_pixels_have_the_same_fit(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 3.0])
 def test_calibration_error_equals_torchmetrics(temperature: float) -> None:
+    from torchmetrics.functional.classification import multiclass_calibration_error  # seconds for every worker
+
     pixels = drawn(1.5, 5000)
     probabilities = (pixels.log_probabilities / temperature).softmax(1)
     expected = multiclass_calibration_error(probabilities, pixels.targets, 5, n_bins=15, norm="l1")
@@ -77,6 +78,7 @@ def test_pixels_that_are_all_right_have_no_temperature() -> None:
         fit_temperature(ScoredPixels(values, values.argmax(1)))
 
 
+@pytest.mark.slow
 def test_calibrated_run_predicts_and_exports_its_temperature(tiny: dict[str, Any], tmp_path: Path) -> None:
     """The probabilities are the former ones to the power of 1 / T; another checkpoint has no temperature."""
     assert train(merged(tiny, train={"epochs": 2}, checkpoint={"keep": 2}), tmp_path / "run") == 0

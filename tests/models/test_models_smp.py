@@ -101,7 +101,7 @@ def assert_upsampled_matches(model, original, height_px, width_px):
     torch.testing.assert_close(upsampled, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "encoder"), [*PAIRS, ("DPT", SMALL_VIT["encoder"])])
 def test_upsampled_logits_match_smp_with_the_same_weights(name, encoder):
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def assert_close(actual, expected):
     torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=pytest.mark.slow if "101" in name else ()) for name in REGISTERED]
 )

@@ -44,7 +44,7 @@ def errors_of(case, dtype):
     )
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("part", range(8))
 def test_220_random_steps_match_one_device_in_float64(part):
     for seed in range(part * 28, part * 28 + 28):

@@ -148,6 +148,7 @@ def test_signal_to_launcher_reaches_every_rank_in_time_to_save(script, tmp_path)
     assert not any(is_alive(pid) for pid in [agent, *ranks])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_deaf_rank_ends_soon_after_its_peer_was_killed(script, tmp_path):
     launcher, _, ranks = start(script, tmp_path, "deaf")

@@ -197,7 +197,7 @@ NETWORKS = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("library", "name", "encoder", "options"), NETWORKS)
 def test_merged_network_computes_what_the_adapted_did(library: str, name: str, encoder: str, options: Any) -> None:
     """In float64. The trained run below has the float32 that predict and export compute in."""
@@ -210,6 +210,7 @@ def test_merged_network_computes_what_the_adapted_did(library: str, name: str, e
         torch.testing.assert_close(plain(images)[0], wanted, rtol=0, atol=1e-13 * float(wanted.abs().max()))
 
 
+@pytest.mark.slow
 def test_predict_export_and_from_run_use_the_merged_network(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
     assembler = StepAssembler(merged(base), build_scheme(merged(base).data))
     adapted = assembler.build_model(with_weights=True)
@@ -244,6 +245,7 @@ def test_plan_counts_gradients_and_state_of_adapters_only(base: dict[str, Any]) 
     assert mib["gradients"] == pytest.approx(num_trained, rel=0.01)
 
 
+@pytest.mark.slow
 def test_run_with_adapters_is_the_base_of_another(base: dict[str, Any], run: Path, tmp_path: Path) -> None:
     config = merged(base, model={"weights_backbone": None, "weights": str(run)}, train={"epochs": 1})
     assert train(config, tmp_path / "second") == 0

@@ -23,9 +23,7 @@ from tests.support.runs import events, train
 
 IN_EVERY_RUN = [
     "images/masks split",
-    "_mask.png, binary",
     "b_rgb_nofile",
-    "slices of patients",
 ]
 EXIT_DATA = 3
 

@@ -104,6 +104,7 @@ def test_run_with_a_thaw_resumes_bitwise(frozen: tuple[RunConfig, Path], tmp_pat
     assert thawed[0] == thawed[1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_dp_thaws_as_one_device(base: dict[str, Any], tmp_path: Path, precision: str) -> None:

@@ -197,6 +197,7 @@ def test_train_smoke_and_check_refuse_black_and_white_masks(
     assert train(mended, tmp_path / "mended") == 0
 
 
+@pytest.mark.slow
 def test_a_run_says_each_thing_once_and_a_trial_too(
     tiny: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -269,7 +269,7 @@ CASES = [
 ]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name}-{case.size[0]}x{case.size[1]}")
 def test_screen_equals_its_stored_snapshot(case: Case, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -211,7 +211,7 @@ EXPECTED = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", sorted(CASES))
 @pytest.mark.parametrize("size", [(120, 36), pytest.param((80, 24), marks=pytest.mark.slow)])
 def test_unusual_runs_are_shown_with_their_state(tmp_path: Path, name: str, size: tuple[int, int]) -> None:
@@ -340,7 +340,7 @@ def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRu
     run_screen(fresh, act)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("typed", "word", "is_sent"),
     [
@@ -617,6 +617,7 @@ def test_sample_images_are_shown_and_damaged_ones_reported(fresh: RecordedRun) -
     run_screen(fresh, act)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("second", "wanted"), [("ctrl+c", ["stop"]), ("n", ["stop"]), ("e", ["stop epoch"]), ("escape", [])]
 )

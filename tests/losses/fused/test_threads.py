@@ -90,6 +90,7 @@ def test_no_two_threads_write_to_one_row(kind, align_corners):
     assert owners.tolist() == [1] * 9
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("num_threads", THREADS)
 @pytest.mark.parametrize(("low", "high"), SIZES)
 @pytest.mark.parametrize("options", [{}, {"weight": class_weight(), "label_smoothing": 0.1, "align_corners": False}])
@@ -109,7 +110,7 @@ def test_cross_entropy_with_any_threads_matches_torch(num_threads, low, high, op
         assert relative_error(mine, theirs) < 1e-12
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("num_threads", THREADS[1:])
 @pytest.mark.parametrize("name", list(criteria()))
 def test_criteria_with_any_threads_match_the_full_resolution(num_threads, name, monkeypatch):

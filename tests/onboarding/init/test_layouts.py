@@ -29,7 +29,7 @@ def _no_sync(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.fsync", lambda _: None)
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.usefixtures("_no_sync")
 @pytest.mark.parametrize(
     "name",

@@ -143,6 +143,7 @@ def test_memory_fallback_survives_a_crash_before_checkpoint(plain: dict[str, Any
     assert len(events(folder, "oom")) == 1
 
 
+@pytest.mark.slow
 @case("N03", how="out of memory in an evaluation", passes="image by image, then in windows; training untouched")
 def test_oom_in_evaluation_falls_back_to_images_then_windows(plain: dict[str, Any], tmp_path: Path) -> None:
     config = merged(small(plain, 1).model_dump(mode="json"), eval={"batch_size": 4}, data={"crop_px": [32, 48]})

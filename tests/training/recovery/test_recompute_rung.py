@@ -155,6 +155,7 @@ def test_commands_switch_recomputation_on_three_devices(plain: dict[str, Any], t
     assert choices(folder) == [(2, "all", "by hand", [5, 5, 5]), (4, "config", "train.recompute", [0, 0, 0])]
 
 
+@pytest.mark.slow
 def test_a_config_changed_at_a_resume_takes_precedence(undisturbed: tuple[RunConfig, Path], tmp_path: Path) -> None:
     config, reference = undisturbed
     folder = tmp_path / "run"
