@@ -795,7 +795,7 @@ def check_part(
 @app.command()
 def docs(
     topic: Annotated[
-        str | None, typer.Argument(metavar="[TOPIC]", help="Name of a page. Default: list all pages.")
+        str | None, typer.Argument(metavar="[TOPIC]", help="Page, or PAGE#SECTION. Default: list all pages.")
     ] = None,
     search: Annotated[str | None, option("--search", "Find the pages that have these words.", "WORDS")] = None,
 ) -> None:
