@@ -69,3 +69,8 @@ def test_pages_that_show_gpus_say_that_none_was_used() -> None:
         text = find_page(topic)[0].text()
         assert re.search(r"not (?:been|run|yet)|nobody|untested|No speed", text), topic
     assert "segapp has not run on a GPU yet" in " ".join((ROOT / "README.md").read_text().split())
+
+
+def test_figure_with_four_gpus_is_called_simulated() -> None:
+    figures = re.findall(r"!\[([^]]*)\]\(\.\./pictures/tui\.svg\)\n\n(.*)", find_page("screen")[0].text())
+    assert [("simulated" in words, "simulated" in below) for words, below in figures] == [(True, True)]
