@@ -5,15 +5,18 @@ in black and white too. A chart is drawn twice, wide and narrow; the style sheet
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 from markupsafe import Markup
+from rich.cells import cell_len
 
 from segapp.run.words import learning_rate, number, printable
 from segapp.view.plot import CurveColumns, Floats, Scale, choose_scale, reduce_columns
-from segapp.view.wording import clip
+from segapp.view.wording import clip_middle
 
 WIDTH_PX, HALF_PX, NARROW_PX, HEIGHT_PX = 1040, 510, 380, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 14, 12, 34
@@ -116,9 +119,8 @@ def _value_table(curves: Sequence[ChartCurve], frame: Frame) -> Markup:
 
 
 def _picture(curves: Sequence[ChartCurve], frame: Frame, width_px: int, style: str) -> Markup:
-    max_chars = 18 if width_px > HALF_PX else 14
-    names = [clip(printable(curve.name or curve.label), max_chars) for curve in curves]
-    right_px = _RIGHT + 14 + round(6.2 * max(map(len, names))) if len(curves) > 1 else _RIGHT
+    names = _short_names(curves, 24 if width_px > HALF_PX else 14)
+    right_px = _RIGHT + 14 + round(max(map(_width_px, names))) if len(curves) > 1 else _RIGHT
     left, right = (float(edge([edge(curve.x) for curve in curves])) for edge in (np.min, np.max))
     x_scale = Scale(left, right if right > left else left + 1.0)
     plot = _Plot(width_px, right_px, x_scale, _y_scale(curves, frame), style == "wide")
@@ -133,6 +135,23 @@ def _picture(curves: Sequence[ChartCurve], frame: Frame, width_px: int, style: s
     return Markup('<svg class={} viewBox="0 0 {} {}" role=img aria-label="{} over {}">{}</svg>').format(
         style, width_px, HEIGHT_PX, frame.y_label, frame.x_label, Markup("").join(parts)
     )
+
+
+def _short_names(curves: Sequence[ChartCurve], max_cells: int) -> list[str]:
+    """Return the names at the ends of curves; if one is too long, without the words with which all of them begin."""
+    names = [printable(curve.name or curve.label) for curve in curves]
+    if max(map(cell_len, names)) > max_cells:
+        words = [re.findall(r"^[/ _=-]+|[^/ _=-]+[/ _=-]*", name) for name in names]
+        columns = zip(*(each[:-1] for each in words), strict=False)
+        shared = sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
+        names = ["".join(each[shared:]) for each in words]
+    return [clip_middle(name, max_cells) for name in names]
+
+
+def _width_px(text: str) -> float:
+    """Return the width of a name in a wide font, such as DejaVu Sans, whose letters are 11 px high."""
+    widths = (1.0 if cell_len(c) > 1 or c in "MWmw@%" else 0.8 if c.isupper() else 0.6 for c in text)
+    return 11 * sum(widths)
 
 
 def _y_scale(curves: Sequence[ChartCurve], frame: Frame) -> Scale:
@@ -154,7 +173,7 @@ def _axes(plot: _Plot, frame: Frame) -> Markup:
         parts.append(Markup('<line class=grid x1="{}" x2="{}" y1="{y}" y2="{y}"/>').format(_LEFT, right, y=f"{y:.1f}"))
         label = learning_rate(value) if is_tiny and value else f"{value:g}"
         parts.append(_text(_LEFT - 6, y + 4, "end", label))
-    steps = [value for value in plot.x_scale.ticks(max(2, plot.inner_px // 110)) if value == round(value)]
+    steps = [value for value in plot.x_scale.ticks(max(2, plot.inner_px // 100)) if value == round(value)]
     parts += [_text(plot.x(value), floor + 16, "mid", f"{value:g}") for value in steps]
     parts.append(Markup('<line class=axis x1="{}" x2="{}" y1="{y}" y2="{y}"/>').format(_LEFT, right, y=floor))
     parts.append(_text(right, HEIGHT_PX - 4, "end quiet", frame.x_label))

@@ -15,6 +15,7 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+from PIL import ImageFont
 
 from segapp.build.data import build_dataset
 from segapp.build.trained import load_trained
@@ -35,6 +36,7 @@ from tests.support.runs import events, merged, segapp, train
 
 KEY = re.compile(r'<span class="key (c\d)"><svg.*?</svg>([^<]*)<')
 VOID = {"meta", "img", "br", "link", "hr"}
+SANS = Path("/usr/share/fonts/truetype/dejavu/DejaVuSans.ttf")
 SVG_LEAVES = {"line", "path", "rect", "circle"}
 
 
@@ -536,6 +538,33 @@ def test_curves_differ_without_color_and_names_do_not_overlap() -> None:
     shapes = {kind: d for kind, d in markers if kind is not None and kind.startswith("dot")}
     assert len(shapes) == 8
     assert len(set(shapes.values())) == 4  # the second four are filled
+
+
+SWEEP = [f"camvid-lr/lr{lr}-seed{seed}" for lr in ("0.0005", "0.003") for seed in (1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("names", "wide", "narrow"),
+    [
+        (SWEEP, SWEEP, ["lr0.0005-seed1", "lr0.0005-seed2", "lr0.003-seed1", "lr0.003-seed2"]),
+        (["optim.lr 0.003", "optim.lr 0.0005"], None, ["0.003", "0.0005"]),
+        (["MOWERS WITHOUT A COMMON WORD", "unet"], ["MOWERS WITHO…COMMON WORD", "unet"], ["MOWERS…N WORD", "unet"]),
+        (["run", "run-with-twenty-four-letters-more"], ["run", "run-with-twe…etters-more"], ["run", "run-wit…s-more"]),
+        (["車道と歩道と建物の分割一", "車道と歩道と建物の分割二"], None, ["車道と…分割一", "車道と…分割二"]),
+    ],
+)
+def test_names_at_curve_ends_stay_whole_where_they_differ(
+    names: list[str], wide: list[str] | None, narrow: list[str]
+) -> None:
+    curves = [ChartCurve(name, np.arange(3.0), np.arange(3.0) * i, i) for i, name in enumerate(names)]
+    chart = charts.line_chart(curves, Frame("step", "y"))
+    for kind, expected, right in (("wide", wide or names, charts.WIDTH_PX), ("narrow", narrow, charts.NARROW_PX)):
+        texts = [node for node in picture_of(chart, kind).iter("text") if node.get("class") == "name"]
+        assert sorted(str(node.text) for node in texts) == sorted(expected)
+        for node in texts:
+            letters = ImageFont.truetype(SANS, 11) if SANS.exists() else ImageFont.load_default(11)
+            assert float(node.get("x", "")) + letters.getlength(str(node.text)) <= right, node.text
+    assert all(name in chart for name in names)  # the legend
 
 
 def test_curves_of_one_value_are_rows_of_a_table() -> None:

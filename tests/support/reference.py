@@ -7,11 +7,12 @@ python -m tests.support.reference --write   writes them
 from __future__ import annotations
 
 import ast
-import io
+import html
 import itertools
 import json
 import re
 import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,6 @@ from typing import Any
 import typer.main
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
-from rich.console import Console
-from rich.text import Text
 
 from segapp import errors
 from segapp.cli import app
@@ -31,7 +30,7 @@ from segapp.custom import PART_PATTERN
 from segapp.run import folder as folder_module
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
-from tests.support import ROOT
+from tests.support import ROOT, mono_font
 
 FOLDER = ROOT / "segapp" / "docs" / "reference"
 PLAN_PICTURE = ROOT / "segapp" / "docs" / "pictures" / "plan.svg"
@@ -444,32 +443,57 @@ PAGES: dict[str, Callable[[], str]] = {
 }
 
 
+_PLAN_STYLE = """
+text { font: 13px "segapp mono", monospace; fill: #1f2328; white-space: pre } rect { fill: #f6f8fa; stroke: #d1d9e0 }
+.strong { font-weight: bold } .good { fill: #1a7f37; font-weight: bold } .bad { fill: #c2272d } .quiet { fill: #59636e }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3 } rect { fill: #161b22; stroke: #3d444d }
+  .good { fill: #4cc365 } .bad { fill: #ff8a80 } .quiet { fill: #9198a1 }
+}"""
+_PLAN_CHARS, _LINE_PX, _CHAR_PX, _EDGE_PX = 100, 18, 7.83, 16
+"""Columns of the terminal in the picture, and sizes: a character of DejaVu Sans Mono is 0.602 times as wide as high."""
+
+
 def plan_picture() -> str:
-    """Return the first part of the output on the page `plan` as an SVG picture of a terminal."""
-    text = (ROOT / "segapp/docs/tasks/plan.md").read_text().partition("```text\n")[2].partition("\n...")[0]
-    console = Console(width=108, record=True, file=io.StringIO(), highlight=False)
-    console.print("[bold]$ segapp plan --config cityscapes.yaml --gpus 3x24220MiB[/bold]")
-    for line in text.rstrip().splitlines():
-        style = "green" if "<- best" in line else "bold" if line.startswith("gpu0_bsz") else ""
-        console.print(Text(line, style=style), soft_wrap=False, overflow="ellipsis", no_wrap=True)
-    return _without_web_fonts(console.export_svg(title="segapp plan", unique_id="plan"))
+    """Return the table of plan on the page `plan`, and the lines below it, as an SVG for a light and a dark theme."""
+    command, _, output = (ROOT / "segapp/docs/tasks/plan.md").read_text().partition("```sh\n")[2].partition("```text\n")
+    lines = [("$ " + command.partition("\n")[0], "strong"), ("", "")]
+    for line in output.partition("\n\n...")[0].splitlines():
+        is_bad, is_best = "won't fit" in line, line.endswith("<- best")
+        kind = "good" if is_best else "bad" if is_bad else "strong" if line.startswith("gpu0_bsz") else ""
+        lines += [(part, kind) for part in textwrap.wrap(line, _PLAN_CHARS, drop_whitespace=False) or [""]]
+    width, height = round(_PLAN_CHARS * _CHAR_PX) + 2 * _EDGE_PX, len(lines) * _LINE_PX + 2 * _EDGE_PX
+    texts = [
+        f'<text x="{_EDGE_PX}" y="{_EDGE_PX + 13 + i * _LINE_PX}" class="{kind}">{html.escape(text.rstrip())}</text>'
+        for i, (text, kind) in enumerate(lines)
+        if text
+    ]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" xml:space="preserve">',
+            f"<style>{mono_font.style()}{_PLAN_STYLE}</style>",
+            f'<rect x="0.5" y="0.5" width="{width - 1}" height="{height - 1}" rx="8"/>',
+            *texts,
+            "</svg>\n",
+        ]
+    )
 
 
 def tui_picture() -> str:
     """Return the stored screen of a live run with simulated GPUs, which the tests of the TUI compare."""
-    return _without_web_fonts(SCREEN.read_text(encoding="utf-8"))
+    svg = re.sub(r"\s*@font-face \{.*?\}", "", SCREEN.read_text(encoding="utf-8"), flags=re.DOTALL)
+    svg = re.sub(r"font-family: [^;]*;", f'font-family: "{mono_font.FAMILY}", monospace;', svg)
+    return svg.replace("<style>", f"<style>\n{mono_font.style()}", 1)
 
 
-def _without_web_fonts(svg: str) -> str:
-    """Return a picture with the fonts of the reader: browsers load none from other servers into an `<img>`."""
-    svg = re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
-    return re.sub(r"font-family: (\"?)Fira Code\1?[^;]*;", "font-family: Fira Code, Menlo, Consolas, monospace;", svg)
+PICTURES: dict[Path, Callable[[], str]] = {PLAN_PICTURE: plan_picture, TUI_PICTURE: tui_picture}
 
 
 def files() -> dict[Path, str]:
     """Return each generated file with its content."""
     pages = {FOLDER / f"{topic}.md": _NOTE + make().rstrip("\n") + "\n" for topic, make in PAGES.items()}
-    return {**pages, PLAN_PICTURE: plan_picture(), TUI_PICTURE: tui_picture()}
+    return {**pages, **{path: make() for path, make in PICTURES.items()}}
 
 
 def differing() -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from segapp.docs.pages import FOLDER, Page, headings, pages, slug
@@ -18,11 +19,16 @@ def on_config(config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Any) -> str:
-    """Add the keywords of a page at its end, so that the search of the site finds them."""
+    r"""Add the keywords of a page at its end for the search, and write `\|` in the code of tables as mkdocs does."""
+    markdown = re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]+`", _plain_pipes, row[0]), markdown, flags=re.MULTILINE)
     found = next((each for each in pages() if str(each.path.relative_to(FOLDER)) == page.file.src_uri), None)
     if found is None or not found.keywords:
         return markdown
     return f"{markdown}\n\n---\n\n<small>Also: {', '.join(found.keywords)}</small>\n"
+
+
+def _plain_pipes(code: re.Match[str]) -> str:
+    return code[0].replace(r"\|", "|")
 
 
 def _title(page: Page) -> str:
