@@ -131,7 +131,8 @@ def stale(block: Block, printed: Mapping[str, tuple[str, str]]) -> str:
     found = [difference(stream, block.text) for stream in streams]
     if "" in found:
         return ""
-    return f"{block.place} shows another output of {' && '.join(block.commands())}:\n{min(found, key=len)}"
+    nearest = min(found, key=lambda lines: lines.count("\n- "))
+    return f"{block.place} shows another output of {' && '.join(block.commands())}:\n{nearest}"
 
 
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: block.place)
@@ -178,7 +179,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for _ in range(3):
         writer.write(np.zeros((64, 96, 3), np.uint8))
     writer.release()
-    for words in ([], ["optim.lr=0.002"]):
+    for words in (["--run", "runs/demo-2", "optim.lr=0.002"], []):  # the newest is the one that --resume continues
         done = segapp("train", "--config", "demo.yaml", "--plain", *words, cwd=folder)
         assert done.returncode == 0, done.stderr
     for name in ("fold0", "fold1", "fold2"):

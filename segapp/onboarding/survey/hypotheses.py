@@ -54,6 +54,7 @@ _COLOR_FOLDERS = ("color", "colour", "colors")
 """Folders of images that have depth or masks next to them; for masks, color means images made from them."""
 _LONE_WEIGHT = 0.75  # minimum weight of the words in the names of a layout without alternatives
 _MIN_SPARSE = 3  # minimum number of masks of a video whose other frames have none
+_SPARSE_USED = 0.6  # minimum share of such masks that must have a frame
 
 
 @dataclass(frozen=True)
@@ -500,7 +501,7 @@ def _matched(root: Path, images: Family, masks: Family, naming: _Naming) -> Layo
     unpaired = [path for path in unpaired if path not in used]
     pairs = [pair for pair in pairs if pair.image not in used]
     coverage = len(pairs) / max(1, len(pairs) + len(unpaired))
-    is_sparse = coverage < 0.9 and len(pairs) >= _MIN_SPARSE and len(used) >= 0.95 * len(masks.files)
+    is_sparse = coverage < 0.9 and len(pairs) >= _MIN_SPARSE and len(used) >= _SPARSE_USED * len(masks.files)
     if is_sparse and images is not masks:
         alone = set(unpaired)
         paired = {naming.image_key(file) for file in images.files if file.path not in alone}
@@ -539,8 +540,9 @@ def _weighed(
     covered_masks = len(pairs) / (len(pairs) + max(0, rest))
     evidence = [f"{len(pairs)} of {len(pairs) + len(unpaired)} images have a mask; {naming.words}"]
     if is_sparse:
-        evidence.append(f"every mask has an image: the other {len(unpaired)} images are not used")
-    elif rest > 0:
+        which = "every mask has an image" if rest <= 0 else "most masks have an image"
+        evidence.append(f"{which}: the other {len(unpaired)} images are not used")
+    if rest > 0:
         evidence.append(f"{rest} of {len(pairs) + rest} such masks belong to no image by this rule")
     confidence = naming.weight * (max(0.8, coverage**2) if is_sparse else coverage**2) * (0.9 + 0.1 * covered_masks)
     if naming.shape and rest > 0 and _have_other_masks(pairs, masks):

@@ -246,6 +246,21 @@ def test_sparse_masks_of_a_video_are_paired_with_their_frames(
     assert f"{len(labelled)} of {count} images have a mask" in result.lines[0]
 
 
+def test_sparse_masks_need_not_all_have_a_frame(tmp_path: Path) -> None:
+    """Masks of another recording do not make images of the masks, and masks of the frames."""
+    root = tmp_path / "d"
+    frames = [f"{number:05}" for number in range(48)]
+    for frame in frames:
+        draw_image(root / f"frames/{frame}.jpg", (8, 12))
+    for place in [*(f"train/{frame}" for frame in frames[::4]), *(f"val/other{number}" for number in range(4))]:
+        draw_mask(root / f"labels/{place}.png", size=(8, 12))
+    result, found = init(root)
+    pairs = found["train"] | found["val"]
+    assert pairs == {f"frames/{frame}.jpg": f"labels/train/{frame}.png" for frame in frames[::4]}
+    assert "4 of 16 such masks belong to no image by this rule" in result.lines[0]
+    assert any(line.startswith("not used: 4 masks such as labels/val/other0.png") for line in result.lines)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "header", "rows"),
     [
