@@ -17,7 +17,7 @@ import re
 
 _CLASSES = (
     "bicycle|bicyclist|building|bus|car|fence|motorcycle|pavement|pedestrian|person|pole|rider|road|sidewalk|sign|sky|"
-    "terrain|traffic light|traffic sign|train(?=  +absent)|tree|truck|vegetation|wall|"
+    "terrain|traffic light|traffic sign|train|tree|truck|vegetation|wall|"
     "construction|flat|human|nature|object|vehicle"
 )
 _ENDINGS = "csv|gpkg|html|jpg|json|jsonl|log|mp4|npy|npz|onnx|png|pt|pt2|pth|py|safetensors|svg|tif|txt|yaml"
@@ -29,6 +29,7 @@ _KINDS = [
     (r"\s+", " "),
     (r" BAR$", ""),
     (rf"(?:[\w.~-]*/)*[\w.-]+\.(?:{_ENDINGS})\b|(?:\b(?:runs|data|photos|out)|(?<![\w.)]))/[\w./-]+", "PATH"),
+    (r"\bis (?:better|worse) than\b", "COMPARES WITH"),
     (r"\bdemo-\d+\b", "demo"),  # a second run of the same config
     (r"\b[0-9a-f]{12,}\b", "HASH"),
     (r"\b\d+(?:x\d+)+\b", "SIZE"),
