@@ -42,6 +42,7 @@ forward   129.5  36 %   36        ############## =============================
         (TRAIN, TRAIN.replace("epoch 1/7  step 10/18", "epoch 45/45  step 8/8").replace("2m05s", "13s")),
         (TRAIN, "run folder: runs/demo-2\n...\nfinished: 45 epochs"),
         (TRAIN, "...\nsaved ... (best)\n..."),
+        (EVAL.replace("wall   absent       -          -\n", ""), EVAL.replace("car    0.4255", "...\ncar    0.4255")),
         (PROFILE, PROFILE.replace("####\n", "#\n").replace("0.358 s", "41 ms")),
         ("error: " + "word " * 30 + "end", "error: " + "word " * 20 + "\n" + "word " * 10 + "end"),
     ],

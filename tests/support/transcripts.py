@@ -24,7 +24,7 @@ _ENDINGS = "csv|gpkg|html|jpg|json|jsonl|log|mp4|npy|npz|onnx|png|pt|pt2|pth|py|
 _KINDS = [
     (rf"^( *)(?:{_CLASSES})(?=  )", r"\1CLASS"),  # tables of classes and groups are sorted by score
     (r"(?:\s+#+)?(?:\s+=+)?$", " BAR"),
-    (r"(?<=\|)x*\.+(?=\|)|(?<=\|)[ ▁-█]*$", "BAR"),
+    (r"(?<=\|)[A-Za-z]*\.{9,}(?=\|)|(?<=\|)[ ▁-█]*$", "BAR"),
     (r"-{10,}", "BAR"),
     (r"\s+", " "),
     (r" BAR$", ""),
@@ -41,6 +41,8 @@ _KINDS = [
 ]
 """What stands for a kind, in the order of replacement."""
 
+_ANY_LINES = r"(?:[^\n]*\n)*?"
+
 
 def kind(line: str) -> str:
     """Return a line with each number, time, size, path, hash and bar replaced by its kind."""
@@ -56,10 +58,15 @@ def difference(output: str, transcript: str) -> str:
     broken in the transcript after 90 characters or more.
     """
     shown, promised = _kinds(output), _kinds(transcript)
-    pattern = ""
-    for line, is_long in promised:
-        words = r"[^\n]*?".join(re.escape(part) for part in line.split("..."))
-        pattern += r"(?:[^\n]*\n)*?" if line == "..." else words + ("[\n ]" if is_long else "\n")
+    pattern, before = "", ""
+    for i, (line, is_long) in enumerate(promised):
+        if line == "...":
+            pattern, before = pattern + _ANY_LINES, promised[i - 1][0] if i else ""
+            continue
+        words = r"[^\n]*?".join(re.escape(part) for part in line.split("...")) + ("[\n ]" if is_long else "\n")
+        is_again = line == before  # lines of one kind around the cut may be neighbors in the output
+        pattern = f"{pattern.removesuffix(_ANY_LINES)}(?:{_ANY_LINES}{words})?" if is_again else pattern + words
+        before = ""
     if re.fullmatch(pattern, "".join(f"{line}\n" for line, _ in shown)):
         return ""
     found = difflib.ndiff([line for line, _ in promised], [line for line, _ in shown])
