@@ -154,4 +154,4 @@ def test_flow_names_what_exists(name: str) -> None:
 def test_map_has_a_block_for_each_flow() -> None:
     section = MAP.read_text().partition("\n## Flows\n")[2].partition("\n## ")[0]
     assert len(flows()) == section.count("\n### ") >= 25
-    assert unknown_names("StepEngine.step      adds\n  StepEngine.stop | DDP\n") == ["StepEngine.stop"]
+    assert unknown_names("StepEngine.step      adds\n  StepEngine.walk | DDP\n") == ["StepEngine.walk"]

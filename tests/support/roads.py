@@ -38,7 +38,7 @@ class Stop:
 def flows() -> dict[str, str]:
     """Return the code block of each flow of ARCHITECTURE.md, by the heading of the flow."""
     text = MAP.read_text().partition("\n## Flows\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^### (.+)\n\n```text\n([\s\S]+?)^```$", text, re.MULTILINE))
+    return dict(re.findall(r"^### (.+)\n\n```\n([\s\S]+?)^```$", text, re.MULTILINE))
 
 
 def unknown_names(block: str) -> list[str]:
