@@ -43,7 +43,7 @@ class TrainedState:
     path: Path
     sha256: str
     epoch: int = 0
-    """Epochs of training; 0 if unknown."""
+    """The epoch of its last step; 0 if unknown."""
     step: int = 0
     """Steps of training; 0 if unknown."""
     criterion: Mapping[str, Any] | None = None
@@ -106,7 +106,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
         scheme,
         checkpoint.path,
         checkpoint.sha256,
-        checkpoint.epoch,
+        checkpoint.last_epoch,
         checkpoint.step,
         state.get("criterion"),
         (*checkpoint.messages, *changed_parts(state.get("parts"), saved), *notes),

@@ -89,6 +89,11 @@ class LoadedCheckpoint:
         """Number of batches of that epoch that were already used."""
         return int(self.state["checkpoint"]["position"])
 
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of its last step; see `CheckpointFacts.last_epoch`."""
+        return CheckpointFacts(step=self.step, epoch=self.epoch, position=self.position).last_epoch
+
 
 def save_checkpoint(
     folder: Path | str,

@@ -114,7 +114,16 @@ def print_checkpoints(run: str, *, as_json: bool, hashes: bool) -> int:
     """Print the committed checkpoints, newest first; return 4 if one is damaged; `hashes` reads every byte."""
     rows = CheckpointFolder(find_run(run).checkpoints).verify(hashes=hashes)
     if as_json:
-        facts = [{**row.entry.model_dump(), "names": list(row.names), "problem": row.problem} for row in rows]
+        facts = [
+            {
+                **row.entry.model_dump(),
+                "epoch": row.entry.last_epoch,
+                "next_epoch": row.entry.epoch,
+                "names": list(row.names),
+                "problem": row.problem,
+            }
+            for row in rows
+        ]
         print(json.dumps(facts, indent=2))
     elif not rows:
         print("no committed checkpoint")
@@ -128,7 +137,7 @@ def _checkpoint_row(row: CheckpointStatus) -> tuple[str, ...]:
     entry = row.entry
     size_mib = f"{entry.size_bytes / 2**20:.1f}"
     names = " ".join(row.names) or f"objects/{entry.object}"
-    return (names, str(entry.epoch), str(entry.step), score_text(entry.metric), size_mib, row.problem or "ok")
+    return (names, str(entry.last_epoch), str(entry.step), score_text(entry.metric), size_mib, row.problem or "ok")
 
 
 def _text(key: str, value: Any) -> str:

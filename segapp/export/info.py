@@ -27,7 +27,7 @@ class ExportInfo(BaseModel):
     checkpoint: str
     """File name of the checkpoint."""
     epoch: int
-    """Number of epochs the checkpoint was trained for."""
+    """The epoch of the checkpoint's last step."""
     step: int
     """Number of optimizer steps the checkpoint was trained for."""
     network: str

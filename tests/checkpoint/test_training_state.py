@@ -503,7 +503,7 @@ def test_damaged_last_falls_back_and_is_kept_aside(tmp_path, how):
     assert names(tmp_path) == ["last.pt"], "a reader changes nothing"
     loaded = load_checkpoint(tmp_path, is_holder=True)
     assert loaded.step == 20
-    assert "last.pt (epoch 4, step 30) is damaged" in loaded.messages[0]
+    assert "last.pt (epoch 3, step 30) is damaged" in loaded.messages[0]
     assert names(tmp_path) == ["last.pt", "last.pt.corrupt"]
     assert [status.problem for status in CheckpointFolder(tmp_path).verify()] == [None]
     again = load_checkpoint(tmp_path, is_holder=True)

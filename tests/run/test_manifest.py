@@ -19,6 +19,11 @@ def entry(seq: int) -> CheckpointEntry:
     )
 
 
+@pytest.mark.parametrize(("epoch", "position", "last_epoch"), [(1, 0, 0), (1, 3, 1), (7, 0, 6), (7, 1, 7)])
+def test_last_epoch_is_the_epoch_of_the_last_step(epoch: int, position: int, last_epoch: int) -> None:
+    assert CheckpointFacts(step=9, epoch=epoch, position=position).last_epoch == last_epoch
+
+
 def manifest_of(aliases: dict[str, int], *others: int) -> Manifest:
     """The manifest of the entries that these aliases name, and of others, newest first."""
     entries = [entry(seq) for seq in sorted({*aliases.values(), *others}, reverse=True)]
@@ -58,8 +63,8 @@ def test_new_checkpoint_comes_first_and_takes_its_aliases(keep: int, epochs: lis
     found = before.with_entry(entry(9), ["last.pt", "epoch_0009.pt"], keep)
     assert aliases_of(found) == {"last.pt": 9, "best.pt": 1, **{f"epoch_000{epoch}.pt": epoch for epoch in epochs}}
     assert [each.seq for each in found.entries] == sorted({9, 8, 1, *epochs}, reverse=True)
-    assert found.describe(entry(9)) == "last.pt (epoch 1, step 9)"
-    assert found.describe(entry(8)) == f"objects/{entry(8).object} (epoch 1, step 8)"
+    assert found.describe(entry(9)) == "last.pt (epoch 0, step 9)"
+    assert found.describe(entry(8)) == f"objects/{entry(8).object} (epoch 0, step 8)"
     assert found.names_of(entry(9)) == ["last.pt", "epoch_0009.pt"]
     assert found.entry_named("best.pt") == entry(1)
     assert found.entry_named("epoch_0003.pt") is None

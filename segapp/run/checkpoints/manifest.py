@@ -46,6 +46,11 @@ class CheckpointFacts(BaseModel):
     """Hash of the resolved config."""
     torch_version: str = ""
 
+    @property
+    def last_epoch(self) -> int:
+        """The epoch of its last step, as in the name `epoch_0007.pt`; 0 before the first step."""
+        return self.epoch if self.position else self.epoch - 1
+
 
 class CheckpointEntry(CheckpointFacts):
     """One committed checkpoint in the manifest."""
@@ -84,9 +89,9 @@ class Manifest:
         return next((entry for entry in self.entries if entry.sha256 == sha256), None)
 
     def describe(self, entry: CheckpointEntry) -> str:
-        """Return a checkpoint's alias and position: `last.pt (epoch 7, step 120)`."""
+        """Return a checkpoint's alias, and the epoch and number of its last step: `last.pt (epoch 7, step 120)`."""
         name = next(iter(self.names_of(entry)), f"objects/{entry.object}")
-        return f"{name} (epoch {entry.epoch}, step {entry.step})"
+        return f"{name} (epoch {entry.last_epoch}, step {entry.step})"
 
     def with_entry(self, entry: CheckpointEntry, names: list[str], keep: int) -> "Manifest":
         """Return the manifest after a commit: the new entry first, its aliases set, old ones removed."""
