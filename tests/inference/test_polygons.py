@@ -162,7 +162,8 @@ def init(root: Path, format: PolygonFormat, files: Path) -> dict[str, NDArray[np
         target = root / path.relative_to(files)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(path.read_bytes())
-    config, _, _ = proposed(root, root.parent / "made.yaml")
+    layout = "label-studio" if format == "labelstudio" else None  # predictions are asked about
+    config, _, _ = proposed(root, root.parent / "made.yaml", layout=layout)
     assert config.data.classes is not None
     ids = np.array([NAMES.index(name) for name in config.data.classes], np.uint8)
     found = sorted((root.parent / "made-masks").rglob("*.png"))

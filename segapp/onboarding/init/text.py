@@ -102,7 +102,6 @@ def _lines(facts: Facts) -> Iterator[str]:
         rarest = min(counts, default=0) / max(1, sum(counts))
         if len(counts) > 1 and rarest < RARE_SHARE:
             yield f"  class_weights: enet  # the rarest class has {rarest:.2%} of the pixels"
-    yield "  align_corners: true  # the default; set false only for weights that were trained so"
     yield f"""\
 optim:
   name: adamw
