@@ -63,7 +63,8 @@ def _gpu_specs(gpus: str | None, measurement: Measurement | None) -> tuple[GpuSp
         return parse_gpus(gpus)
     from segapp.memory.gpus import query_gpus
 
-    found = [GpuSpec(gpu.total_mib, f"GPU {i}") for i, gpu in enumerate(query_gpus()) if gpu.total_mib]
+    known = [(gpu.total_mib - (gpu.used_mib or 0.0), gpu.total_mib) for gpu in query_gpus() if gpu.total_mib]
+    found = [GpuSpec(mib, f"GPU {i}") for i, (_, mib) in enumerate(sorted(known, reverse=True))]  # as devices: auto
     if not found:
         raise ConfigError("--gpus here: nvidia-smi shows no GPU on this machine: name them, e.g. --gpus 3x24220MiB")
     return tuple(found)

@@ -16,6 +16,7 @@ _LETTERS = {
     "gradients": "G", "buckets": "B", "input": "I", "activations": "A", "loss": "L", "temporaries": "T",
     "evaluation": "V", "overhead": "x",
 }  # fmt: skip
+_FIRST_GPU = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
 _LEGEND = (
     "W weights  M fp32 masters  O optimizer  E average of weights  R replica  G gradients  B buckets  A activations  "
     "L loss  T temporaries of backward  V evaluation  x overhead: context and allocator  . free"
@@ -31,6 +32,7 @@ def plan_lines(plan: MemoryPlan) -> list[str]:
         *plan.notes,
         "",
         *split_table(plan),
+        *([_FIRST_GPU] if len(plan.gpus) > 1 and plan.gpus[0].name in ("", "GPU 0") else []),
         "",
         *_best_lines(plan),
         "",

@@ -5,6 +5,9 @@ import json
 import pytest
 import yaml
 
+from segapp.commands.plan import _gpu_specs
+from segapp.memory.gpus import GpuStatus
+from segapp.memory.plan import GpuSpec
 from tests.support.runs import segapp
 
 
@@ -34,6 +37,15 @@ def test_unplannable_config_is_one_clear_line(folder, arguments, named):
     assert len([line for line in done.stderr.splitlines() if not line.startswith("more: segapp docs ")]) == 1
     for part in named:
         assert part in done.stderr
+
+
+def test_gpus_of_this_machine_are_ordered_by_free_memory(monkeypatch):
+    def gpu(used_mib, total_mib):
+        return GpuStatus("", "", used_mib, total_mib, None, None)
+
+    found = [gpu(20e3, 24e3), gpu(None, None), gpu(0.0, 11e3), gpu(1e3, 24e3)]
+    monkeypatch.setattr("segapp.memory.gpus.query_gpus", lambda: found)
+    assert _gpu_specs("here", None) == (GpuSpec(24e3, "GPU 0"), GpuSpec(11e3, "GPU 1"), GpuSpec(24e3, "GPU 2"))
 
 
 def test_missing_config_is_one_clear_line(folder):

@@ -69,7 +69,10 @@ def test_plan_names_its_batch_its_gpus_and_its_overhead():
         "measured over predicted: 1.000, 1.200"
     ) in lines
     assert lines[-1].split() == ["no=1", "9", "99", "no", "slow"]
+    first_gpu = "GPU 0 is the first of parallel.devices; with auto, the GPU with the most free memory"
+    assert first_gpu in lines
     single = plan_lines(plan_of_one(200.0))
+    assert first_gpu not in single
     assert single[0] == "x: batch 1 on 1 GPU (200 MiB), mode single"
     assert any(
         line.startswith("best for batch 1: split 1, fullest GPU 55 % with its overhead (ok; tensors only: ")
