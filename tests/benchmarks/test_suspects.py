@@ -1,6 +1,6 @@
 """How many of the first regions of `segapp suspects` are errors that were put into the masks of CamVid.
 
-Trains two folds for about a quarter of an hour on one core; skips without the CamVid images.
+Trains two folds in about eight minutes on one free core; skips without the CamVid images.
 
 uv run pytest -m benchmark -n 0 -s tests/benchmarks/test_suspects.py
 """

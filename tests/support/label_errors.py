@@ -51,8 +51,8 @@ model:
 loss: {{name: ce, align_corners: false}}
 optim: {{name: adamw, lr: 0.01, weight_decay: 0.01, decay_norm_and_bias: false}}
 schedule: {{name: poly, power: 0.9, warmup_steps: 50}}
-train: {{epochs: 18, batch_size: 4, bn_momentum: 0.05, ema: 0.98}}
-eval: {{every_epochs: 18}}
+train: {{epochs: 12, batch_size: 4, bn_momentum: 0.05, ema: 0.98}}
+eval: {{every_epochs: 12}}
 """
 
 
