@@ -527,6 +527,7 @@ def evaluate(
     tolerance_px: float = 2.0,
     data_root: str | Path | None = None,
     devices: str | None = None,
+    config: str | Path | None = None,
 ) -> EvalResult:
     """Evaluate a run (its best checkpoint), a checkpoint, or an ensemble on a data split.
 
@@ -539,6 +540,7 @@ def evaluate(
         tolerance_px: tolerance of the surface Dice, in pixels.
         data_root: folder of the data set, if it has moved.
         devices: divide the images among devices, such as "0,1" or "cpu,cpu"; None: the first device of the run.
+        config: config of the model, if the target holds only weights.
 
     Raises:
         SegappError: the model or the data cannot be used.
@@ -549,8 +551,9 @@ def evaluate(
     """
     from segapp.commands.evaluate import EvalOptions, as_json, score_lines, score_target
 
-    root = None if data_root is None else str(data_root)
-    scored = score_target(_listed(target), EvalOptions(split, slide, tta, root, boundary, tolerance_px, devices))
+    root, config = (None if each is None else str(each) for each in (data_root, config))
+    options = EvalOptions(split, slide, tta, root, boundary, tolerance_px, devices, config=config)
+    scored = score_target(_listed(target), options)
     raw = as_json(scored)
     means = ("groups_miou", "boundary_miou", "mean_surface_dice", "mean_hausdorff95_px")
     by_class: dict[str, dict[str, float | None]] = {
@@ -576,14 +579,18 @@ def predict(
     paths: str | Path | Iterable[str | Path],
     out: str | Path,
     *,
-    save: Sequence[str] = (),
+    save: str | Sequence[str] = (),
+    label_ids: bool = False,
+    min_confidence: float = 0.0,
+    polygons: str | None = None,
+    min_area_px: int = 0,
+    simplify_px: float = 0.0,
     slide: bool = False,
     tta: bool = False,
     batch: int | None = None,
-    min_confidence: float = 0.0,
     config: str | Path | None = None,
 ) -> PredictResult:
-    """Predict image files and write the results, as `segapp predict` does.
+    """Predict image files and write the results, as `segapp predict` does, with the same options.
 
     Args:
         target: name or folder of a run, a checkpoint, or an exported .onnx or .safetensors file. The probabilities of
@@ -591,32 +598,39 @@ def predict(
         paths: images, videos, folders or globs; one or several.
         out: folder of the results.
         save: labels, color, overlay, confidence, probabilities; empty: the first three.
+        label_ids: write the ids of the data set, such as Cityscapes labelIds, instead of class ids.
+        min_confidence: mark pixels as ignored if the probability of their class is lower than this.
+        polygons: write polygons as geojson, gpkg, coco, labelstudio or cvat; without `save`, nothing else is written.
+        min_area_px: leave out smaller polygons and holes, in square pixels.
+        simplify_px: largest shift of a simplified border in pixels; 0: exact outlines.
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
         batch: images per batch; None: as many as fit into memory.
-        min_confidence: mark pixels as ignored if the probability of their class is lower than this.
         config: config of the model, if the target holds only weights.
 
     Raises:
-        SegappError: the model cannot be used, or a path does not exist.
+        SegappError: the model or an option cannot be used, or a path does not exist.
 
     Example:
         >>> predict("demo", "photos/", "out", save=["overlay"]).paths  # doctest: +SKIP
+        >>> predict("demo", "photos/", "out", polygons="coco", min_area_px=50).problems  # doctest: +SKIP
     """
-    from segapp.commands.predict import PredictOptions, build_predictor, output_plan
-    from segapp.inference.predict import find_images, parse_saved, predict_files
+    from segapp.commands.predict import PredictOptions, build_predictor, output_plan, parse_batch, parse_confidence
+    from segapp.inference.predict import find_images, parse_polygons, parse_saved, predict_files
 
     files = find_images([Path(path) for path in ([paths] if isinstance(paths, (str, Path)) else paths)])
     options = PredictOptions(
         parse_saved([save] if isinstance(save, str) else list(save)),
-        slide=slide,
-        tta=tta,
-        batch=batch,
-        min_confidence=min_confidence,
-        config=None if config is None else str(config),
+        label_ids,
+        slide,
+        tta,
+        parse_batch("auto" if batch is None else str(batch)),
+        None if config is None else str(config),
+        parse_confidence(str(min_confidence)),
+        parse_polygons(polygons, min_area_px, simplify_px),
     )
     predictor = build_predictor(_listed(target), options)
-    tally = predict_files(predictor, files, output_plan(Path(out), predictor, options), batch=batch)
+    tally = predict_files(predictor, files, output_plan(Path(out), predictor, options), batch=options.batch)
     return PredictResult(**{each.name: getattr(tally, each.name) for each in fields(PredictResult)})
 
 

@@ -70,7 +70,7 @@ def _main(
 
 
 _COMMANDS = (
-    "set gpu0_bsz=3 [force] | set shares=2,3,3 | set lr_factor=0.5 | set recompute=all | pause | resume | checkpoint | "
+    "set gpu0_bsz=3 | set shares=2,3,3 | set lr_factor=0.5 | set recompute=all | pause | resume | checkpoint | "
     "stop | cancel [ID]"
 )
 
@@ -110,7 +110,9 @@ def train(
     shows the TUI; the training continues when you leave the TUI. Without a terminal, or with --plain, it trains in the
     foreground, and Ctrl-C saves a checkpoint and exits with code 75. A run that you continue with --resume ends with
     the same bits as an uninterrupted run on the same machine, software and devices. On GPUs this requires
-    train.deterministic. --smoke trains, evaluates, saves and resumes with a few images in a temporary folder.
+    train.deterministic. --smoke trains, evaluates, saves and resumes with a few images in a temporary folder. The exit
+    code is 0 if the training has finished, 75 if it was stopped and saved, and else the code of its error (segapp docs
+    exit-codes).
     """
     _ignore_early_signals()
     if plain and detach:
@@ -294,11 +296,14 @@ def ctl(
     run: RunArgument,
     words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help=_COMMANDS)],
     after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: at the end of the epoch.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="set: even if it is not expected to fit.")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait; exit with 1 unless the command is applied.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="set: even if the split is not expected to fit.")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="Wait until the command is applied or rejected.")] = False,
     timeout: Annotated[float, typer.Option(metavar="S", help="Maximum wait in seconds; 0: no limit.")] = 0.0,
 ) -> None:
-    """Send a command to a run while it trains."""
+    """Send a command to a run while it trains.
+
+    The exit code is 1 if the command is rejected or, with --wait, not applied.
+    """
     from segapp.commands.control import control_run
 
     sys.exit(control_run(run, words, after_epoch=after_epoch, force=force, wait=wait, timeout_s=timeout))
@@ -314,8 +319,9 @@ def requeue_code(
 ) -> None:
     """Exit with the code that tells a scheduler to restart the job or not. End a job script with it.
 
-    75: a signal stopped the run, which saved a checkpoint; restart the job. 0: the run has finished, or segapp ctl, the
-    TUI or a program stopped it. Otherwise the exit code is CODE, or 1 if the run was stopped twice without a new step.
+    The exit code is 75 if a signal stopped the run, which saved a checkpoint: restart the job. The exit code is 0 if
+    the run has finished, or if segapp ctl, the TUI or a program stopped it. Otherwise the exit code is CODE, or 1 if
+    the run was stopped twice without a new step.
     """
     from segapp.commands.requeue import print_requeue_code
 
@@ -329,7 +335,9 @@ def evaluate(
         typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs or checkpoints. Several are averaged."),
     ],
     split: SplitOption = None,
-    json_file: Annotated[Path | None, option("--json", "Write the result to a JSON file.")] = None,
+    json_out: Annotated[
+        bool, typer.Option("--json", help="Print JSON; followed by NAME.json, write it to this file.")
+    ] = False,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
     data_root: Annotated[
@@ -358,6 +366,9 @@ def evaluate(
     """
     from segapp.commands.evaluate import EvalOptions, evaluate_target
 
+    json_file = next((word for word in targets if json_out and word.endswith(".json")), None)
+    if [json_file] == targets:
+        raise ConfigError(f"--json {json_file} is the file to write: name a run or a checkpoint, too")
     options = EvalOptions(
         split,
         slide,
@@ -366,12 +377,13 @@ def evaluate(
         boundary,
         tolerance_px,
         devices,
-        json_file=json_file,
+        as_json=json_out,
+        json_file=None if json_file is None else Path(json_file),
         per_image=per_image,
         confusion=confusion,
         config=config,
     )
-    evaluate_target(targets, options)
+    evaluate_target([word for word in targets if word != json_file], options)
 
 
 @app.command()
@@ -435,7 +447,8 @@ def predict(
 ) -> None:
     """Predict images and videos, and write the results to DIR/labels (class ids), DIR/color, DIR/overlay and so on.
 
-    If you list several models, segapp averages their class probabilities. The models must have the same classes.
+    If you list several models, segapp averages their class probabilities. The models must have the same classes. The
+    exit code is 3 if an image cannot be read; the others are predicted.
     """
     from segapp.commands.predict import (
         PredictOptions,
@@ -577,7 +590,11 @@ def init(
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite the config and its file lists.")] = False,
 ) -> None:
-    """Write a config for your data folder, with the reason for each choice. The folder itself is not changed."""
+    """Write a config for your data folder, with the reason for each choice. The folder itself is not changed.
+
+    If several readings of the folder are plausible, segapp asks; without a terminal, the exit code is 3, and the
+    message names the option that answers.
+    """
     from segapp.onboarding.init import InitRequest, init_folder
 
     chosen = {"masks": masks, "unlabelled": unlabelled, "palette": palette}

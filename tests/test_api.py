@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import multiprocessing
 import pickle
 import pydoc
@@ -20,11 +21,13 @@ from typing import Any
 import cv2
 import numpy as np
 import pytest
+import typer
 from PIL import Image
 
 import segapp
 from segapp import History, api, evaluate, predict, train
 from segapp.api import Evaluated, StopTraining, load
+from segapp.cli import app
 from segapp.config import load_config, validate_config
 from segapp.errors import ConfigError, DataError, SegappError
 from segapp.run.events import Event
@@ -122,11 +125,29 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert (done.num_images, done.problems) == (1, [])
     assert done.paths == [tmp_path / "out" / kind / "00.png" for kind in ("labels", "color")]
     assert all(each.is_file() for each in done.paths)
+    for min_area_px, has_polygons in ((0, True), (48 * 64 + 1, False)):
+        drawn = predict(run, path, tmp_path / "coco", polygons="coco", min_area_px=min_area_px, simplify_px=1)
+        assert [each.name for each in drawn.paths] == ["coco.json"]
+        assert bool(json.loads(drawn.paths[0].read_text())["annotations"]) == has_polygons
+    with pytest.raises(ConfigError, match="--polygons shape is not known"):
+        predict(run, path, tmp_path / "out", polygons="shape")
+    with pytest.raises(ConfigError, match="--min-confidence 2 is not a probability"):
+        predict(run, path, tmp_path / "out", min_confidence=2)
     with pytest.raises(DataError, match=r"nosuch\.jpg is neither a file nor a folder: check the path"):
         predict(run, "nosuch.jpg", tmp_path / "out")
     assert np.array_equal(cv2.imread(str(tmp_path / "out" / "labels" / "00.png"), cv2.IMREAD_UNCHANGED), labels)
     with pytest.raises(ValueError, match=r"float64 of shape \(2, 2\): give uint8 RGB"):
         network.predict(np.zeros((2, 2)))
+
+
+@pytest.mark.parametrize(
+    ("function", "command", "only_printed"),
+    [(predict, "predict", set()), (evaluate, "eval", {"json_out", "per_image", "confusion"})],
+)
+def test_functions_have_the_options_of_their_commands(function: Any, command: str, only_printed: set[str]) -> None:
+    options = {each.name for each in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]
+    own = {"target" if name == "targets" else name for name in options - only_printed}
+    assert own - {"help"} == set(inspect.signature(function).parameters)
 
 
 def check_scores(found: segapp.EvalResult) -> None:
@@ -217,6 +238,9 @@ def test_names_and_signatures_are_those_of_the_functions() -> None:
     shown = [name for name in dir(segapp) if not name.startswith("_")]
     assert shown == sorted([*segapp.__all__, "errors", "losses", "parallel"])
     assert all(hasattr(segapp, name) for name in shown)
+    stub = (Path(segapp.__file__).parent / "__init__.pyi").read_text()
+    assert sorted(re.findall(r"^from segapp(?:\.api)? import (\w+) as \1$", stub, re.MULTILINE)) == shown
+    assert (Path(segapp.__file__).parent / "py.typed").exists()
     assert inspect.signature(segapp.train) == inspect.signature(api.train)
     assert list(inspect.signature(train).parameters)[:3] == ["config", "overrides", "run"]
     text = pydoc.render_doc(segapp.train, renderer=pydoc.plaintext)

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.support import ROOT
-from tests.support.file_tree import MAP, split_map, tree
+from tests.support.file_tree import split_map, tree
 from tests.support.import_graph import circles, import_graph
-from tests.support.roads import broken_links, files, flows, hops, roads, stops_without, unknown_names
+from tests.support.roads import broken_links, files, hops, roads, stops_without
 
 SCREEN_PACKAGES = {
     "segapp", "textual", "rich", "platformdirs", "numpy", "pydantic", "pydantic_core", "annotated_types",
@@ -144,14 +144,3 @@ def test_road_of_a_config_key_is_short_and_unbroken(name: str) -> None:
 def test_map_names_both_kinds_of_roads() -> None:
     assert len(roads("From `segapp train` to the update")) == 1
     assert len(roads("From a YAML key to where it acts")) >= 5
-
-
-@pytest.mark.parametrize("name", flows())
-def test_flow_names_what_exists(name: str) -> None:
-    assert unknown_names(flows()[name]) == []
-
-
-def test_map_has_a_block_for_each_flow() -> None:
-    section = MAP.read_text().partition("\n## Flows\n")[2].partition("\n## ")[0]
-    assert len(flows()) == section.count("\n### ") >= 25
-    assert unknown_names("StepEngine.step      adds\n  StepEngine.walk | DDP\n") == ["StepEngine.walk"]

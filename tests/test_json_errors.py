@@ -60,9 +60,8 @@ def test_a_failure_is_json_and_a_sentence(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    as_json = ["--json", "result.json"] if command == "eval" else ["--json"]
     with pytest.raises(SystemExit) as ended:
-        main([*command.split(), *FAILING[command], *as_json])
+        main([*command.split(), *FAILING[command], "--json"])
     printed = capsys.readouterr()
     error = json.loads(printed.out)["error"]
     assert error["exit_code"] == ended.value.code
@@ -79,7 +78,7 @@ def test_a_failure_is_json_and_a_sentence(
         (["status", "--json"], "Missing argument 'RUN'"),
         (["profile", "--json", "--steps", "many"], "Invalid value for '--steps'"),
         (["no-command", "--json"], "No such command 'no-command'"),
-        (["eval", "run", "--json=result.json", "--nonsense"], "No such option: --nonsense"),
+        (["eval", "run", "--json", "result.json", "--nonsense"], "No such option: --nonsense"),
     ],
 )
 def test_a_wrong_word_is_json_too(words: list[str], problem: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,7 +19,6 @@ from segapp.inference.normalize import NormalizedInput
 from segapp.losses import AdditiveCriterion, CriterionDistilled
 from segapp.models import Critic, SegmentationModel, critic_size
 from segapp.models.normalizer import Normalizer
-from segapp.optim.optimizers import allocate_state
 from segapp.parallel import DataParallelModel, convert_sync_batchnorm
 from segapp.parallel.distributed import Ranks
 from segapp.precision import Precision
@@ -190,5 +189,10 @@ def build_distillation(
 def _build_optimizer(section: CriticConfig, critic: Critic, lr_factor: float) -> torch.optim.Optimizer:
     groups = [{"params": list(critic.parameters()), "lr_factor": lr_factor}]
     optimizer = torch.optim.Adam(groups, lr=section.lr, betas=section.betas, fused=True)
-    allocate_state(optimizer, critic.parameters())
+    for parameter in critic.parameters():  # torch creates them in the first step; then no update allocates
+        optimizer.state[parameter] = {
+            "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+            "exp_avg": torch.zeros_like(parameter),
+            "exp_avg_sq": torch.zeros_like(parameter),
+        }
     return optimizer

@@ -41,7 +41,10 @@ from segapp.training.telemetry.console import iou_table, progress_bar, worst_fir
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of `segapp eval`; if `split` is None, the run's validation split is used."""
+    """Options of `segapp eval`; if `split` is None, the run's validation split is used.
+
+    `as_json` replaces the table by JSON, or with `json_file` writes it to that file.
+    """
 
     split: str | None = None
     slide: bool = False
@@ -50,6 +53,7 @@ class EvalOptions:
     boundary: bool = False
     tolerance_px: float = 2.0
     devices: str | None = None
+    as_json: bool = False
     json_file: Path | None = None
     per_image: Path | None = None
     confusion: Path | None = None
@@ -80,16 +84,18 @@ class ScoredSplit:
 
 
 def evaluate_target(target: str | Sequence[str], options: EvalOptions) -> None:
-    """Evaluate a network, or the mean of several; print the per-class table, and write the requested files."""
+    """Evaluate a network, or the mean of several; print the table of classes or JSON, and write the requested files."""
     if options.confusion is not None and options.confusion.suffix.lower() not in PICTURE_SUFFIXES:
         raise ConfigError(
             f"--confusion {options.confusion} needs one of the suffixes {' '.join(PICTURE_SUFFIXES)}: change it"
         )
     scored = score_target(target, options)
     found, trained = scored.found, scored.trained
-    print("\n".join(score_lines(scored)))
+    content = json.dumps(as_json(scored), indent=2, allow_nan=False)
+    is_printed = options.as_json and options.json_file is None
+    print(content if is_printed else "\n".join(score_lines(scored)))
     if options.json_file is not None:
-        _write(options.json_file, json.dumps(as_json(scored), indent=1, allow_nan=False) + "\n")
+        _write(options.json_file, content + "\n")
     if options.per_image is not None:
         _write(options.per_image, per_image_csv(found, scored.dataset, trained))
     if options.confusion is not None:

@@ -226,8 +226,8 @@ class ModelConfig(Section):
     """Initial weights of the whole model: name of a torchvision weights enum, a file, or a run; null: random. Change it
     to fine-tune a trained model."""
     weights_backbone: Annotated[str | None, OnResume] = None
-    """Initial weights of the backbone: IMAGENET1K_V1 or DEFAULT (torchvision), imagenet (smp), DEFAULT (eomt, and other
-    timm models), or a file; null: random. Change it from null unless you have tens of thousands of images."""
+    """Initial weights of the backbone: IMAGENET1K_V1 or DEFAULT (torchvision), imagenet (smp, eomt; DEFAULT for a timm
+    model), or a file; null: random. Change it from null unless you have tens of thousands of images."""
     partial_weights: Annotated[bool, OnResume] = False
     """Load only the tensors of a weights file that match the model. Change it to true for weights with another number
     of classes or another backbone."""

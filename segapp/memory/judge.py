@@ -41,19 +41,19 @@ class SplitVerdict:
 
     @property
     def is_possible(self) -> bool:
-        """True if the split can be applied, possibly with `force`: every level except `refused`."""
+        """True if the split can be applied, possibly with `--force`: every level except `refused`."""
         return self.level != "refused"
 
     @property
     def is_allowed(self) -> bool:
-        """True if the split changes something and needs no `force`: `ok` and `tight`."""
+        """True if the split changes something and needs no `--force`: `ok` and `tight`."""
         return self.level in ("ok", "tight")
 
     def rejection(self, *, force: bool) -> str | None:
         """Return why the request is rejected; None if it is accepted."""
         if self.is_possible and (force or self.level != "won't fit"):
             return None
-        return f"won't fit: {self.reason}, or add force" if self.is_possible else self.reason
+        return f"won't fit: {self.reason}, or add --force" if self.is_possible else self.reason
 
 
 @dataclass(frozen=True)

@@ -232,7 +232,9 @@ def _rank_device(local_rank: int, device: DeviceLike | None) -> torch.device:
         raise DistributedSetupError(f"rank device: {error}") from error
 
 
-def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: Any) -> DistributedDataParallel:
+def wrap_ddp(
+    module: nn.Module, device: torch.device | None = None, *, sync_buffers: bool | None = None, **options: Any
+) -> DistributedDataParallel:
     """Return the module in `DistributedDataParallel`, with the memory-saving options that this torch supports.
 
     `gradient_as_bucket_view` saves a copy of the gradients; `lazy_bucket_allocation` delays the buckets' memory until
@@ -241,12 +243,13 @@ def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: A
 
     Do not wrap a module whose gradients come from `torch.autograd.grad(create_graph=True)`, such as a critic with a
     gradient penalty: a parameter without gradient silently leaves its bucket unreduced. Use the bare module and
-    `all_reduce_gradients`. With plain BatchNorm, whose running statistics differ between ranks, every forward pass
-    copies rank 0's buffers.
+    `all_reduce_gradients`.
 
     Args:
         module: the module, on its device.
         device: its CUDA device; None on the CPU.
+        sync_buffers: copy rank 0's buffers in every forward pass; by default only with plain BatchNorm, whose running
+            statistics differ between ranks.
         **options: other arguments of `DistributedDataParallel`, which take precedence.
 
     Raises:
@@ -254,7 +257,8 @@ def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: A
     """
     if not dist.is_initialized():
         raise DistributedSetupError("no process group: call init_from_env() before wrap_ddp()")
-    sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
+    if sync_buffers is None:
+        sync_buffers = any(isinstance(m, BatchNorm) and not isinstance(m, SyncBatchNorm) for m in module.modules())
     known = signature(DistributedDataParallel.__init__).parameters
     chosen: dict[str, Any] = {"gradient_as_bucket_view": True}
     if "lazy_bucket_allocation" in known:
@@ -266,14 +270,16 @@ def wrap_ddp(module: nn.Module, device: torch.device | None = None, **options: A
 
 
 @torch.no_grad()
-def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
-    """Replace every rank's gradients by their mean over all ranks, in place; every rank must call it.
+def all_reduce_gradients(parameters: Iterable[Tensor], *, average: bool = True) -> None:
+    """Replace every rank's gradients by their mean (or sum) over all ranks, in place; every rank must call it.
 
     Use it for modules that cannot be wrapped in `DistributedDataParallel`; see `wrap_ddp`. A gradient that exists only
     on some ranks counts as 0 on the others; one that exists on none stays None.
 
     Args:
         parameters: the same parameters in the same order on every rank; frozen ones are skipped.
+        average: divide by the number of ranks, for losses `finalize(allreduce(*statistics))`; False for a loss that
+            each rank has already divided by the global count.
     """
     active = [parameter for parameter in parameters if parameter.requires_grad]
     if not active or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -289,7 +295,8 @@ def all_reduce_gradients(parameters: Iterable[Tensor]) -> None:
         bucket = [grads[i] for i in indices]
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         dist.all_reduce(flat)
-        flat /= dist.get_world_size()
+        if average:
+            flat /= dist.get_world_size()
         for grad, part in zip(bucket, flat.split([grad.numel() for grad in bucket]), strict=True):  # type: ignore[no-untyped-call]
             grad.copy_(part.view(grad.shape))
 

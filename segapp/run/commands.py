@@ -181,7 +181,7 @@ class ReceivedCommand:
 def parse_command(text: str) -> Command:
     """Parse a command as it is typed.
 
-    `set gpu0_bsz=3`, `set gpu0_bsz=7 force`, `set gpu0_bsz=auto`, `set lr_factor=0.5`, `set recompute=off`,
+    `set gpu0_bsz=3`, `set gpu0_bsz=7 --force`, `set gpu0_bsz=auto`, `set lr_factor=0.5`, `set recompute=off`,
     `set shares=2,3,3`, `pause`, `resume`, `checkpoint`, `stop`, `stop epoch`, `cancel`, `cancel ID`.
 
     >>> parse_command("set gpu0_bsz=3").changes
@@ -206,7 +206,7 @@ def format_command(command: Command) -> str:
     """Return the text that `parse_command` reads back as this command."""
     if isinstance(command, SetCommand):
         words = [f"{name}={_format_value(value)}" for name, value in command.changes.items()]
-        return " ".join(["set", *words, *(["force"] if command.force else [])])
+        return " ".join(["set", *words, *(["--force"] if command.force else [])])
     if isinstance(command, StopCommand):
         return "stop" if command.when == "now" else f"stop {command.when}"
     if isinstance(command, CancelCommand) and command.id is not None:
@@ -284,7 +284,7 @@ def sender() -> str:
 def _parse_set(arguments: list[str]) -> dict[str, Any]:
     raw: dict[str, Any] = {}
     for argument in arguments:
-        if argument == "force":
+        if argument in ("--force", "force"):  # events of older versions have the second form
             raw["force"] = True
             continue
         name, equals, value = argument.partition("=")

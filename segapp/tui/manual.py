@@ -16,6 +16,11 @@ from segapp.tui import themes
 from segapp.tui.settings import load_settings, settings_path
 
 
+def show_page(page: Page, anchor: str = "") -> None:
+    """Show a page until the user leaves."""
+    DocsApp(page, anchor).run()
+
+
 class PageViewer(MarkdownViewer):
     """A viewer whose links between pages open here; others are shown, not followed."""
 

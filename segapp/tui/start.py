@@ -2,7 +2,6 @@
 
 import contextlib
 import gc
-import locale
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,7 @@ from segapp.tui.app import MonitorApp
 from segapp.tui.graphics import find_graphics
 from segapp.tui.panes.header import state_label
 from segapp.tui.settings import load_settings, seen_path, settings_path
-from segapp.tui.terminal import check_terminal, is_hung_up
+from segapp.tui.terminal import check_terminal, is_ascii_only, is_hung_up
 from segapp.view.source import LiveSource
 
 
@@ -51,7 +50,7 @@ def run_ui(
     if theme is not None:
         settings.theme = themes.find_theme(theme)
     check_terminal()
-    is_ascii = ascii_only or "utf" not in locale.getpreferredencoding(False).lower()
+    is_ascii = ascii_only or is_ascii_only()
     app = MonitorApp(
         LiveSource(folder),
         readonly=readonly,

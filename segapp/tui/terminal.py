@@ -1,5 +1,6 @@
 """The terminal: its abilities, its loss, its title, and notifications for a user who does not look at it."""
 
+import locale
 import os
 import select
 import sys
@@ -55,6 +56,11 @@ def end_with_terminal(within_s: float) -> None:
         os._exit(0)
 
     threading.Thread(target=watch, name="terminal", daemon=True).start()
+
+
+def is_ascii_only() -> bool:
+    """Return True if the locale's encoding has no Unicode."""
+    return "utf" not in locale.getpreferredencoding(False).lower()
 
 
 def _is_open(stream: TextIO | None) -> bool:

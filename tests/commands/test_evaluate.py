@@ -9,11 +9,19 @@ import numpy as np
 import pytest
 
 from segapp import evaluate
+from segapp.__main__ import main
 from segapp.commands.evaluate import EvalOptions, evaluate_target, score_target
 from segapp.commands.predict import PredictOptions, predict_target
 from segapp.errors import ConfigError
 from segapp.report.page import write_report
 from tests.support.runs import events, merged, train
+
+
+def command(*words: object) -> int:
+    """Run a command line in this process and return its exit code."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return int(str(ended.value.code))
 
 
 def test_validation_split_of_the_run_is_evaluated(
@@ -35,8 +43,14 @@ def test_validation_split_of_the_run_is_evaluated(
     assert train(config, tmp_path / "run") == 0
     (val,) = events(tmp_path / "run", "val")
 
-    evaluate_target(str(tmp_path / "run"), EvalOptions(json_file=tmp_path / "scores.json"))
+    capsys.readouterr()
+    assert command("eval", tmp_path / "run", "--json", tmp_path / "scores.json") == 0
     scores = json.loads((tmp_path / "scores.json").read_text())
+    assert capsys.readouterr().out.splitlines()[-1].startswith("holdout: mIoU")
+    assert command("eval", "--json", tmp_path / "run") == 0
+    assert json.loads(capsys.readouterr().out) == scores
+    assert command("eval", "--json", "scores.json") == 2
+    assert "scores.json is the file to write" in capsys.readouterr().err
     assert scores["split"] == "holdout"
     assert scores["miou"] == pytest.approx(val["miou"], abs=1e-6)
     write_report(str(tmp_path / "run"), tmp_path / "report.html")

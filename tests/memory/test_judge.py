@@ -99,7 +99,7 @@ def test_gpu0_bsz_that_ran_out_of_memory_is_an_upper_bound() -> None:
         verdict = judge.verdict(gpu0_bsz)
         assert verdict.level == "won't fit"
         assert verdict.is_possible
-        assert "add force" in (verdict.rejection(force=False) or "")
+        assert "add --force" in (verdict.rejection(force=False) or "")
         assert verdict.rejection(force=True) is None
 
 

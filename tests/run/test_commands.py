@@ -47,6 +47,8 @@ def run(tmp_path):
         ("set lr_factor=2 gpu0_bsz=1", SetCommand(lr_factor=2.0, gpu0_bsz=1)),
         ("set shares=2,3,3", SetCommand(shares=[2, 3, 3])),
         ("set shares=[0,3]", SetCommand(shares=[0, 3])),
+        ("set gpu0_bsz=7 --force", SetCommand(gpu0_bsz=7, force=True)),
+        ("set gpu0_bsz=7 force", SetCommand(gpu0_bsz=7, force=True)),
         ("pause", PauseCommand()),
         (" resume ", ResumeCommand()),
         ("checkpoint", CheckpointCommand()),
@@ -118,7 +120,7 @@ def test_settings_are_accepted_up_to_their_bounds(accepted, refused):
     [
         ("set gpu0_bsz=auto lr_factor=2", {"gpu0_bsz_auto": True, "lr_factor": 2.0}, True),
         ("set gpu0_bsz=none", {"gpu0_bsz": None}, True),
-        ("set shares=1,2 force", {"shares": [1, 2]}, True),
+        ("set shares=1,2 --force", {"shares": [1, 2]}, True),
         ("set lr_factor=2", {"lr_factor": 2.0}, False),
     ],
 )

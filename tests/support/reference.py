@@ -292,10 +292,7 @@ def exit_codes_page() -> str:
             130: "Stopped by Ctrl-C without saving.", 143: "Stopped by SIGTERM without saving."}  # fmt: skip
     for kind in _error_classes():
         rows.setdefault(kind.exit_code, (kind.__doc__ or "").splitlines()[0])
-    rows[1] = (
-        "The run failed, and no other code says why. `ctl --wait`: the command was not applied. `doctor`: a training "
-        "would fail here. `sweep`: a run failed. `export`: the file differs from the model."
-    )
+    rows[1] = "The run failed, and no other code says why. The commands below use it for other failures."
     rows[2] = "A config, an option, a command or a name that cannot be used."
     topics = {kind.exit_code: kind.topic for kind in _error_classes() if kind.topic}
     lines = [f"| {code} | {text} | {_link(topics.get(code))} |" for code, text in sorted(rows.items())]
@@ -309,9 +306,24 @@ def exit_codes_page() -> str:
             "| code | meaning | page |",
             "|---|---|---|",
             *lines,
+            "\n## By command\n",
+            "These commands also use a code for a result. All others end with 0 or with the code of their error.\n",
+            "| command | exit codes |",
+            "|---|---|",
+            *(f"| `{name}` | {_cell(text)} |" for name, text in stated_exit_codes().items()),
             "",
         ]
     )
+
+
+def stated_exit_codes() -> dict[str, str]:
+    """Return the sentences on exit codes in the help of each command that has some."""
+    found = {}
+    for name, command in _commands(typer.main.get_command(app)):
+        sentences = re.split(r"(?<=[.])\s+(?=[A-Z-])", " ".join((command.help or "").split()))
+        if stated := [each for each in sentences if re.search(r"exit code|exits with", each)]:
+            found[name] = " ".join(stated)
+    return found
 
 
 def _error_classes() -> list[type[errors.SegappError]]:

@@ -1,13 +1,12 @@
 """The roads of ARCHITECTURE.md: chains of functions, each of which names the next one, or the same config key.
 
 A road is a line `name: file.py:function -> file.py:function -> ...`; a method is written `Class.method`, a plain name
-at the end (`optimizer.step`) stands for itself. `unknown_names` finds the names in a flow that do not exist.
+at the end (`optimizer.step`) stands for itself.
 """
 
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
 import re
 from dataclasses import dataclass
@@ -17,8 +16,6 @@ from tests.support import ROOT
 from tests.support.file_tree import MAP
 
 _ROAD = re.compile(r"^- \*\*(?P<name>[^*]+)\*\*: (?P<stops>(?:.+?)(?:\n  .+?)*)$", re.MULTILINE)
-_OUTSIDE = {"DDP", "optimizer.step", "torch.export", "SIGTERM"}
-"""Names in flows that are not segapp's."""
 _STOP = re.compile(r"`(?P<file>[\w/]+\.py):(?P<name>[\w.]+)`|`(?P<end>[\w.]+)`")
 
 
@@ -33,31 +30,6 @@ class Stop:
 
     file: str
     name: str
-
-
-def flows() -> dict[str, str]:
-    """Return the code block of each flow of ARCHITECTURE.md, by the heading of the flow."""
-    text = MAP.read_text().partition("\n## Flows\n")[2].partition("\n## ")[0]
-    return dict(re.findall(r"^### (.+)\n\n```\n([\s\S]+?)^```$", text, re.MULTILINE))
-
-
-def unknown_names(block: str) -> list[str]:
-    """Return the names in a flow (in its first column) that segapp does not define; plain words are no names."""
-    first = "\n".join(re.split(r"(?<=\S) {2,}", line)[0] for line in block.splitlines())
-    names = (name for name in re.findall(r"[A-Za-z_][\w.]*", first) if re.search(r"[A-Z_.]", name))
-    return [name for name in names if not set(name.split(".")) <= _defined() and name not in _OUTSIDE]
-
-
-@functools.cache
-def _defined() -> set[str]:
-    found = set()
-    for path in (ROOT / "segapp").rglob("*.py"):
-        found.add(path.stem)
-        for node in ast.walk(ast.parse(path.read_text())):
-            found |= _defined_by(node)
-            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-                found.add(node.attr)
-    return found | {path.name for path in (ROOT / "segapp").iterdir()}
 
 
 def roads(section: str) -> dict[str, list[Stop]]:

@@ -349,7 +349,7 @@ def test_gpu0_bsz_is_changed_with_two_keys_and_undone_with_one(fresh: RecordedRu
         (["0", "enter"], "", "set gpu0_bsz=0"),
         (["9", "enter"], "won't fit", None),
         (["9", "exclamation_mark"], "won't fit", None),
-        (["9", "exclamation_mark", "exclamation_mark"], "", "set gpu0_bsz=9 force"),
+        (["9", "exclamation_mark", "exclamation_mark"], "", "set gpu0_bsz=9 --force"),
         (["1", "2", "backspace", "backspace", "3", "enter"], "", "set gpu0_bsz=3"),
         (["9", "escape"], "", None),
         (["enter"], "", None),

@@ -124,7 +124,7 @@ def test_failed_split_is_refused_from_then_on(harness: ControllerHarness) -> Non
         assert "device 0 ran out of memory with 6 samples: use fewer" in harness.last()["reason"]
     harness.send("set gpu0_bsz=5")
     assert harness.last()["status"] == "accepted"
-    harness.send("set gpu0_bsz=6 force")
+    harness.send("set gpu0_bsz=6 --force")
     assert harness.last()["status"] == "accepted"
 
 

@@ -146,9 +146,9 @@ def test_split_that_will_not_fit_is_refused_unless_forced(tiny: dict[str, Any], 
     refused = assert_answered_once(folder)["set gpu0_bsz=8"]
     assert refused["status"] == "rejected"
     assert "won't fit" in refused["reason"]
-    send_command(folder, parse_command("set gpu0_bsz=8 force"))
+    send_command(folder, parse_command("set gpu0_bsz=8 --force"))
     assert run_session(TrainRequest(on_budgets(tiny, 4, 15.5, gpu0_bsz=2), RunFolder(folder))) == 0
-    assert "out of memory" in assert_answered_once(folder)["set gpu0_bsz=8 force"]["reason"]
+    assert "out of memory" in assert_answered_once(folder)["set gpu0_bsz=8 --force"]["reason"]
     assert [event["split"][0] for event in events(folder, "step")] == [2, 3, 3, 3]
 
 

@@ -1,0 +1,18 @@
+# What type checkers and editors read instead of the lazy names of __init__.py.
+from segapp import errors as errors
+from segapp import losses as losses
+from segapp import parallel as parallel
+from segapp.api import EvalResult as EvalResult
+from segapp.api import Evaluated as Evaluated
+from segapp.api import History as History
+from segapp.api import Network as Network
+from segapp.api import PredictResult as PredictResult
+from segapp.api import StopTraining as StopTraining
+from segapp.api import TrainResult as TrainResult
+from segapp.api import evaluate as evaluate
+from segapp.api import history as history
+from segapp.api import load as load
+from segapp.api import predict as predict
+from segapp.api import train as train
+
+__version__: str

@@ -1,0 +1,95 @@
+"""Exit codes of commands: those that their help and the page `exit-codes` state, against what the commands do."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from segapp.__main__ import main
+from segapp.checkpoint.training_state import save_checkpoint
+from segapp.cli import app, ckpt
+from segapp.docs.pages import find_page
+from segapp.run.checkpoints import CheckpointFacts
+from segapp.run.folder import RunFolder
+from tests.support.drawn_annotations import label_studio
+from tests.support.reference import stated_exit_codes
+
+STATED = stated_exit_codes()
+
+
+def test_every_command_with_codes_of_its_own_states_them() -> None:
+    own = set()
+    for group, prefix in ((app, ""), (ckpt, "ckpt ")):
+        for info in group.registered_commands:
+            assert info.callback is not None
+            if re.search(r"sys\.exit\(|raise typer\.Exit\(", inspect.getsource(info.callback)):
+                own.add(prefix + (info.name or info.callback.__name__))
+    assert own - {"attach"} == set(STATED) - {"predict", "export", "init"}  # attach: always 0; the others: of an error
+
+
+def test_page_has_the_codes_of_the_help() -> None:
+    page = find_page("exit-codes")[0].text()
+    for name, text in STATED.items():
+        assert f"| `{name}` | {text} |" in page
+
+
+def bad_ids(folder: Path, tiny: dict[str, Any]) -> list[str]:
+    (folder / "tiny.yaml").write_text(yaml.safe_dump(tiny))
+    return ["check", "--config", "tiny.yaml", "data.classes=[ground,box]"]
+
+
+def broken_loss(folder: Path, _: Any) -> list[str]:
+    (folder / "broken.py").write_text("def loss():\n    raise KeyError('weights')\n")
+    return ["check-part", "broken.py:loss", "--as", "loss"]
+
+
+def damaged_checkpoint(folder: Path, _: Any) -> list[str]:
+    run = RunFolder.create(path=folder / "run")
+    run.write_info()
+    save_checkpoint(run.checkpoints, {"model": {"w": torch.zeros(2)}}, CheckpointFacts(step=1, epoch=1, position=1))
+    for path in run.checkpoints.rglob("*.pt"):
+        path.write_bytes(path.read_bytes()[:-9])
+    return ["ckpt", "verify", "run"]
+
+
+def predicted_tasks(folder: Path, _: Any) -> list[str]:
+    label_studio(folder / "d")
+    tasks = json.loads((folder / "d/export.json").read_text())
+    for task in tasks:
+        task["predictions"] = task.pop("annotations")[1:2]
+    (folder / "d/export.json").write_text(json.dumps(tasks))
+    return ["init", "d"]
+
+
+def lost_run(folder: Path, _: Any) -> list[str]:
+    RunFolder.create(path=folder / "run").write_info()
+    return ["requeue-code", "run"]
+
+
+@pytest.mark.parametrize(
+    ("words_of", "code"),
+    [(bad_ids, 3), (broken_loss, 2), (damaged_checkpoint, 4), (predicted_tasks, 3), (lost_run, 1)],
+)
+def test_command_exits_with_the_code_that_its_help_states(
+    words_of: Callable[[Path, Any], list[str]],
+    code: int,
+    tiny: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    words = words_of(tmp_path, tiny)
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == code, capsys.readouterr()
+    command = max((name for name in STATED if " ".join(words).startswith(name)), key=len)
+    assert str(code) in STATED[command]
