@@ -40,8 +40,8 @@ BACKBONE = "segapp train --config cityscapes.yaml --plain model.weights_backbone
 ONCE = ("segapp plan", "segapp doctor", "segapp models", "segapp profile", BACKBONE)
 """Beginnings of commands that take long and change nothing for others: run once, with the shipped configs."""
 
-FAILS = {"segapp doctor": (0, 1)}
-"""Exit codes of commands that depend on the machine."""
+FAILS = {"segapp doctor": (0, 1), "segapp attach": (2,), "segapp ctl": (1,)}
+"""Exit codes of commands that depend on the machine, or need a terminal or a running training."""
 
 _printed: dict[str, tuple[str, str]] = {}
 """Output of each command of `ONCE` that has run."""

@@ -33,6 +33,13 @@ forward   129.5  36 %   36        ############## =============================
 """
 
 
+MEMORY = """
+   229 MiB |     ▁▃▄▆▇████████▁
+   115 MiB |▁▃▅▆▇████████████████
+           +------------------------------------------------------------------------
+"""
+
+
 @pytest.mark.parametrize(
     ("output", "transcript"),
     [
@@ -43,6 +50,7 @@ forward   129.5  36 %   36        ############## =============================
         (TRAIN, "run folder: runs/demo-2\n...\nfinished: 45 epochs"),
         (TRAIN, "...\nsaved ... (best)\n..."),
         (EVAL.replace("wall   absent       -          -\n", ""), EVAL.replace("car    0.4255", "...\ncar    0.4255")),
+        (MEMORY, MEMORY.replace("▁▃▄▆▇██", "▁▂▂▂▂▆▇▇") + "..."),
         (PROFILE, PROFILE.replace("####\n", "#\n").replace("0.358 s", "41 ms")),
         ("error: " + "word " * 30 + "end", "error: " + "word " * 20 + "\n" + "word " * 10 + "end"),
     ],

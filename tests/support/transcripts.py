@@ -24,7 +24,7 @@ _ENDINGS = "csv|gpkg|html|jpg|json|jsonl|log|mp4|npy|npz|onnx|png|pt|pt2|pth|py|
 _KINDS = [
     (rf"^( *)(?:{_CLASSES})(?=  )", r"\1CLASS"),  # tables of classes and groups are sorted by score
     (r"(?:\s+#+)?(?:\s+=+)?$", " BAR"),
-    (r"(?<=\|)[A-Za-z]*\.{9,}(?=\|)|(?<=\|)[ ▁-█]*$", "BAR"),
+    (r"(?<=\|)[A-Za-z]*\.{9,}(?=\|)|(?<=\|)[ ▁-█]*(?: BAR)?$", "BAR"),
     (r"-{10,}", "BAR"),
     (r"\s+", " "),
     (r" BAR$", ""),
