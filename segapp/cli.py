@@ -108,11 +108,11 @@ def train(
 
     The run folder is runs/NAME unless you give --run DIR. In a terminal, segapp trains in a background process and
     shows the TUI; the training continues when you leave the TUI. Without a terminal, or with --plain, it trains in the
-    foreground, and Ctrl-C saves a checkpoint and exits with code 75. A run that you continue with --resume ends with
-    the same bits as an uninterrupted run on the same machine, software and devices. On GPUs this requires
-    train.deterministic. --smoke trains, evaluates, saves and resumes with a few images in a temporary folder. The exit
-    code is 0 if the training has finished, 75 if it was stopped and saved, and else the code of its error (segapp docs
-    exit-codes).
+    foreground, and Ctrl-C saves a checkpoint and exits with code 75. A run that you continue with --resume gives
+    results bitwise identical to an uninterrupted run on the same machine, software and devices. On GPUs this requires
+    train.deterministic=true. --smoke trains, evaluates, saves and resumes with a few images in a temporary folder. The
+    exit code is 0 if the training has finished and 75 if it was stopped and saved. Any other exit code identifies the
+    error (segapp docs exit-codes).
     """
     _ignore_early_signals()
     if plain and detach:
@@ -166,21 +166,21 @@ def launch(
     words: Annotated[
         list[str], typer.Argument(metavar="[--] train [TRAIN OPTION]...", help="The training command. It needs --run.")
     ],
-    nnodes: Annotated[str, option("--nnodes", "Number of machines, or its minimum and maximum.", "N|MIN:MAX")] = "1",
+    nnodes: Annotated[str, option("--nnodes", "Number of machines, or a minimum and a maximum.", "N|MIN:MAX")] = "1",
     nproc_per_node: Annotated[
         str, option("--nproc-per-node", "Ranks on this machine. gpu: one rank per GPU.", "K|gpu")
     ] = "1",
     rdzv_endpoint: Annotated[
-        str | None, option("--rdzv-endpoint", "One of the machines, and a free port.", "HOST:PORT")
+        str | None, option("--rdzv-endpoint", "Host name of one of the machines, and a free port on it.", "HOST:PORT")
     ] = None,
     rdzv_id: Annotated[
         str | None, option("--rdzv-id", "Name of the job. Default: the name of the run folder.", "NAME")
     ] = None,
     local_addr: Annotated[
-        str | None, option("--local-addr", "Address of this machine that the others can reach.", "ADDRESS")
+        str | None, option("--local-addr", "Address at which the other machines reach this one.", "ADDRESS")
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option("--max-restarts", min=0, help="Maximum restarts without a new checkpoint.")
+        int, typer.Option("--max-restarts", min=0, help="Give up after this many restarts without a new checkpoint.")
     ] = 3,
 ) -> None:
     """Train on several machines: run this command on each of them.
@@ -236,7 +236,7 @@ def sweep(
         list[str] | None, option("--config", "Config file, name, or glob. Repeat the option for folds.")
     ] = None,
     devices: Annotated[
-        str | None, option("--devices", "One run at a time on each: 0,1 or 0+1,2+3 or cpu,cpu.", "LIST")
+        str | None, option("--devices", "Devices; each trains one run at a time: 0,1 or 0+1,2+3 or cpu,cpu.", "LIST")
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="Train failed runs again.")] = False,
     report: Annotated[bool, typer.Option("--report", help="Write the page without training.")] = False,
@@ -259,7 +259,9 @@ def sweep(
     words, configs = overrides or [], config or []
     if dry_run or only is not None:
         if devices is not None or retry or report or (json_out and not dry_run):
-            raise ConfigError("--dry-run and --only take no --devices, --retry or --report, and --only no --json")
+            raise ConfigError(
+                "leave out --devices, --retry and --report with --dry-run or --only, and --json with --only"
+            )
         from segapp.commands.sweep.one import print_runs, train_one
         from segapp.run.starting import outlast_readers
 
@@ -277,7 +279,9 @@ def sweep(
 def attach(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="Name or folder of a run. Default: the newest, if possible a live one."),
+        typer.Argument(
+            metavar="[RUN]", help="Name or folder of a run. Default: the newest live run, or else the newest run."
+        ),
     ] = None,
     readonly: Annotated[bool, typer.Option("--readonly", help="Show the run without sending commands.")] = False,
     theme: Annotated[str | None, typer.Option(metavar="NAME", help="Color theme of the TUI.")] = None,
@@ -295,8 +299,10 @@ def attach(
 def ctl(
     run: RunArgument,
     words: Annotated[list[str], typer.Argument(metavar="COMMAND...", help=_COMMANDS)],
-    after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: at the end of the epoch.")] = False,
-    force: Annotated[bool, typer.Option("--force", help="set: even if the split is not expected to fit.")] = False,
+    after_epoch: Annotated[bool, typer.Option("--after-epoch", help="stop: wait for the end of the epoch.")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="set: apply the split even if it is not expected to fit.")
+    ] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Wait until the command is applied or rejected.")] = False,
     timeout: Annotated[float, typer.Option(metavar="S", help="Maximum wait in seconds; 0: no limit.")] = 0.0,
 ) -> None:
@@ -317,9 +323,9 @@ def requeue_code(
         typer.Argument(metavar="[CODE]", help="Exit code of the training. Default: from the last event."),
     ] = None,
 ) -> None:
-    """Exit with the code that tells a scheduler to restart the job or not. End a job script with it.
+    """Exit with a code that tells a scheduler whether to restart the job. Run it at the end of a job script.
 
-    The exit code is 75 if a signal stopped the run, which saved a checkpoint: restart the job. The exit code is 0 if
+    The exit code is 75 (restart the job) if a signal stopped the run and a checkpoint was saved. The exit code is 0 if
     the run has finished, or if segapp ctl, the TUI or a program stopped it. Otherwise the exit code is CODE, or 1 if
     the run was stopped twice without a new step.
     """
@@ -336,7 +342,7 @@ def evaluate(
     ],
     split: SplitOption = None,
     json_out: Annotated[
-        bool, typer.Option("--json", help="Print JSON; followed by NAME.json, write it to this file.")
+        bool, typer.Option("--json", help="Print JSON. --json NAME.json writes it to that file instead.")
     ] = False,
     slide: SlideFlag = False,
     tta: TtaFlag = False,
@@ -368,7 +374,7 @@ def evaluate(
 
     json_file = next((word for word in targets if json_out and word.endswith(".json")), None)
     if [json_file] == targets:
-        raise ConfigError(f"--json {json_file} is the file to write: name a run or a checkpoint, too")
+        raise ConfigError(f"--json {json_file} is the file to write: also name a run or a checkpoint")
     options = EvalOptions(
         split,
         slide,
@@ -430,12 +436,17 @@ def predict(
     ] = None,
     min_area_px: Annotated[
         int,
-        typer.Option("--min-area", min=0, metavar="PX", help="Leave out smaller polygons and holes, in square pixels."),
+        typer.Option(
+            "--min-area", min=0, metavar="PX", help="Leave out polygons and holes below this area in square pixels."
+        ),
     ] = 0,
     simplify_px: Annotated[
         float,
         typer.Option(
-            "--simplify", min=0, metavar="PX", help="Largest shift of a simplified border in pixels; 0: exact outlines."
+            "--simplify",
+            min=0,
+            metavar="PX",
+            help="Move outlines by at most PX pixels to simplify them; 0: exact outlines.",
         ),
     ] = 0.0,
     slide: SlideFlag = False,
@@ -521,7 +532,8 @@ def check(
     json_out: JsonFlag = False,
     html_file: Annotated[Path | None, option("--html", "Write a page with images of the problems.")] = None,
     suspects_file: Annotated[
-        Path | None, option("--suspects", "Name the masks of a list of segapp suspects too.", "suspects.json")
+        Path | None,
+        option("--suspects", "Also report the masks listed in this output of segapp suspects.", "suspects.json"),
     ] = None,
 ) -> None:
     """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are problems."""
@@ -592,8 +604,8 @@ def init(
 ) -> None:
     """Write a config for your data folder, with the reason for each choice. The folder itself is not changed.
 
-    If several readings of the folder are plausible, segapp asks; without a terminal, the exit code is 3, and the
-    message names the option that answers.
+    If the folder can be read in several ways, segapp asks which one is right; without a terminal, the exit code is 3,
+    and the message names the option to use.
     """
     from segapp.onboarding.init import InitRequest, init_folder
 
@@ -625,7 +637,9 @@ def compare(
     runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders of runs.")],
     html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and images.")] = None,
     split: SplitOption = None,
-    images: Annotated[int, typer.Option("--images", min=0, help="Number of images to show that differ most.")] = 6,
+    images: Annotated[
+        int, typer.Option("--images", min=0, help="Number of images to show, largest difference first.")
+    ] = 6,
     no_images: Annotated[
         bool, typer.Option("--no-images", help="Use only the events of the runs: no model, no data.")
     ] = False,
@@ -633,7 +647,7 @@ def compare(
 ) -> None:
     """Compare runs: settings that differ, results, speed, memory, and the scores on the same images.
 
-    Each difference is from the first run, with a 95 % confidence interval over the images.
+    Each difference is relative to the first run, with a 95 % confidence interval over the images.
     """
     import json
 
@@ -648,7 +662,9 @@ def compare(
 
 @app.command()
 def suspects(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN|SWEEP...", help="Names or folders; a sweep for its folds.")],
+    runs: Annotated[
+        list[str], typer.Argument(metavar="RUN|SWEEP...", help="Names or folders of runs; a sweep stands for its runs.")
+    ],
     split: Annotated[
         str | None, option("--split", "Split to judge; by default the validation split of each run.", "NAME")
     ] = None,
@@ -660,7 +676,7 @@ def suspects(
         typer.Option("--min-area", metavar="PX", min=1, help="Smallest region; by default 0.05 % of the image."),
     ] = None,
     most: Annotated[
-        int, typer.Option("--most", metavar="N", min=0, help="Number of regions with images on the page.")
+        int, typer.Option("--most", metavar="N", min=0, help="Number of regions to show with images on the page.")
     ] = 100,
 ) -> None:
     """Find masks that are probably wrong, with runs that were not trained on them.
@@ -699,7 +715,7 @@ app.add_typer(ckpt, name="ckpt")
 
 @ckpt.command("list")
 def ckpt_list(run: RunArgument, json_out: JsonFlag = False) -> None:
-    """List the checkpoints of a run from which it can resume, newest first."""
+    """List the checkpoints from which a run can resume, newest first."""
     from segapp.commands.runs import print_checkpoints
 
     print_checkpoints(run, as_json=json_out, hashes=False)
@@ -743,7 +759,9 @@ def plan(
     gpus: Annotated[
         str | None, option("--gpus", "3x24220MiB, or 24GiB,24GiB,11GiB, or here for this machine.", "LIST")
     ] = None,
-    run: Annotated[str | None, option("--run", "Correct the prediction by this run's measured memory.", "RUN")] = None,
+    run: Annotated[
+        str | None, option("--run", "Correct the prediction with the memory that this run measured.", "RUN")
+    ] = None,
     fit: Annotated[
         bool, typer.Option("--fit", help="Find the fastest batch size and train.recompute that fit.")
     ] = False,
@@ -814,7 +832,7 @@ def docs(
     topic: Annotated[
         str | None, typer.Argument(metavar="[TOPIC]", help="Page, or PAGE#SECTION. Default: list all pages.")
     ] = None,
-    search: Annotated[str | None, option("--search", "Find the pages that have these words.", "WORDS")] = None,
+    search: Annotated[str | None, option("--search", "Find the pages that contain these words.", "WORDS")] = None,
 ) -> None:
     """Show the documentation: list the pages, show a page, or search them."""
     from segapp.commands.docs import show_docs

@@ -90,13 +90,13 @@ class DataConfig(Section):
     """Height and width to which each image and mask is resized first, in training and evaluation; null: the size on
     disk. Change it if images are much larger than a crop and the details do not matter."""
     scale: tuple[PositiveFloat, PositiveFloat] = (0.5, 2.0)
-    """Smallest and largest random zoom factor of an image before the crop. Change it if all objects have the same
-    distance; [1.0, 1.0] turns it off."""
+    """Smallest and largest random zoom factor of an image before the crop. Change it if all objects are at the
+    same distance; [1.0, 1.0] turns it off."""
     hflip: Fraction = 0.5
     """Probability of a horizontal flip. Change it to 0 if left and right differ, e.g. for text or organs."""
     cat_max_ratio: PositiveFraction = 0.75
-    """Largest share of one class in a crop. A crop above it is drawn again, at most ten times. Change it to 1.0 if the
-    background covers nearly everything."""
+    """Largest share of one class in a crop. A crop that exceeds it is redrawn, at most ten times. Change it to 1.0 if
+    the background covers nearly everything."""
     photometric: bool | NonNegativeFloat = True
     """Random changes of brightness, contrast, saturation and hue: true, false, or a strength (1.0 equals true). Change
     it to false if colors carry the class."""
@@ -262,7 +262,7 @@ class LossTerm(Section):
     align_corners: bool = True
     """Whether upsampling of the logits aligns the corner pixels, as in F.interpolate. Evaluation uses the value of the
     first term. true is the convention of the original PSPNet and DeepLab code; false is the convention of torchvision,
-    smp, SegFormer and eomt. Change it to false if you start from weights that were trained so."""
+    smp, SegFormer and eomt. Change it to false if your initial weights were trained with false."""
     aux_weight: NonNegativeFloat = 0.4
     """Weight of the loss of the auxiliary head. Change it if you reproduce a recipe."""
     label_smoothing: Decay = 0.0
@@ -330,7 +330,7 @@ class OptimConfig(Section):
     """Learning-rate factor and weight decay of parameters by pattern, e.g. [{pattern: "decoder.*", lr_factor: 10}].
     Change it if parts of the model need other rates."""
     clip_grad_norm: PositiveFloat | None = None
-    """Largest norm of the total gradient; null: no clipping. Change it to 1.0 if the loss jumps, and for
+    """Maximum norm of the gradient over all parameters; null: no clipping. Change it to 1.0 if the loss jumps, and for
     transformers."""
 
     _checked = checked_options(OPTIMIZERS)
@@ -348,8 +348,8 @@ class ScheduleConfig(Section):
     power: PositiveFloat = 0.9
     """Exponent of the decay (poly). Change it to 1.0 for a linear decay."""
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end (poly, cosine, wsd), or the lowest one (plateau). Change it if the last epochs bring
-    nothing."""
+    """Learning rate at the end (poly, cosine, wsd), or the lowest one (plateau). Change it if the last
+    epochs no longer improve the model."""
     warmup_steps: Count = 0
     """Steps of linear warm-up. Change it to 500 to 1500 for transformers, and if the loss jumps at the beginning."""
     warmup_factor: Fraction = 0.001
@@ -377,11 +377,11 @@ class TrainConfig(Section):
     accumulate applies. Change it to keep the same step on machines with less memory."""
     recompute: Annotated[Literal["off", "auto", "all"] | list[Text], OnResume] = "off"
     """Blocks of the model whose activations are computed again in the backward pass (activation checkpointing): the
-    same result with less memory and more time. auto: the cheapest blocks with which the memory plan fits; all; or names
-    and patterns, e.g. ["encoder.layer1.*"]. Change it to auto if the run is out of memory."""
+    same result with less memory and more time. auto: the blocks that cost the least time and make the memory plan fit;
+    all; or names and patterns, e.g. ["encoder.layer1.*"]. Change it to auto if the run is out of memory."""
     offload: Annotated[bool, OnResume] = False
-    """Keep the activations of the other blocks in host memory until their backward pass. Change it to true if recompute
-    does not suffice; a slow bus makes it slow."""
+    """Keep the activations of blocks that are not recomputed in host memory until their backward pass. Change it to
+    true if recompute does not suffice; steps are slow if the connection to the GPU is slow."""
     precision: Literal["auto", "fp32", "fp16", "amp-fp16", "amp-bf16"] = "fp32"
     """amp-bf16 and amp-fp16: autocast. fp16: half-precision weights with fp32 master weights. auto: amp-bf16 if the GPU
     supports it, else amp-fp16; fp32 on the CPU. Change it to auto: about twice as fast on Ampere and later GPUs, with
@@ -391,10 +391,10 @@ class TrainConfig(Section):
     smaller decay; null: no average. Change it to 0.999 for long runs; it needs the memory of one copy of the
     weights."""
     bn_momentum: PositiveFraction | None = None
-    """Momentum of all BatchNorm layers; null: the model's own, usually 0.1. Change it if the model's is 0.01, as
-    MobileNetV3's, and the run has only hundreds of steps."""
+    """Momentum of all BatchNorm layers; null: the model's own, usually 0.1. Change it if the model's is 0.01, as in
+    MobileNetV3, and the run has only hundreds of steps."""
     precise_bn: Count = 0
-    """Micro-batches with which BatchNorm statistics are computed again before each evaluation; 0: use the running
+    """Number of micro-batches from which BatchNorm statistics are recomputed before each evaluation; 0: use the running
     statistics. Change it to 100 or 200 if the run has few steps or tiny batches."""
     max_bad_steps: Annotated[PositiveInt, OnResume] = 10
     """The run fails after this number of consecutive steps with a non-finite loss or gradient. Change it if rare bad
@@ -421,7 +421,7 @@ class TrainConfig(Section):
     """Let cuDNN time its algorithms for each shape in training. Change it to false if a run begins slowly or memory is
     short."""
     deterministic: Annotated[bool, OnResume] = False
-    """On GPUs, use only algorithms that give the same bits each time; slower, and without cudnn_benchmark. Change it to
+    """On GPUs, use only deterministic algorithms; slower, and without cudnn_benchmark. Change it to
     true if two runs must agree exactly."""
     tf32: Annotated[bool, OnResume] = True
     """On GPUs, round the inputs of float32 convolutions and matrix products to TF32. Change it to false for full

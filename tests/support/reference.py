@@ -46,7 +46,7 @@ def cli_page() -> str:
         "# Commands and options\n",
         "```sh\nsegapp --help\n```\n",
         "Every command has `--help`. With any command, `--debug` prints the traceback of an error, and `--trust-parts` "
-        "imports the own code that a run or a checkpoint names ([own-parts](../tasks/own-parts.md)).\n",
+        "imports the custom components that a run or a checkpoint names ([own-parts](../tasks/own-parts.md)).\n",
     ]
     parts += [_command(f"segapp {name}", command) for name, command in _commands(root)]
     return "\n".join(parts)

@@ -65,7 +65,7 @@ class ParamGroup(_Model):
 
 
 class RunStart(_Event):
-    """A training starts, or resumes."""
+    """Training starts or resumes."""
 
     type: Literal["run_start"] = "run_start"
     classes: list[Text]
@@ -108,8 +108,8 @@ class RunStart(_Event):
     palette: list[tuple[int, int, int]] | None = None
     """RGB color of each class in the sample images."""
     judge: dict[str, Any] | None = None
-    """All facts that decide about a batch split, as JSON: the rules of this training, the memory of each device, the
-    measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
+    """All facts that determine if a batch split fits, as JSON: the rules of this training, the memory of each device,
+    the measured peaks, the splits that failed (`segapp.memory.judge.SplitJudge`)."""
 
 
 class Weights(_Event):
@@ -165,7 +165,7 @@ class Step(_Event):
     loss_scale: float | None = None
     step_s: float | None = None
     eta_epoch_s: float | None = None
-    """Seconds until the next epoch begins, with evaluations and saves, without pauses."""
+    """Seconds until the next epoch begins, including evaluations and saves, excluding pauses."""
     eta_run_s: float | None = None
     """Seconds until the training ends."""
     terms: dict[Text, float | None] | None = None
@@ -307,13 +307,13 @@ class Gpu0Bsz(_Event):
 
 
 class Recompute(_Event):
-    """Other blocks of the model are recomputed in the backward pass; a start of the run begins without any."""
+    """The set of blocks that are recomputed in the backward pass changes; it is empty when a run starts or resumes."""
 
     type: Literal["recompute"] = "recompute"
     step: int
-    """Number of updates made before."""
+    """Number of updates made before the change."""
     choice: Literal["config", "off", "all"]
-    """The blocks of the config or of the memory plan; none; or all."""
+    """config: the blocks of the config or of the memory plan; off: none; all: every block."""
     blocks: list[list[Text]]
     """Names of the blocks per device."""
     num_blocks: int
@@ -327,7 +327,7 @@ class Recompute(_Event):
 
 
 class Topology(_Event):
-    """A training resumes on other ranks or devices than when its checkpoint was saved."""
+    """Training resumes on ranks or devices that differ from the ones that saved the checkpoint."""
 
     type: Literal["topology"] = "topology"
     step: int
@@ -339,7 +339,7 @@ class Topology(_Event):
     round: int = 0
     """Number of times that the launcher has restarted the ranks."""
     reason: Text
-    """Host and device of the removed and the added ones."""
+    """Host and device of each removed and each added rank."""
     split: Annotated[list[int] | None, AsNull] = None
     """Samples of a full batch per device."""
 
@@ -370,7 +370,7 @@ class OtherProcess(_Model):
 
 
 class Oom(_Event):
-    """A device ran out of memory: where, when, its contents, and the reaction of the training."""
+    """A device ran out of memory: where, when, what it contained, and how the training reacted."""
 
     type: Literal["oom"] = "oom"
     device: Text
@@ -390,7 +390,7 @@ class Oom(_Event):
     reserved_mib: float | None = None
     total_mib: float | None = None
     fragmentation: float | None = None
-    """Share of the allocator's memory without a tensor, 0 to 1."""
+    """Share of the allocator's reserved memory that holds no tensor, 0 to 1."""
     largest: list[LiveTensor] = []
     others: list[OtherProcess] = []
     others_mib: float | None = None
