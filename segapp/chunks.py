@@ -207,7 +207,7 @@ def check_gpu0_bsz(gpu0_bsz: int, num_devices: int, full_batch: int | None = Non
     """
     _check_count("gpu0_bsz", gpu0_bsz, least=0, more="None splits evenly")
     if gpu0_bsz == 0 and num_devices == 1:
-        raise ValueError("gpu0_bsz=0 leaves no device for the samples, there is only one: use None, or add a device")
+        raise ValueError("gpu0_bsz=0 gives the only device no samples: use None, or add a device")
     if full_batch is not None and gpu0_bsz > full_batch:
         raise ValueError(f"gpu0_bsz={gpu0_bsz} is more than the batch of {full_batch}: use 0 to {full_batch}")
 
@@ -238,7 +238,7 @@ def _check_shares(
     if len(shares) != num_devices:
         raise ValueError(f"shares={list(shares)} names {len(shares)} devices, there are {num_devices}: give one each")
     if sum(shares) == 0:
-        raise ValueError(f"shares={list(shares)} gives no device anything: make one of them positive")
+        raise ValueError(f"shares={list(shares)} gives every device 0 samples: make at least one share positive")
     if full_batch is not None and sum(shares) != full_batch:
         raise ValueError(
             f"shares={list(shares)} add up to {sum(shares)}, but the batch is {full_batch}: make them equal"

@@ -92,7 +92,7 @@ def test_gpu0_bsz_equals_the_matching_shares():
         (lambda: plan_chunks(8, 0), ValueError, "num_devices=0"),
         (lambda: plan_chunks(-1, 2), ValueError, "num_samples=-1"),
         (lambda: plan_chunks(8, 3, shares=[4, 4]), ValueError, "names 2 devices, there are 3"),
-        (lambda: plan_chunks(8, 2, shares=[0, 0]), ValueError, "gives no device anything"),
+        (lambda: plan_chunks(8, 2, shares=[0, 0]), ValueError, "gives every device 0 samples"),
         (lambda: plan_chunks(8, 2, 3, shares=[4, 4]), ValueError, "contradicts shares"),
         (lambda: plan_chunks(8, 2, shares=[4, 5], full_batch=8), ValueError, "add up to 9, but the batch is 8"),
     ],

@@ -65,7 +65,7 @@ def plan_devices(config: RunConfig, *, is_one_process: bool = False) -> DevicePl
     check_mode(config, mode)
     if config.train.cuda_graph and not accelerator_of(devices[0]).can_capture:
         raise ConfigError(
-            f"train.cuda_graph = true on {devices[0]}: only a CUDA device has graphs: set it to false",
+            f"train.cuda_graph = true on {devices[0]}: CUDA graphs need a CUDA device: set it to false",
             key="train.cuda_graph",
             value=True,
         )

@@ -57,7 +57,7 @@ def check_teacher(config: RunConfig, trained: TrainedState, scheme: ClassScheme)
         pairs = zip(trained.scheme.names, scheme.names, strict=False)
         other = next((f"{a!r} for {b!r}" for a, b in pairs if a != b), "more or fewer")
         raise ConfigError(
-            f"distill.teacher: {found} knows other classes ({trained.scheme.num_classes} of them, {other}) than this "
+            f"distill.teacher: {found} has other classes ({trained.scheme.num_classes} of them, {other}) than this "
             f"data ({scheme.num_classes}): use a teacher of the same classes in the same order",
             key="distill.teacher",
         )

@@ -514,7 +514,8 @@ class StepAssembler:
         batch_size = self.config.train.batch_size
         if batch_size < ranks.world_size:
             raise ConfigError(
-                f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: use one each",
+                f"parallel: {ranks.world_size} ranks cannot share train.batch_size = {batch_size}: "
+                f"use {ranks.world_size} or more",
                 key="train.batch_size",
                 value=batch_size,
             )

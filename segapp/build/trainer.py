@@ -298,7 +298,8 @@ def _build_datasets(
     train_set = build_dataset(config.data, scheme, train_split, is_training=True, most=num_train, **common)
     if len(train_set) < ranks.world_size:
         raise ConfigError(
-            f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: use one each",
+            f"parallel: {ranks.world_size} ranks cannot share {len(train_set)} training images: "
+            "start at most one rank per image",
             key="parallel.devices",
         )
     val_set = build_dataset(config.data, scheme, val_split, is_training=False, most=num_val, **common)

@@ -123,4 +123,6 @@ def _copied_from_main(
     remove_quietly(path)
     if copy.error is not None:
         return storage_error("copy a checkpoint to", path, copy.error)
-    return CheckpointError(f"{path}: the copy of a checkpoint has other bytes than were sent: start again", path=path)
+    return CheckpointError(
+        f"{path}: the received copy differs from the checkpoint that was sent: start again", path=path
+    )

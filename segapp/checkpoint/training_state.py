@@ -251,7 +251,7 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
         place = find_non_finite(content.get(part), part)
         if place is not None:
             raise NonFiniteError(
-                f"{place} is not finite: this checkpoint is not written, the last good one stays: "
+                f"{place} is not finite: this checkpoint was not written, and the last good one was kept: "
                 "lower the learning rate, or clip gradients",
                 key="optim.lr",
             )
@@ -363,7 +363,7 @@ def read_state(file: BinaryIO, path: Path, label: str, read: Reader = load_tenso
         )
     if not isinstance(about.get("format"), int) or about["format"] > FORMAT:
         raise CheckpointError(
-            f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install the newer",
+            f"{label} has format {about.get('format')}, this segapp reads up to {FORMAT}: install a newer segapp",
             path=path,
         )
     if not all(isinstance(about.get(key), int) for key in _POSITION):

@@ -121,7 +121,7 @@ class SplitJudge:
             return SplitVerdict(None, "refused", note)
         predicted = self.peaks.peak_mib(split)
         if self.current == split:
-            return SplitVerdict(split, "no change", "this split is in force already", predicted)
+            return SplitVerdict(split, "no change", "this split is already in use", predicted)
         level, reason = self.fit_of(split)
         if level == "ok" and note:
             reason = f"{reason}; {note}"
@@ -136,7 +136,7 @@ class SplitJudge:
             return None, check.reasons[0]
         if self.needs_samples is not None and 0 in check.split:
             reason = f"split {format_split(check.split)} leaves a rank without samples, and {self.needs_samples}"
-            return None, f"{reason}: give every rank one"
+            return None, f"{reason}: give every rank at least one sample"
         return check.split, next(iter(check.notes), "")
 
     def fit_of(self, split: Sequence[int]) -> tuple[Level, str]:

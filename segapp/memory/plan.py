@@ -499,7 +499,7 @@ class SavedMemoryPlan:
         shape = (0,) * (len(plan.gpus) - 1) if plan.mode in ("dp", "model") else ()
         if (chosen := plan.chosen) is not None:
             counts = "/".join(str(len(names)) for names in chosen.sets)
-            notes = (*notes, f"train.recompute = auto: {counts} blocks are computed again, as the memory plan chose")
+            notes = (*notes, f"train.recompute = auto: the memory plan chose {counts} blocks to recompute")
         low, high = (plan.model.peak_mib((count, *shape))[0] for count in (many, many + 8))
         return cls(
             plan.batch_size,

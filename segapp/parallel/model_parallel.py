@@ -83,7 +83,7 @@ def place_stages(
         if name not in parts or not name:
             first = next(iter(dict(module.named_children())), "")
             near = next(iter(difflib.get_close_matches(name, filter(None, parts), 1)), first)
-            raise ValueError(f"stage {name!r} is no part of {type(module).__name__}: did you mean {near!r}?")
+            raise ValueError(f"stage {name!r} is not a module of {type(module).__name__}: did you mean {near!r}?")
     devices = dict(zip(stages, resolve_devices(stages.values()), strict=True))
     placement = StagePlacement(devices, next(iter(devices.values())) if rest is None else resolve_devices([rest])[0])
     _check_shared(parts, placement)
@@ -137,7 +137,7 @@ def plan_stages(costs: Sequence[float], num_devices: int) -> tuple[int, ...]:
     if num_devices < 1:
         raise ValueError(f"num_devices={num_devices} is too small: use 1 or more")
     if any(cost < 0 for cost in costs):
-        raise ValueError(f"costs={list(costs)} has a negative one: use sizes")
+        raise ValueError(f"costs={list(costs)} has a negative cost: use costs of at least 0")
     # best[i] = (load of the fullest device, first stage of each device) for the first i stages
     best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] + [(sum(costs[:i]), (0,)) for i in range(1, len(costs) + 1)]
     for _ in range(1, num_devices):

@@ -363,7 +363,7 @@ class _JoinTies(torch.autograd.Function):
         if torch.is_grad_enabled():
             if any(link.grad is None for link in links):
                 raise RuntimeError(
-                    "the outputs of a replica are not part of what is differentiated twice: use all of them, or leave "
+                    "some outputs of a replica take no part in the second derivative: use all of them, or leave "
                     "SyncBatchNorm layers out of the recomputed blocks"
                 )
             columns = _differentiable_gradients(

@@ -93,7 +93,7 @@ class SetCommand(_Command):
     def _check_recompute(cls, value: Any) -> Any:
         if value in ("config", "off", "all"):
             return value
-        raise ValueError(f"recompute={value}: write off, all, or config for what train.recompute says")
+        raise ValueError(f"recompute={value}: write off, all, or config (the value of train.recompute)")
 
     @field_validator("shares", mode="before")
     @classmethod

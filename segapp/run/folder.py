@@ -176,7 +176,7 @@ class RunFolder:
                 raise RunBusyError(self._busy_message(), path=self.path)
             time.sleep(_BUSY_LOOK_S)
         if say is not None and self._file_lock.has_lease:
-            say(f"{self.path}: the disk has no locks (Lustre has with -o flock, NFS without nolock): held by a lease")
+            say(f"{self.path}: no file locks here (mount Lustre with flock, NFS without nolock): a lease is used")
         with contextlib.suppress(OSError):
             body = this_process().model_dump() | {"acquired_s": round(time.time(), 3), "job": job_of(environ)}
             os.ftruncate(self._file_lock.fd, 0)
@@ -218,7 +218,7 @@ class RunFolder:
     def _lost_message(self) -> str:
         return (
             f"{self.path} was taken over by {self._holder_words()}, because this process did not renew its lease for "
-            f"{STILL_S:g} s: it writes nothing more there: `segapp attach {self.argument}` shows the other"
+            f"{STILL_S:g} s: it no longer writes there: `segapp attach {self.argument}` shows the new trainer"
         )
 
     def release(self) -> None:

@@ -35,12 +35,13 @@ def as_segapp_error(
         return OutOfMemoryError(f"out of memory: {first}: lower train.batch_size or data.crop_px")
     if "does not have a deterministic implementation" in str(error):
         return ConfigError(
-            f"train.deterministic = true: {first}: choose another model or loss, or false", key="train.deterministic"
+            f"train.deterministic = true: {first}: choose another model or loss, or set it to false",
+            key="train.deterministic",
         )
     if ONE_VALUE in str(error):
         return ConfigError(
-            "train.batch_size: a BatchNorm of the network sees one value per channel in a step of one image: "
-            "give every step, and device, at least 2 images, or choose another model",
+            "train.batch_size: a BatchNorm layer gets only one value per channel from a single image: give every "
+            "device at least 2 images in each step, or choose another model",
             key="train.batch_size",
         )
     if isinstance(error, OSError) and error.errno is not None:
@@ -63,5 +64,5 @@ def as_segapp_error(
         is_alone = cause is not error and num_devices == 1
         return as_segapp_error(cause) if is_alone else DistributedError(first)
     if isinstance(error, (dist.DistError, ConnectionError)) or _OF_A_COLLECTIVE.search(str(error)):
-        return DistributedError(f"another rank does not answer ({first}): read its lines and stacks.log")
+        return DistributedError(f"another rank does not answer ({first}): read its output and stacks.log")
     return RunError(f"unexpected {type(error).__name__}: {first}")

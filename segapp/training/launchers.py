@@ -90,12 +90,12 @@ def loss_without_launch(environ: Mapping[str, str]) -> str | None:
     launcher = other_launcher(environ)
     if launcher is None or environ["RANK"] != "0":
         return None
-    lost = "nothing starts the ranks again when one is lost"
+    lost = "nothing restarts the ranks if one of them is lost"
     if "TORCHELASTIC_RUN_ID" in environ:
-        lost = "its exit code is 1 for every end but 0, also for a stop that was saved (75)"
+        lost = "its exit code is 1 instead of every other nonzero code, including 75 (stopped and saved)"
         if _restarts_everything(environ):
-            lost = "it would start a stopped training again, so that a stop that was saved ends with exit code 0"
-    return f"started by {launcher}: {lost}; segapp launch knows the exit codes: segapp docs several-machines"
+            lost = "it restarts a training that was stopped and saved, so the exit code is 0 instead of 75"
+    return f"started by {launcher}: {lost}; segapp launch preserves the exit codes (segapp docs several-machines)"
 
 
 def exit_code_for_launcher(code: int, environ: Mapping[str, str]) -> int:

@@ -48,7 +48,7 @@ class Peers:
             self._watch = PeerWatch(store(), f"{job}/{here}", others, self._lose, limit_s=limit_s)
 
     def _lose(self, reason: str) -> None:
-        message = f"{reason}: it has lost its power or its network, or hangs"
+        message = f"{reason}: its power or network failed, or it hangs"
         end_process(DistributedError.exit_code, lambda: self._tell(message))
 
     def _tell(self, message: str) -> None:
@@ -65,7 +65,7 @@ class Peers:
         """
         here = machine_id()
         others = [pid for machine, pid in self.pids if machine == here and pid != os.getpid()]
-        gone, self._report = "another rank is gone, and this one waited for it: look at its lines", report
+        gone, self._report = "another rank ended while this rank waited for it: read the other rank's output", report
         code = DistributedError.exit_code
         end_watch = end_with_peers(others, code, lambda: self._tell(gone)) if others else lambda: None
         try:

@@ -238,7 +238,7 @@ class OomPolicy:
         self.forget_recompute()
         self._recomputed_at_step, self._controller.recompute.problem = None, problem
         self._controller.adopt_recompute("config")
-        message = f"the blocks are not computed again after all: {problem}"
+        message = f"recomputation was turned off, because a block does not support it: {problem}"
         self._event_log.emit(Alert(kind="recompute", message=message, step=position.step))
         return True
 
@@ -262,11 +262,11 @@ class OomPolicy:
         report = self._examined(error, position)
         reverted = self._controller.revert_split(report.problem or "", position.step)
         if reverted is not None:
-            self._report(report, action=f"{reverted}; the step was made again")
+            self._report(report, action=f"{reverted}; the step was repeated")
             return
         smaller = self._smaller_pieces()
         if not self._engine.is_whole:
-            raise self._give_up(report, "the update broke off in the middle: resume from the last checkpoint")
+            raise self._give_up(report, "the optimizer update was interrupted: resume from the last checkpoint")
         if self._controller.recompute.has_kept:
             smaller = replace(self.fallbacks, is_recomputed=True)
             self._begin_recompute(position)
@@ -279,12 +279,12 @@ class OomPolicy:
             self._cut_at_step = position.step
             self._controller.batch_split.clear_peaks()
             way = (
-                f"with micro-batches in {smaller.num_pieces} pieces: the same mean over the step, but BatchNorm takes "
-                "its statistics from smaller pieces"
+                f"with each micro-batch in {smaller.num_pieces} pieces: the same mean over the step, but BatchNorm "
+                "computes its statistics from smaller pieces"
             )
         self.fallbacks = smaller
         judge = self._controller.judge().to_json()
-        action = f"the step is made again, and all later ones, {way}"
+        action = f"this step and all later steps run {way}"
         self._report(report, action=action, judge=judge, fallbacks=smaller.to_json())
 
     def _fail_rank(self, error: Exception, position: Position) -> OutOfMemoryError:
@@ -303,7 +303,7 @@ class OomPolicy:
             smaller = replace(self.fallbacks, is_recomputed=True)
             way = f"with {self._controller.recompute.words('all')}, {_SAME_RESULT}"
         elif (smaller := self._smaller_pieces()) is not None:
-            way = f"with micro-batches in {smaller.num_pieces} pieces, the same mean over the step"
+            way = f"with each micro-batch in {smaller.num_pieces} pieces, the same mean over the step"
         if way is not None:
             advice.insert(0, f"segapp train --resume continues from the last checkpoint {way}")
         adopted = smaller.to_json() if smaller else None

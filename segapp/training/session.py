@@ -521,7 +521,7 @@ def _with_resolved_auto(
         for note in saved_plan.notes if saved_plan is not None else ():
             print(note, flush=True)
         if config.train.recompute == "auto" and (saved_plan is None or saved_plan.recompute is None):
-            print("train.recompute = auto: the memory of the devices is unknown, nothing is computed again", flush=True)
+            print("train.recompute = auto: the memory of the devices is unknown, so nothing is recomputed", flush=True)
     return resolved, saved_plan
 
 

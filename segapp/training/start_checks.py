@@ -69,7 +69,7 @@ def _of_classes(scheme: ClassScheme, train: Targets | None, val: Targets | None)
     if train is not None and has_shades(train, scheme):
         yield ignored_note(train, scheme) or ""
     if val is not None and scheme.multilabel is None and len(present := classes_present(val, scheme)) == 1:
-        yield f"in {val.where} only {present[0]} has pixels: the scores of the other classes say nothing"
+        yield f"in {val.where} only {present[0]} has pixels: the scores of the other classes are meaningless"
 
 
 def schedule_notes(config: RunConfig, num_batches: int) -> list[str]:

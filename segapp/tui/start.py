@@ -68,8 +68,7 @@ def run_ui(
     if app.return_code:
         what = f"{type(app.failure).__name__}: {app.failure}" if app.failure is not None else "no reason known"
         raise RunError(
-            f"the screen failed ({printable(what)[:200]}); "
-            "the training continues: `segapp status` and `segapp ctl` work"
+            f"the TUI failed ({printable(what)[:200]}); the training continues: `segapp status` and `segapp ctl` work"
         ) from app.failure
     if not is_hung_up():
         status = app.status()

@@ -28,7 +28,7 @@ def check_terminal() -> None:
     term = os.environ.get("TERM", "")
     if term in ("", "dumb", "unknown"):
         raise ConfigError(
-            f"TERM={term or '(nothing)'} cannot show a screen: set the terminal's type, or use `segapp status RUN`"
+            f"TERM={term or '(nothing)'} does not support the TUI: set TERM=xterm-256color, or use `segapp status RUN`"
         )
 
 

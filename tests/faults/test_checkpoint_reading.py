@@ -199,7 +199,9 @@ def test_checkpoint_of_newer_version_or_other_task_exits_4(new_run: NewRun, inva
         ("eval", "later.pt"),
         ("train", "--plain", "--config", "config.yaml", "--run", "b", "--resume", "later.pt"),
     ):
-        invariants.assert_clear(run.command(*words), 4, "format 99", "this segapp reads up to 1", "install the newer")
+        invariants.assert_clear(
+            run.command(*words), 4, "format 99", "this segapp reads up to 1", "install a newer segapp"
+        )
     done = run.train("data.classes=[ground,box,disc,sky]")
     invariants.assert_clear(done, 4, "data.classes")
     invariants.check(run)

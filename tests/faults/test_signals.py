@@ -154,7 +154,7 @@ def test_trainer_that_lost_its_lease_exits_9(new_run: NewRun, invariants: Invari
     manifest = run.folder / "checkpoints" / "manifest.json"
     before = manifest.read_bytes()
     done = run.ended(program)
-    invariants.assert_clear(done, 9, "was taken over by process", "it writes nothing more there")
+    invariants.assert_clear(done, 9, "was taken over by process", "it no longer writes there")
     assert "the disk has no locks" in done.stdout
     assert manifest.read_bytes() == before
     assert run.events("run_end") == []
@@ -173,7 +173,7 @@ def test_frozen_trainer_whose_lease_is_taken_ends(new_run: NewRun, invariants: I
     assert "waiting up to 60 s to see whether its holder renews it" in done.stdout
     manifest, events = (run.folder / "checkpoints" / "manifest.json").read_bytes(), run.events()
     frozen.send(signal.SIGCONT)
-    invariants.assert_clear(run.ended(frozen), 9, "it writes nothing more there")
+    invariants.assert_clear(run.ended(frozen), 9, "it no longer writes there")
     assert (run.folder / "checkpoints" / "manifest.json").read_bytes() == manifest
     assert run.events() == events
     invariants.assert_same(run)

@@ -65,7 +65,7 @@ def test_rank_without_samples_is_refused_if_network_needs_any() -> None:
     judge = SplitJudge(8, 2, mode="ddp", needs_samples="the network cannot run without samples")
     for gpu0_bsz, level in ((0, "refused"), (1, "ok"), (8, "refused")):
         assert judge.verdict(gpu0_bsz).level == level
-    assert "give every rank one" in judge.verdict(0).reason
+    assert "give every rank at least one sample" in judge.verdict(0).reason
 
 
 def test_auto_is_refused_where_device_memory_is_unknown() -> None:

@@ -64,8 +64,8 @@ def test_parts_move_to_their_stage_and_outputs_to_theirs(monkeypatch):
     ("stages", "words"),
     [
         ({}, "stages is empty"),
-        ({"haed": "cpu"}, r"stage 'haed' is no part of SmallNet: did you mean 'head'\?"),
-        ({"": "cpu"}, r"stage '' is no part of SmallNet: did you mean 'stem'\?"),
+        ({"haed": "cpu"}, r"stage 'haed' is not a module of SmallNet: did you mean 'head'\?"),
+        ({"": "cpu"}, r"stage '' is not a module of SmallNet: did you mean 'stem'\?"),
         ({"stem": "cuda:77"}, "cuda:77"),
     ],
 )

@@ -91,7 +91,7 @@ ALONE, REFUSED = "a training of its own", "refused"
     [
         ({}, ALONE, None, 75),
         (STEP, (3, 4), None, 75),
-        ({**STEP, "SLURM_PROCID": "0"}, (0, 4), "started by srun: nothing starts the ranks again", 75),
+        ({**STEP, "SLURM_PROCID": "0"}, (0, 4), "started by srun: nothing restarts the ranks", 75),
         ({**STEP, "SLURM_STEP_NODELIST": ""}, REFUSED, None, None),
         (OPEN_MPI, REFUSED, None, None),
         ({**OPEN_MPI, **MEETING}, (1, 2), None, 75),
@@ -99,7 +99,7 @@ ALONE, REFUSED = "a training of its own", "refused"
         ({"RANK": "0", "WORLD_SIZE": "1", **MEETING}, (0, 1), "started by RANK and WORLD_SIZE: nothing starts", 75),
         ({"RANK": "0", "WORLD_SIZE": "2", **MEETING}, REFUSED, "started by RANK and WORLD_SIZE", None),
         ({**TORCHRUN, **NO_RESTARTS}, (0, 2), "started by torchrun: its exit code is 1", 75),
-        ({**TORCHRUN, **RESTARTS}, (0, 2), "started by torchrun: it would start a stopped training again", 0),
+        ({**TORCHRUN, **RESTARTS}, (0, 2), "started by torchrun: it restarts a training that was stopped and saved", 0),
         ({**TORCHRUN, **RESTARTS, "RANK": "1"}, (1, 2), None, 0),
         ({**TORCHRUN, **RESTARTS, "SEGAPP_PARENT_PID": "7"}, (0, 2), None, 75),
         (

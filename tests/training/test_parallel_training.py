@@ -219,7 +219,7 @@ def test_error_of_all_ranks_is_printed_once(tiny: dict[str, Any], tmp_path: Path
     ddp_file(tiny, tmp_path, batch_size=1)
     result = segapp("train", "--config", "ddp.yaml", "--run", "run", cwd=tmp_path)
     assert result.returncode == 2
-    assert result.stderr.splitlines() == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use one each"]
+    assert result.stderr.splitlines() == ["error: parallel: 2 ranks cannot share train.batch_size = 1: use 2 or more"]
 
 
 @pytest.mark.slow

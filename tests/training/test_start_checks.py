@@ -152,7 +152,7 @@ def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
         "class without a pixel in the 4 masks of split train: disc; the network cannot learn it"
     ]
     assert of(full, counted("val", (9, 0, 0)))[0] == [
-        "in the 4 masks of split val only ground has pixels: the scores of the other classes say nothing"
+        "in the 4 masks of split val only ground has pixels: the scores of the other classes are meaningless"
     ]
     assert of(full, counted("val", (9, 1, 0))) == ([], [])
     assert of(counted("train", (90, 1, 1), 8), full) == (

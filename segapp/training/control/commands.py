@@ -200,7 +200,7 @@ class CommandController:
 
     def _handle_set(self, received: ReceivedCommand, command: SetCommand, position: TrainingPosition) -> None:
         if position.next_epoch > position.epochs:
-            reason = f"settings change between epochs, and {position.epoch} is the last"
+            reason = f"settings change between epochs, and epoch {position.epoch} is the last one"
             self.inbox.answer(received, "rejected", reason, position.step)
             return
         pending = PendingSet(received, command.new_settings)

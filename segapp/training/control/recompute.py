@@ -40,8 +40,8 @@ class RecomputeController:
 
     def words(self, choice: RecomputeChoice) -> str:
         """Return a choice in words."""
-        which = {"off": "no block", "all": f"all {len(self.blocks)} blocks", "config": "the blocks of train.recompute"}
-        return f"{which[choice]} computed again in the backward pass"
+        which = {"off": "no blocks", "all": f"all {len(self.blocks)} blocks", "config": "the blocks of train.recompute"}
+        return f"{which[choice]} recomputed in the backward pass"
 
     @property
     def has_kept(self) -> bool:

@@ -37,7 +37,7 @@ class DataWatch:
         if num_train < batch_size:
             notes.append(
                 f"train.batch_size = {batch_size} is more than the {num_train} training images: each step takes "
-                f"{num_train}; lower it, or optim.lr may be too high for what a step sees"
+                f"{num_train}: lower train.batch_size, or lower optim.lr to suit the smaller batch"
             )
         return notes + [note for cache in self._caches for note in cache.at_start()]
 

@@ -163,8 +163,8 @@ def test_auto_avoids_a_failed_split_after_a_resume_too() -> None:
         ("set shares=4,4", "rejected", "names 2 devices"),
         ("set shares=4,4,4", "rejected", "add up to 12"),
         ("set gpu0_bsz=auto", "rejected", "use a number"),
-        ("set gpu0_bsz=none", "applied", "in force already"),
-        ("set shares=2,3,3", "applied", "in force already"),
+        ("set gpu0_bsz=none", "applied", "already in use"),
+        ("set shares=2,3,3", "applied", "already in use"),
         ("resume", "applied", "not paused"),
         ("cancel", "rejected", "nothing to cancel"),
         ("cancel 0123456789ab", "rejected", "0123456789ab"),
@@ -204,7 +204,7 @@ def test_pending_auto_is_superseded_by_a_newer_request(
 
 def test_settings_are_rejected_in_the_last_epoch(harness: ControllerHarness) -> None:
     harness.send("set lr_factor=2", TrainingPosition(9, 80, 10, 9))
-    assert (harness.last()["status"], "9 is the last" in harness.last()["reason"]) == ("rejected", True)
+    assert (harness.last()["status"], "epoch 9 is the last" in harness.last()["reason"]) == ("rejected", True)
     harness.send("set lr_factor=2", TrainingPosition(9, 80, 9, 9))
     assert harness.last()["status"] == "accepted"
 

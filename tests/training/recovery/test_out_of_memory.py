@@ -83,7 +83,7 @@ def test_step_over_memory_budget_runs_in_parts_with_equal_loss(
     assert losses(folder) == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     first, oom = events(folder, "oom")
     assert first["fallbacks"] == {"is_recomputed": True}
-    assert "all 5 blocks computed again" in first["action"]
+    assert "all 5 blocks recomputed" in first["action"]
     assert (oom["device"], oom["index"], oom["step"], oom["split"]) == ("cpu", 0, 0, [6, 1, 1])
     assert oom["phase"] in ("forward", "loss", "backward")
     assert oom["allocated_mib"] <= 0.75 * peak < oom["allocated_mib"] + oom["requested_mib"]

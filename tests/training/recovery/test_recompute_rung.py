@@ -90,7 +90,7 @@ def test_a_step_out_of_memory_recomputes_all_blocks(undisturbed: tuple[RunConfig
     assert_same_course(tmp_path / "run", reference)
     (oom,) = events(tmp_path / "run", "oom")
     assert oom["fallbacks"] == {"is_recomputed": True}
-    assert "all 5 blocks computed again" in oom["action"]
+    assert "all 5 blocks recomputed" in oom["action"]
     assert "the same gradients and BatchNorm statistics, in about a third more time" in oom["action"]
     assert choices(tmp_path / "run") == [(1, "all", "out of memory", [5])]
     assert events(tmp_path / "run", "recompute")[0]["num_blocks"] == 5
@@ -138,8 +138,8 @@ def test_resumes_keep_the_rung_until_a_command_undoes_it(undisturbed: tuple[RunC
     ]
     answers = [(e["status"], e["step"], e["reason"]) for e in events(folder, "command")]
     assert answers == [
-        ("accepted", 0, "from epoch 2 on, with no block computed again in the backward pass"),
-        ("applied", 5, "no block computed again in the backward pass"),
+        ("accepted", 0, "from epoch 2 on, with no blocks recomputed in the backward pass"),
+        ("applied", 5, "no blocks recomputed in the backward pass"),
     ]
     assert [oom["step"] for oom in events(folder, "oom")] == [1, 7]
 

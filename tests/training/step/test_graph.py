@@ -346,7 +346,8 @@ def test_graph_of_another_mode_is_refused(mode: str) -> None:
         ),
         (
             {"model": {"library": "python", "name": "mine:network", "encoder": None}},
-            "true does not support own code, which may wait for the GPU (model.name = mine:network): set it to false",
+            "true does not support custom components, which may wait for the GPU (model.name = mine:network): set it "
+            "to false",
         ),
         ({"loss": {"name": "mine:loss"}}, "may wait for the GPU (loss.name = mine:loss): set it to false"),
         ({"loss": {"plus": [{"name": "mine:loss"}]}}, "wait for the GPU (loss.plus.0.name = mine:loss): set it"),
@@ -366,7 +367,7 @@ def test_own_optimizer_is_outside_the_graph() -> None:
 
 def test_device_without_graphs_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"train\.cuda_graph = true on cpu: only a CUDA device has graphs: set it to false"
+        ConfigError, match=r"train\.cuda_graph = true on cpu: CUDA graphs need a CUDA device: set it to false"
     ):
         plan_devices(config_of(parallel={"devices": "cpu"}))
 

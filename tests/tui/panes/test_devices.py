@@ -258,7 +258,7 @@ def test_splits_are_sent_once_or_after_a_second_key(measured: View) -> None:
         return edit_draft(draft, key, key if len(key) == 1 else None, measured)
 
     assert entered(Draft("4")) == (None, True)
-    assert entered(Draft("3")) == (None, False)  # in force already
+    assert entered(Draft("3")) == (None, False)  # already in use
     assert entered(Draft("5")) == (Draft("5"), False)
     assert entered(Draft("5"), "!") == (Draft("5", is_confirmed=True), False)
     assert entered(Draft("5", is_confirmed=True), "!") == (None, True)
