@@ -290,7 +290,7 @@ class Network:
         if isinstance(image, (str, Path)):
             path = Path(image)
             if not path.is_file():
-                raise DataError(f"{path} is no file: check the path", path=path)
+                raise DataError(f"{path} is not a file: check the path", path=path)
             return np.asarray(read_picture(InputFile(path, path.stem), self._predictor.pixels).pixels[:])
         if isinstance(image, Image.Image):
             return np.asarray(ImageOps.exif_transpose(image).convert("RGB"))

@@ -113,7 +113,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
     assert (batch.shape, network.probabilities(image[None]).shape) == ((2, 48, 64), (1, 3, 48, 64))
     listed = network.predict([path, str(path), image, Image.open(path)])
     assert all(np.array_equal(each, labels) for each in [*batch, *listed])
-    with pytest.raises(DataError, match=r"nosuch\.png is no file: check the path"):
+    with pytest.raises(DataError, match=r"nosuch\.png is not a file: check the path"):
         network.predict("nosuch.png")
     with pytest.raises(ValueError, match="image is a dict: give a path, an array, a PIL image, or a list"):
         network.predict({})

@@ -58,7 +58,7 @@ RULES: list[tuple[str, str, str, str]] = [
     ("model.encoder", "model.library=torchvision", "model.library=smp", "model.encoder=resnet34"),
     ("model.freeze_epochs", "model.freeze=[a]; model.freeze_epochs=1", "model.freeze_epochs=1", "model.freeze"),
     ("model.encoder", EOMT, f"{EOMT}model.encoder=null", "eomt needs one"),
-    ("loss.name", EOMT, f"{EOMT}loss.name=ce", "eomt learns by"),
+    ("loss.name", EOMT, f"{EOMT}loss.name=ce", "eomt is trained with"),
     ("loss.name", "loss.name=ce", "loss.name=mask_classification", "is for model.library: segapp"),
     ("loss.plus", EOMT, f"{EOMT}loss.plus=[{{name: mask_classification}}]", "leave it out"),
     ("loss.plus", "loss.name=bce; loss.plus=[{name: bce}]", "loss.name=bce; loss.plus=[{name: ce}]", "(bce)"),

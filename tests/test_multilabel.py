@@ -67,7 +67,7 @@ def test_combinations_that_make_no_sense_are_refused(tiny: dict[str, Any]) -> No
     for section, values, message in [
         ("loss", {"name": "ce"}, "ce is for one class per pixel"),
         ("distill", {"teacher": "x"}, "distill.* needs one class per pixel"),
-        ("data", {"sampling": "class-balanced"}, "aims at one class per pixel"),
+        ("data", {"sampling": "class-balanced"}, "needs one class per pixel"),
         (
             "data",
             {"classes": [f"c{i}" for i in range(32)]},

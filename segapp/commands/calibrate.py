@@ -37,8 +37,8 @@ def calibrate_target(target: str, *, split: str | None, picture: Path | None) ->
         )
     if trained.scheme.multilabel is not None:
         raise ConfigError(
-            f"{printable(target)} knows several classes per pixel (data.multilabel), and calibrate works with one "
-            "class per pixel"
+            f"{printable(target)} has several classes per pixel (data.multilabel), and calibrate needs one: name "
+            "another run"
         )
     config = trained.config
     chosen = split or split_names(config.data)[1]

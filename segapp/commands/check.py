@@ -137,7 +137,9 @@ def _suspected(path: Path, splits: Mapping[str, Sequence[ImagePair]]) -> list[Da
         for row in json.loads(path.read_text(encoding="utf-8")):
             named.setdefault(Path(row["image"]).resolve(), []).append((str(row["reason"]), int(row["area_px"])))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"--suspects {path} is no list of segapp suspects ({error!r}): name its .json") from None
+        raise ConfigError(
+            f"--suspects {path} is not an output of segapp suspects ({error!r}): name its .json"
+        ) from None
     found = []
     for split, pair in ((split, pair) for split, pairs in splits.items() for pair in pairs):
         if regions := named.get(pair.image.resolve()):

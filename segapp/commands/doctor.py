@@ -153,7 +153,7 @@ def _imported(facts: Facts, name: str, found: str, fix: str) -> Diagnosis:
 
 
 def _out_of_range(facts: Facts, package: dict[str, Any]) -> Diagnosis:
-    found = f"{package['version']}, {package['requirement']} is asked for"
+    found = f"{package['version']}, but segapp requires {package['requirement']}"
     fix = _install(facts, [package["name"]])
     return Diagnosis(package["name"], "warning", found, package["extra"] is None, "a tested combination", fix)
 
@@ -201,7 +201,7 @@ def _gpus(facts: Facts) -> Iterator[Diagnosis]:
         found = f"lists {plural(len(smi['gpus']), 'GPU')}, driver {', '.join(drivers)}"
     if is_rocm:
         state, found, fix = "ok" if facts["amd_smi"] else "missing", facts["amd_smi"] or "not on PATH", ""
-    needed_for = "" if state == "ok" else "free memory in parallel.devices: auto and on the screen"
+    needed_for = "" if state == "ok" else "free memory for parallel.devices: auto and in the TUI"
     is_to_do = devices or smi["status"] != "absent"
     yield Diagnosis("amd-smi" if is_rocm else "nvidia-smi", state, found, False, needed_for, fix if is_to_do else "")
     yield _cuda(facts)

@@ -120,9 +120,7 @@ def score_target(target: str | Sequence[str], options: EvalOptions) -> ScoredSpl
     config, scheme = trained.config, trained.scheme
     if scheme.multilabel is not None and (options.confusion is not None or options.boundary):
         option = "--boundary" if options.boundary else "--confusion"
-        raise ConfigError(
-            f"{option} needs one class per pixel, and {printable(targets[0])} knows several: leave it out"
-        )
+        raise ConfigError(f"{option} needs one class per pixel, and {printable(targets[0])} has several: leave it out")
     data = config.data.model_copy(update={} if options.data_root is None else {"root": options.data_root})
     groups = build_groups(data, scheme)
     split = options.split or split_names(data)[1]

@@ -39,7 +39,7 @@ def export_target(
         raise ConfigError("--argmax: a safetensors file holds weights only: leave it out")
     trained = load_trained(target, config)
     if argmax and trained.scheme.multilabel is not None:
-        raise ConfigError(f"--argmax: {printable(target)} knows several classes per pixel: leave it out")
+        raise ConfigError(f"--argmax: {printable(target)} has several classes per pixel: leave it out")
     info = _info(trained, half=half, argmax=argmax)
     if chosen == WEIGHTS:
         text = trained.config.model_dump_json()

@@ -67,6 +67,6 @@ def requeue_code(
     steps = [raw.get("step") or 0 for raw in events if raw.get("exit_code") == code][-3:]
     if len(steps) == 3 and max(steps[1:]) <= steps[0]:
         return RunError.exit_code, (
-            "the run was stopped twice without a new step: give the job more time, or the signal less"
+            "the run was stopped twice without a new step: raise the job's time limit, or send the signal later"
         )
     return code, str(last.get("reason"))

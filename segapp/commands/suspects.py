@@ -147,7 +147,7 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
         first = first or trained
         check_same_classes(runs[0], first.scheme.names, run, trained.scheme.names)
         if trained.scheme.multilabel is not None:
-            raise ConfigError(f"{printable(run)} knows several classes per pixel, and suspects needs one: leave it out")
+            raise ConfigError(f"{printable(run)} has several classes per pixel, and suspects needs one: leave it out")
         counts = counts or ClassCounts(trained.scheme.num_classes)
         data, chosen = trained.config.data, split or split_names(trained.config.data)[1]
         dataset = build_dataset(data, trained.scheme, chosen, is_training=False, seed=trained.config.seed)
@@ -165,7 +165,7 @@ def judge_masks(runs: Sequence[str], split: str | None, min_area_px: int | None)
                 progress(done)
     if not judged or counts is None:
         raise DataError(
-            "no image with a mask is left that a run was not trained on: name another --split, or the folds"
+            "every image with a mask is a training image of the runs: name another --split, or the runs of all folds"
         )
     ranked = rank_regions(counts, ((image, region) for image in judged.values() for region in image.regions))
     unjudged = [path for key, path in trained_on.items() if key not in judged]

@@ -218,7 +218,7 @@ def _graph_problems(config: RunConfig) -> Iterator[str]:
         yield "does not support loss.name: mask_classification, which waits for the GPU: set it to false"
     for key, name in part_names(config).items():
         if key.partition(".")[0] in ("model", "loss"):
-            yield f"does not support own code, which may wait for the GPU ({key} = {name}): set it to false"
+            yield f"does not support custom components, which may wait for the GPU ({key} = {name}): set it to false"
 
 
 def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -226,13 +226,19 @@ def _mask_classification_problems(config: RunConfig) -> Iterator[tuple[str, str]
     if config.model.encoder is None:
         yield "model.encoder", "is missing: eomt needs one, e.g. tu-vit_small_patch16_dinov3"
     if loss.name != "mask_classification":
-        yield "loss.name", f"{loss.name} needs logits per pixel, but eomt learns by loss.name: mask_classification"
+        yield (
+            "loss.name",
+            f"{loss.name} needs logits per pixel, but eomt is trained with loss.name: mask_classification",
+        )
     if loss.plus:
         yield "loss.plus", "cannot be combined with mask_classification: leave it out"
     if loss.class_weights is not None:
         yield "loss.class_weights", "are not used by mask_classification: set them to null"
     if config.distill is not None:
-        yield "distill", "needs logits per pixel, which eomt does not learn by: leave it out (it may be the teacher)"
+        yield (
+            "distill",
+            "needs logits per pixel, which eomt is not trained with: leave it out (eomt can be the teacher)",
+        )
 
 
 def _schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -245,7 +251,7 @@ def _schedule_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             "has neither epochs nor steps, but schedule.name is step: list the epochs, e.g. {epochs: [60, 80]}",
         )
     if section.name == "onecycle" and section.warmup_steps:
-        yield "schedule.warmup_steps", "is for other schedules, onecycle itself begins with a rise: set it to 0"
+        yield "schedule.warmup_steps", "cannot be combined with onecycle, which has its own warm-up: set it to 0"
 
 
 def _part_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -255,15 +261,21 @@ def _part_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     if config.model.library == "python" and "model.name" not in named:
         yield (
             "model.name",
-            f"{config.model.name!r} names no own code: write package.module:factory or ./file.py:factory, or set "
-            "model.library to torchvision or smp",
+            f"{config.model.name!r} is not a custom component: write package.module:factory or ./file.py:factory, or "
+            "set model.library to torchvision or smp",
         )
     if config.model.library != "python" and is_part(config.model.name):
-        yield "model.library", f"is {config.model.library}, but model.name names own code: set it to python"
+        yield "model.library", f"is {config.model.library}, but model.name is a custom component: set it to python"
     if "data.format" in named and not config.data.classes:
-        yield "data.classes", "is missing: an own data format does not fix the classes; list their names by id"
+        yield (
+            "data.classes",
+            "is missing: a custom data format does not fix the classes: list their names in the order of their ids",
+        )
     if "data.format" in named and config.data.cache != "none":
-        yield "data.cache", f"{config.data.cache} keeps files, which an own data format need not have: set it to none"
+        yield (
+            "data.cache",
+            f"{config.data.cache} caches image files, which a custom data format may not have: set it to none",
+        )
 
 
 MULTILABEL_LOSSES = ("bce", "dice", "tversky", "focal", "boundary")
@@ -285,7 +297,7 @@ def _multilabel_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     if data.rgb_masks:
         yield "data.rgb_masks", "cannot be combined with data.multilabel: set it to false"
     if data.sampling != "uniform":
-        yield "data.sampling", f"{data.sampling} aims at one class per pixel: use uniform with data.multilabel"
+        yield "data.sampling", f"{data.sampling} needs one class per pixel: use uniform with data.multilabel"
     for path, term in config.loss.by_key().items():
         if term.name not in MULTILABEL_LOSSES:
             yield (

@@ -88,7 +88,7 @@ def _from_file(saved: object) -> dict[str, dict[str, Any]]:
         raise ValueError(f"a transform without {_CLASS}: save the file with A.save")
     name: str = saved[_CLASS]
     if "." in name:
-        raise ValueError(f"{name} is no transform of albumentations: name a factory that makes it, package.module:name")
+        raise ValueError(f"{name} is not from albumentations: name a factory that creates it, package.module:name")
     if name == "Compose":
         _check_compose(saved)
         return {"Sequential": {"transforms": _all_from_file(saved), "p": saved.get("p", 1.0)}}

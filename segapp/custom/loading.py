@@ -125,7 +125,7 @@ def option_problems(
         elif option not in named and not takes_any:
             known = [name for name in named if name not in offered]
             hint = did_you_mean(str(option), known) or f"it takes {', '.join(known) or 'no option'}"
-            problems.append(f"{key}.{option} is no argument of {part.name}: {hint}")
+            problems.append(f"{key}.{option} is not an argument of {part.name}: {hint}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in options and name not in offered:
             problems.append(f"{key}.{name} is missing: {part.name} takes it and has no default for it")

@@ -134,7 +134,7 @@ def write_weights(model: SegmentationModel, info: ExportInfo, path: Path, more: 
         back = load_file(temporary, device="cpu")
         if back.keys() != tensors.keys() or not all(torch.equal(back[name], tensors[name]) for name in tensors):
             raise RunError(
-                f"{path.name}: the weights read back differ from those written: choose another --out", path=path
+                f"{path.name}: the weights read back differ from the weights written: choose another --out", path=path
             )
     return len(tensors)
 
@@ -268,7 +268,7 @@ def _write_pt2(network: ExportNetwork, info: ExportInfo, path: Path) -> Compute:
         program = torch.export.load(path, extra_files=extra_files)
         if ExportInfo.from_properties(json.loads(extra_files[INFO_FILE]), path.name) != info:
             raise RunError(
-                f"{path.name}: the metadata read back differ from those written: choose another --out", path=path
+                f"{path.name}: the metadata read back differ from the metadata written: choose another --out", path=path
             )
     # Guards hold sizes of the traced example, such as "more than one image"; the check tests other sizes.
     module = program.module(check_guards=False)

@@ -84,7 +84,7 @@ def test_all_wrong_options_are_named_at_once(folder: Path) -> None:
         build_part(
             "own_options:make", "model.name", {"widht": 3, "num_classes": 2, "scale": 1}, offered={"num_classes": 5}
         )
-    for problem in ("model.options.widht is no argument", "did you mean width?", "num_classes is given by segapp"):
+    for problem in ("model.options.widht is not an argument", "did you mean width?", "num_classes is given by segapp"):
         assert problem in str(error.value)
     assert "model.options.width is missing" in str(error.value)
 

@@ -216,7 +216,7 @@ def test_own_transforms_stand_in_the_list(own_parts: None) -> None:
     np.testing.assert_array_equal(transform(image, mask, 1)[0], transform(image, mask, 1)[0])
     assert problems([{"my_transforms:flips": {"q": 1}}, "my_transforms:number"]).splitlines() == [
         "2 problems in data.augment:",
-        "  data.augment[0].q is no argument of my_transforms:flips: it takes p",
+        "  data.augment[0].q is not an argument of my_transforms:flips: it takes p",
         "  data.augment[1] = my_transforms:number makes a int: return a transform of albumentations, a list of them, "
         "or a function of (image, mask, seed)",
     ]
@@ -241,8 +241,8 @@ def test_all_problems_are_named_at_once() -> None:
     )
     assert found.splitlines() == [
         "9 problems in data.augment:",
-        "  data.augment[1]: GausNoise is no transform of albumentations 2.0.8: did you mean GaussNoise or ISONoise?",
-        "  data.augment[2]: Rotate.limits is no argument: did you mean limit?",
+        "  data.augment[1]: GausNoise is not a transform of albumentations 2.0.8: did you mean GaussNoise or ISONoise?",
+        "  data.augment[2]: Rotate.limits is not an argument: did you mean limit?",
         "  data.augment[3]: OneOf[1]: GaussNoise.p = 2: input should be less than or equal to 1",
         "  data.augment[3]: OneOf[1]: GaussNoise.std_range = [0.5, 0.1]: first value should be less than the second "
         "value, got (0.5, 0.1) instead",

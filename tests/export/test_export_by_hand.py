@@ -172,6 +172,6 @@ def test_weights_that_read_back_otherwise_are_refused(
 
     monkeypatch.setattr(safetensors.torch, "load_file", load_changed)
     model = SmallNet()
-    with pytest.raises(RunError, match="differ from those written"):
+    with pytest.raises(RunError, match="differ from the weights written"):
         write_weights(model, info_of(model), tmp_path / "x.safetensors")
     assert list(tmp_path.iterdir()) == []

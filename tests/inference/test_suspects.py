@@ -211,7 +211,7 @@ def test_only_images_that_a_run_left_out_are_judged(
     assert {path.name for path in found.unjudged} == {
         Path(line.split()[0]).name for line in (root / "train0.txt").read_text().splitlines()
     }
-    with pytest.raises(DataError, match="a run was not trained on"):
+    with pytest.raises(DataError, match="is a training image of the runs"):
         judge_masks([str(root / "fold0")], "train0", 20)
 
 
@@ -228,5 +228,5 @@ def test_check_names_the_masks_of_the_list(folds: tuple[Path, list[InjectedError
     with pytest.raises(ConfigError, match="names no image of the splits"):
         check_data(config, as_json=True, html_file=None, suspects=tmp_path / "other.json")
     (tmp_path / "wrong.json").write_text("[1]")
-    with pytest.raises(ConfigError, match="no list of segapp suspects"):
+    with pytest.raises(ConfigError, match="not an output of segapp suspects"):
         check_data(config, as_json=True, html_file=None, suspects=tmp_path / "wrong.json")

@@ -380,7 +380,7 @@ def test_more_classes_than_a_mask_holds_are_one_error(tmp_path: Path) -> None:
     content = json.loads(path.read_text())
     content["categories"] = [{"id": number, "name": f"c{number}"} for number in range(300)]
     path.write_text(json.dumps(content))
-    with pytest.raises(DataError, match=r"instances\.json: 301 classes, but masks of 8 bits hold 255"):
+    with pytest.raises(DataError, match=r"instances\.json: 301 classes, but 8-bit masks hold 255"):
         propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
 
 

@@ -57,8 +57,8 @@ def train_one(words: Sequence[str], configs: Sequence[str], only: int) -> int:
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(
-            "--only trains a run in one process, and this is one of several ranks: start segapp launch with the words "
-            "that segapp sweep --dry-run --json has for the run"
+            "--only trains a run in one process, and this is one of several ranks: start segapp launch with the "
+            "arguments that segapp sweep --dry-run --json prints for the run"
         )
     plan = plan_sweep(words, configs)
     if plan.configs:

@@ -44,7 +44,7 @@ class Overview:
         """Print once that another trainer holds a run."""
         if run.name not in self._held:
             self._held.add(run.name)
-            self.line(f"{run.name}: another trainer holds it; waiting for its end")
+            self.line(f"{run.name}: another process is training it; waiting for its end")
 
     def event(self, run: SweepRun, raw: dict[str, Any]) -> None:
         """Process an event of a training, and print its progress if it is time."""

@@ -125,7 +125,7 @@ class TransformBuilder:
         for argument in arguments:
             if argument not in known:
                 hint = did_you_mean(argument, known) or f"it takes {', '.join(known)}"
-                self.problems.append(f"{place}.{argument} is no argument: {hint}")
+                self.problems.append(f"{place}.{argument} is not an argument: {hint}")
         if arguments.get("mask_interpolation", 0) not in _NEAREST:
             self.problems.append(f"{place}.mask_interpolation would mix class ids: leave it out")
 
@@ -206,7 +206,7 @@ def find_transform(name: str) -> type | str:
     if name in names:
         return getattr(A, name)  # type: ignore[no-any-return]
     hint = did_you_mean(name, names, most=2) or "see its documentation"
-    return f"{name} is no transform of albumentations {A.__version__}: {hint}"
+    return f"{name} is not a transform of albumentations {A.__version__}: {hint}"
 
 
 def known_transforms() -> list[str]:

@@ -201,8 +201,7 @@ class EnsemblePredictor:
                 budget_bytes = _budget_bytes(member) if budget_bytes is None else budget_bytes
             if (member.threshold is None) != (self.threshold is None):
                 raise ConfigError(
-                    f"one of {first_name} and {name} knows several classes per pixel, the other one: they cannot be "
-                    "averaged",
+                    f"only one of {first_name} and {name} has several classes per pixel: they cannot be averaged",
                     path=name,
                 )
             check_same_pixels(first_name, self.pixels, name, member.pixels)

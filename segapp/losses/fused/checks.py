@@ -40,7 +40,7 @@ def check_inputs(logits: Tensor, target: Tensor, weight: Tensor | None = None) -
     if target.dim() != 3 or 0 in target.shape[1:]:
         raise ValueError(f"target has shape {tuple(target.shape)}: give (N, H, W) with H, W of at least 1")
     if target.shape[0] != logits.shape[0]:
-        raise ValueError(f"logits hold {logits.shape[0]} images and the target {target.shape[0]}: give as many of each")
+        raise ValueError(f"logits hold {logits.shape[0]} images and the target {target.shape[0]}: give the same number")
     if target.device != logits.device:
         raise ValueError(f"logits are on {logits.device} and the target on {target.device}: move one to the other")
     if weight is not None and weight.shape != (logits.shape[1],):

@@ -122,7 +122,7 @@ def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
     """Return the names; raise DataError if there are too many for uint8 masks."""
     if len(names) > MAX_CLASSES:
         raise DataError(
-            f"{shown(source)}: {len(names)} classes, but masks of 8 bits hold {MAX_CLASSES}: keep fewer classes in it",
+            f"{shown(source)}: {len(names)} classes, but 8-bit masks hold {MAX_CLASSES}: keep fewer classes in it",
             path=source,
         )
     return tuple(names)

@@ -128,7 +128,7 @@ def _classes_of_instances(tree: Tree, mask: str, kind: str) -> Mask:
         classes = np.where(stored < INSTANCE_STEP, stored, classes)
     if int(classes.max()) > MAX_CLASSES:
         raise DataError(
-            f"{shown(mask)}: class {int(classes.max())}, but masks of 8 bits hold {MAX_CLASSES} classes", path=mask
+            f"{shown(mask)}: class {int(classes.max())}, but 8-bit masks hold at most {MAX_CLASSES} classes", path=mask
         )
     return classes.astype(np.uint8)
 
