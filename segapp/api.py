@@ -484,7 +484,7 @@ def _check_event_types(types: Collection[str] | None) -> None:
     from segapp.run.events import EVENT_TYPES
 
     if isinstance(types, str):
-        raise ConfigError(f"event_types = {types!r} is one word: give a list of names, e.g. [{types!r}]")
+        raise ConfigError(f"event_types = {types!r} is a string: give a list of names, e.g. [{types!r}]")
     for name in types or ():
         if name not in EVENT_TYPES:
             raise ConfigError(f"event_types: there is no event {name!r}: {accepted_words(name, EVENT_TYPES)}")

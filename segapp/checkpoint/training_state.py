@@ -367,7 +367,7 @@ def read_state(file: BinaryIO, path: Path, label: str, read: Reader = load_tenso
             path=path,
         )
     if not all(isinstance(about.get(key), int) for key in _POSITION):
-        raise CheckpointError(f"{label} has no step, epoch and position", path=path)
+        raise CheckpointError(f"{label} has no step, epoch and position: use another checkpoint", path=path)
     return renamed(dict(state), CHECKPOINT_KEYS)
 
 

@@ -474,7 +474,7 @@ def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> lis
             "no custom component is named: give package.module:factory, or --config FILE of a config with some"
         )
     if not is_part(name):
-        raise ConfigError(f"{name!r} names no custom component: write package.module:factory or file.py:factory")
+        raise ConfigError(f"{name!r} is not a custom component: write package.module:factory or file.py:factory")
     if kind is None:
         raise ConfigError(f"{name}: say what it is with --as {'|'.join(CHECKS)}, or give the --config that names it")
     return [(name, kind, {})]  # type: ignore[list-item]

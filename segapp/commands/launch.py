@@ -181,7 +181,7 @@ class RunPolicy(Policy):
             return code
         self._num_vain = 1 if now.step != self._before.step else self._num_vain + 1
         if self._num_vain > self._request.max_restarts:
-            _say(f"exit code {code}: no restart is left, the last {self._num_vain - 1} have brought no new checkpoint")
+            _say(f"exit code {code}: no restarts are left: the last {self._num_vain - 1} brought no new checkpoint")
             return code
         where = "from the start" if now.step is None else f"from step {now.step}"
         _say(f"exit code {code}: the ranks start again {where}")

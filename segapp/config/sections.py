@@ -376,7 +376,7 @@ class TrainConfig(Section):
     """Images per step, a multiple of batch_size. It sets accumulate to effective_batch_size / batch_size; null:
     accumulate applies. Change it to keep the same step on machines with less memory."""
     recompute: Annotated[Literal["off", "auto", "all"] | list[Text], OnResume] = "off"
-    """Blocks of the model whose activations are computed again in the backward pass (activation checkpointing): the
+    """Blocks of the model whose activations are recomputed in the backward pass (activation checkpointing): the
     same result with less memory and more time. auto: the blocks that cost the least time and make the memory plan fit;
     all; or names and patterns, e.g. ["encoder.layer1.*"]. Change it to auto if the run is out of memory."""
     offload: Annotated[bool, OnResume] = False

@@ -45,7 +45,7 @@ def load_part(name: str, key: str) -> CustomComponent:
 def _load(name: str, key: str) -> CustomComponent:
     if not is_part(name):
         raise ConfigError(
-            f"{key} = {name!r} names no custom component: write package.module:factory or ./file.py:factory"
+            f"{key} = {name!r} is not a custom component: write package.module:factory or ./file.py:factory"
         )
     where, attribute = split_name(name)
     source, what = find_source(name), f"{key} = {name}"

@@ -359,7 +359,9 @@ class MemorySampler:
             self._blocked_alert_s = self._blocked_s
         elif saving_s >= self._blocked_alert_s:
             self._blocked_alert_s = saving_s + self._blocked_s
-            message = f"checkpoint write blocked: the disk has not taken it for {saving_s:.0f} s; training continues"
+            message = (
+                f"checkpoint write blocked: the disk has not finished it after {saving_s:.0f} s; training continues"
+            )
             self.emit(Alert(kind="storage", message=message, step=self._step()))
 
     def sample(self) -> None:

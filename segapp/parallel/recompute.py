@@ -137,7 +137,7 @@ class _Pass:
             if before.get(name) != state:
                 raise RuntimeError(
                     f"{self._block.recompute_plan.name}.{name} is a buffer that each forward pass changes, so the "
-                    "activations cannot be computed again: leave the block out of train.recompute"
+                    "activations cannot be recomputed: leave the block out of train.recompute"
                 )
 
 

@@ -47,7 +47,7 @@ def resolve_devices(device_ids: Iterable[DeviceLike] | None = None) -> tuple[tor
 
 def _resolve_device(device_id: DeviceLike) -> torch.device:
     if isinstance(device_id, bool) or not isinstance(device_id, str | int | torch.device):
-        raise TypeError(f"device {device_id!r} is not a CUDA index, a string or a torch.device")
+        raise TypeError(f"device {device_id!r} is not a CUDA index, a string or a torch.device: use e.g. 0 or 'cuda:0'")
     try:
         device = torch.device(CUDA.kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     except RuntimeError as error:

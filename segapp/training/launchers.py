@@ -61,7 +61,7 @@ def adopt_launcher(environ: MutableMapping[str, str]) -> str | None:
             missing = [name for name, value in found.items() if not value]
             if missing:
                 raise DistributedError(
-                    f"{launcher.name} started {found['WORLD_SIZE']} tasks, and {', '.join(missing)} is not known: "
+                    f"{launcher.name} started {found['WORLD_SIZE']} tasks without {', '.join(missing)}: "
                     f"each task would train the whole run on its own: set {', '.join(missing)} for all tasks, "
                     "start one task per machine with torchrun, or set parallel.mode=single for separate runs"
                 ).see("several-machines")

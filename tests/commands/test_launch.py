@@ -79,7 +79,7 @@ def test_restarts_that_bring_no_checkpoint_are_counted(run: RunFolder, capsys: p
     assert policy.code_of_job(8, regroups=False) == 8
     said = capsys.readouterr().err.splitlines()
     assert said[0] == "exit code 137: the ranks start again from step 1"
-    assert said[-1] == "exit code 8: no restart is left, the last 2 have brought no new checkpoint"
+    assert said[-1] == "exit code 8: no restarts are left: the last 2 brought no new checkpoint"
 
 
 def test_code_of_the_run_counts_and_not_that_of_a_rank(run: RunFolder) -> None:

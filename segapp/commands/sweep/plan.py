@@ -183,7 +183,7 @@ def _new_path(name: str) -> Path:
     path = Path(name) if os.sep in name else Path("runs") / name
     if path.exists() and (not path.is_dir() or any(not _BEGUN.fullmatch(each.name) for each in path.iterdir())):
         raise ConfigError(
-            f"{path} exists and is not a sweep: name the sweep, e.g. segapp sweep NAME --config FILE", path=path
+            f"{path} exists and is not a sweep: choose another name, e.g. segapp sweep NAME --config FILE", path=path
         )
     return path
 

@@ -71,7 +71,7 @@ class VideoReader:
         if number < self.num_frames - 2:
             raise DataError(
                 f"{shown(self.file.path)}: ends after frame {number} of {self.num_frames}: the video is damaged or "
-                "cut; what came before is written",
+                "truncated; the frames before this point were written",
                 path=self.file.path,
             )
 
