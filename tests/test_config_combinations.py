@@ -118,7 +118,7 @@ RULES: list[tuple[str, str, str, str]] = [
         ("distill", f"distill={{teacher: t, {NO_TERM.replace(f'{term}: 0', f'{term}: 1')}}}", words, message)
         for term, words, message in (
             ("pixel_wise", "distill={teacher: t}; parallel.mode=model", "parallel.mode: model"),
-            ("pair_wise", f"{EOMT}distill={{teacher: t}}", "may be the teacher"),
+            ("pair_wise", f"{EOMT}distill={{teacher: t}}", "can be the teacher"),
             ("holistic", f"{SETS}{AB}distill={{teacher: t}}", "with data.multilabel"),
         )
     ),

@@ -228,7 +228,7 @@ class CommandController:
         if pending.changes == AUTO_ON and is_auto:
             self.inbox.answer(received, "applied", "auto is on already", position.step, {})
         elif pending.is_split and not is_new and len(pending.changes) == 1 and not is_auto:
-            self.inbox.answer(received, "applied", "this split is in force already", position.step, {})
+            self.inbox.answer(received, "applied", "this split is already in use", position.step, {})
         else:
             self._sets.append(pending)
             self.inbox.answer(received, "accepted", reason, position.step)
