@@ -8,7 +8,7 @@ schedule and augmentation in a Trainer of Lightning, but with random initial wei
 the batch, the loss, the optimizer and the schedule of configs/camvid.yaml in a loop written by hand.
 
 Both write OUT/labels/NAME.png, the class ids of each validation image at full size, after the training time has been
-taken. OUT/training.json has the numbers of steps and images, and the seconds.
+taken. OUT/training.json has the numbers of steps and images, and the seconds of wall time and CPU time.
 
 Shapes: N images, C classes, H, W height and width in pixels.
 """
@@ -16,6 +16,7 @@ Shapes: N images, C classes, H, W height and width in pixels.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import statistics
@@ -66,21 +67,30 @@ class CamVid(Dataset[tuple[Pixels, Pixels]]):
         return np.ascontiguousarray(changed["image"].transpose(2, 0, 1)), changed["mask"]
 
 
+def cpu_s_of(process: psutil.Process) -> float:
+    """Return the CPU seconds of a process and of all its descendants, ended or not."""
+    total_s = 0.0
+    for each in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total_s += sum(each.cpu_times()[:4])  # user and system, then user and system of descendants that ended
+    return total_s
+
+
 class Clock:
-    """The seconds since the process began, and since it began each step."""
+    """The CPU seconds of this process and its descendants at the end of each step."""
 
     def __init__(self) -> None:
         self.began = psutil.Process().create_time()
         self.ends: list[float] = []
 
     def step(self) -> None:
-        self.ends.append(time.time())
+        self.ends.append(cpu_s_of(psutil.Process()))
 
     def wall_s(self) -> float:
         return time.time() - self.began
 
     def step_s(self) -> float:
-        """The median step, from the third on."""
+        """Return the median CPU seconds per step, from the third step on."""
         return statistics.median(b - a for a, b in zip(self.ends[1:], self.ends[2:], strict=False))
 
 
@@ -126,7 +136,8 @@ def train_smp(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[
             self.num_images = 0
 
         def forward(self, images_NCHW: Tensor) -> Tensor:
-            return self.model((images_NCHW - self.mean) / self.std)
+            logits_NCHW: Tensor = self.model((images_NCHW - self.mean) / self.std)
+            return logits_NCHW
 
         def loss_of(self, batch: tuple[Tensor, Tensor], split: str) -> Tensor:
             target_NHW = batch[1].long()
@@ -135,7 +146,8 @@ def train_smp(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[
             self.counts[split].append(
                 smp.metrics.get_stats(predicted_NHW, target_NHW, mode="multiclass", num_classes=num_ids)
             )
-            return self.criterion(logits_NCHW.contiguous(), target_NHW)
+            loss: Tensor = self.criterion(logits_NCHW.contiguous(), target_NHW)
+            return loss
 
         def report(self, split: str) -> None:
             counts = [torch.cat(each) for each in zip(*self.counts[split], strict=True)]
@@ -150,6 +162,8 @@ def train_smp(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[
 
         def on_train_batch_end(self, *_: Any) -> None:
             clock.step()
+            if clock.ends[-1] >= chosen.seconds:
+                self.trainer.should_stop = True
 
         def on_train_epoch_end(self) -> None:
             self.report("train")
@@ -171,7 +185,6 @@ def train_smp(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[
         default_root_dir=chosen.out,
         max_epochs=chosen.epochs,
         max_steps=chosen.steps,
-        max_time={"seconds": int(chosen.seconds - clock.wall_s())},
         log_every_n_steps=1,
         accelerator="cpu",
     )
@@ -189,7 +202,7 @@ def train_smp(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[
 def train_plain(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable[[Tensor], Tensor]]:
     """Train the shipped config of CamVid in a plain loop; return the same as `train_smp`."""
     import torchvision
-    from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+    from torch.optim.swa_utils import AveragedModel
 
     config = yaml.safe_load((ROOT / "configs" / "camvid.yaml").read_text())
     data, optim, training = config["data"], config["optim"], config["train"]
@@ -234,7 +247,15 @@ def train_plain(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / warm_up) * max(0.0, 1 - step / num_steps) ** power
     )
-    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(training["ema"]), use_buffers=True)
+
+    def average(
+        averages: tuple[Tensor, ...] | list[Tensor], current: tuple[Tensor, ...] | list[Tensor], n: Any
+    ) -> None:
+        """Average with the smaller decay of the first updates that segapp has; torch's own average begins slowly."""
+        if averages[0].is_floating_point():
+            torch._foreach_lerp_(averages, current, 1 - min(training["ema"], (1 + int(n)) / (10 + int(n))))
+
+    averaged = AveragedModel(model, multi_avg_fn=average, use_buffers=True)
     mean = torch.tensor([0.485, 0.456, 0.406]).view(1, 3, 1, 1) * 255
     std = torch.tensor([0.229, 0.224, 0.225]).view(1, 3, 1, 1) * 255
     num_images = 0
@@ -242,9 +263,6 @@ def train_plain(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable
     def logits_of(images_NCHW: Tensor) -> Tensor:
         logits_NCHW: Tensor = averaged((images_NCHW - mean) / std)["out"]
         return logits_NCHW
-
-    def finished() -> bool:
-        return len(clock.ends) == chosen.steps or clock.wall_s() >= chosen.seconds
 
     averaged.eval()
     for epoch in range(chosen.epochs):
@@ -259,7 +277,7 @@ def train_plain(chosen: argparse.Namespace, clock: Clock) -> tuple[int, Callable
             averaged.update_parameters(model)
             num_images += len(images_NCHW)
             clock.step()
-            if finished():
+            if len(clock.ends) == chosen.steps or clock.ends[-1] >= chosen.seconds:
                 return num_images, logits_of
         if (epoch + 1) % config["eval"]["every_epochs"] == 0 or epoch + 1 == chosen.epochs:
             counts = torch.zeros(NUM_CLASSES, 256, dtype=torch.long)
@@ -297,21 +315,22 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=50)
     parser.add_argument("--steps", type=int, default=-1, help="end after so many steps, and predict nothing")
-    parser.add_argument("--seconds", type=float, default=1e6, help="end after so many seconds of the process")
+    parser.add_argument("--seconds", type=float, default=1e6, help="end after so many CPU seconds")
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     chosen.out.mkdir(parents=True, exist_ok=True)
     clock = Clock()
     num_images, logits_of = {"smp": train_smp, "plain": train_plain}[chosen.peer](chosen, clock)
-    wall_s, times = clock.wall_s(), psutil.Process().cpu_times()
+    wall_s, cpu_s = clock.wall_s(), cpu_s_of(psutil.Process())
     numbers = {
         "steps": len(clock.ends),
         "images": num_images,
         "wall_s": wall_s,
-        "cpu_s": times.user + times.system + times.children_user + times.children_system,
-        "step_s": clock.step_s(),
+        "cpu_s": cpu_s,
     }
-    if chosen.steps < 0:
+    if chosen.steps > 0:
+        numbers["step_s"] = clock.step_s()
+    else:
         write_labels(chosen.camvid, chosen.out / "labels", logits_of)
     (chosen.out / "training.json").write_text(json.dumps(numbers))
 
