@@ -60,7 +60,7 @@ def difference(output: str, transcript: str) -> str:
     shown, promised = _kinds(output), _kinds(transcript)
     pattern, before = "", ""
     for i, (line, is_long) in enumerate(promised):
-        if line == "...":
+        if line.strip() == "...":
             pattern, before = pattern + _ANY_LINES, promised[i - 1][0] if i else ""
             continue
         words = r"[^\n]*?".join(re.escape(part) for part in line.split("...")) + ("[\n ]" if is_long else "\n")
