@@ -94,8 +94,8 @@ def pair_wise_difference(student: Tensor, teacher: Tensor) -> Tensor:
 class CriterionDistilled(AdditiveCriterion):
     """Criterion of the target, plus the weighted mean over the images of each distillation term.
 
-    Use it if a larger trained model can teach a smaller one. Its outputs are (outputs for `task`, values of the terms
-    (N, terms)), and further elements are ignored; its target is the target of `task`.
+    Use it when a larger trained model can teach a smaller one. It takes outputs (outputs for `task`, values of the
+    terms (N, terms)), ignores further elements, and takes the target of `task`.
 
     Args:
         task: the criterion of the target.

@@ -170,8 +170,8 @@ class _Images:
 class CriterionLovasz(MeanCriterion):
     """Lovász-softmax, averaged over the images with a valid pixel.
 
-    Use it if mIoU is the score that counts, added to cross-entropy or for the last epochs; it sorts the pixels of each
-    class, which takes time. It takes logits (N, C, h, w) and class ids (N, H, W). Statistics: (sum of the images'
+    Use it when mIoU is the score that counts, added to cross-entropy or for the last epochs; it sorts the pixels of
+    each class, which takes time. It takes logits (N, C, h, w) and class ids (N, H, W). Statistics: (sum of the images'
     losses, number of images with a valid pixel).
 
     Args:

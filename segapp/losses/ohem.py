@@ -91,9 +91,9 @@ class HardnessHistogram:
 class CriterionOHEM(HeadCriterion):
     """Cross-entropy averaged over the hard pixels of the step, by class weight.
 
-    Use it if large easy areas, such as road and sky, hide the errors. It takes logits (N, C, h, w) and class ids (N, H,
-    W). Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree to 0.4
-    %) are kept or dropped together. So the kept set is the same for every split of the step, and has at least
+    Use it when large easy areas, such as road and sky, hide the errors. It takes logits (N, C, h, w) and class ids
+    (N, H, W). Statistics, each (heads, bins): loss, weight and count by hardness. Pixels in one bin (losses that agree
+    to 0.4 %) are kept or dropped together. So the kept set is the same for every split of the step, and has at least
     `min_kept` pixels if there are enough.
 
     Args:

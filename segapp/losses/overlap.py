@@ -115,7 +115,7 @@ class CriterionTversky(_OverlapCriterion):
     T = (TP + smooth) / (TP + alpha FP + beta FN + smooth), with sums of probabilities. With alpha = beta = 0.5 and
     gamma = 1 it equals the Dice loss with twice the `smooth`.
 
-    Use it if a missed pixel costs more than a false alarm (beta above alpha), or less. Shapes and statistics are the
+    Use it when a missed pixel costs more than a false alarm (beta above alpha), or less. Shapes and statistics are the
     same as for `CriterionDice`.
 
     Args:

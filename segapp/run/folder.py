@@ -176,7 +176,8 @@ class RunFolder:
                 raise RunBusyError(self._busy_message(), path=self.path)
             time.sleep(_BUSY_LOOK_S)
         if say is not None and self._file_lock.has_lease:
-            say(f"{self.path}: no file locks here (mount Lustre with flock, NFS without nolock): a lease is used")
+            advice = "mount Lustre with flock, NFS without nolock"
+            say(f"{self.path}: this file system has no locks ({advice}): a lease is used")
         with contextlib.suppress(OSError):
             body = this_process().model_dump() | {"acquired_s": round(time.time(), 3), "job": job_of(environ)}
             os.ftruncate(self._file_lock.fd, 0)

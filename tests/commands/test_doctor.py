@@ -113,7 +113,7 @@ def test_a_complete_machine_has_nothing_to_do() -> None:
     [
         (with_facts(segapp=None), "segapp", "warning", "not installed", "pip install -e /src", True),
         (with_package("torch", "torch>=2.11", None, "2.9.0", False), "torch", "warning",
-         "2.9.0, torch>=2.11", "", True),
+         "2.9.0, but segapp requires torch>=2.11", "", True),
         (with_package("textual", "textual==8.2.8", None, None, None), "textual", "missing", "not installed",
          "/env/bin/python -m pip install textual==8.2.8", False),
         (with_package("textual", "textual==8.2.8", None, "9.0", False), "textual", "warning", "9.0",

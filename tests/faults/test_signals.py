@@ -155,7 +155,7 @@ def test_trainer_that_lost_its_lease_exits_9(new_run: NewRun, invariants: Invari
     before = manifest.read_bytes()
     done = run.ended(program)
     invariants.assert_clear(done, 9, "was taken over by process", "it no longer writes there")
-    assert "the disk has no locks" in done.stdout
+    assert "this file system has no locks" in done.stdout
     assert manifest.read_bytes() == before
     assert run.events("run_end") == []
     assert (run.folder / "lock.lease").read_text() == "the token of another\n"

@@ -135,7 +135,7 @@ def no_locks() -> object:
 def test_folder_without_locks_is_held_by_a_lease(no_locks: None, fast: None, tmp_path: Path) -> None:
     folder, said = RunFolder.create(path=tmp_path / "a"), list[str]()
     folder.acquire(said.append)
-    assert "no file locks here (mount Lustre with flock, NFS without nolock)" in said[0]
+    assert "this file system has no locks (mount Lustre with flock, NFS without nolock)" in said[0]
     assert folder.read_holder().pid == os.getpid()  # type: ignore[union-attr]
     with pytest.raises(RunBusyError, match=f"held by process {os.getpid()} on"):
         RunFolder(folder.path).acquire(environ={})

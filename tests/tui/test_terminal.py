@@ -127,7 +127,7 @@ def test_attach_without_terminal_is_refused(run: RecordedRun) -> None:
 def test_dumb_terminal_is_refused(monkeypatch: pytest.MonkeyPatch, term: str) -> None:
     monkeypatch.setenv("TERM", term)
     monkeypatch.setattr(terminal, "_is_terminal", lambda stream: True)
-    with pytest.raises(ConfigError, match="cannot show a screen"):
+    with pytest.raises(ConfigError, match="does not support the TUI"):
         terminal.check_terminal()
 
 
