@@ -72,7 +72,7 @@ def _wrong_size(state: _State, crop_px: tuple[int, int]) -> str:
 
 
 def _extreme(sizes_px: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return the sizes with least height, least width and largest area, limited to what a trial can process."""
+    """Return the sizes with least height, least width and largest area, limited to the largest size of a trial."""
     sizes = list(sizes_px)
     chosen = [min(sizes), min(sizes, key=lambda size: size[1]), max(sizes, key=lambda size: size[0] * size[1])]
     return list(dict.fromkeys((min(height, _MAX_SIDE_PX), min(width, _MAX_SIDE_PX)) for height, width in chosen))
