@@ -115,11 +115,13 @@ class MemoryLimit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         To be called again when the engine trains further parameters.
         """
         self.hold(held_tensors(engine), replicated_bytes=replicated_bytes(engine))
+        # The garbage collector cannot see such hooks: a reference to this limit would keep it, and its model, alive.
+        limit = weakref.proxy(self)
         for parameter in engine.model.parameters():
             if parameter.requires_grad and id(parameter) not in self._watched:
                 self._watched.add(id(parameter))
                 hook: Any = parameter.register_post_accumulate_grad_hook
-                hook(lambda p: self.place([p.grad], 0))
+                hook(lambda p: limit.place([p.grad], 0))
 
     def hold(self, tensors: Iterable[Tensor | None], *, replicated_bytes: int = 0) -> None:
         """Count what the first device holds all the time: weights, optimizer state, averages.
