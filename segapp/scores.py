@@ -122,15 +122,15 @@ def is_best_candidate(miou: Any, loss: Any) -> bool:
     return math.isfinite(as_float(miou)) and math.isfinite(as_float(loss))
 
 
-def best_shown(values: Iterable[float | None], digits: int = 3) -> frozenset[int]:
+def best_shown(values: Iterable[float | None]) -> frozenset[int]:
     """Return the positions of the best values in a row: the largest ones; values that are shown equal are equal.
 
-    There is a best value only if another known value is shown as lower with `digits` decimals.
+    There is a best value only if another known value is shown as lower with three decimals.
 
     >>> sorted(best_shown([0.5, None, 0.7])), sorted(best_shown([None, 0.0])), sorted(best_shown([0.5, 0.5]))
     ([2], [], [])
     """
-    known = {i: round(value, digits) for i, value in enumerate(values) if value is not None and math.isfinite(value)}
+    known = {i: round(value, 3) for i, value in enumerate(values) if value is not None and math.isfinite(value)}
     best = max(known.values(), default=0.0)
     is_one_lower = any(value < best for value in known.values())
     return frozenset(i for i, value in known.items() if is_one_lower and value == best)

@@ -105,7 +105,7 @@ def build_dataset(
             remote = remote_file_system(Path(files.path)) if files.kind == "disk" else None
             if remote is not None:
                 notes.append(
-                    f"data.cache = disk: {files.place} is reached over the network ({remote}): name a folder on a "
+                    f"data.cache = disk: {files.place} is on a network file system ({remote}): name a folder on a "
                     "local disk of each machine in data.cache_dir"
                 )
         except OSError as error:

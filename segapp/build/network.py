@@ -236,7 +236,7 @@ def load_run_weights(model: SegmentationModel, run: str, *, is_partial: bool) ->
             state = network_state(checkpoint.state)
     except KeyError:
         raise CheckpointError(
-            f"{key}: {checkpoint.path} holds no network: it was not written by segapp train",
+            f"{key}: {checkpoint.path} holds no model: it was not written by segapp train",
             key=key,
             value=run,
             path=checkpoint.path,

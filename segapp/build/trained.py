@@ -144,7 +144,7 @@ def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     if needed:
         raise CheckpointError(
             f"{path} leaves {len(needed)} tensors of {config.model.name} without a value, such as {needed[0]}: "
-            "give weights of the whole network for these classes, or train them first with model.weights",
+            "give weights of the whole model for these classes, or train them first with model.weights",
             path=path,
         )
     stored = read_metadata(path, "weights").get("temperature", "1") if path.suffix.lower() == ".safetensors" else "1"

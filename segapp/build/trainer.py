@@ -177,7 +177,7 @@ def _base_notes(config: RunConfig, base: BaseReference | None, *, is_new: bool) 
         if is_new
         else "the checkpoint it continues from does"
     )
-    return [f"checkpoints hold the whole network, the frozen backbone too: {why}"]
+    return [f"checkpoints hold the whole model, the frozen backbone too: {why}"]
 
 
 def _facts(

@@ -240,7 +240,7 @@ def checks_of_model(name: str, options: Mapping[str, Any], config: RunConfig | N
             except Exception as error:
                 return (
                     f"{height}x{width} px fail with {shown_error(error)}: compute sizes from the input; or set "
-                    "size_divisor, min_size_px or fixed_size_px = (H, W) on the network, and data.crop_px to a size "
+                    "size_divisor, min_size_px or fixed_size_px = (H, W) on the model, and data.crop_px to a size "
                     "that it takes"
                 )
         return None

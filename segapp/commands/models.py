@@ -97,7 +97,7 @@ def _print_names(names: list[ModelName], *, as_json: bool) -> None:
     for family, members in families.items():
         shown = ", ".join(each.encoder or each.name for each in members[:4])
         print(f"{family}: {len(members)}, such as {shown}" if len(members) > 4 else f"{family}: {shown}")
-    print(f"{len(names)} networks match; more is shown of {MAX_ROWS} or fewer: give a pattern, e.g. smp/Unet/resnet34")
+    print(f"{len(names)} models match; more is shown of {MAX_ROWS} or fewer: give a pattern, e.g. smp/Unet/resnet34")
 
 
 def table(facts: list[ModelFacts]) -> list[str]:
@@ -135,7 +135,7 @@ def matching_names(pattern: str | None) -> list[ModelName]:
     if not found:
         parts = {part for name in names for part in (name.label, *name.label.split("/"))}
         hint = did_you_mean(pattern, sorted(parts), most=3) or "check the spelling"
-        raise ConfigError(f"{pattern!r} matches no network: {hint} (segapp models lists the families)")
+        raise ConfigError(f"{pattern!r} matches no model: {hint} (segapp models lists the families)")
     return found
 
 

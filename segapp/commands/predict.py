@@ -119,7 +119,7 @@ def output_plan(out: Path, predictor: Predictor, options: PredictOptions) -> Out
     if predictor.scheme.multilabel is not None and (options.min_confidence or "confidence" in plan.kinds):
         option = "--min-confidence" if options.min_confidence else "--save confidence"
         raise ConfigError(
-            f"{option} is for one class per pixel, and this network predicts sets of classes (data.multilabel): use "
+            f"{option} is for one class per pixel, and this model predicts sets of classes (data.multilabel): use "
             "--save probabilities"
         )
     return plan
@@ -162,7 +162,7 @@ def build_predictor(networks: Sequence[str], options: PredictOptions) -> Predict
         return _member(networks[0], options)
     if options.config is not None:
         raise ConfigError(
-            f"--config {options.config} belongs to one file of weights, and {len(networks)} networks are named: write "
+            f"--config {options.config} belongs to one file of weights, and {len(networks)} models are named: write "
             "the weights with their config first (segapp export --format safetensors)"
         )
     return EnsemblePredictor((name, _member(name, options)) for name in networks)
@@ -179,7 +179,7 @@ def _member(target: str, options: PredictOptions) -> TrainedPredictor | Exported
     if not is_exported(target):
         return predictor_of(load_trained(target, options.config, slide=options.slide, tta=options.tta))
     if options.config is not None:
-        raise ConfigError(f"--config {options.config}: {target} is an exported network: leave --config out")
+        raise ConfigError(f"--config {options.config}: {target} is an exported model: leave --config out")
     if options.slide or options.tta:
         raise ConfigError(
             f"{target}: an exported file supports neither --slide nor --tta: leave them out, or predict with the run"

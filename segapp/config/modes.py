@@ -38,7 +38,7 @@ FEATURES = (
         "model.library",
         ("single", "dp", "ddp"),
         lambda config: config.model.library == "segapp",
-        "use a network of another library",
+        "use a model of another library",
         "segapp",
     ),
     Feature(

@@ -319,7 +319,7 @@ def _sigmoid_problems(loss: LossConfig) -> Iterator[tuple[str, str]]:
 def _budget_problems(parallel: ParallelConfig) -> Iterator[tuple[str, str]]:
     path, budgets = "parallel.memory_budget_mib", parallel.memory_budget_mib or []
     if parallel.mode == "model":
-        yield path, "does not support parallel.mode: model, where devices hold parts of the network: leave it out"
+        yield path, "does not support parallel.mode: model, where devices hold parts of the model: leave it out"
     elif isinstance(parallel.devices, list) and len(budgets) != len(parallel.devices) and parallel.mode != "single":
         yield path, f"names {len(budgets)} budgets for {len(parallel.devices)} devices: give one each"
     elif not budgets:

@@ -63,7 +63,7 @@ class ExportedModel:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=providers)
         except Exception as error:
             raise CheckpointError(
-                f"{path} cannot be read ({first_line(error)[:200]}): the file is damaged or not an exported network; "
+                f"{path} cannot be read ({first_line(error)[:200]}): the file is damaged or not an exported model; "
                 "export it again",
                 path=path,
             ) from None

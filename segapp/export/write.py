@@ -84,7 +84,7 @@ def write_export(
         found = check_export(compute, info, model, sizes, pictures)
         if found.agreement < MIN_AGREEMENT:
             raise RunError(
-                f"{path.name}: the exported network gives another class than the trained one at "
+                f"{path.name}: the exported model gives another class than the trained one at "
                 f"{1 - found.agreement:.2%} of the pixels, at most {1 - MIN_AGREEMENT:.1%} are allowed: "
                 + ("export without --half" if info.precision == "fp16" else "use the other --format"),
                 path=path,

@@ -49,23 +49,23 @@ def score_pixels(
     dataset: SegmentationDataset,
     *,
     seed: int,
-    max_values: int = MAX_VALUES,
     progress: Callable[[int], None] = lambda _: None,
 ) -> ScoredPixels:
     """Predict the images of a data set and return pixels, equally many per image, which depend only on the seed.
+
+    At most `MAX_VALUES` probabilities are returned, unless there are more images than that.
 
     Args:
         predictor: predicts one class per pixel, with a temperature of 1.
         dataset: data set with the evaluation transform.
         seed: seed for the sampling if there are too many pixels.
-        max_values: maximum number of returned probabilities, unless there are more images than that.
         progress: called with the number of images done.
 
     Raises:
         DataError: no pixel of the data set has a class.
     """
     scheme, workspace = dataset.scheme, plan_workspace(predictor)
-    most_px = max(1, max_values // (scheme.num_classes * len(dataset)))
+    most_px = max(1, MAX_VALUES // (scheme.num_classes * len(dataset)))
     found: list[NDArray[np.float32]] = []
     targets: list[NDArray[np.int64]] = []
     for index in range(len(dataset)):
@@ -156,14 +156,14 @@ class Reliability:
         return float((gaps * self.num_px[has_px]).sum() / self.num_px.sum())
 
 
-def reliability(pixels: ScoredPixels, temperature: float = 1.0, num_bins: int = NUM_BINS) -> Reliability:
-    """Return the accuracy per confidence bin; bins include their upper end: (0, 1 / n], (1 / n, 2 / n] and so on."""
-    counts = np.zeros((3, num_bins))
+def reliability(pixels: ScoredPixels, temperature: float = 1.0) -> Reliability:
+    """Return the accuracy per confidence bin; bins include their upper end: (0, 1 / n], (1 / n, 2 / n], ..."""
+    counts = np.zeros((3, NUM_BINS))
     for part in _parts(pixels):
         confidence, labels = (part.log_probabilities.double() / temperature).softmax(1).max(1)
-        own = np.clip(np.ceil(confidence.numpy() * num_bins).astype(np.int64) - 1, 0, num_bins - 1)
+        own = np.clip(np.ceil(confidence.numpy() * NUM_BINS).astype(np.int64) - 1, 0, NUM_BINS - 1)
         is_right = (labels == part.targets).numpy()
         for row, weights in enumerate((None, confidence.numpy(), is_right)):
-            counts[row] += np.bincount(own, weights, num_bins)
+            counts[row] += np.bincount(own, weights, NUM_BINS)
     with np.errstate(invalid="ignore"):
         return Reliability(counts[0].astype(np.int64), counts[1] / counts[0], counts[2] / counts[0])

@@ -39,7 +39,7 @@ class CompiledCall:
             reason = str(error).strip().partition("\n")[0]
             self._compiled = None
             self._notes.append(
-                f"train.compile: the network cannot be compiled ({type(error).__name__}: {reason}): it is trained"
+                f"train.compile: the model cannot be compiled ({type(error).__name__}: {reason}): it is trained"
                 " without; set train.compile: false"
             )
             return self._model(images)

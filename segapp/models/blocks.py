@@ -48,7 +48,7 @@ def names_matching(patterns: Sequence[str], names: Sequence[str], key: str = "tr
     for pattern in patterns:
         found = [name for name in names if fnmatchcase(name, pattern) or name.startswith(f"{pattern}.")]
         if not found:
-            raise unknown_name(key, pattern, "the name, or a pattern of names, of a block of the network", names)
+            raise unknown_name(key, pattern, "the name, or a pattern of names, of a block of the model", names)
         chosen.update(found)
     return [name for name in names if name in chosen]
 
@@ -62,8 +62,8 @@ def block_names(model: nn.Module, patterns: Sequence[str] | None = None) -> tupl
     names = list(find_blocks(model))
     if not names:
         raise ConfigError(
-            "train.recompute: the network has no blocks, parts of the same class that follow one another: use off, or "
-            f"name the parts of a custom network in its attribute {CHECKPOINT_BLOCKS}",
+            "train.recompute: the model has no blocks, parts of the same class that follow one another: use off, or "
+            f"name the parts of a custom model in its attribute {CHECKPOINT_BLOCKS}",
             key="train.recompute",
         )
     return tuple(names if patterns is None else names_matching(patterns, names))

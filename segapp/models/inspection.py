@@ -99,7 +99,7 @@ def _own_failure(model: SegmentationModel, size_px: tuple[int, int], error: Exce
             _run(model, "cpu", 1, (side, side), training=False)
             return ConfigError(
                 f"{failed}; it takes {side}x{side} px: compute sizes from the input; or set fixed_size_px = ({side}, "
-                f"{side}) on the network, and data.crop_px to [{side}, {side}]",
+                f"{side}) on the model, and data.crop_px to [{side}, {side}]",
                 key="model.name",
                 value=model.name,
             ).see("own-parts")
@@ -297,5 +297,5 @@ def refusal(model: nn.Module, example: Tensor) -> str | None:
         return None
     if not found:
         return None
-    named = ", ".join(sorted({f"{name or 'the network'} ({operator})" for name, operator in found}))
+    named = ", ".join(sorted({f"{name or 'the model'} ({operator})" for name, operator in found}))
     return f"train.deterministic = true, but {named} has no deterministic form on CUDA: choose another model, or false"

@@ -52,7 +52,7 @@ class LoadReport:
 
         >>> keys = KeyMap("its own names", {"conv.weight": "conv.weight"}, {"fc.bias": "of another head"}, {})
         >>> print(*LoadReport("a.pt", keys).lines(), sep="\n")
-        weights a.pt: 1 of 1 tensors of the network taken (its own names)
+        weights a.pt: 1 of 1 tensors of the model taken (its own names)
         weights a.pt: left out fc.bias (of another head); nothing left at initialization
         """
         keys = self.keys
@@ -62,8 +62,7 @@ class LoadReport:
             f"left at initialization {_by_reason(keys.missing)}" if keys.missing else "nothing left at initialization"
         )
         return (
-            f"weights {self.source}: {len(keys.taken)} of {num_wanted} tensors of the network taken "
-            f"({keys.convention})",
+            f"weights {self.source}: {len(keys.taken)} of {num_wanted} tensors of the model taken ({keys.convention})",
             f"weights {self.source}: {left_out}; {missing}",
         )
 

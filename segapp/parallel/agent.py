@@ -44,6 +44,8 @@ _PATIENCE_S = 10.0
 """Seconds after the end of the job in which ranks can end on their own and other agents can follow."""
 _LOOK_S = 1.0
 """Seconds between reads of the store."""
+_JOIN_S = 600.0
+"""Maximum time to wait for the machine that holds the rendezvous."""
 _STORE_ERRORS = (RuntimeError, ValueError, TimeoutError, RendezvousError)
 
 
@@ -292,9 +294,7 @@ def _answers(host: str, port: int) -> bool:
     return False
 
 
-def run_job(
-    options: Namespace, policy: Policy | None = None, *, shutdown_s: float = 30.0, join_s: float = 600.0
-) -> int:
+def run_job(options: Namespace, policy: Policy | None = None, *, shutdown_s: float = 30.0) -> int:
     """Run the ranks of this machine, and return the exit code of the job.
 
     SIGINT and SIGTERM are passed on to the ranks, which save and end; SIGUSR1 is passed on, too.
@@ -304,7 +304,6 @@ def run_job(
         policy: decision after the end of a rank, and the program; by default the options' program, with the end of the
             first rank that fails.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
-        join_s: seconds to wait for the machine that holds the rendezvous.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart joins the old store
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's own handling loses the ranks' exit codes
@@ -324,7 +323,7 @@ def run_job(
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
-        rdzv_handler=_handler_of(parameters, join_s),
+        rdzv_handler=_handler_of(parameters),
         **{name: getattr(config, name) for name in shared},
     )
     endpoint = None if options.standalone else parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
@@ -334,9 +333,9 @@ def run_job(
     return agent.carry_out()
 
 
-def _handler_of(parameters: RendezvousParameters, join_s: float) -> Any:
+def _handler_of(parameters: RendezvousParameters) -> Any:
     """Return the handler that meets the other agents; wait until the machine that holds the rendezvous has started."""
-    deadline_s = time.monotonic() + join_s
+    deadline_s = time.monotonic() + _JOIN_S
     while True:
         try:
             return rendezvous_handler_registry.create_handler(parameters)

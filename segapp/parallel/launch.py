@@ -21,6 +21,8 @@ from types import FrameType
 
 _PARENT_PID = "SEGAPP_PARENT_PID"
 """Process id of the parent, for the agent and each rank: the parent may die while Python still starts."""
+_LAST_REPORT_S = 5.0
+"""Maximum time for the last report of a process that ends, because its disk may have failed too."""
 
 AGENT = "import sys; from segapp.parallel.launch import run_agent; sys.exit(run_agent(sys.argv[1:]))"
 """The program of torchrun's agent; `-m` would run this module a second time, since the package has imported it."""
@@ -163,11 +165,11 @@ def end_with_peers(
     return is_over.set
 
 
-def end_process(exit_code: int, before: Callable[[], object], *, before_s: float = 5.0) -> None:
-    """End this process and its children, from any thread; `before` has a time limit, as its disk may be gone too."""
+def end_process(exit_code: int, before: Callable[[], object]) -> None:
+    """End this process and its children, from any thread, after at most `_LAST_REPORT_S` for `before`."""
     report = threading.Thread(target=before, name="last-report", daemon=True)
     report.start()
-    report.join(before_s)
+    report.join(_LAST_REPORT_S)
     signal_children(signal.SIGKILL)
     os._exit(exit_code)
 

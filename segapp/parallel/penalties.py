@@ -65,7 +65,7 @@ def gradient_penalty(
         ValueError: an unknown kind, or shapes that do not fit.
     """
     if kind not in get_args(PenaltyKind):
-        raise ValueError(f"kind={kind!r} is unknown: use one of {', '.join(get_args(PenaltyKind))}")
+        raise ValueError(f"kind={kind!r} is not known: use one of {', '.join(get_args(PenaltyKind))}")
     with torch.enable_grad():
         points = _points(real, fake, kind, alpha, noise, generator).detach().requires_grad_()
         scores = list(tensors_in(critic(points)))

@@ -132,7 +132,7 @@ class ReplicaGroup(Generic[T]):
         positions: Sequence[int] = (),
     ) -> None:
         if mode not in ("threads", "lockstep"):
-            raise ValueError(f"mode={mode!r} is unknown: use 'threads' or 'lockstep'")
+            raise ValueError(f"mode={mode!r} is not known: use 'threads' or 'lockstep'")
         self.devices = tuple(devices)
         self.positions = tuple(positions) or tuple(range(len(self.devices)))
         self.timeout_s = timeout_s

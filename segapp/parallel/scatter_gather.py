@@ -51,7 +51,7 @@ def _resolve_device(device_id: DeviceLike) -> torch.device:
     try:
         device = torch.device(CUDA.kind, device_id) if isinstance(device_id, int) else torch.device(device_id)
     except RuntimeError as error:
-        raise ValueError(f"device {device_id!r} is unknown: use 'cpu', 'cuda:0' or a CUDA index like 0") from error
+        raise ValueError(f"device {device_id!r} is not known: use 'cpu', 'cuda:0' or a CUDA index like 0") from error
     if device.type == "meta":
         raise ValueError("device 'meta' holds no values: use 'cpu', 'cuda:0' or a CUDA index like 0")
     if gpu := gpu_of(device):

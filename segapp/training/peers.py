@@ -48,7 +48,7 @@ class Peers:
             self._watch = PeerWatch(store(), f"{job}/{here}", others, self._lose, limit_s=limit_s)
 
     def _lose(self, reason: str) -> None:
-        message = f"{reason}: its power or network failed, or it hangs"
+        message = f"{reason}: its power or network connection failed, or it hangs"
         end_process(DistributedError.exit_code, lambda: self._tell(message))
 
     def _tell(self, message: str) -> None:

@@ -65,7 +65,7 @@ def start_notes(scheme: ClassScheme, splits: Iterable[Targets | None]) -> list[s
 
 def _of_classes(scheme: ClassScheme, train: Targets | None, val: Targets | None) -> Iterator[str]:
     if train is not None and (absent := absent_note(train, scheme)) is not None:
-        yield f"{absent}; the network cannot learn {'them' if ', ' in absent else 'it'}"
+        yield f"{absent}; the model cannot learn {'them' if ', ' in absent else 'it'}"
     if train is not None and has_shades(train, scheme):
         yield ignored_note(train, scheme) or ""
     if val is not None and scheme.multilabel is None and len(present := classes_present(val, scheme)) == 1:

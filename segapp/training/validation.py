@@ -79,8 +79,8 @@ class SamplePictures:
             write_atomic(path, data.tobytes())
 
 
-def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -> NDArray[Any]:
-    """Return images of one size (H, W, 3) next to each other, each reduced to the given longest side.
+def side_by_side(pictures: Sequence[NDArray[Any]]) -> NDArray[Any]:
+    """Return images of one size (H, W, 3) next to each other, each reduced to `PANEL_PX` on its longest side.
 
     The first is interpolated; the others, in class colors, use the nearest pixel.
 
@@ -88,7 +88,7 @@ def side_by_side(pictures: Sequence[NDArray[Any]], longest_px: int = PANEL_PX) -
     (320, 480, 3)
     """
     height, width = pictures[0].shape[:2]
-    scale = min(1.0, longest_px / max(height, width))
+    scale = min(1.0, PANEL_PX / max(height, width))
     size = (max(1, round(width * scale)), max(1, round(height * scale)))
     first = cv2.resize(pictures[0], size, interpolation=cv2.INTER_AREA)
     others = [cv2.resize(picture, size, interpolation=cv2.INTER_NEAREST) for picture in pictures[1:]]

@@ -17,6 +17,7 @@ from segapp.view.history import LossHistory
 from segapp.view.view import View, fold_events
 
 _SLICE_BYTES = 4 * 2**20
+_MAX_PICTURES = 1500
 
 
 class SeriesReader:
@@ -224,8 +225,8 @@ def fold_file(view: View, path: Path) -> None:
     reader.close()
 
 
-def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:
-    """Return the sample pictures of a run, newest first."""
+def newest_pictures(folder: Path) -> list[Path]:
+    """Return the sample pictures of a run, at most `_MAX_PICTURES`, newest first."""
     try:
         with os.scandir(folder) as entries:
             found = [
@@ -235,7 +236,7 @@ def newest_pictures(folder: Path, limit: int = 1500) -> list[Path]:
             ]
     except OSError:
         return []
-    return [folder / name for _, name in sorted(found, reverse=True)[:limit]]
+    return [folder / name for _, name in sorted(found, reverse=True)[:_MAX_PICTURES]]
 
 
 class LogTail:

@@ -33,7 +33,7 @@ def test_names_are_of_all_libraries() -> None:
 def test_pattern_is_a_part_or_a_glob() -> None:
     assert [name.label for name in matching_names("smp/unet/resnet18")] == ["smp/Unet/resnet18"]
     assert {name.encoder for name in matching_names("smp/*/tu-convnext_att*")} >= {"tu-convnext_atto"}
-    with pytest.raises(ConfigError, match=r"'resnet188' matches no network: did you mean .*resnet18"):
+    with pytest.raises(ConfigError, match=r"'resnet188' matches no model: did you mean .*resnet18"):
         matching_names("resnet188")
 
 

@@ -33,11 +33,3 @@ def write_pairs(tmp_path: Path) -> Callable[..., tuple[ImagePair, ...]]:
         return tuple(pairs)
 
     return write
-
-
-@pytest.fixture
-def camvid_root() -> Path:
-    root = Path(__file__).resolve().parents[2].parent / "shared" / "camvid"
-    if not root.is_dir():
-        pytest.skip("the real CamVid images are not beside the repository (../shared/camvid)")
-    return root

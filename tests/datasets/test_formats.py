@@ -181,9 +181,9 @@ def test_link_out_of_root_is_named_before_it_is_searched(tmp_path: Path) -> None
         find_pairs(DataLocation("folder", tmp_path / "root"), "train")
 
 
-def test_all_pairs_of_real_camvid_are_found(camvid_root: Path) -> None:
-    assert len(find_pairs(DataLocation("camvid", camvid_root), "train")) == 367
-    assert len(find_pairs(DataLocation("camvid", camvid_root), "val")) == 101
+def test_all_pairs_of_real_camvid_are_found(camvid: Path) -> None:
+    assert len(find_pairs(DataLocation("camvid", camvid), "train")) == 367
+    assert len(find_pairs(DataLocation("camvid", camvid), "val")) == 101
 
 
 # --- what is missing is named

@@ -483,10 +483,10 @@ def test_check_pairs_reports_all_problems_at_once(write_pairs: Callable[..., tup
         check_pairs(pairs[7:8])
 
 
-def test_real_camvid_passes_the_check_and_matches_pillow(camvid_root: Path) -> None:
+def test_real_camvid_passes_the_check_and_matches_pillow(camvid: Path) -> None:
     from segapp.datasets.layouts.formats import DataLocation, find_pairs
 
-    pairs = find_pairs(DataLocation("camvid", camvid_root), "val")
+    pairs = find_pairs(DataLocation("camvid", camvid), "val")
     assert set(check_pairs(pairs)) == {(360, 480)}
     scheme = class_scheme("camvid")
     for pair in pairs[::25]:

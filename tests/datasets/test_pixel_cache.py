@@ -617,8 +617,8 @@ def test_default_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_
     assert default_folder() == tmp_path / "segapp" / "pixels"
 
 
-def test_real_photographs_are_cached_bit_for_bit(camvid_root: Path, tmp_path: Path) -> None:
-    pairs = find_pairs(DataLocation("camvid", camvid_root), "train")[:3]
+def test_real_photographs_are_cached_bit_for_bit(camvid: Path, tmp_path: Path) -> None:
+    pairs = find_pairs(DataLocation("camvid", camvid), "train")[:3]
     caches = Caches(tmp_path / "cache", pairs, class_scheme("camvid"))
     for _ in range(2):
         assert_equal_to_none(caches.dataset(), caches)

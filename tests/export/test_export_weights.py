@@ -149,4 +149,4 @@ def test_training_reports_loaded_weights_in_log_and_event(
     assert event["missing"]["classifier.low_classifier.bias"] == "for 3 classes there, 4 here"
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("weights ")]
     assert shown == event["message"].splitlines()
-    assert f"{len(own) - 4} of {len(own)} tensors of the network taken (the same names)" in shown[0]
+    assert f"{len(own) - 4} of {len(own)} tensors of the model taken (the same names)" in shown[0]

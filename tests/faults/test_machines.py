@@ -93,7 +93,7 @@ def test_ranks_end_when_the_other_machine_is_lost(
     ]
     run.wait_for_step(4, ranks[0])
     machines[2].cut() if is_cut else machines[2].power_cut()
-    silence = "has not answered for 5 s: its power or network failed, or it hangs; --resume continues"
+    silence = "has not answered for 5 s: its power or network connection failed, or it hangs; --resume continues"
     first, second = (run.ended(rank, 60, must_act=False) for rank in ranks)
     assert first.returncode == 8, first.stderr
     assert f"error: machine node2 (rank 1) {silence}" in first.stderr

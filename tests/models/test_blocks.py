@@ -75,7 +75,7 @@ def test_unknown_blocks_are_refused_with_the_nearest_names():
 
 
 def test_a_network_without_blocks_says_what_to_do():
-    with pytest.raises(ConfigError, match=r"train\.recompute: the network has no blocks.*checkpoint_blocks"):
+    with pytest.raises(ConfigError, match=r"train\.recompute: the model has no blocks.*checkpoint_blocks"):
         block_names(nn.Sequential(nn.Conv2d(3, 4, 1), nn.Conv2d(4, 3, 1)))
 
 

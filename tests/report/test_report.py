@@ -392,7 +392,7 @@ def test_run_report_has_terms_changes_and_alerts(tmp_path: Path) -> None:
 
 def test_classes_without_a_training_pixel_are_above_the_table(tmp_path: Path) -> None:
     run = RecordedRun(tmp_path / "run")
-    note = "class without a pixel in the 9 masks of split train: disc; the network cannot learn it"
+    note = "class without a pixel in the 9 masks of split train: disc; the model cannot learn it"
     for _ in range(2):  # a start and a resume
         run.alert("classes", note)
     run.alert("schedule", "too long a warm-up")

@@ -183,7 +183,7 @@ def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], ru
 def test_random_base_is_saved_whole_and_said(base: dict[str, Any], tmp_path: Path, capsys: Any) -> None:
     config = merged(base, model={"weights_backbone": None}, train={"epochs": 1})
     assert train(config, tmp_path / "run") == 0
-    assert "checkpoints hold the whole network, the frozen backbone too: no weights file" in capsys.readouterr().out
+    assert "checkpoints hold the whole model, the frozen backbone too: no weights file" in capsys.readouterr().out
     state = saved(tmp_path / "run")
     assert "base" not in state
     assert "encoder.blocks.0.attn.qkv.base_layer.weight" in state["model"]

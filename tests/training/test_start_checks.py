@@ -149,7 +149,7 @@ def test_alerts_of_the_masks(tiny: dict[str, Any]) -> None:
 
     full = counted("val", (1, 1, 1))
     assert of(counted("train", (9, 9, 0)), full)[0] == [
-        "class without a pixel in the 4 masks of split train: disc; the network cannot learn it"
+        "class without a pixel in the 4 masks of split train: disc; the model cannot learn it"
     ]
     assert of(full, counted("val", (9, 0, 0)))[0] == [
         "in the 4 masks of split val only ground has pixels: the scores of the other classes are meaningless"
@@ -205,7 +205,7 @@ def test_a_run_says_each_thing_once_and_a_trial_too(
     assert train(config, tmp_path / "run") == 0
     alerts = [(each["kind"], each["message"]) for each in events(tmp_path / "run", "alert")]
     assert [kind for kind, _ in alerts] == ["classes", "schedule"]
-    assert "train: tree; the network cannot learn it" in alerts[0][1]
+    assert "train: tree; the model cannot learn it" in alerts[0][1]
     printed = capsys.readouterr().out
     assert printed.count("of the pixels of the 10 masks of split train are ignored: value 255") == 1
     assert [printed.count(f"alert: {message}") for _, message in alerts] == [1, 1]

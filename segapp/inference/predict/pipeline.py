@@ -151,7 +151,7 @@ class _Job:
             return
         if not pixels.is_rgb8:
             self.tally.problems.append(
-                f"{shown(file.path)}: a video has 8-bit RGB frames, the network takes {pixels.layout}: give it images"
+                f"{shown(file.path)}: a video has 8-bit RGB frames, the model takes {pixels.layout}: give it images"
             )
             return
         try:

@@ -271,7 +271,7 @@ def check_same_pixels(first: str, pixels: PixelFormat, other: str, found: PixelF
     if (pixels.bands, pixels.dtype) != (found.bands, found.dtype):
         raise ConfigError(
             f"{first} takes images of {pixels.layout} {list(pixels.bands or ())}, and {other} of {found.layout} "
-            f"{list(found.bands or ())}: average networks with the same data.bands and data.dtype",
+            f"{list(found.bands or ())}: average models with the same data.bands and data.dtype",
             path=other,
         )
 
@@ -284,7 +284,7 @@ def check_same_classes(first: str, names: tuple[str, ...], other: str, other_nam
     differing = [f"class {i} is {a or 'missing'!r} and {b or 'missing'!r}" for i, (a, b) in pairs if a != b]
     more = f", and {len(differing) - 3} more differ" if len(differing) > 3 else ""
     raise ConfigError(
-        f"{first} and {other} have different classes: {', '.join(differing[:3])}{more}: only networks with the same "
+        f"{first} and {other} have different classes: {', '.join(differing[:3])}{more}: only models with the same "
         "classes in the same order can be averaged",
         path=other,
     )

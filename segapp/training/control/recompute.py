@@ -29,7 +29,7 @@ class RecomputeController:
             self.blocks = tuple(name for name, block in find_blocks(model).items() if is_recomputable(block))
         except ConfigError as error:  # `checkpoint_blocks` of a custom network without recomputation
             problem = problem or str(error)
-        self.problem = problem or (None if self.blocks else "the network has no blocks")
+        self.problem = problem or (None if self.blocks else "the model has no blocks")
 
     def sets_of(self, choice: RecomputeChoice) -> tuple[tuple[str, ...], ...]:
         """Return the names of the blocks for each device; with `all`, all except offloaded ones."""

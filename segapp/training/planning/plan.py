@@ -203,7 +203,7 @@ def _nothing_fits(planner: Planner, tried: str) -> ConfigError:
     sizes = ", ".join(f"{gpu.total_mib:.0f}" for gpu in planner.gpus)
     return ConfigError(
         f"train.batch_size = auto: {tried} would not fit {sizes} MiB: "
-        "lower data.crop_px, use a smaller network, or set train.precision=amp-bf16",
+        "lower data.crop_px, use a smaller model, or set train.precision=amp-bf16",
         key="train.batch_size",
     )
 

@@ -57,7 +57,7 @@ class SimulationPool:
 
     def facts(self, mode: Mode) -> dict[str, Any]:
         """Return the sizes of the network and of the evaluation; meanwhile every process builds its model."""
-        found: dict[str, Any] = self._ask([mode] * len(self._processes), "memory plan: building the network")[0]
+        found: dict[str, Any] = self._ask([mode] * len(self._processes), "memory plan: building the model")[0]
         return found
 
     def simulate(self, jobs: Sequence[SimulationJob]) -> list[SimulationResult]:

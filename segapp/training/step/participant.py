@@ -164,14 +164,14 @@ class RandomCalls(FirstLook):
 
     def take_note(self) -> str | None:
         """Return a sentence that names the layers, the first time."""
-        names = [name or "the network" for name in self._found]
+        names = [name or "the model" for name in self._found]
         self._found = {}
         if not names:
             return None
         more = "" if len(names) < 4 else f" and {len(names) - 3} others"
         return (
             f"{', '.join(names[:3])}{more}: random numbers from the generator of the device, as in attention with "
-            "dropout or in a function that a network calls itself; they depend on how the batch is divided, so that "
+            "dropout or in a function that a model calls itself; they depend on how the batch is divided, so that "
             "another number of devices or ranks takes another course: set this dropout to 0, or use layers of torch.nn"
         )
 
@@ -209,6 +209,6 @@ class FirstOutputs(FirstLook):
         if not (least >= 0 and most <= 1 and off_one < 1e-3):
             return None
         return (
-            "the outputs of the network are probabilities: from 0 to 1, with sum 1 over the classes; the losses apply "
+            "the outputs of the model are probabilities: from 0 to 1, with sum 1 over the classes; the losses apply "
             "the softmax themselves, and a second one stops the training from learning: return logits"
         )

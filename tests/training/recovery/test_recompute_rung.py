@@ -199,7 +199,7 @@ def test_blocks_that_count_their_passes_are_cut_in_pieces(
 
 def test_compiled_and_blockless_networks_have_no_rung() -> None:
     layers = RecomputeController(nn.Sequential(nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)))
-    assert (layers.problem, layers.has_kept) == ("the network has no blocks", False)
+    assert (layers.problem, layers.has_kept) == ("the model has no blocks", False)
     blocks = nn.Sequential(*(nn.TransformerEncoderLayer(4, 1, 4) for _ in range(2)))
     assert RecomputeController(blocks).has_kept
     compiled = RecomputeController(blocks, problem="train.compile is on")

@@ -47,7 +47,7 @@ def test_parts_without_deterministic_form_are_named() -> None:
     problem = refusal(model, example())
     assert problem is not None
     assert "pad (reflection_pad2d)" in problem
-    assert "the network (adaptive_max_pool2d)" in problem
+    assert "the model (adaptive_max_pool2d)" in problem
 
 
 @pytest.mark.sampled(2)
