@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import cv2
 import numpy as np
@@ -24,6 +25,7 @@ import torch
 import torchvision
 import yaml
 
+import segapp as package
 from segapp.__main__ import main
 from tests.support import ROOT
 from tests.support.drawn_folders import draw_image
@@ -247,6 +249,20 @@ def run_command(command: str, folder: Path, block: Block) -> tuple[str, str]:
     if is_once:
         _printed[command] = done.stdout, done.stderr
     return done.stdout, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_plain_pytorch_predicts_what_segapp_predicts(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(prepared)
+    (block,) = [block for block in SLOW_PYTHON if "import segmentation_models_pytorch" in block.text]
+    done = segapp("export", "demo", "--format", "safetensors", "--out", "demo.safetensors", cwd=prepared)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = {}
+    exec(compile(block.text, block.place, "exec"), found)
+    expected = package.load("demo", device="cpu").predict("photo.jpg")
+    assert len(np.unique(expected)) > 1
+    assert np.array_equal(found["labels"].numpy(), expected)
 
 
 @pytest.mark.slow

@@ -73,8 +73,9 @@ def _read_geopackage(path: Path) -> tuple[str | None, list[_Feature]]:
         import shapely
     except ImportError:
         raise missing_extra("pyogrio", "GeoPackages", "geo") from None
-    if path.open("rb").read(16) != b"SQLite format 3\0":  # GDAL would try all of its formats
-        return None, []
+    with path.open("rb") as file:
+        if file.read(16) != b"SQLite format 3\0":  # GDAL would try all of its formats
+            return None, []
     found, _, geometries, columns = pyogrio.raw.read(path)
     shapes = [json.loads(text) for text in shapely.to_geojson(shapely.from_wkb(geometries))]
     rows = zip(*(column.tolist() for column in columns), strict=True)
