@@ -476,5 +476,6 @@ def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> lis
     if not is_part(name):
         raise ConfigError(f"{name!r} is not a custom component: write package.module:factory or file.py:factory")
     if kind is None:
-        raise ConfigError(f"{name}: say what it is with --as {'|'.join(CHECKS)}, or give the --config that names it")
+        kinds = "|".join(CHECKS)
+        raise ConfigError(f"{name}: give its kind with --as {kinds}, or with --config a config that uses it")
     return [(name, kind, {})]  # type: ignore[list-item]

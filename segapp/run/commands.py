@@ -293,7 +293,7 @@ def _parse_set(arguments: list[str]) -> dict[str, Any]:
         if not equals or not value:
             raise CommandError(f"set {name}: no value: write set {name}=VALUE", value=name)
         if name in raw:
-            raise CommandError(f"set {name}: given twice: write it once", value=name)
+            raise CommandError(f"set {name} is given twice: write it once", value=name)
         raw[name] = _parse_value(name, value)
     return raw
 

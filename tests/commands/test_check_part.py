@@ -98,7 +98,7 @@ def test_all_parts_of_the_example_pass(capsys: pytest.CaptureFixture[str], monke
 
 
 def test_part_without_a_kind_asks_for_it() -> None:
-    with pytest.raises(ConfigError, match=r"say what it is with --as model\|loss"):
+    with pytest.raises(ConfigError, match=r"give its kind with --as model\|loss"):
         check_part(f"{PARTS}:Net", None, None)
 
 
