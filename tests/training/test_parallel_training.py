@@ -339,4 +339,4 @@ def test_oom_of_a_rank_in_an_evaluation_is_handled_by_all(tiny: dict[str, Any], 
     assert "sliding windows" in oom["action"]
     assert oom["index"] == 1
     fallbacks = torch.load(tmp_path / "run" / "checkpoints" / "last.pt", weights_only=True)["fallbacks"]
-    assert fallbacks["window_px"] == [48, 64]
+    assert fallbacks["window_px"] == (48, 64)
