@@ -164,7 +164,7 @@ def test_other_base_is_refused_at_resume_and_by_readers(base: dict[str, Any], ru
     other = config.model_copy(
         update={"model": config.model.model_copy(update={"weights_backbone": str(tmp_path / "other.pt")})}
     )
-    with pytest.raises(CheckpointError, match=r"adapters and head alone.*backbone.pt with sha256 \w{16}, and sha256"):
+    with pytest.raises(CheckpointError, match=r"only adapters and head.*backbone.pt with sha256 \w{16}, and sha256"):
         run_session(TrainRequest(other, RunFolder(copy)))
     assert run_session(TrainRequest(config, RunFolder(copy))) == 0
     whole = saved(copy)

@@ -112,7 +112,7 @@ def test_a_second_failure_of_the_step_cuts_pieces(undisturbed: tuple[RunConfig, 
         (1, {"is_recomputed": True}),
         (1, {"num_pieces": 2, "is_recomputed": True}),
     ]
-    assert "BatchNorm takes its statistics from smaller pieces" in found[1]["action"]
+    assert "BatchNorm computes its statistics from smaller pieces" in found[1]["action"]
     assert choices(folder) == [(1, "all", "out of memory", [5])]
 
 
