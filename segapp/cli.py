@@ -536,7 +536,7 @@ def check(
         option("--suspects", "Also report the masks listed in this output of segapp suspects.", "suspects.json"),
     ] = None,
 ) -> None:
-    """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are problems."""
+    """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are errors."""
     from segapp.config import load_config, named_config
 
     loaded = load_config(named_config(config, overrides or []), overrides or [])

@@ -134,8 +134,8 @@ class DataConfig(Section):
     classes: list[str] | None = None
     """Class names in the order of their ids. Required by the formats folder and list. Change it to your classes."""
     palette: list[tuple[Byte, Byte, Byte]] | None = None
-    """RGB color of each class, in reports, overlays and RGB masks. Other colors in RGB masks are ignored pixels. Change
-    it if your masks are colored, or if two classes look alike."""
+    """RGB color of each class, in reports, overlays and RGB masks. Colors after these are ignored pixels of RGB masks;
+    any other color is refused. Change it if your masks are colored, or if two classes look alike."""
     rgb_masks: bool = False
     """Masks are RGB images with the colors of data.palette. Change it to true for colored masks."""
     multilabel: Literal["files", "channels", "bits"] | None = None
