@@ -176,6 +176,10 @@ def launch(
     rdzv_id: Annotated[
         str | None, option("--rdzv-id", "Name of the job. Default: the name of the run folder.", "NAME")
     ] = None,
+    secret_file: Annotated[
+        Path | None,
+        option("--secret-file", "Secret that the machines share. Default: .RUN.secret next to the run.", "FILE"),
+    ] = None,
     local_addr: Annotated[
         str | None, option("--local-addr", "Address at which the other machines reach this one.", "ADDRESS")
     ] = None,
@@ -186,8 +190,8 @@ def launch(
     """Train on several machines: run this command on each of them.
 
     The ranks of all machines start together. If a machine is lost, the others save, or restart from the last
-    checkpoint. New machines join at a restart. Every machine ends with the exit code of the run. Further options are
-    passed to torchrun as --NAME=VALUE.
+    checkpoint. New machines join at a restart. Every machine ends with the exit code of the run. The machines need a
+    private network, and share a secret. Further options are passed to torchrun as --NAME=VALUE.
     """
     _ignore_early_signals()
     at = words.index("train") if "train" in words else len(words)
@@ -217,6 +221,7 @@ def launch(
         nproc_per_node=nproc_per_node,
         rdzv_endpoint=rdzv_endpoint,
         rdzv_id=rdzv_id,
+        secret_file=secret_file,
         local_addr=local_addr,
         max_restarts=max_restarts,
         others=words[:at],

@@ -178,15 +178,15 @@ def _cache_files(
             )
         return disk_files(folder, data.root, split, scheme, pixels)
     first_here = machines.index(machines[ranks.rank])
-    own: CacheFiles | OSError | None = None
+    own: CacheFiles | str | None = None
     if ranks.rank == first_here:
         try:
             own = memory_files()
         except OSError as error:
-            own = error
+            own = str(error)
     found = ranks.gather(own)[first_here]
-    if isinstance(found, OSError):
-        raise found
+    if isinstance(found, str):
+        raise OSError(found)
     files: CacheFiles = own if isinstance(own, CacheFiles) else found
     return files
 

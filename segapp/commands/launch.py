@@ -1,9 +1,12 @@
-"""`segapp launch`: the agent of one machine in a training on several machines, and its restart policy."""
+"""`segapp launch`: the ranks of one machine in a training on one or several machines, and their restart policy."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import secrets
+import signal
 import socket
 import sys
 from collections.abc import Sequence
@@ -24,8 +27,10 @@ from segapp.errors import (
     SegappError,
     StorageError,
 )
-from segapp.parallel.agent import Policy, run_job
+from segapp.parallel.agent import run_job
+from segapp.parallel.launch import LocalRanks, Policy
 from segapp.run.checkpoints import CheckpointFolder
+from segapp.run.files import open_new, remove_quietly, storage_errors_of, temporary_name
 from segapp.run.folder import RunFolder
 from segapp.run.state import read_tail
 from segapp.training.recovery import fallbacks_after
@@ -33,6 +38,10 @@ from segapp.training.request import plan_request
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED
 
 _ERRORS = (ConfigError, DataError, CheckpointError, NonFiniteError, StorageError)
+SECRET_VARIABLE = "SEGAPP_LAUNCH_SECRET"
+"""The secret that the machines of a job share."""
+_SHORTEST_SECRET = 16
+"""Characters."""
 FINAL = {0, EXIT_STOPPED_AND_SAVED, 130, 143, *(error.exit_code for error in _ERRORS)}
 """Exit codes after which a restart would end in the same way, or that a person requested."""
 
@@ -52,6 +61,7 @@ class LaunchRequest:
     nproc_per_node: str
     rdzv_endpoint: str | None
     rdzv_id: str | None
+    secret_file: Path | None
     local_addr: str | None
     max_restarts: int
     """Maximum number of restarts without a new checkpoint."""
@@ -61,31 +71,95 @@ class LaunchRequest:
 
 def launch(request: LaunchRequest) -> int:
     """Run the ranks of this machine until the run ends, and return its exit code."""
+    policy, grace_s = RunPolicy(request), _grace_s(request)
+    if request.rdzv_endpoint is None:
+        num_ranks = _num_local_ranks(request)
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+        return LocalRanks(num_ranks, policy, shutdown_s=grace_s, signals=signals).run()
+    if any("rdzv" in word and "backend" in word for word in request.others):
+        raise ConfigError("--rdzv-backend: only c10d has a signed state: leave the option out").see("several-machines")
+    _say(
+        f"the ranks trust everyone who can reach {request.rdzv_endpoint} and the ports of this machine: use a network "
+        "that other users cannot reach (segapp docs several-machines)"
+    )
+    address = request.local_addr or own_address(request.rdzv_endpoint)
     words = ["--nnodes", request.nnodes, "--nproc-per-node", request.nproc_per_node, *request.others]
-    endpoint, address = request.rdzv_endpoint, "127.0.0.1"
-    if endpoint is not None:
-        address = request.local_addr or own_address(endpoint)
-        words += ["--rdzv-endpoint", endpoint, "--rdzv-id", request.rdzv_id or request.run.name]
-        if not any("rdzv" in word and "backend" in word for word in request.others):
-            words += ["--rdzv-backend", "c10d"]
-    elif request.nnodes in ("1", "1:1"):
-        words += ["--standalone"]
-    else:
-        raise ConfigError(
-            f"--nnodes {request.nnodes} needs --rdzv-endpoint HOST:PORT: one of the machines, and a free port there"
-        ).see("several-machines")
-    options = torchrun.parse_args([*words, "--local-addr", address, "-m", "--", "segapp"])  # type: ignore[no-untyped-call]
+    words += ["--rdzv-backend", "c10d", "--rdzv-endpoint", request.rdzv_endpoint]
+    words += ["--rdzv-id", request.rdzv_id or request.run.name, "--local-addr", address, "-m", "--", "segapp"]
+    options = torchrun.parse_args(words)  # type: ignore[no-untyped-call]
     if options.nproc_per_node.isdecimal():
         share = (os.cpu_count() or 1) // int(options.nproc_per_node)
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, share)))
     for name, addresses in psutil.net_if_addrs().items():
         if any(each.address == address for each in addresses):  # by default gloo uses the interface of the host name
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            if endpoint is None:
-                os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
     os.environ["SEGAPP_PARENT_PID"] = str(os.getpid())  # the ranks end with this process
     logging.disable(logging.ERROR)  # the ranks print their errors themselves
-    return run_job(options, RunPolicy(request), shutdown_s=_grace_s(request))
+    return run_job(options, shared_secret(request), policy, shutdown_s=grace_s)
+
+
+def _num_local_ranks(request: LaunchRequest) -> int:
+    """Return the number of ranks of a job on this machine alone.
+
+    Raises:
+        ConfigError: the options are those of a job on several machines.
+    """
+    if request.nnodes not in ("1", "1:1"):
+        raise ConfigError(
+            f"--nnodes {request.nnodes} needs --rdzv-endpoint HOST:PORT: one of the machines, and a free port there"
+        ).see("several-machines")
+    if request.others:
+        raise ConfigError(
+            f"{' '.join(request.others)}: options of torchrun need --rdzv-endpoint HOST:PORT: leave them out on one "
+            "machine"
+        ).see("several-machines")
+    try:
+        return torchrun.determine_local_world_size(request.nproc_per_node)
+    except ValueError as error:
+        raise ConfigError(f"--nproc-per-node {request.nproc_per_node}: {error}: use a number or gpu") from None
+
+
+def shared_secret(request: LaunchRequest) -> bytes:
+    """Return the secret with which the machines of a job sign what they tell each other.
+
+    It comes from SEGAPP_LAUNCH_SECRET, or from a file that only its owner can read: `--secret-file`, by default next to
+    the run folder, which all machines share. The first machine makes the file.
+
+    Raises:
+        ConfigError: the file can be read by others, or holds too few characters.
+        StorageError: it cannot be made or read.
+    """
+    secret = os.environ.get(SECRET_VARIABLE, "")
+    if secret:
+        where = SECRET_VARIABLE
+    else:
+        path = request.secret_file or request.run.with_name(f".{request.run.name}.secret")
+        where = str(path)
+        with storage_errors_of("share a secret in", path):
+            secret = _secret_in(path)
+    if len(secret) < _SHORTEST_SECRET:
+        raise ConfigError(
+            f"{where} has {len(secret)} characters: use a secret of at least {_SHORTEST_SECRET}, such as the output of "
+            "`openssl rand -hex 16`"
+        ).see("several-machines")
+    return secret.encode()
+
+
+def _secret_in(path: Path) -> str:
+    """Return the secret in a file; make both if there is no file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    made = path.with_name(temporary_name())
+    try:
+        with open(open_new(made), "w") as file:
+            file.write(secrets.token_hex(16))
+        with contextlib.suppress(FileExistsError):  # another machine was first
+            os.link(made, path)
+    finally:
+        remove_quietly(made)
+    with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
+        if os.fstat(file.fileno()).st_mode & 0o077:
+            raise ConfigError(f"{path} can be read by other users: run `chmod 600 {path}`", path=path)
+        return file.read(2**12).strip()
 
 
 def own_address(endpoint: str) -> str:

@@ -1,13 +1,17 @@
-"""The agent of one machine: torch's elastic agent, with a policy that ends or restarts ranks by their exit codes.
+"""The agent of one of several machines: torch's elastic agent, with a policy that ends or restarts ranks by exit codes.
 
 Agents meet in rounds. When a rank has ended, the agents either stop their ranks, meet again and start the next round,
 or end the job: the first agent that knows the job's exit code writes it to the store of the rendezvous, and all agents
 return that code.
+
+Everyone who can reach the store can write to it, and torch unpickles the state of the rendezvous. So the agents sign
+that state with a secret that they share.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hmac
 import os
 import signal
 import socket
@@ -15,7 +19,7 @@ import sys
 import threading
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import fields
 from types import FrameType
 from typing import Any
@@ -29,12 +33,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousParameters,
+    RendezvousStateError,
     RendezvousTimeoutError,
-    rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend, create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import Token, create_handler
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from segapp.compat.torch import rendezvous_store
+from segapp.parallel.launch import Policy
 from segapp.parallel.peer_watch import LIMIT_S, PeerWatch, peer_limit_s
 
 LOST = 8
@@ -57,28 +64,6 @@ class JobEndedError(Exception):
         self.code = code
 
 
-class Policy:
-    """Decision after the end of a rank: this policy ends the job with the exit code of that rank."""
-
-    def __init__(self, command: Sequence[str] = ()) -> None:
-        self.command = command
-
-    def begin_round(self) -> Sequence[str]:
-        """Return Python's arguments for the ranks of the next round."""
-        return self.command
-
-    def code_of_job(self, code: int, *, regroups: bool) -> int | None:
-        """Return the exit code of the job after one of its ranks has ended with `code`; None: another round follows.
-
-        `regroups`: an agent has stopped its ranks for another round, for example because a machine wants to join.
-        """
-        return code
-
-    def code_after_signal(self, number: int) -> int:
-        """Return the exit code of the job if a signal has stopped it before a rank could save."""
-        return 128 + number
-
-
 class Agent(LocalElasticAgent):
     """The agent of this machine.
 
@@ -86,12 +71,12 @@ class Agent(LocalElasticAgent):
         spec: the ranks of this machine, and how they meet the others.
         logs_specs: destination of the ranks' output.
         policy: decision after the end of a rank.
-        endpoint: address and port of the rendezvous; None if only this process uses it.
+        endpoint: address and port of the rendezvous.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
     """
 
     def __init__(
-        self, spec: WorkerSpec, logs_specs: Any, policy: Policy, endpoint: tuple[str, int] | None, shutdown_s: float
+        self, spec: WorkerSpec, logs_specs: Any, policy: Policy, endpoint: tuple[str, int], shutdown_s: float
     ) -> None:
         super().__init__(spec, logs_specs)
         self._policy, self._endpoint = policy, endpoint
@@ -111,8 +96,7 @@ class Agent(LocalElasticAgent):
 
     def carry_out(self) -> int:
         """Run the job to its end and return its exit code: the same on every machine that can still read it."""
-        if self._endpoint is not None:
-            threading.Thread(target=self._end_without_store, args=self._endpoint, daemon=True).start()
+        threading.Thread(target=self._end_without_store, args=self._endpoint, daemon=True).start()
         code = 0
         try:
             self.run()  # returns if this machine was one too many, and the job has ended without it
@@ -124,6 +108,8 @@ class Agent(LocalElasticAgent):
             code = self._lost("too few machines came to the rendezvous")
         except RendezvousConnectionError:
             code = self._lost("the rendezvous does not answer any more")
+        except RendezvousStateError as error:
+            code = self._lost(str(error))
         if self._signal is None and code not in (self._code, 0, 75):
             print(f"this machine ends with exit code {code}, as the others do", file=sys.stderr, flush=True)
         self._part()
@@ -152,7 +138,7 @@ class Agent(LocalElasticAgent):
         worker_group.spec.max_restarts = self._round + self._remaining_restarts  # torch passes on the difference
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        worker_group.spec.args = tuple(self._policy.begin_round())
+        worker_group.spec.args = ("-P", *self._policy.begin_round())
         self._code = None
         ids: dict[int, Any] = super()._start_workers(worker_group)
         self._pids = list(ids.values())
@@ -210,8 +196,7 @@ class Agent(LocalElasticAgent):
             print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
         of_job = self._known()
         if of_job is None and self._signal is not None:
-            is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
-            of_job = self._policy.code_after_signal(self._signal) if is_unsaved else code
+            of_job = self._policy.code_of_stop(code, self._signal)
         elif of_job is None:
             regroups = self._asked(lambda: self._job.check([f"regroups/{self._round}"]))
             of_job = self._policy.code_of_job(code, regroups=bool(regroups))
@@ -294,24 +279,63 @@ def _answers(host: str, port: int) -> bool:
     return False
 
 
-def run_job(options: Namespace, policy: Policy | None = None, *, shutdown_s: float = 30.0) -> int:
+class SignedBackend(C10dRendezvousBackend):
+    """A rendezvous whose state is signed (HMAC-SHA256), so that nobody without the secret can send it a pickle.
+
+    Args:
+        store: store of the rendezvous.
+        run_id: name of the job.
+        secret: known to the agents of the job only.
+    """
+
+    def __init__(self, store: Any, run_id: str, secret: bytes) -> None:
+        super().__init__(store, run_id)
+        self._run_id, self._secret = run_id, secret
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """Return the state and its token; None if there is none.
+
+        Raises:
+            RendezvousStateError: the state was not signed with the secret.
+        """
+        found = super().get_state()
+        return None if found is None else (self._verified(found[0]), found[1])
+
+    def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
+        """Replace the state that has this token; return the present state, its token, and if it was replaced."""
+        found = super().set_state(self._signature(state) + state, token)
+        return None if found is None else (self._verified(found[0]), *found[1:])
+
+    def _signature(self, state: bytes) -> bytes:
+        return hmac.digest(self._secret, self._run_id.encode() + b"\0" + state, "sha256")
+
+    def _verified(self, signed: bytes) -> bytes:
+        signature, state = signed[:32], signed[32:]
+        if not hmac.compare_digest(signature, self._signature(state)):
+            raise RendezvousStateError(
+                f"the state of the rendezvous {self._run_id} was not written with the secret of this machine: use the "
+                "same secret on all machines, and another --rdzv-id for each job"
+            )
+        return state
+
+
+def run_job(options: Namespace, secret: bytes, policy: Policy | None = None, *, shutdown_s: float = 30.0) -> int:
     """Run the ranks of this machine, and return the exit code of the job.
 
     SIGINT and SIGTERM are passed on to the ranks, which save and end; SIGUSR1 is passed on, too.
 
     Args:
         options: the options of torchrun, and the program of the ranks.
+        secret: the secret that the agents of the job share.
         policy: decision after the end of a rank, and the program; by default the options' program, with the end of the
             first rank that fails.
         shutdown_s: seconds between SIGTERM and SIGKILL for the ranks.
     """
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # pytorch issue 135712: a restart joins the old store
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # torch's own handling loses the ranks' exit codes
-    if options.standalone:
-        options.rdzv_backend, options.rdzv_endpoint, options.rdzv_id = "c10d", "127.0.0.1:0", str(os.getpid())
     config, program, command = run.config_from_args(options)
     parameters = RendezvousParameters(
-        backend=config.rdzv_backend,
+        backend="c10d",
         endpoint=config.rdzv_endpoint,
         run_id=config.run_id,
         min_nodes=config.min_nodes,
@@ -323,22 +347,23 @@ def run_job(options: Namespace, policy: Policy | None = None, *, shutdown_s: flo
     spec = WorkerSpec(
         local_world_size=config.nproc_per_node,
         entrypoint=program,
-        rdzv_handler=_handler_of(parameters),
+        rdzv_handler=_handler_of(parameters, secret),
         **{name: getattr(config, name) for name in shared},
     )
-    endpoint = None if options.standalone else parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
+    endpoint = parse_rendezvous_endpoint(config.rdzv_endpoint, 29400)
     agent = Agent(spec, config.logs_specs, policy or Policy(command), endpoint, shutdown_s)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, agent.pass_on)
     return agent.carry_out()
 
 
-def _handler_of(parameters: RendezvousParameters) -> Any:
+def _handler_of(parameters: RendezvousParameters, secret: bytes) -> Any:
     """Return the handler that meets the other agents; wait until the machine that holds the rendezvous has started."""
     deadline_s = time.monotonic() + _JOIN_S
     while True:
         try:
-            return rendezvous_handler_registry.create_handler(parameters)
+            _, store = create_backend(parameters)
+            return create_handler(store, SignedBackend(store, parameters.run_id, secret), parameters)
         except RendezvousConnectionError:
             if time.monotonic() > deadline_s:
                 raise

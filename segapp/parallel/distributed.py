@@ -1,4 +1,4 @@
-"""One process per device: ranks under torchrun, on one or several machines, with the loss of a single device.
+"""One process per device: ranks on one or several machines, with the loss of a single device.
 
 The exact loss of a step is `finalize(allreduce(*statistics))`, which is the same scalar on every rank. The derivative
 of a sum over ranks is the sum of the ranks' gradients. So the *mean* over ranks of the parameters' gradients, which
@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
+import io
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from segapp.compat.torch import BatchNorm, set_group_timeout
 from segapp.parallel.exchange import layers_group, use_layers_group
-from segapp.parallel.launch import die_with_parent, signal_children
+from segapp.parallel.launch import STORE_VARIABLE, die_with_parent, signal_children
 from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
@@ -89,7 +90,7 @@ def init_from_env(
     start_timeout_s: float = 600.0,
     parent_poll_s: float = 1.0,
 ) -> RankInfo:
-    """Join the process group of torchrun's ranks, and end this process when its launcher dies.
+    """Join the process group of the ranks, and end this process when its launcher dies.
 
     An existing process group, such as the group of a Ray Train worker, is used unchanged and not destroyed by
     `shutdown`.
@@ -114,18 +115,22 @@ def init_from_env(
     if own.type == "cuda":
         torch.cuda.set_device(own)
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # two groups work on one GPU
+    store, place = None, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    if file := os.environ.get(STORE_VARIABLE):
+        store, place = dist.FileStore(file), file
+        store.set_timeout(timedelta(seconds=start_timeout_s))
     try:
         dist.init_process_group(
             chosen,
+            store=store,
             rank=rank,
             world_size=world_size,
             timeout=timedelta(seconds=start_timeout_s),
             device_id=own if chosen == "nccl" else None,
         )
     except (dist.DistError, RuntimeError, ValueError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise DistributedSetupError(
-            f"rank {rank} of {world_size} could not join the others at {address} within {start_timeout_s:g} s"
+            f"rank {rank} of {world_size} could not join the others at {place} within {start_timeout_s:g} s"
             f" ({type(error).__name__}: {error}): check that every rank runs and reaches that address"
         ) from error
     _own_groups.append(dist.group.WORLD)
@@ -201,7 +206,8 @@ def end_now(exit_code: int) -> None:
 
 
 def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    meeting = () if environ.get(STORE_VARIABLE) else ("MASTER_ADDR", "MASTER_PORT")
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", *meeting)
     if environ.get("WORLD_SIZE") == "1" or torch.cuda.device_count() == 1:
         environ = {"LOCAL_RANK": "0", **environ}  # a container with one GPU needs no number for it
     missing = [name for name in names if not environ.get(name)]
@@ -212,7 +218,7 @@ def _read_rank(environ: Mapping[str, str]) -> tuple[int, int, int]:
         if not environ[name].isdecimal():
             raise DistributedSetupError(f"{name}={environ[name]!r} is not a number: {_LAUNCH}")
         numbers.append(int(environ[name]))
-    rank, world_size, local_rank, _ = numbers
+    rank, world_size, local_rank = numbers[:3]
     if rank >= world_size:
         raise DistributedSetupError(f"RANK={rank} does not fit WORLD_SIZE={world_size}: ranks count from 0: {_LAUNCH}")
     return rank, world_size, local_rank
@@ -309,15 +315,19 @@ class Ranks:
     """This process's rank, and collective operations on Python values and tensors.
 
     Every method except `is_main` is collective: all ranks must call it. Python values use gloo on the host, so they
-    never wait for a GPU; with one rank, nothing is sent.
+    never wait for a GPU; with one rank, nothing is sent. They come from a socket, so they are read as tensors and plain
+    values (`torch.load` with `weights_only`), and never unpickled.
 
     Args:
         info: result of `init_from_env`; None for a single process.
         step_timeout_s: timeout of the exchanges from `tighten_timeout` on.
+        classes: further classes that the values may contain.
     """
 
-    def __init__(self, info: RankInfo | None = None, *, step_timeout_s: float = 120.0) -> None:
-        self._step_timeout_s = step_timeout_s
+    def __init__(
+        self, info: RankInfo | None = None, *, step_timeout_s: float = 120.0, classes: Iterable[type] = ()
+    ) -> None:
+        self._step_timeout_s, self._classes = step_timeout_s, list(classes)
         self.rank = 0 if info is None else info.rank
         self.world_size = 1 if info is None else info.world_size
         self._host_group: Any = None  # the default group
@@ -344,19 +354,23 @@ class Ranks:
 
     def from_main(self, value: Any) -> Any:
         """Return the main rank's value, on every rank."""
-        if self.world_size == 1:
-            return value
-        box = [value]
-        dist.broadcast_object_list(box, src=0, group=self._host_group)
-        return box[0]
+        return self.gather(value if self.is_main else None)[0]
 
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's value in rank order, on every rank."""
         if self.world_size == 1:
             return [value]
-        values: list[Any] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self._host_group)
-        return values
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        own = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)]
+        dist.all_gather(sizes, torch.tensor([own.numel()]), group=self._host_group)
+        longest = int(max(sizes))
+        parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
+        dist.all_gather(parts, nn.functional.pad(own, (0, longest - own.numel())), group=self._host_group)
+        files = [io.BytesIO(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+        with torch.serialization.safe_globals(self._classes):
+            return [torch.load(file, weights_only=True) for file in files]
 
     def first_of(self, value: Any) -> Any:
         """Return the value of the first rank whose value is not None, on every rank; None if there is none."""

@@ -1,33 +1,64 @@
-"""Start ranks on this machine with torchrun's agent, such that they end if their parent does.
+"""Start the ranks of one machine, such that they end if their parent does.
 
-kill -9 of torchrun's agent leaves its ranks running. So every process here requests a signal from the kernel for the
-death of its parent (`PR_SET_PDEATHSIG`, Linux), also polls for it, and is killed if it does not end then.
+The ranks of one machine meet in a file that only their user can read, so they open no port for that, and their
+collectives use the loopback interface. kill -9 of a process leaves its children running. So every rank requests a
+signal from the kernel for the death of its parent (`PR_SET_PDEATHSIG`, Linux), also polls for it, and is killed if it
+does not end then.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import logging
+import fcntl
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 
+STORE_VARIABLE = "SEGAPP_RANK_STORE"
+"""The file in which the ranks of one machine meet; without it, they meet at MASTER_ADDR and MASTER_PORT."""
 _PARENT_PID = "SEGAPP_PARENT_PID"
-"""Process id of the parent, for the agent and each rank: the parent may die while Python still starts."""
+"""Process id of the parent, for each rank: the parent may die while Python still starts."""
 _LAST_REPORT_S = 5.0
 """Maximum time for the last report of a process that ends, because its disk may have failed too."""
-
-AGENT = "import sys; from segapp.parallel.launch import run_agent; sys.exit(run_agent(sys.argv[1:]))"
-"""The program of torchrun's agent; `-m` would run this module a second time, since the package has imported it."""
+_POLL_S = 0.05
 
 _watched: set[int] = set()
+
+
+class Policy:
+    """Decision after the end of a rank: this policy ends the job with the exit code of that rank."""
+
+    def __init__(self, command: Sequence[str] = ()) -> None:
+        self.command = command
+
+    def begin_round(self) -> Sequence[str]:
+        """Return Python's arguments for the ranks of the next round."""
+        return self.command
+
+    def code_of_job(self, code: int, *, regroups: bool) -> int | None:
+        """Return the exit code of the job after one of its ranks has ended with `code`; None: another round follows.
+
+        `regroups`: an agent has stopped its ranks for another round, for example because a machine wants to join.
+        """
+        return code
+
+    def code_after_signal(self, number: int) -> int:
+        """Return the exit code of the job if a signal has stopped it before a rank could save."""
+        return 128 + number
+
+    def code_of_stop(self, code: int, number: int) -> int:
+        """Return the exit code of the job after signal `number`, when a rank has ended with `code`."""
+        is_unsaved = code in (128 + signal.SIGINT, 128 + signal.SIGTERM)
+        return self.code_after_signal(number) if is_unsaved else code
 
 
 def launch_local(
@@ -39,14 +70,14 @@ def launch_local(
 ) -> int:
     """Run a Python program as several ranks on this machine and wait for it.
 
-    The ranks run under torchrun's agent, which ends all of them if one fails. SIGINT and SIGTERM to this process are
-    passed on, once; if this process is killed, agent and ranks also end.
+    If one rank fails, all are ended. SIGINT and SIGTERM to this process are passed on, once; if this process is killed,
+    the ranks also end.
 
     Args:
         command: the arguments of `python`: `["-m", "package", ...]` or `["script.py", ...]`.
         num_ranks: number of processes, at least 1.
         env: environment variables to set or override.
-        shutdown_s: seconds between a signal and SIGKILL, in which ranks save.
+        shutdown_s: seconds between SIGTERM and SIGKILL for the ranks that run after another one has failed.
 
     Returns:
         0, or the exit status of the first rank that failed; 128 + n if signal n ended it.
@@ -54,47 +85,138 @@ def launch_local(
     Raises:
         ValueError: num_ranks is below 1, or command is empty.
     """
-    if num_ranks < 1:
-        raise ValueError(f"num_ranks={num_ranks} starts nothing: use 1 or more")
     if not command:
         raise ValueError('command is empty: give ["-m", package, ...] or [script, ...]')
-    environ = {**os.environ, **(env or {})}
-    environ[_PARENT_PID] = str(os.getpid())
-    environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
-    environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(int(shutdown_s))
-    if "lo" in (name for _, name in socket.if_nameindex()):
-        # The ranks of one machine meet on its loopback interface: another may be down, filtered, or a VPN's.
-        environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    # The loopback address, because the machine's host name may not resolve.
-    options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
-    agent = [sys.executable, "-c", AGENT, *options]
-    # A new session, so that Ctrl-C reaches the ranks once, through this process.
-    # "--", because argparse would treat the program's `--run` as an abbreviation of torchrun's `--run-path`.
-    flag, program = (["-m"], command[1:]) if command[0] == "-m" else ([], command)
-    process = subprocess.Popen([*agent, *flag, "--", *program], env=environ, start_new_session=True)
-    with _passing_signals_to(process):
-        status = process.wait()
-    return 128 - status if status < 0 else status
+    return LocalRanks(num_ranks, Policy(command), env=env, shutdown_s=shutdown_s).run()
 
 
-@contextlib.contextmanager
-def _passing_signals_to(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass SIGINT and SIGTERM on to the process; handlers can be set only in the main thread."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+class LocalRanks:
+    """The ranks of a job on this machine, started as children of this process.
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        with contextlib.suppress(ProcessLookupError):
+    Args:
+        num_ranks: number of processes, at least 1.
+        policy: the program of the ranks, and the decision after the end of one.
+        env: environment variables to set or override.
+        shutdown_s: seconds between SIGTERM and SIGKILL for the ranks that run after another one has failed.
+        signals: signals to this process that are passed on to the ranks.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        policy: Policy,
+        *,
+        env: Mapping[str, str] | None = None,
+        shutdown_s: float = 60.0,
+        signals: Sequence[int] = (signal.SIGINT, signal.SIGTERM),
+    ) -> None:
+        if num_ranks < 1:
+            raise ValueError(f"num_ranks={num_ranks} starts nothing: use 1 or more")
+        self._policy, self._shutdown_s, self._signals = policy, shutdown_s, signals
+        self._environ = _environ_of(num_ranks, env or {})
+        self._num_ranks = num_ranks
+        self._ranks: list[subprocess.Popen[bytes]] = []
+        self._signal: int | None = None
+
+    def run(self) -> int:
+        """Run the job to its end and return its exit code."""
+        with tempfile.TemporaryDirectory(prefix="segapp-ranks-", ignore_cleanup_errors=True) as folder:
+            handle = os.open(folder, os.O_RDONLY)
+            fcntl.flock(handle, fcntl.LOCK_EX)  # systemd-tmpfiles deletes old folders unless they are locked
+            try:
+                with self._passing_signals_on():
+                    return self._run_rounds(folder)
+            finally:
+                os.close(handle)
+
+    def _run_rounds(self, folder: str) -> int:
+        for number in itertools.count():
+            try:
+                self._start(folder, number)
+                code = self._wait()
+            finally:
+                self._end()
+            if self._signal is not None:
+                return self._policy.code_of_stop(code, self._signal)
+            of_job = 0 if code == 0 else self._policy.code_of_job(code, regroups=False)
+            if of_job is not None:
+                return of_job
+        raise AssertionError("the rounds have no end")
+
+    def _start(self, folder: str, number: int) -> None:
+        """Start the ranks of a round; each is in its own session, so that Ctrl-C reaches it once, through here."""
+        command = [sys.executable, "-P", *self._policy.begin_round()]
+        environ = {**self._environ, STORE_VARIABLE: f"{folder}/{number}", "TORCHELASTIC_RESTART_COUNT": str(number)}
+        self._ranks = []
+        for rank in range(self._num_ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            self._ranks.append(subprocess.Popen(command, env={**environ, **own}, start_new_session=True))
+        if self._signal is not None:  # it came while they were started
+            self._pass_on(self._signal)
+
+    def _wait(self) -> int:
+        """Wait until all ranks have succeeded or one has failed, and return its exit code."""
+        while any(process.poll() is None for process in self._ranks):
+            if any(process.returncode for process in self._ranks):
+                break
+            time.sleep(_POLL_S)
+        # Of ranks that failed at the same time, one that was killed is the cause.
+        failed = [(process.returncode > 0, rank) for rank, process in enumerate(self._ranks) if process.returncode]
+        if not failed:
+            return 0
+        rank = min(failed)[1]
+        code = self._ranks[rank].returncode
+        if code < 0 and self._signal is None:
+            name = signal.Signals(-code).name
+            print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)
+        return 128 - code if code < 0 else code
+
+    def _end(self) -> None:
+        """End the ranks that still run: SIGTERM first, so that they can save, then SIGKILL."""
+        self._pass_on(signal.SIGTERM)
+        deadline_s = time.monotonic() + self._shutdown_s
+        while any(process.poll() is None for process in self._ranks) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
+        for process in self._ranks:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+    def _pass_on(self, number: int) -> None:
+        for process in self._ranks:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    @contextlib.contextmanager
+    def _passing_signals_on(self) -> Iterator[None]:
+        """Pass signals on to the ranks; handlers can be set only in the main thread."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def handle(number: int, _frame: FrameType | None) -> None:
+            if number in (signal.SIGINT, signal.SIGTERM):
+                self._signal = number
+            self._pass_on(number)
+
+        before = {number: signal.signal(number, handle) for number in self._signals}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _environ_of(num_ranks: int, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment that the ranks of this machine share."""
+    environ = {**os.environ, **env}
+    environ["WORLD_SIZE"] = environ["LOCAL_WORLD_SIZE"] = str(num_ranks)
+    environ[_PARENT_PID] = str(os.getpid())
+    environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
+    environ["NCCL_RAS_ENABLE"] = "0"  # NCCL's status service listens on a port that every user of the machine can reach
+    if "lo" in (name for _, name in socket.if_nameindex()):
+        # The ranks listen for each other on the loopback interface: another may be down, filtered, or the internet's.
+        environ["GLOO_SOCKET_IFNAME"] = environ["NCCL_SOCKET_IFNAME"] = "lo"
+    return environ
 
 
 def signal_when_parent_dies(number: int, parent: int | None = None) -> None:
@@ -182,22 +304,6 @@ def _is_alive(pid: int) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def run_agent(arguments: Sequence[str]) -> int:
-    """Run the agent with torchrun's arguments; it ends with its parent and returns the status of the failed rank.
-
-    SIGINT and SIGTERM are passed on to the ranks, which save and end.
-    """
-    shutdown_s = float(os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "30"))
-    die_with_parent(grace_s=shutdown_s + 5)  # before the imports, which take seconds
-    os.environ[_PARENT_PID] = str(os.getpid())
-    from torch.distributed import run
-
-    from segapp.parallel.agent import run_job
-
-    logging.disable(logging.ERROR)  # the ranks print their errors themselves
-    return run_job(run.parse_args(list(arguments)), shutdown_s=shutdown_s)  # type: ignore[no-untyped-call]
 
 
 def signal_children(number: int) -> None:

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
+from pathlib import PosixPath
 from typing import Any, Literal
 
 import torch
@@ -27,9 +28,10 @@ from segapp.build.topology import shares_note, topology_event
 from segapp.build.trainer import build_trainer
 from segapp.checkpoint.sharing import load_on_every_rank, on_main
 from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, checkpoint_to_resume, saved_state
-from segapp.config import RunConfig, dump_config, part_names
+from segapp.config import LiveSettings, RunConfig, dump_config, part_names
 from segapp.custom.names import keep_parts
 from segapp.custom.trust import TRUST_VARIABLE, remember_parts
+from segapp.datasets.cache import CacheFiles
 from segapp.errors import (
     CheckpointError,
     CommandError,
@@ -38,6 +40,7 @@ from segapp.errors import (
     DistributedError,
     OutOfMemoryError,
     RunBusyError,
+    SegappError,
     StorageError,
 )
 from segapp.memory.counters import DeviceInfo, DeviceMemoryTracker, MemorySampler, device_info_of, limit_gpus
@@ -54,17 +57,18 @@ from segapp.parallel.distributed import (
 from segapp.parallel.launch import launch_local
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
-from segapp.run.events import Alert, EventListener, EventLog, EventWriter, RunEnd
+from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveTensor, Oom, OtherProcess, RunEnd
 from segapp.run.files import machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.lease import STILL_S
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import Places, RunContext
+from segapp.training.control.commands import PendingRequests
 from segapp.training.failures import as_segapp_error
 from segapp.training.peers import Peers, find_peers
 from segapp.training.planning.auto import check_host_memory, is_planned, planned_advice, resolve_auto
-from segapp.training.recovery import fallbacks_after, report_reverted_split
+from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
 from segapp.training.start_checks import changed_length_note
@@ -177,7 +181,7 @@ def _devices_of_launcher() -> DevicePlan | None:
 
 @contextlib.contextmanager
 def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Ranks, DevicePlan, Peers]]:
-    """Join the ranks that torchrun started; yield them, the device of this process, and the watch over the others.
+    """Join the ranks that were started; yield them, the device of this process, and the watch over the others.
 
     In modes other than ddp, this process is the only one.
     """
@@ -194,7 +198,8 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
     except DistributedSetupError as error:
         raise DistributedError(str(error)) from None
     try:
-        ranks = Ranks(info, step_timeout_s=exchange_timeout_s(config.train.hang_timeout_s))
+        timeout_s = exchange_timeout_s(config.train.hang_timeout_s)
+        ranks = Ranks(info, step_timeout_s=timeout_s, classes=exchanged_classes())
         reason = f"rank {info.rank} of {info.world_size}"
         with contextlib.closing(find_peers(ranks)) as peers:
             yield ranks, DevicePlan("ddp", (info.device,), reason, devices.mode_reason), peers
@@ -205,6 +210,15 @@ def _joined_ranks(config: RunConfig, devices: DevicePlan) -> Iterator[tuple[Rank
             shutdown()
         raise
     shutdown()
+
+
+def exchanged_classes() -> list[type]:
+    """Return the classes of the values that ranks send to each other, besides tensors and plain values."""
+    errors: list[type] = [SegappError]
+    for error in errors:  # the list grows while it is read
+        errors += error.__subclasses__()
+    of_memory = (SavedMemoryPlan, DeviceInfo, MemoryFallbacks, Oom, LiveTensor, OtherProcess)
+    return [*errors, *of_memory, LoadedCheckpoint, LiveSettings, PendingRequests, CacheFiles, PosixPath]
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_bett
 from segapp.config import RunConfig, dump_config
 from segapp.errors import ConfigError
 from segapp.parallel import agent as agents
+from segapp.parallel.launch import Policy
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
 from segapp.run.events import EventWriter, RunEnd, Step
 from segapp.run.folder import RunFolder
@@ -51,7 +52,8 @@ def test_exit_code_decides_about_a_restart(code: int, after: Course, num_round: 
 
 def request_for(run: Path, **changed: Any) -> LaunchRequest:
     values = {"words": ["--run", str(run)], "run": run, "config": None, "overrides": [], "resume": None, "nnodes": "2"}
-    values |= {"nproc_per_node": "1", "rdzv_endpoint": None, "rdzv_id": None, "local_addr": None, "max_restarts": 2}
+    values |= {"nproc_per_node": "1", "rdzv_endpoint": None, "rdzv_id": None, "secret_file": None}
+    values |= {"local_addr": None, "max_restarts": 2}
     return LaunchRequest(**{**values, "others": [], **changed})
 
 
@@ -146,6 +148,9 @@ def test_address_of_a_machine_is_that_of_its_route() -> None:
         (["--nnodes", "2"], "Missing argument"),
         (["--nnodes", "2", "--", "train", "--run", "a", "--detach"], "--detach, --smoke and --print-config"),
         (["--nnodes", "1:4", "--", "train", "--run", "a"], "--nnodes 1:4 needs --rdzv-endpoint HOST:PORT"),
+        (["--nproc-per-node", "many", "--", "train", "--run", "a"], "--nproc-per-node many: "),
+        (["--tee=3", "--", "train", "--run", "a"], "--tee=3: options of torchrun need --rdzv-endpoint HOST:PORT"),
+        (["--rdzv-endpoint=a:1", "--rdzv-backend=etcd", "--", "train", "--run", "a"], "--rdzv-backend: only c10d"),
         (["--", "train", "--run", "a", "--confg", "b"], "No such option"),
     ],
 )
@@ -209,7 +214,7 @@ def test_agent_that_comes_late_ends_with_the_code_of_the_job() -> None:
     meeting: Any = Closed()
     meeting._store.set("segapp/run/code", "75")
     spec = WorkerSpec("segapp", 1, meeting, entrypoint="true")
-    agent = agents.Agent(spec, DefaultLogsSpecs(), agents.Policy(), None, 5.0)
+    agent = agents.Agent(spec, DefaultLogsSpecs(), Policy(), ("127.0.0.1", 29500), 5.0)
     assert agent.carry_out() == 75
 
 

@@ -1,5 +1,6 @@
-"""Ranks are started, ended and outlived as promised. Launcher and ranks load no torch here; the agent does."""
+"""Ranks are started, ended and outlived as promised. Launcher and ranks load no torch here; agents do."""
 
+import json
 import os
 import signal
 import socket
@@ -25,7 +26,7 @@ RANK = """
     import os, signal, sys, time
     from pathlib import Path
     die_with_parent = launch.die_with_parent
-    folder, what, rank, agent = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"], os.getppid()
+    folder, what, rank, parent = Path(sys.argv[1]), sys.argv[2], os.environ["RANK"], os.getppid()
     is_late = what == "stubborn" and rank == "1"
     if not is_late:
         die_with_parent(poll_s=0.2, grace_s=1)
@@ -37,11 +38,10 @@ RANK = """
         signal.signal(signal.SIGINT, save)
     else:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    (folder / f"agent{rank}").write_text(str(agent))
     (folder / f"rank{rank}").write_text(str(os.getpid()))
-    while is_late:  # it is still starting when the agent dies
+    while is_late:  # it is still starting when its parent dies
         try:
-            os.kill(agent, 0)
+            os.kill(parent, 0)
             time.sleep(0.05)
         except ProcessLookupError:
             die_with_parent(poll_s=0.2, grace_s=1)
@@ -89,24 +89,6 @@ def test_launcher_exits_with_status_of_the_failed_rank(script, tmp_path, what, s
     assert launch_local([str(script), str(tmp_path), what], 2, shutdown_s=5) == status
 
 
-def test_agent_gives_its_ranks_time_and_ends_with_its_parent(monkeypatch):
-    agent = pytest.importorskip("segapp.parallel.agent", reason="this torch has no torchrun")
-
-    def ranks(options, *, shutdown_s):
-        seen.append((options.nproc_per_node, options.training_script, os.environ["SEGAPP_PARENT_PID"], shutdown_s))
-        return 6
-
-    seen: list[object] = []
-    monkeypatch.setenv("SEGAPP_PARENT_PID", "1")
-    monkeypatch.setenv("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "60")
-    monkeypatch.setattr(launch, "die_with_parent", lambda grace_s: seen.append(grace_s))
-    monkeypatch.setattr("segapp.parallel.launch.logging.disable", lambda *_: None)
-    monkeypatch.setattr(agent, "run_job", ranks)
-    assert launch.run_agent(["--standalone", "--nproc-per-node=2", "--", "x.py", "--run", "a"]) == 6
-    own = str(os.getpid())  # a rank ends with this process, not with the one above it
-    assert seen == [65.0, ("2", "x.py", own, 60.0)], "its ranks have a minute to save before it is killed"
-
-
 def test_launch_without_ranks_is_refused():
     with pytest.raises(ValueError, match="num_ranks=0"):
         launch_local(["x.py"], 0)
@@ -115,7 +97,7 @@ def test_launch_without_ranks_is_refused():
 
 
 def start(script, tmp_path, what):
-    """A launcher in a process of its own; returns it with the pids of its agent and ranks."""
+    """A launcher in a process of its own; returns it with the pids of its ranks."""
     command = [str(script), str(tmp_path), what]
     code = f"""{LAUNCH}if True:
         import sys, time
@@ -125,33 +107,51 @@ def start(script, tmp_path, what):
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT)
     files = [tmp_path / f"rank{i}" for i in range(2)]
     wait_until(lambda: all(file.exists() and file.read_text() for file in files))
-    return launcher, int((tmp_path / "agent0").read_text()), [int(file.read_text()) for file in files]
+    return launcher, [int(file.read_text()) for file in files]
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("victim", ["launcher", "agent"])
-def test_sigkill_of_launcher_or_agent_leaves_no_rank(script, tmp_path, victim):
-    what = "sleep" if victim == "launcher" else "stubborn"  # the latter ignore SIGTERM, and one of them starts slowly
-    launcher, agent, ranks = start(script, tmp_path, what)
-    os.kill(launcher.pid if victim == "launcher" else agent, signal.SIGKILL)
-    wait_until(lambda: not any(is_alive(pid) for pid in [agent, *ranks]), within_s=20)
+@pytest.mark.parametrize("what", ["sleep", "stubborn"])  # the latter ignore SIGTERM, and one of them starts slowly
+def test_sigkill_of_launcher_leaves_no_rank(script, tmp_path, what):
+    launcher, ranks = start(script, tmp_path, what)
     launcher.kill()
     launcher.wait(20)
+    wait_until(lambda: not any(is_alive(pid) for pid in ranks), within_s=20)
 
 
 def test_signal_to_launcher_reaches_every_rank_in_time_to_save(script, tmp_path):
-    launcher, agent, ranks = start(script, tmp_path, "sleep")
+    launcher, ranks = start(script, tmp_path, "sleep")
     launcher.send_signal(signal.SIGTERM)
     assert launcher.wait(30) == 75, "the launcher ends with the status of its ranks"
     assert [(tmp_path / f"saved{i}").read_text() for i in range(2)] == [str(int(signal.SIGTERM))] * 2
-    assert not any(is_alive(pid) for pid in [agent, *ranks])
+    assert not any(is_alive(pid) for pid in ranks)
+
+
+def test_rank_that_ignores_signals_is_killed_after_the_failure_of_another(tmp_path):
+    program = """
+import os, signal, sys, time
+from pathlib import Path
+ready = Path(sys.argv[1], "ready")
+if os.environ["RANK"] == "1":
+    while not ready.exists():
+        time.sleep(0.01)
+    sys.exit(6)
+signal.signal(signal.SIGTERM, lambda number, _: Path(sys.argv[1], f"heard{number}").touch())
+ready.touch()
+end_s = time.monotonic() + 60
+while time.monotonic() < end_s:
+    time.sleep(1)
+"""
+    began = time.monotonic()
+    assert launch_local(["-c", program, str(tmp_path)], 2, shutdown_s=1.5) == 6
+    assert 1.5 < time.monotonic() - began < 30
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["heard15", "ready"]
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_deaf_rank_ends_soon_after_its_peer_was_killed(script, tmp_path):
-    launcher, _, ranks = start(script, tmp_path, "deaf")
+    launcher, ranks = start(script, tmp_path, "deaf")
     wait_until(lambda: all((tmp_path / f"deaf{i}").exists() for i in range(2)))
     os.kill(ranks[1], signal.SIGKILL)
     began = time.monotonic()
@@ -169,33 +169,93 @@ def test_peers_are_looked_for_without_a_busy_loop(monkeypatch):
     assert 1 <= len(looks) <= 4  # after 0, 0.25, 0.5 s
 
 
-@pytest.mark.parametrize(("cpus", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (None, 1, "1")])
-def test_ranks_share_the_processors(cpus, ranks, threads, monkeypatch):
-    started = []
+WRITE_ENVIRON = """
+import json, os, sys
+from pathlib import Path
+Path(sys.argv[1], f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{os.environ['RANK']}").write_text(json.dumps(
+    {**os.environ, "mode": os.stat(os.path.dirname(os.environ["SEGAPP_RANK_STORE"])).st_mode & 0o777,
+     "exists": os.path.exists(os.environ["SEGAPP_RANK_STORE"])}))
+sys.exit(137 if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and os.environ["RANK"] == "1" else 0)
+"""
 
-    class Started:
-        def __init__(self, command, env, start_new_session):
-            started.append(env)
 
-        def wait(self):
-            return 0
+class Again(launch.Policy):
+    """Starts another round after a failure."""
 
+    def code_of_job(self, code, *, regroups):
+        assert (code, regroups) == (137, False)
+        return
+
+
+@pytest.mark.parametrize(("cpus", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (None, 3, "1")])
+def test_each_round_has_its_own_store_and_the_ranks_share_the_processors(cpus, ranks, threads, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # of the jobs on several machines
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     monkeypatch.setattr(os, "cpu_count", lambda: cpus)
-    monkeypatch.setattr(subprocess, "Popen", Started)
-    assert launch_local(["program.py"], num_ranks=ranks) == 0
-    assert [env["OMP_NUM_THREADS"] for env in started] == [threads]
+    policy = Again(["-c", WRITE_ENVIRON, str(tmp_path)])
+    assert launch.LocalRanks(ranks, policy, env={"OWN": "7"}).run() == 0
+    seen = {path.name: json.loads(path.read_text()) for path in tmp_path.iterdir()}
+    last = {f"1-{rank}" for rank in range(ranks)}
+    assert last | {"0-1"} <= set(seen) <= last | {f"0-{rank}" for rank in range(ranks)}
+    for name, environ in seen.items():
+        assert (environ["RANK"], environ["LOCAL_RANK"]) == (name[2:], name[2:])
+        assert (environ["WORLD_SIZE"], environ["LOCAL_WORLD_SIZE"], environ["OWN"]) == (str(ranks), str(ranks), "7")
+        assert (environ["OMP_NUM_THREADS"], environ["SEGAPP_PARENT_PID"]) == (threads, str(os.getpid()))
+        assert (environ["GLOO_SOCKET_IFNAME"], environ["NCCL_SOCKET_IFNAME"]) == ("lo", "lo")
+        assert (environ["NCCL_RAS_ENABLE"], environ["mode"], environ["exists"]) == ("0", 0o700, False)
+    stores = {name[0]: environ["SEGAPP_RANK_STORE"] for name, environ in seen.items()}
+    assert len(set(stores.values())) == 2, "a store of an ended round would let no rank join"
+    assert not Path(stores["1"]).parent.exists()
+
+
+def test_signal_between_rounds_ends_the_job(tmp_path):
+    class Stopped(launch.Policy):
+        def code_of_job(self, code, *, regroups):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return
+
+        def code_after_signal(self, number):
+            return 75 if number == signal.SIGTERM else 1
+
+    before = signal.getsignal(signal.SIGTERM)
+    began = time.monotonic()
+    policy = Stopped(["-c", "import os, sys, time; sys.exit(7) if not os.environ['TORCHELASTIC_RESTART_COUNT'] > '0' "
+                            "else time.sleep(60)"])  # fmt: skip
+    assert launch.LocalRanks(3, policy).run() == 75, "a rank that had no time to save is no failure of the job"
+    assert time.monotonic() - began < 30
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+AGENT = """
+import sys
+from torch.distributed import run
+from segapp.parallel.agent import run_job
+sys.exit(run_job(run.parse_args(sys.argv[2:]), sys.argv[1].encode()))
+"""
 
 
 @pytest.mark.slow
-def test_two_agents_on_one_host_form_a_two_node_job(tmp_path):
+@pytest.mark.parametrize("secrets", [("one", "one"), ("one", "two")], ids=["same secret", "other secret"])
+def test_two_agents_on_one_host_form_a_two_node_job(tmp_path, secrets):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-c", launch.AGENT, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two"]
-    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--local-addr=127.0.0.1"]
-    command += ["-m", "tests.support.rank_checks", str(tmp_path / "figures.json")]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1"}
-    agents = [subprocess.Popen(command, env=environ, cwd=ROOT) for _ in range(2)]
-    assert [agent.wait(240) for agent in agents] == [0, 0]
-    assert '"exact, training"' in (tmp_path / "figures.json").read_text()
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-id=two", "--rdzv-backend=c10d", "--local-addr=127.0.0.1"]
+    options += [f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "tests.support.rank_checks", str(tmp_path / "figures.json")]
+    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    agents = [
+        subprocess.Popen([sys.executable, "-c", AGENT, secret, *options], env=environ, cwd=ROOT, stderr=subprocess.PIPE)
+        for secret in secrets
+    ]
+    if secrets[0] == secrets[1]:
+        assert [agent.wait(240) for agent in agents] == [0, 0]
+        assert '"exact, training"' in (tmp_path / "figures.json").read_text()
+        return
+    wait_until(lambda: 8 in [agent.poll() for agent in agents], within_s=240)
+    refused = next(agent for agent in agents if agent.poll() == 8)
+    assert b"not written with the secret of this machine" in refused.stderr.read()
+    for agent in agents:
+        agent.kill()
+        agent.communicate()
+    assert not (tmp_path / "figures.json").exists()

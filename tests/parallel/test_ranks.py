@@ -1,8 +1,10 @@
 """Exactness over gloo processes started with torchrun, and errors at the start."""
 
 import atexit
+import io
 import json
 import os
+import pickle
 import re
 
 import pytest
@@ -234,11 +236,61 @@ def test_process_that_abandons_its_group_ends_at_once(monkeypatch):
     assert ends == ["SIGKILL", 7]
 
 
+class Marker:
+    """A value whose unpickling makes a folder."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+class Known:
+    def __init__(self, number):
+        self.number = number
+
+
+def test_values_of_other_ranks_run_no_code(monkeypatch, tmp_path):
+    """The second of three ranks is a stranger, who has connected to a port in its place."""
+
+    def saved(value):
+        buffer = io.BytesIO()
+        torch.save(value, buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    def all_gather(parts, own, group):
+        assert group == "host"
+        sent = [own if own.dtype == torch.int64 else own[: sizes[0]], saved(theirs), saved((3, {"a": torch.ones(2)}))]
+        for part, each in zip(parts, sent, strict=True):
+            if own.dtype == torch.int64:
+                part.fill_(own.item() if each is own else each.numel())
+            else:
+                part[: each.numel()] = each
+        sizes[:] = [int(own)] if own.dtype == torch.int64 else sizes
+
+    sizes = [0]
+    monkeypatch.setattr(dist, "new_group", lambda **_: "host")
+    monkeypatch.setattr(dist, "all_gather", all_gather)
+    ranks = Ranks(distributed.RankInfo(0, 3, 0, torch.device("cpu"), "nccl"), classes=[Known])
+    theirs = Known(5)
+    own, known, (number, tensors) = ranks.gather(["own", None, 2.5, 2**70])
+    assert (own, known.number, number, tensors["a"].tolist()) == (["own", None, 2.5, 2**70], 5, 3, [1, 1])
+    theirs = Marker(tmp_path / "ran")
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        ranks.gather("own")
+    with pytest.raises(pickle.UnpicklingError, match="mkdir"):
+        ranks.from_main(None)
+    assert not (tmp_path / "ran").exists()
+    pickle.loads(pickle.dumps(theirs))
+    assert (tmp_path / "ran").exists(), "the value would have run code"
+
+
 def test_exchanges_of_ranks_send_what_they_are_given(monkeypatch):
     """The other of two ranks sends the same numbers, and is the main rank."""
     info = distributed.RankInfo(1, 2, 1, torch.device("cpu"), "gloo")
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, **_: tensor.mul_(2))
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda box, src, **_: box.__setitem__(0, ("of", src)))
+    monkeypatch.setattr(Ranks, "gather", lambda self, value: [("of", 0), value] if self.world_size > 1 else [value])
     ranks, alone = Ranks(info), Ranks()
     assert (ranks.is_main, alone.is_main) == (False, True)
     assert (ranks.from_main(5), alone.from_main(5)) == (("of", 0), 5)

@@ -28,6 +28,7 @@ from segapp.parallel import (
 )
 from segapp.parallel.distributed import RankInfo, Ranks, init_from_env, shutdown, tighten_timeout, wrap_ddp
 from segapp.parallel.exchange import use_layers_group
+from segapp.training.session import exchanged_classes
 from tests.support.parallel_cases import (
     IGNORE,
     Critic,
@@ -257,7 +258,7 @@ def main(path: str) -> None:
         "differentiated twice": differentiated_twice(),
         "any rank": Ranks(info).any_of(info.rank == 1, False),
         "set up twice": set_up_twice(info),
-        "checkpoints": shared_checkpoints(Ranks(info), Path(path).parent / "checkpoints"),
+        "checkpoints": shared_checkpoints(Ranks(info, classes=exchanged_classes()), Path(path).parent / "checkpoints"),
         "info": [info.rank, info.world_size, info.local_rank, str(info.device), info.backend, info.is_main],
     }
     if info.is_main:
