@@ -114,7 +114,7 @@ def _num_local_ranks(request: LaunchRequest) -> int:
             "machine"
         ).see("several-machines")
     try:
-        return torchrun.determine_local_world_size(request.nproc_per_node)
+        return int(torchrun.determine_local_world_size(request.nproc_per_node))
     except ValueError as error:
         raise ConfigError(f"--nproc-per-node {request.nproc_per_node}: {error}: use a number or gpu") from None
 

@@ -26,6 +26,7 @@ from typing import Any, BinaryIO, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.compat.torch import BatchNorm, set_group_timeout
@@ -117,7 +118,7 @@ def init_from_env(
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # two groups work on one GPU
     store, place = None, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if file := os.environ.get(STORE_VARIABLE):
-        store, place = dist.FileStore(file), file
+        store, place = FileStore(file), file
         store.set_timeout(timedelta(seconds=start_timeout_s))
     try:
         dist.init_process_group(
@@ -325,9 +326,9 @@ class Ranks:
     """
 
     def __init__(
-        self, info: RankInfo | None = None, *, step_timeout_s: float = 120.0, classes: Iterable[type] = ()
+        self, info: RankInfo | None = None, *, step_timeout_s: float = 120.0, classes: Iterable[Any] = ()
     ) -> None:
-        self._step_timeout_s, self._classes = step_timeout_s, list(classes)
+        self._step_timeout_s, self._classes = step_timeout_s, [*classes]
         self.rank = 0 if info is None else info.rank
         self.world_size = 1 if info is None else info.world_size
         self._host_group: Any = None  # the default group
@@ -368,7 +369,7 @@ class Ranks:
         longest = int(max(sizes))
         parts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self.world_size)]
         dist.all_gather(parts, nn.functional.pad(own, (0, longest - own.numel())), group=self._host_group)
-        files = [io.BytesIO(part[: int(size)].numpy()) for part, size in zip(parts, sizes, strict=True)]
+        files = [io.BytesIO(part[: int(size)].numpy().tobytes()) for part, size in zip(parts, sizes, strict=True)]
         with torch.serialization.safe_globals(self._classes):
             return [torch.load(file, weights_only=True) for file in files]
 

@@ -156,16 +156,12 @@ class LocalRanks:
 
     def _wait(self) -> int:
         """Wait until all ranks have succeeded or one has failed, and return its exit code."""
-        while any(process.poll() is None for process in self._ranks):
-            if any(process.returncode for process in self._ranks):
-                break
+        while not any(codes := [process.poll() for process in self._ranks]) and None in codes:
             time.sleep(_POLL_S)
-        # Of ranks that failed at the same time, one that was killed is the cause.
-        failed = [(process.returncode > 0, rank) for rank, process in enumerate(self._ranks) if process.returncode]
+        failed = [(code, rank) for rank, code in enumerate(codes) if code]
         if not failed:
             return 0
-        rank = min(failed)[1]
-        code = self._ranks[rank].returncode
+        code, rank = min(failed)  # of ranks that failed at the same time, one that was killed is the cause
         if code < 0 and self._signal is None:
             name = signal.Signals(-code).name
             print(f"error: rank {rank} was ended by {name}; the others were stopped", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Stands for Python in the ranks of an agent: `forked_python -P -u -m segapp WORDS` forks a process with the imports done.
+"""Stands for Python in the ranks of an agent: `forked_python -P -u -m segapp WORDS` forks one with the imports done.
 
 Its output goes to `rankN.txt` in the folder `SEGAPP_TEST_RANK_LOGS`. torch's agent takes the program from PYTHON_EXEC.
 """
