@@ -26,7 +26,6 @@ from typing import Any, BinaryIO, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.distributed_c10d import FileStore
 from torch.nn.parallel import DistributedDataParallel
 
 from segapp.compat.torch import BatchNorm, set_group_timeout
@@ -118,7 +117,7 @@ def init_from_env(
         os.environ.setdefault("NCCL_LAUNCH_ORDER_IMPLICIT", "1")  # two groups work on one GPU
     store, place = None, f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     if file := os.environ.get(STORE_VARIABLE):
-        store, place = FileStore(file), file
+        store, place = dist.FileStore(file), file  # type: ignore[attr-defined]  # documented, but not in __all__
         store.set_timeout(timedelta(seconds=start_timeout_s))
     try:
         dist.init_process_group(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import os
+import pickle
 import signal
 import socket
+import stat
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +19,13 @@ import pytest
 from torch.distributed import HashStore
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousClosedError
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousParameters, RendezvousStateError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
 
-from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_better, own_address
+from segapp.commands.launch import Course, LaunchRequest, RunPolicy, can_do_better, own_address, shared_secret
 from segapp.config import RunConfig, dump_config
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, StorageError
 from segapp.parallel import agent as agents
 from segapp.parallel.launch import Policy
 from segapp.run.checkpoints import CheckpointFacts, CheckpointFolder
@@ -186,6 +193,77 @@ def test_agent_without_its_store_ends_with_its_code(monkeypatch: pytest.MonkeyPa
     assert set(asked) == {("10.0.0.1", 29500)}
 
 
+class Marker:
+    """A value whose unpickling makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def join(backend: Any) -> None:
+    """Begin a rendezvous as an agent does, which reads the state at once."""
+    parameters = RendezvousParameters("c10d", "127.0.0.1:1", "job", 1, 1, join_timeout=1, last_call_timeout=1)
+    create_handler(HashStore(), backend, parameters).num_nodes_waiting()
+
+
+def test_state_of_a_stranger_is_not_unpickled(tmp_path: Path) -> None:
+    """A client of the store needs no secret to write there, nor to find the key."""
+    ours, theirs = HashStore(), HashStore()
+    for store in (ours, theirs):
+        backend = agents.SignedBackend(store, "job", b"a secret")
+        assert backend.get_state() is None
+        first, token, was_set = backend.set_state(b"state 1") or (b"", b"", False)
+        assert (first, was_set, backend.get_state()) == (b"state 1", True, (b"state 1", token))
+        assert (backend.set_state(b"state 2", token) or ())[::2] == (b"state 2", True)
+        assert (backend.set_state(b"state 3", token) or ())[::2] == (b"state 2", False), "another agent was first"
+        payload = pickle.dumps(Marker(tmp_path / "ran"))
+        store.set("torch.rendezvous.job", base64.b64encode(payload if store is ours else b"\0" * 32 + payload))
+        with pytest.raises(RendezvousStateError, match="not written with the secret of this machine: use the same"):
+            join(backend)
+    assert not (tmp_path / "ran").exists()
+    others = agents.SignedBackend(HashStore(), "other job", b"a secret")
+    moved, _, _ = C10dRendezvousBackend.set_state(others, others._signature(b"x") + b"x") or (b"", b"", False)
+    ours.set("torch.rendezvous.job", base64.b64encode(moved))
+    with pytest.raises(RendezvousStateError):
+        join(agents.SignedBackend(ours, "job", b"a secret"))
+    ours.set("torch.rendezvous.job", base64.b64encode(payload))
+    with contextlib.suppress(Exception):
+        join(C10dRendezvousBackend(ours, "job"))
+    assert (tmp_path / "ran").exists(), "torch's own state would have run code"
+
+
+def test_machines_share_the_secret_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("SEGAPP_LAUNCH_SECRET", raising=False)
+    request, other = request_for(tmp_path / "runs" / "a"), request_for(tmp_path / "runs" / "b")
+    with ThreadPoolExecutor(8) as machines:
+        found = set(machines.map(lambda _: shared_secret(request), range(40)))
+    (secret,) = found
+    assert len(secret) == 32
+    assert shared_secret(other) != secret
+    path = tmp_path / "runs" / ".a.secret"
+    assert (path.read_text(), stat.S_IMODE(path.stat().st_mode)) == (secret.decode(), 0o600)
+    assert sorted(each.name for each in path.parent.iterdir()) == [".a.secret", ".b.secret"]
+    own = tmp_path / "own"
+    own.write_text("chosen by a scheduler\n")
+    own.chmod(0o600)
+    assert shared_secret(request_for(tmp_path / "runs" / "a", secret_file=own)) == b"chosen by a scheduler"
+    own.chmod(0o640)
+    with pytest.raises(ConfigError, match="own can be read by other users: run `chmod 600"):
+        shared_secret(request_for(tmp_path / "runs" / "a", secret_file=own))
+    path.unlink()
+    path.symlink_to(own)
+    with pytest.raises(StorageError, match=r"\.a\.secret"):
+        shared_secret(request)
+    monkeypatch.setenv("SEGAPP_LAUNCH_SECRET", "of the job, in its environment")
+    assert shared_secret(request) == b"of the job, in its environment"
+    monkeypatch.setenv("SEGAPP_LAUNCH_SECRET", "short")
+    with pytest.raises(ConfigError, match="SEGAPP_LAUNCH_SECRET has 5 characters: use a secret of at least 16"):
+        shared_secret(request)
+
+
 class Closed:
     """A rendezvous that another agent has closed; `_store` is torch's name."""
 
@@ -273,6 +351,7 @@ def test_killed_rank_restarts_and_a_signal_stops_all_with_75(job: Job) -> None:
     assert (first["status"], first["exit_code"]) == ("failed", 8)
     assert (last["status"], last["exit_code"], last["stopped_by"]) == ("stopped", 75, "signal")
     said = both[0].stderr + both[1].stderr
+    assert said.count("use a network that other users cannot reach") == 2, "once on each machine"
     assert "error: rank 1 was ended by SIGKILL" in said
     assert "the ranks start again from step 6" in said
     trained_by_ranks("--config", "ranks.yaml", "--run", "whole", *constant, cwd=job.folder)

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import io
 import itertools
 import json
 import os
+import pickle
 import random
 import re
 import resource
 import shutil
+import signal
+import socket
 import stat
 import statistics
+import struct
 import subprocess
 import time
 import zipfile
@@ -208,20 +213,72 @@ def test_command_of_another_user_is_refused(training: tuple[FaultRun, Program]) 
     assert program.returncode is None
 
 
-@pytest.mark.faults
-@case("S05", how="the sockets of a live run, of its children too", passes="no listening socket, TCP, UDP or abstract")
-def test_live_run_listens_on_no_port(training: tuple[FaultRun, Program]) -> None:
-    run, _ = training
+def sockets_of(run: FaultRun) -> Iterator[tuple[str, list[str]]]:
+    """The sockets of the processes of a run: the table of the kernel in which each stands, and its row."""
     inodes = set()
     for pid in run.left_behind():
         for fd in Path(f"/proc/{pid}/fd").iterdir():
-            match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(fd))
-            inodes.update(match.groups() if match else ())
+            with contextlib.suppress(FileNotFoundError):
+                match = re.fullmatch(r"socket:\[(\d+)\]", os.readlink(fd))
+                inodes.update(match.groups() if match else ())
     for table in ("tcp", "tcp6", "udp", "udp6", "raw"):
         rows = [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
-        assert not [row for row in rows if row[9] in inodes], table
+        yield from ((table, row) for row in rows if row[9] in inodes)
     rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    assert not [row for row in rows if row[6] in inodes and len(row) > 7 and row[7].startswith("@")]
+    yield from (("unix", row) for row in rows if row[6] in inodes and len(row) > 7 and row[7].startswith("@"))
+
+
+@pytest.mark.faults
+@case("S05", how="the sockets of a live run, of its children too", passes="no listening socket, TCP, UDP or abstract")
+def test_live_run_listens_on_no_port(training: tuple[FaultRun, Program]) -> None:
+    assert list(sockets_of(training[0])) == []
+
+
+@pytest.mark.faults
+@case("S05", how="ranks of one machine: a client of torch's store and a pickle at each port", passes="inert")
+def test_ranks_of_one_machine_tell_strangers_nothing(new_run: NewRun) -> None:
+    run = new_run(train={"epochs": 1000}, parallel={"mode": "ddp", "devices": ["cpu"] * 2})
+    program = run.start(GLOO_SOCKET_IFNAME="eth0")  # set for other jobs
+    run.wait_for_step(2, program, 180)
+    found = list(sockets_of(run))
+    assert {(table, row[1].partition(":")[0]) for table, row in found} == {("tcp", "0100007F")}, "127.0.0.1"
+    ports = {int(row[1].partition(":")[2], 16) for _, row in found if row[3] == "0A"}  # LISTEN
+    canary = run.work / "canary"
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    assert answers_as_store(store.port)
+    for port in ports:
+        assert not answers_as_store(port)
+        for number in range(4):  # gloo reads the number of the connection first
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(struct.pack("<q", number) + pickle.dumps(Canary(canary)) * 50)
+    (folder,) = {Path(name).parent for name in map(store_of, run.left_behind()) if name}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    if os.getuid() == 0:
+        words = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups", "ls"]
+        assert subprocess.run([*words, str(folder.parent)], capture_output=True, check=False).returncode == 0
+        seen = subprocess.run([*words, str(folder)], capture_output=True, text=True, check=False)
+        assert "Permission denied" in seen.stderr
+    assert len(ports) >= 2, "each rank has a port"
+    run.wait_for_step(run.events("step")[-1]["step"] + 20, program)
+    program.send(signal.SIGTERM)
+    assert run.ended(program, 120).returncode == 75, program.stderr
+    assert not folder.exists()
+    inert_canary(canary)
+
+
+def answers_as_store(port: int) -> bool:
+    """Whether a port answers a client of torch's store, whose first words are VALIDATE with a constant, and PING."""
+    with socket.create_connection(("127.0.0.1", port), timeout=1) as client:
+        client.sendall(struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 7))
+        with contextlib.suppress(TimeoutError, ConnectionError):
+            return client.recv(4) == struct.pack("<I", 7)
+    return False
+
+
+def store_of(pid: int) -> str:
+    """The file in which a rank meets the others; empty for other processes."""
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((word.partition(b"=")[2].decode() for word in environ if word.startswith(b"SEGAPP_RANK_STORE=")), "")
 
 
 def junk(rng: random.Random) -> bytes:
