@@ -156,7 +156,7 @@ def test_signal_to_a_rank_stops_all_at_the_same_step(new_run: NewRun, invariants
     invariants.check(run, resume=False)
 
 
-@case("F37", how="SIGKILL to the launcher, and to torchrun's agent", passes="no rank left after 5 s, nothing lost")
+@case("F37", how="SIGKILL to the launcher", passes="no rank left after 5 s, nothing lost")
 def test_killed_launcher_leaves_no_rank(new_run: NewRun, invariants: Invariants) -> None:
     run, program = begun(new_run)
     program.send(signal.SIGKILL)  # type: ignore[attr-defined]
@@ -165,7 +165,7 @@ def test_killed_launcher_leaves_no_rank(new_run: NewRun, invariants: Invariants)
     invariants.assert_nothing_lost(run)
 
 
-@case("F37", how="SIGKILL to the launcher while agent and ranks start", passes="none of them left")
+@case("F37", how="SIGKILL to the launcher while the ranks start", passes="none of them left")
 @pytest.mark.parametrize("delay_s", [0.5, 2.0, 5.0])
 def test_launcher_killed_at_start_leaves_no_rank(new_run: NewRun, invariants: Invariants, delay_s: float) -> None:
     run = new_run(**DDP)

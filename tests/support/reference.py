@@ -347,6 +347,8 @@ ENVIRONMENT = {
     "SEGAPP_PEER_TIMEOUT_S": "Seconds without a sign of life after which another machine counts as lost, and "
     "the ranks of this one end with 8; the same on all machines. Default: 30; 0: never. `segapp launch` waits as long "
     "for a rendezvous that does not answer.",
+    "SEGAPP_LAUNCH_SECRET": "The secret that the machines of `segapp launch` share, at least 16 characters. Default: a "
+    "file next to the run folder.",
     "XDG_CACHE_HOME": "Decoded images and class weights are cached in `$XDG_CACHE_HOME/segapp`. Default: `~/.cache`.",
     "XDG_CONFIG_HOME": "Settings of the TUI are in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",
     "XDG_STATE_HOME": "Trusted custom components and seen alerts are noted in `$XDG_STATE_HOME/segapp`. Default: "
@@ -389,10 +391,9 @@ ENVIRONMENT = {
     "MPI_LOCALRANKID": "Set by MPICH and Intel MPI: the rank within its machine.",
     "MPI_LOCALNRANKS": "Set by MPICH and Intel MPI: the ranks of a machine.",
     "OMP_NUM_THREADS": "CPU threads of each rank; `train` divides the processors among the ranks unless it is set.",
-    "GLOO_SOCKET_IFNAME": "Network interface of gloo; `train` takes `lo` for ranks on one machine unless it is set.",
+    "GLOO_SOCKET_IFNAME": "Network interface of gloo on several machines; ranks of one machine use `lo`.",
     "NCCL_LAUNCH_ORDER_IMPLICIT": "`train` takes 1 in ddp unless it is set: SyncBatchNorm has its own NCCL group.",
-    "NCCL_SOCKET_IFNAME": "Network interface of NCCL; `train` takes `lo` for ranks on one machine unless it is set.",
-    "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "Seconds that torch's agent leaves ranks to save; set from `checkpoint.grace_s`.",
+    "NCCL_SOCKET_IFNAME": "Network interface of NCCL on several machines; ranks of one machine use `lo`.",
     "PYTORCH_CUDA_ALLOC_CONF": "Options of torch's CUDA allocator; if set, segapp adds no expandable segments.",
     "PYTORCH_ALLOC_CONF": "The newer name of `PYTORCH_CUDA_ALLOC_CONF`.",
     "CUBLAS_WORKSPACE_CONFIG": "Set to `:4096:8` by `train.deterministic`, unless it is set.",
@@ -403,6 +404,8 @@ ENVIRONMENT = {
 INTERNAL = {
     "SEGAPP_PARENT_PID": "set for ranks by their parent",
     "SEGAPP_RANK_DEVICES": "set for ranks by their parent",
+    "SEGAPP_RANK_STORE": "set for ranks by their parent",
+    "NCCL_RAS_ENABLE": "set for ranks by their parent",
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "set for torch's agent",
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "set for torch's agent",
     "TORCH_CPP_LOG_LEVEL": "set for torch's agent",
