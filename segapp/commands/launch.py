@@ -79,8 +79,8 @@ def launch(request: LaunchRequest) -> int:
     if any("rdzv" in word and "backend" in word for word in request.others):
         raise ConfigError("--rdzv-backend: only c10d has a signed state: leave the option out").see("several-machines")
     _say(
-        f"the ranks trust everyone who can reach {request.rdzv_endpoint} and the ports of this machine: use a network "
-        "that other users cannot reach (segapp docs several-machines)"
+        f"the ranks trust everyone who can reach {request.rdzv_endpoint} and the ports of this machine: use a private "
+        "network (segapp docs several-machines)"
     )
     address = request.local_addr or own_address(request.rdzv_endpoint)
     words = ["--nnodes", request.nnodes, "--nproc-per-node", request.nproc_per_node, *request.others]
@@ -99,10 +99,10 @@ def launch(request: LaunchRequest) -> int:
 
 
 def _num_local_ranks(request: LaunchRequest) -> int:
-    """Return the number of ranks of a job on this machine alone.
+    """Return the number of ranks of a job on one machine.
 
     Raises:
-        ConfigError: the options are those of a job on several machines.
+        ConfigError: the options need several machines.
     """
     if request.nnodes not in ("1", "1:1"):
         raise ConfigError(

@@ -351,7 +351,7 @@ def test_killed_rank_restarts_and_a_signal_stops_all_with_75(job: Job) -> None:
     assert (first["status"], first["exit_code"]) == ("failed", 8)
     assert (last["status"], last["exit_code"], last["stopped_by"]) == ("stopped", 75, "signal")
     said = both[0].stderr + both[1].stderr
-    assert said.count("use a network that other users cannot reach") == 2, "once on each machine"
+    assert said.count("use a private network") == 2, "once on each machine"
     assert "error: rank 1 was ended by SIGKILL" in said
     assert "the ranks start again from step 6" in said
     trained_by_ranks("--config", "ranks.yaml", "--run", "whole", *constant, cwd=job.folder)

@@ -127,7 +127,7 @@ def test_signal_to_launcher_reaches_every_rank_in_time_to_save(script, tmp_path)
     assert not any(is_alive(pid) for pid in ranks)
 
 
-def test_rank_that_ignores_signals_is_killed_after_the_failure_of_another(tmp_path):
+def test_rank_that_ignores_signals_is_killed_in_the_end(tmp_path):
     program = """
 import os, signal, sys, time
 from pathlib import Path
@@ -188,7 +188,7 @@ class Again(launch.Policy):
 
 
 @pytest.mark.parametrize(("cpus", "ranks", "threads"), [(8, 2, "4"), (2, 4, "1"), (None, 3, "1")])
-def test_each_round_has_its_own_store_and_the_ranks_share_the_processors(cpus, ranks, threads, tmp_path, monkeypatch):
+def test_each_round_has_its_own_store_and_ranks_share_processors(cpus, ranks, threads, tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")  # of the jobs on several machines
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")

@@ -73,8 +73,8 @@ RULES = (
     Rule("S8", rf"\b(?:{_BRITISH})|colour|neighbour", "write American English"),
     Rule("S8", r"\bown (?:parts?|readers?|networks?|transforms?)\b", "write 'custom component'", _PAGES_AND_MESSAGES),
     Rule("S8", r"\bpictures?\b", "write 'image'; of a drawing, 'figure' or 'screenshot'", (PAGE,)),
-    Rule("S8", rf"\bnetworks?\b(?! (?:{_NETWORK_OF_COMPUTERS}s?|net)\b)",
-         "write 'model'; of computers, 'network connection' or 'interface'", _PAGES_AND_MESSAGES),
+    Rule("S8", rf"(?<!private )\bnetworks?\b(?! (?:{_NETWORK_OF_COMPUTERS}s?|net)\b)",
+         "write 'model'; of computers, 'network connection', 'private network' or 'interface'", _PAGES_AND_MESSAGES),
     Rule("S8", r"\b(?:the|a|on|own) screens?\b", "write 'the TUI'", (PAGE,)),
 )  # fmt: skip
 _COMMENT = re.compile(r"(?:^ *|  )# (?!type:|noqa|fmt:|isort:|mypy:)([^'\"]+)$")
