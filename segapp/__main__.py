@@ -28,8 +28,13 @@ def main(arguments: list[str] | None = None) -> None:
     from segapp.cli import app, with_resume_value  # takes a while: an interrupt must be handled by then
 
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] == ["__complete"]:
-        _complete(arguments[1:])
+    if "_SEGAPP_COMPLETE" in os.environ:
+        from typer.completion import completion_init
+
+        completion_init()
+        with contextlib.suppress(Exception):  # a traceback would appear in the user's prompt
+            app(prog_name="segapp")
+        sys.exit(0)
     arguments = with_resume_value(arguments)
     is_debug = "--debug" in arguments
     if "--trust-parts" in arguments:
@@ -38,19 +43,6 @@ def main(arguments: list[str] | None = None) -> None:
     with _one_line_errors(is_debug, as_json=any(word.partition("=")[0] == "--json" for word in arguments)):
         words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
         sys.exit(app(words, standalone_mode=False) or 0)
-
-
-def _complete(asked: list[str]) -> NoReturn:
-    """Answer a shell's completion script; an error prints nothing, because it would appear in the user's prompt."""
-    import typer
-
-    from segapp.cli import app
-    from segapp.completion import answer
-
-    with contextlib.suppress(Exception):
-        for line in answer(typer.main.get_command(app), asked):
-            print(line)
-    sys.exit(0)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

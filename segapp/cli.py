@@ -7,14 +7,16 @@ arguments. Heavy imports are inside the functions, so that `segapp --help` is fa
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from segapp.errors import ConfigError, storage_errors
+from segapp.errors import ConfigError, accepted_words, storage_errors
 
 app = typer.Typer(
     name="segapp",
@@ -28,17 +30,57 @@ app = typer.Typer(
 )
 
 
-def option(flag: str, help: str, metavar: str = "FILE") -> Any:
+def option(flag: str, help: str, metavar: str = "FILE", **options: Any) -> Any:
     """Return an option with a value, by default the name of a file."""
-    return typer.Option(flag, metavar=metavar, help=help)
+    return typer.Option(flag, metavar=metavar, help=help, **options)
+
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+def _offering(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
+    """Return a completion function for names.
+
+    Typer quotes nothing, and zsh evaluates what it is offered. So names that a shell would interpret are left out.
+    """
+    return lambda incomplete: [name for name in names() if name.startswith(incomplete) and shlex.quote(name) == name]
+
+
+def _run_names() -> list[str]:
+    from segapp.run.folder import run_folders
+
+    return [folder.name for folder in run_folders(Path("runs"), with_sweeps=True)]
+
+
+def _config_names() -> list[str]:
+    from segapp.config.load import config_places
+
+    folders = dict.fromkeys(place.parent for place in config_places("any.yaml"))
+    return sorted({path.name for folder in folders for path in folder.glob("*.yaml") if path.is_file()})
+
+
+def _topics() -> list[str]:
+    from segapp.docs.pages import pages
+
+    return [page.topic for page in pages()]
 
 
 Overrides = Annotated[
     list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Config keys to change, e.g. optim.lr=0.02.")
 ]
-RunArgument = Annotated[str, typer.Argument(metavar="RUN", help="Name or folder of a run.")]
-Target = Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run, a checkpoint, or a weights file.")]
-ConfigOption = Annotated[str | None, option("--config", "Config file, or the name of a shipped config.")]
+
+
+def _runs(metavar: str, help: str) -> Any:
+    """Return an argument that takes the name of a run, or several names."""
+    return typer.Argument(metavar=metavar, help=help, autocompletion=_offering(_run_names))
+
+
+RunArgument = Annotated[str, _runs("RUN", "Name or folder of a run.")]
+Target = Annotated[str, _runs("RUN|CHECKPOINT", "A run, a checkpoint, or a weights file.")]
+ConfigOption = Annotated[
+    str | None,
+    option("--config", "Config file, or the name of a shipped config.", autocompletion=_offering(_config_names)),
+]
 WeightsConfig = Annotated[str | None, option("--config", "Config of the model, if the file holds weights only.")]
 RunOption = Annotated[Path | None, typer.Option("--run", metavar="DIR", help="Folder of the run.")]
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -284,9 +326,7 @@ def sweep(
 def attach(
     run: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[RUN]", help="Name or folder of a run. Default: the newest live run, or else the newest run."
-        ),
+        _runs("[RUN]", "Name or folder of a run. Default: the newest live run, or else the newest run."),
     ] = None,
     readonly: Annotated[bool, typer.Option("--readonly", help="Show the run without sending commands.")] = False,
     theme: Annotated[str | None, typer.Option(metavar="NAME", help="Color theme of the TUI.")] = None,
@@ -343,7 +383,7 @@ def requeue_code(
 def evaluate(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|CHECKPOINT...", help="Runs or checkpoints. Several are averaged."),
+        _runs("RUN|CHECKPOINT...", "Runs or checkpoints. Several are averaged."),
     ],
     split: SplitOption = None,
     json_out: Annotated[
@@ -401,9 +441,7 @@ def evaluate(
 def predict(
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="RUN|CHECKPOINT|FILE", help="A run, a checkpoint, or a weights, .onnx or .safetensors file."
-        ),
+        _runs("RUN|CHECKPOINT|FILE", "A run, a checkpoint, or a weights, .onnx or .safetensors file."),
     ],
     paths: Annotated[
         list[str],
@@ -492,7 +530,8 @@ def predict(
 @app.command()
 def calibrate(
     target: Annotated[
-        str, typer.Argument(metavar="RUN|CHECKPOINT", help="Name or folder of a run, or one of its checkpoints.")
+        str,
+        _runs("RUN|CHECKPOINT", "Name or folder of a run, or one of its checkpoints."),
     ],
     split: Annotated[str | None, option("--split", "Data split to fit to. Default: validation.", "NAME")] = None,
     picture: Annotated[Path | None, option("--picture", "Write a reliability diagram.", "FILE.svg")] = None,
@@ -639,7 +678,10 @@ def report(
 
 @app.command()
 def compare(
-    runs: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Names or folders of runs.")],
+    runs: Annotated[
+        list[str],
+        _runs("RUN RUN...", "Names or folders of runs."),
+    ],
     html_file: Annotated[Path | None, option("--html", "Write a page with curves, classes and images.")] = None,
     split: SplitOption = None,
     images: Annotated[
@@ -668,7 +710,8 @@ def compare(
 @app.command()
 def suspects(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN|SWEEP...", help="Names or folders of runs; a sweep stands for its runs.")
+        list[str],
+        _runs("RUN|SWEEP...", "Names or folders of runs; a sweep stands for its runs."),
     ],
     split: Annotated[
         str | None, option("--split", "Split to judge; by default the validation split of each run.", "NAME")
@@ -751,10 +794,12 @@ def schema(out: Annotated[Path | None, option("--out", "File to write. Default: 
 
 @app.command()
 def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
-    """Print the shell completion script for commands, options, config keys, runs and configs."""
-    from segapp.completion import completion_script
+    """Print the shell completion script for commands, options, runs, configs and pages."""
+    from typer.completion import get_completion_script
 
-    print(completion_script(shell), end="")
+    if shell not in SHELLS:
+        raise ConfigError(f"no completion for {shell!r}: {accepted_words(shell, SHELLS)}")
+    print(get_completion_script(prog_name="segapp", complete_var="_SEGAPP_COMPLETE", shell=shell))
 
 
 @app.command()
@@ -835,7 +880,10 @@ def check_part(
 @app.command()
 def docs(
     topic: Annotated[
-        str | None, typer.Argument(metavar="[TOPIC]", help="Page, or PAGE#SECTION. Default: list all pages.")
+        str | None,
+        typer.Argument(
+            metavar="[TOPIC]", help="Page, or PAGE#SECTION. Default: list all pages.", autocompletion=_offering(_topics)
+        ),
     ] = None,
     search: Annotated[str | None, option("--search", "Find the pages that contain these words.", "WORDS")] = None,
 ) -> None:

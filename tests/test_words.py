@@ -11,10 +11,9 @@ import typer
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from segapp.cli import app
+from segapp.cli import SHELLS, app, completion
 from segapp.commands.check_part import CHECKS, check_part
 from segapp.commands.export import _format
-from segapp.completion import SCRIPTS, completion_script
 from segapp.config import RunConfig
 from segapp.config.load import config_of
 from segapp.config.options import BUILT_INS
@@ -121,7 +120,7 @@ COMMAND_LINE: dict[str, tuple[Callable[[str], object], list[str]]] = {
     "export --out": (lambda word: _format(Path(f"x.{word}"), None), [*get_args(Format), "safetensors"]),
     "predict --save": (lambda word: parse_saved([word]), list(SAVED)),
     "check-part --as": (lambda word: check_part("a:b", word, None), list(CHECKS)),
-    "completion SHELL": (completion_script, list(SCRIPTS)),
+    "completion SHELL": (completion, list(SHELLS)),
     "attach --theme": (find_theme, ["dark", "light", *NAMES]),
     "ctl COMMAND": (parse_command, list(COMMAND_NAMES)),
     "ctl set": (lambda word: parse_command(f"set {word}=1"), list(SETTINGS)),
