@@ -795,7 +795,7 @@ def schema(out: Annotated[Path | None, option("--out", "File to write. Default: 
 @app.command()
 def completion(shell: Annotated[str, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
     """Print the shell completion script for commands, options, runs, configs and pages."""
-    from typer.completion import get_completion_script
+    from typer.completion import get_completion_script  # type: ignore[attr-defined]
 
     if shell not in SHELLS:
         raise ConfigError(f"no completion for {shell!r}: {accepted_words(shell, SHELLS)}")

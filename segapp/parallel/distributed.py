@@ -17,11 +17,11 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from inspect import signature
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +35,6 @@ from segapp.parallel.scatter_gather import DeviceLike, buckets, resolve_devices
 from segapp.parallel.sync_batchnorm import SyncBatchNorm
 
 _BUCKET_BYTES = 25 * 2**20  # the size of DDP's buckets
-_FILE_BLOCK_BYTES = 64 * 2**20
 _LAUNCH = "start the program with `torchrun --nproc-per-node N ...`, or let segapp start the ranks itself"
 
 
@@ -380,27 +379,6 @@ class Ranks:
         """Replace a tensor on its device by the tensor of the rank `source`, in place."""
         if self.world_size > 1:
             dist.broadcast(tensor, source)
-
-    def blocks_from_main(
-        self, file: BinaryIO | None, num_bytes: int, receivers: Collection[int]
-    ) -> Iterator[memoryview]:
-        """Yield the blocks of a file that the main rank has opened at its start; nothing on ranks that do not receive.
-
-        Every rank must call it and consume all blocks. One block at a time is in memory.
-        """
-        members = sorted({0, *receivers})
-        group = cast("dist.ProcessGroup", dist.new_group(members, backend="gloo")) if len(members) > 1 else None
-        for start in range(0, num_bytes if self.rank in members else 0, _FILE_BLOCK_BYTES):
-            block = torch.zeros(min(_FILE_BLOCK_BYTES, num_bytes - start), dtype=torch.uint8)
-            if file is not None:
-                with contextlib.suppress(OSError):  # the receivers verify the hash
-                    file.readinto(block.numpy())  # type: ignore[attr-defined]
-            if group is not None:
-                dist.broadcast(block, 0, group=group)
-            if self.rank in receivers:
-                yield memoryview(block.numpy())  # type: ignore[arg-type]
-        if group is not None and self.rank in members:
-            dist.destroy_process_group(group)
 
     def send_to_main(self, tensor: Tensor) -> None:
         """Send a dense tensor to the main rank, which calls `receive`; other ranks call neither."""

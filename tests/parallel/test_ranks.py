@@ -71,24 +71,30 @@ def test_penalty_through_ddp_reducer_is_wrong(figures):
 @pytest.mark.parametrize(
     ("case", "maps"),
     [
-        ("one machine", ["checkpoint", "checkpoint"]),
-        ("two machines", ["checkpoint", "checkpoint"]),
-        ("other bytes there", ["checkpoint", "copy"]),
-        ("no file there", ["checkpoint", "copy"]),
-        ("no file on one machine", ["checkpoint", "copy"]),
+        ("one machine", "checkpoint"),
+        ("two machines", "checkpoint"),
+        ("other bytes on the same machine", "checkpoint"),  # the main rank has verified them
     ],
 )
-def test_ranks_map_a_checkpoint_or_a_copy_of_its_bytes(figures, case, maps):
-    found = figures["checkpoints"][case]
-    assert [own for own, _, _ in found[:2]] == maps
-    assert max(difference for _, difference, _ in found) == 0.0
-    assert [num_files for _, _, num_files in found] == [0] * len(found), "copies have no name once they are open"
+def test_ranks_map_a_checkpoint(figures, case, maps):
+    assert figures["checkpoints"][case] == [[maps, 0.0]] * len(figures["checkpoints"][case])
 
 
-def test_rank_without_room_for_a_copy_ends_all(figures):
-    for kind, message in figures["checkpoints"]["no room there"]:
-        assert kind == "StorageError"
-        assert re.fullmatch(r"cannot copy a checkpoint to /missing/tmp\d/\S+: No such file or directory: .*", message)
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("other bytes there", "is damaged: its sha256 is not the one in manifest.json"),
+        ("no file there", "No such file or directory"),
+        ("no file on one machine", "No such file or directory"),
+    ],
+)
+def test_rank_that_sees_another_checkpoint_ends_all(figures, case, reason):
+    for kind, message in figures["checkpoints"][case]:
+        assert kind == "CheckpointError"
+        assert re.fullmatch(
+            rf"/\S+: rank 1, on \S+, does not see the checkpoint of rank 0 \({reason}\): put it on a file system .*",
+            message,
+        )
 
 
 def test_ranks_agree_on_the_remaining_values(figures):
