@@ -39,6 +39,7 @@ from segapp.run.files import (
     has_same_bytes,
     hash_file,
     is_same_file,
+    open_directory,
     open_new,
     reason_of,
     remove_dead_temporaries,
@@ -440,15 +441,16 @@ def remove_unlisted(folder: Path, objects: Path, manifest: Manifest) -> list[str
     names = object_names(objects)
     wanted = {entry.object for entry in manifest.entries} | set(manifest.orphans)
     try:
-        for path in folder.iterdir():
-            is_unlisted = EPOCH_NAME.fullmatch(path.name) and path.name not in manifest.names
-            if is_unlisted and any(has_same_bytes(path, objects / name) for name in names):
-                os.unlink(path)
-                failpoint("ckpt.retired_name")
-        for name in names:
-            if name not in wanted:
-                os.unlink(objects / name)
-                failpoint("ckpt.retired_object")
+        with open_directory(objects, os.O_NOFOLLOW) as at:
+            for path in folder.iterdir():
+                is_unlisted = EPOCH_NAME.fullmatch(path.name) and path.name not in manifest.names
+                if is_unlisted and any(has_same_bytes(path, objects / name) for name in names):
+                    os.unlink(path)
+                    failpoint("ckpt.retired_name")
+            for name in names:
+                if name not in wanted:
+                    os.unlink(name, dir_fd=at)
+                    failpoint("ckpt.retired_object")
     except OSError as error:
         return [f"old checkpoints could not be removed: {reason_of(error)}"]
     return []

@@ -19,7 +19,8 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from segapp.older import EVENT_KEYS, renamed
-from segapp.run.events.types import EVENT_TYPES, FINAL_STATUSES, MAX_LINE_BYTES, VERSION, Event
+from segapp.run.events.types import EVENT_TYPES, FINAL_STATUSES, MAX_EVENTS_BYTES, MAX_LINE_BYTES, VERSION, Event
+from segapp.run.files import open_of_run
 
 _adapter: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="type")], config=ConfigDict(defer_build=True)
@@ -226,7 +227,7 @@ class EventReader:
                 self._start_again()
         if self._fd < 0:
             try:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+                self._fd = open_of_run(self.path, max_bytes=MAX_EVENTS_BYTES)
             except OSError:
                 return False
         return True
