@@ -122,7 +122,7 @@ def open_of_run(path: Path, flags: int = os.O_RDONLY, *, max_bytes: int = sys.ma
     if flags & (os.O_WRONLY | os.O_RDWR) and facts.st_nlink > 1:
         problem = "has a second name (a hard link): replace it with a copy of itself"
     if facts.st_size > max_bytes:
-        problem = f"is too large: {facts.st_size} bytes, {max_bytes} are accepted: remove it"
+        problem = f"is too large: {facts.st_size} bytes, {max_bytes} are accepted: move it away"
     if problem is not None:
         os.close(fd)
         raise NotOfRunError(path, problem)

@@ -299,9 +299,7 @@ class RunFolder:
 
     def _busy_message(self) -> str:
         if self.is_locked() is False:
-            return (
-                f"{self.lock} is read-locked by a process that is no trainer: end it (`lslocks` shows it), or try again"
-            )
+            return f"{self.lock} is held by a process that is no trainer: end it (`lslocks` shows it), or try again"
         return (
             f"{self.path} is held by {self._holder_words()}: `segapp attach {self.argument}` shows it, "
             f"`segapp ctl {self.argument} stop` ends it"

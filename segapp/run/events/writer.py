@@ -253,7 +253,7 @@ def _last_seq(fd: int, end: int) -> int:
     """Return the `seq` of the last readable event in the first `end` bytes; 0 if there is none."""
     while end > 0:
         start = last_line_end(fd, end - 1)
-        raw = parse_line(os.pread(fd, end - start, start))
+        raw = parse_line(os.pread(fd, min(end - start, MAX_LINE_BYTES), start))
         if raw is not None:
             return int(raw["seq"])
         end = start
