@@ -82,26 +82,25 @@ def count_split(
     scheme, host = trained.scheme, HostLimit()
     multilabel = scheme.multilabel is not None
     total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
+    shapes = (len(dataset), scheme.num_classes, 3), tuple(total.matrix.shape)
+    counts = read_counts(folder.image_counts, key, shapes) if folder is not None and key is not None else None
+    if counts is not None:
+        progress(len(dataset))
+    else:
+        rows = []
+        for index in range(len(dataset)):
+            own = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
+            total.counts += own.counts
+            rows.append(class_counts(own.matrix, scheme.ignore_index))
+            progress(index + 1)
+        counts = [np.stack(rows), total.matrix.numpy()]
+        if folder is not None and key is not None:
+            file = io.BytesIO()
+            np.savez_compressed(file, key=np.array(key), counts=counts[0], total=counts[1])
+            with contextlib.suppress(OSError):  # if the run folder cannot be written, only time is lost
+                write_atomic(folder.image_counts, file.getvalue())
     names = tuple(pair.name for pair in dataset.pairs)
-    facts = names, scheme.names, split, trained.sha256
-    if folder is not None and key is not None:
-        shapes = (len(names), scheme.num_classes, 3), tuple(total.matrix.shape)
-        if (found := read_counts(folder.image_counts, key, shapes)) is not None:
-            progress(len(dataset))
-            return ImageCounts(*facts, *found)
-    rows = []
-    for index in range(len(dataset)):
-        own = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
-        total.counts += own.counts
-        rows.append(class_counts(own.matrix, scheme.ignore_index))
-        progress(index + 1)
-    new = ImageCounts(*facts, np.stack(rows), total.matrix.numpy())
-    if folder is not None and key is not None:
-        file = io.BytesIO()
-        np.savez_compressed(file, key=np.array(key), counts=new.counts, total=new.total)
-        with contextlib.suppress(OSError):  # if the run folder cannot be written, only time is lost
-            write_atomic(folder.image_counts, file.getvalue())
-    return new
+    return ImageCounts(names, scheme.names, split, trained.sha256, *counts)
 
 
 def predict_pair(

@@ -1,8 +1,7 @@
 """Files of a run: the one way to open them, and atomic writes.
 
-A run folder may come from a stranger, and other users may write into it. So a file is opened below a handle of its
-directory, without following links, and only if it is a plain file of the folder's owner; a reader states the largest
-size that it accepts. `check_tree` refuses anything else in a folder by its name before a program works with it.
+A run folder may come from a stranger, and other users may write into it. So `check_tree` refuses, by name, whatever is
+not a plain file or folder of its owner, and a file is opened below a handle of its directory without following links.
 
 After a crash, a full disk or a power cut, a file that is written atomically has its old or its new content.
 The order is recommended by SQLite and the ALICE study: a temporary file in the same directory, fsync, rename, fsync of
@@ -18,7 +17,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
 import stat
 import sys
@@ -93,9 +91,6 @@ def machine_names(ranks: Sequence[tuple[str, str]]) -> dict[str, str | None]:
 class NotOfRunError(OSError):
     """A path in a run folder is not a plain file or folder of the run's owner, or has too many bytes."""
 
-    def __init__(self, path: Path, problem: str) -> None:
-        super().__init__(errno.EPERM, f"{path} {problem}", os.fspath(path))
-
 
 @contextlib.contextmanager
 def open_directory(path: Path, flags: int = 0) -> Iterator[int]:
@@ -108,12 +103,10 @@ def open_directory(path: Path, flags: int = 0) -> Iterator[int]:
 
 
 def open_of_run(path: Path, flags: int = os.O_RDONLY, *, max_bytes: int = sys.maxsize, mode: int = 0o644) -> int:
-    """Open a file in a folder that `check_tree` accepts, and return its descriptor.
+    """Open a file in a folder that `check_tree` accepts, and return its descriptor; raise OSError if that fails.
 
-    Raises:
-        NotOfRunError: It is not a plain file of the folder's owner, or has more than `max_bytes`, or is opened for
-            writing and has a second name (a hard link), which may be outside the run.
-        OSError: It cannot be opened.
+    NotOfRunError is raised if it is not a plain file of the folder's owner, or has more than `max_bytes`, or is opened
+    for writing and has a second name (a hard link), which may be outside the run.
     """
     with open_directory(path.parent) as at:
         fd = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=at)
@@ -125,7 +118,7 @@ def open_of_run(path: Path, flags: int = os.O_RDONLY, *, max_bytes: int = sys.ma
         problem = f"is too large: {facts.st_size} bytes, {max_bytes} are accepted: move it away"
     if problem is not None:
         os.close(fd)
-        raise NotOfRunError(path, problem)
+        raise NotOfRunError(errno.EPERM, f"{path} {problem}")
     return fd
 
 
@@ -141,26 +134,21 @@ def append_to_run(path: Path) -> BinaryIO:
 
 
 def check_tree(folder: Path, *, is_writer: bool = False, max_depth: int = 16) -> None:
-    """Refuse a folder in which anything is not a plain file or folder of the folder's owner.
+    """Refuse a folder in which anything is not a plain file or folder of the folder's owner, or of root.
 
     The folder itself may be reached through links, which its user chose. A writer must be its owner, and takes the
     permission to write from everyone else, so that nobody can replace what was checked. There are two passes because
-    something may be replaced before the first one ends. Folders below `max_depth` others are not looked into.
-
-    Raises:
-        NotOfRunError: It names the file or folder.
-        OSError: The folder cannot be opened.
+    something may be replaced before the first one ends. Folders below `max_depth` others are not looked into. Raises
+    NotOfRunError about the first wrong file or folder.
     """
     with open_directory(folder) as top:
-        owner = os.fstat(top).st_uid
-        if is_writer and owner != os.geteuid():
-            raise NotOfRunError(folder, f"belongs to another user (uid {owner}): train as that user, or in a copy")
+        owner = os.geteuid() if is_writer else os.fstat(top).st_uid
         for place, folders, files, at in (found for _ in range(1 + is_writer) for found in os.fwalk(".", dir_fd=top)):
             for name in (".", *folders, *files):
                 with contextlib.suppress(FileNotFoundError):  # a temporary file of a training
                     facts = os.stat(name, dir_fd=at, follow_symlinks=False)
                     if problem := _problem_of(facts, owner):
-                        raise NotOfRunError(folder / place / name, problem)
+                        raise NotOfRunError(errno.EPERM, f"{folder / place / name} {problem}")
                     if is_writer and facts.st_mode & OTHERS_WRITE:
                         with contextlib.suppress(PermissionError):  # a file system without permissions
                             os.chmod(name, stat.S_IMODE(facts.st_mode) & ~OTHERS_WRITE, dir_fd=at)
@@ -175,7 +163,8 @@ def _problem_of(facts: os.stat_result, owner: int) -> str | None:
     if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
         return "is neither a plain file nor a folder: remove it"
     if facts.st_uid not in (owner, 0):
-        return f"belongs to another user (uid {facts.st_uid}) than its folder (uid {owner}): remove it, or copy the run"
+        whose = f"another user (uid {facts.st_uid} instead of {owner})"
+        return f"belongs to {whose}: use a copy of the run (cp -r), or change the owner (chown)"
     return None
 
 
@@ -358,7 +347,7 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     """Return the error that says which action failed, why, and what to do."""
     reason = error.strerror or str(error)
     if isinstance(error, NotOfRunError):
-        return StorageError(reason, path=error.filename).see("run-folder")
+        return StorageError(reason, path=path).see("run-folder")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
             reason += f" ({size(free_bytes(path if path.is_dir() else path.parent))} free)"
@@ -370,14 +359,6 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     else:
         advice = "look at the disk and the system log"
     return StorageError(f"cannot {action} {path}: {reason}: {advice}", path=path)
-
-
-def copy_durably(source: Path, target: Path) -> None:
-    """Copy a file to a new one and fsync it; for file systems without hard links."""
-    with open(source, "rb") as old, open(open_new(target), "wb") as new:
-        shutil.copyfileobj(old, new, 2**20)
-        new.flush()
-        os.fsync(new.fileno())
 
 
 def is_same_file(path: Path, other: Path) -> bool:

@@ -283,11 +283,9 @@ class RunFolder:
 
     def read_holder(self) -> ProcessId | None:
         """Return the process that holds the lock, or held it last."""
-        raw = _read_json(self.lock)
-        try:
-            return ProcessId.model_validate(raw) if raw else None
-        except ValidationError:
-            return None
+        with contextlib.suppress(OSError, ValidationError):
+            return ProcessId.model_validate_json(read_of_run(self.lock))
+        return None
 
     def is_locked(self) -> bool | None:
         """Return True if a trainer holds the lock, without taking it; None if the system cannot tell."""

@@ -130,10 +130,7 @@ class SweepFolder:
             self.write(info.model_copy(update={"runs": runs}))
 
     def acquire(self) -> None:
-        """Lock the sweep until `release` or the end of this process; RunBusyError if another process is running it.
-
-        StorageError if something in its folder is not a plain file or folder of this user.
-        """
+        """Lock the sweep until `release` or the end of this process; RunBusyError if another process is running it."""
         with storage_errors(self.path, "choose another folder"):
             make_durable_directory(self.path)
             check_tree(self.path, is_writer=True, max_depth=0)

@@ -132,7 +132,7 @@ def test_every_entry_is_known():
 
 
 @pytest.mark.parametrize("entry", [*OWN, *NESTED])
-def test_entry_that_is_a_link_is_refused_by_name_and_nothing_outside_changes(run, victim, tmp_path, capsys, entry):
+def test_entry_that_is_a_link_is_refused_by_name(run, victim, tmp_path, capsys, entry):
     target = victim if entry.rpartition("/")[2] in FOLDERS else victim / ".bashrc"
     good = shutil.copytree(run, run.with_name("good"))
     replace(run / entry, lambda path: path.symlink_to(target))
@@ -188,7 +188,7 @@ def test_second_name_of_a_file_outside_is_not_written(run, victim, entry):
     assert state_of(victim) == before
 
 
-def test_checkpoints_with_two_names_and_the_runs_own_links_are_kept(run, tmp_path):
+def test_second_names_of_checkpoints_and_links_to_runs_are_kept(run, tmp_path):
     """`last.pt` is a second name of an object; the run's folder, and the folder of the runs, may be links."""
     (tmp_path / "elsewhere").mkdir()
     shutil.move(run, tmp_path / "elsewhere" / "moved")
@@ -284,7 +284,7 @@ def test_run_of_a_sweep_lies_in_its_folder(tmp_path):
     assert SweepRun(name="lr=0.1", config="a", settings={}).name == "lr=0.1"
 
 
-def test_counts_that_ask_for_more_memory_than_the_images_have_are_not_read(tmp_path):
+def test_counts_larger_than_the_images_have_are_not_read(tmp_path):
     import tracemalloc
     import zipfile
 
@@ -377,7 +377,10 @@ def test_run_of_another_user_is_not_resumed(shared):
     for path in (shared, *shared.rglob("*")):
         os.chown(path, NOBODY, NOBODY, follow_symlinks=False)
     assert find_run(str(shared)).read_info() is not None
-    refused(f"{shared} belongs to another user (uid {NOBODY})", RunFolder(shared).acquire)
+    refused(
+        f"{shared} belongs to another user (uid {NOBODY} instead of 0): use a copy of the run (cp -r)",
+        RunFolder(shared).acquire,
+    )
     copy = shared.with_name("copy")
     subprocess.run(["cp", "-r", shared, copy], check=True)
     RunFolder(copy).check(is_writer=True)

@@ -229,19 +229,14 @@ class EventReader:
         """Open the file, again if the path now names another one; return False if it does not exist."""
         try:
             there = os.stat(self.path)
+            if self._fd >= 0 and not (os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self._offset):
+                self._start_again()
+            if self._fd < 0:
+                self._fd = open_of_run(self.path, max_bytes=MAX_EVENTS_BYTES)
         except OSError:
             if self._fd >= 0:
                 self._start_again()
             return False
-        if self._fd >= 0:
-            here = os.fstat(self._fd)
-            if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or there.st_size < self._offset:
-                self._start_again()
-        if self._fd < 0:
-            try:
-                self._fd = open_of_run(self.path, max_bytes=MAX_EVENTS_BYTES)
-            except OSError:
-                return False
         return True
 
     def _start_again(self) -> None:
