@@ -158,7 +158,7 @@ class RunBusyError(RunError):
 
 
 class StorageError(RunError):
-    """The run folder or an output file cannot be written."""
+    """The run folder or an output file cannot be written, or a run folder is refused."""
 
     exit_code = 10
     topic = "disk-full"

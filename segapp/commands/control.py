@@ -118,5 +118,5 @@ def run_to_attach(run: str | None) -> RunFolder:
         live = next((folder for folder in folders if folder.is_locked()), None)
         live = live or next((folder for folder in folders[:_NUM_LOOKED_AT] if run_state(folder.path) == "live"), None)
         if live is not None:
-            return live
+            return RunFolder.open(live.path)
     return find_run(run)

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 from segapp.errors import SegappError
 from segapp.run.events import EventReader
+from segapp.run.files import append_to_run, open_of_run, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.state import run_state
 from segapp.run.words import printable
@@ -107,7 +108,7 @@ class TrainerProcess:
 
     def _lines(self) -> list[str]:
         try:
-            with self.folder.log.open("rb") as file:
+            with open(open_of_run(self.folder.log), "rb") as file:
                 file.seek(self._log_start)
                 return file.read(2**20).decode(errors="replace").splitlines()
         except OSError:
@@ -143,7 +144,7 @@ def spawn_trainer(
     arguments += ["--resume", resume] if resume is not None else []
     arguments += ["--debug"] if "--debug" in sys.argv else []
     events = EventReader(folder.events, last_bytes=0)
-    with folder.log.open("ab") as log:
+    with storage_errors_of("open", folder.log), append_to_run(folder.log) as log:
         log_start = log.tell()
         process = subprocess.Popen(
             [sys.executable, "-m", "segapp", "train", *arguments, *overrides],

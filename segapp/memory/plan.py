@@ -22,7 +22,7 @@ from segapp.chunks import check_split
 from segapp.errors import ConfigError
 from segapp.memory.judge import FULL_FRAC, Level, SplitJudge
 from segapp.memory.peaks import PeakModel, PlannedPeaks
-from segapp.run.files import write_atomic
+from segapp.run.files import read_of_run, write_atomic
 
 CONTEXT_MIB = 500.0
 """Memory of a process on a GPU before its first tensor: 300 to 1000 MiB, depending on driver, GPU and libraries."""
@@ -523,7 +523,7 @@ class SavedMemoryPlan:
 def read_saved_plan(path: Path) -> SavedMemoryPlan | None:
     """Return the plan in a file; None if it is missing or cannot be read."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json.loads(read_of_run(path))
         return TypeAdapter(SavedMemoryPlan).validate_python(raw) if raw["format"] == _SAVED_FORMAT else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

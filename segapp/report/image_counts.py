@@ -11,13 +11,14 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
+from zipfile import BadZipFile, ZipFile
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from segapp.datasets.own_data import OwnPair
 from segapp.inference.predict import predict_image
 from segapp.inference.workspace import HostLimit
 from segapp.metrics import Counts, counts_for
-from segapp.run.files import write_atomic
+from segapp.run.files import open_of_run, write_atomic
 from segapp.run.folder import run_of_file
 
 
@@ -78,28 +79,28 @@ def count_split(
     checkpoint outside a run.
     """
     folder, key = run_of_file(trained.path), _key(trained, dataset, split)
-    found = read_counts(folder.image_counts, key) if folder is not None and key is not None else None
-    if found is not None:
-        progress(len(dataset))
-        return found
     scheme, host = trained.scheme, HostLimit()
     multilabel = scheme.multilabel is not None
     total = counts_for(scheme.num_classes, scheme.ignore_index, multilabel=multilabel)
-    rows = []
-    for index in range(len(dataset)):
-        own = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
-        total.counts += own.counts
-        rows.append(class_counts(own.matrix, scheme.ignore_index))
-        progress(index + 1)
+    shapes = (len(dataset), scheme.num_classes, 3), tuple(total.matrix.shape)
+    counts = read_counts(folder.image_counts, key, shapes) if folder is not None and key is not None else None
+    if counts is not None:
+        progress(len(dataset))
+    else:
+        rows = []
+        for index in range(len(dataset)):
+            own = counts_of(trained, *predict_pair(trained, dataset, index, host)[1:])
+            total.counts += own.counts
+            rows.append(class_counts(own.matrix, scheme.ignore_index))
+            progress(index + 1)
+        counts = [np.stack(rows), total.matrix.numpy()]
+        if folder is not None and key is not None:
+            file = io.BytesIO()
+            np.savez_compressed(file, key=np.array(key), counts=counts[0], total=counts[1])
+            with contextlib.suppress(OSError):  # if the run folder cannot be written, only time is lost
+                write_atomic(folder.image_counts, file.getvalue())
     names = tuple(pair.name for pair in dataset.pairs)
-    new = ImageCounts(names, scheme.names, split, trained.sha256, np.stack(rows), total.matrix.numpy())
-    if folder is not None and key is not None:
-        file = io.BytesIO()
-        kept: dict[str, Any] = {name: np.array(value) for name, value in {**vars(new), "key": key}.items()}
-        np.savez_compressed(file, **kept)
-        with contextlib.suppress(OSError):  # if the run folder cannot be written, only time is lost
-            write_atomic(folder.image_counts, file.getvalue())
-    return new
+    return ImageCounts(names, scheme.names, split, trained.sha256, *counts)
 
 
 def predict_pair(
@@ -143,15 +144,23 @@ def _key(trained: TrainedModel, dataset: SegmentationDataset, split: str) -> str
     return hashlib.sha256(json.dumps([parts, files]).encode()).hexdigest()
 
 
-def read_counts(path: Path, key: str) -> ImageCounts | None:
-    """Return the counts in a file; None if there are none, they are damaged, or their key differs."""
+def read_counts(path: Path, key: str, shapes: Sequence[tuple[int, ...]]) -> list[NDArray[np.int64]] | None:
+    """Return the two arrays of counts in a file; None if there are none, or if they, their key or shapes differ."""
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as kept:
-            if str(kept["key"]) != key:
+        with open(open_of_run(path), "rb") as file, ZipFile(file) as kept:
+            if _read_array(kept, "key", (), np.array(key).dtype) != key:
                 return None
-            names, classes = (tuple(kept[each].tolist()) for each in ("names", "classes"))
-            return ImageCounts(
-                names, classes, str(kept["split"]), str(kept["checkpoint"]), kept["counts"], kept["total"]
-            )
-    except (OSError, ValueError, KeyError, EOFError, BadZipFile, zlib.error):
+            return [
+                _read_array(kept, *each, np.dtype(np.int64)) for each in zip(("counts", "total"), shapes, strict=True)
+            ]
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile, NotImplementedError, RuntimeError, zlib.error):
         return None
+
+
+def _read_array(kept: ZipFile, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Return an array of an .npz file; if it has another shape or type, no memory is allocated for it."""
+    with kept.open(f"{name}.npy") as file:
+        np.lib.format.read_magic(file)
+        if np.lib.format.read_array_header_1_0(file) != (shape, False, dtype):
+            raise ValueError(f"{name} has another shape or type")
+        return np.frombuffer(file.read(math.prod(shape) * dtype.itemsize), dtype).reshape(shape).copy()

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from segapp.run.files import read_of_run
+
 
 class Calibration(BaseModel):
     """Content of `calibration.json` in a run folder."""
@@ -29,6 +31,6 @@ class Calibration(BaseModel):
 def read_calibration(path: Path) -> Calibration | None:
     """Return the content of the file; None if it does not exist or cannot be read."""
     try:
-        return Calibration.model_validate_json(path.read_bytes())
+        return Calibration.model_validate_json(read_of_run(path))
     except (OSError, ValidationError):
         return None

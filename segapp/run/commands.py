@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import socket
-import stat
 import time
 from collections.abc import Container
 from dataclasses import dataclass
@@ -25,8 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from pydantic_core import from_json
 
 from segapp.errors import CommandError, accepted_words
-from segapp.failpoints import failpoint
-from segapp.run.files import TEMPORARY_PREFIX, fsync_directory, open_new, remove_quietly, temporary_name, write_all
+from segapp.run.files import TEMPORARY_PREFIX, read_of_run, reason_of, remove_quietly, write_atomic
 from segapp.run.words import encodable, printable
 
 MAX_COMMAND_BYTES = 64 * 2**10
@@ -225,19 +223,10 @@ def send_command(folder: Path | str, command: Command, by: str | None = None) ->
         "t": round(now_s, 6),
         "command": command.model_dump(exclude_unset=True) | {"kind": command.kind},
     }
-    temporary = inbox / temporary_name()
+    path = inbox / f"{int(now_s * 1e9):020d}-{command_id}.json"
     try:
-        fd = open_new(temporary, 0o600)
-        try:
-            write_all(fd, json.dumps(body, allow_nan=False).encode())
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        failpoint("command.before_rename")
-        os.rename(temporary, inbox / f"{int(now_s * 1e9):020d}-{command_id}.json")
-        fsync_directory(inbox)
+        write_atomic(path, json.dumps(body, allow_nan=False), mode=0o600, point="command")
     except OSError as error:
-        remove_quietly(temporary)
         raise CommandError(
             f"cannot send to {folder}: {error.strerror or error}: send as the user who runs the training", path=folder
         ) from error
@@ -361,31 +350,10 @@ def _id_of(name: str) -> str:
 def _receive(path: Path) -> ReceivedCommand:
     command_id = _id_of(path.name)
     try:
-        content = _read_own_file(path)
-        by, sent_s, command = _parse_envelope(content, command_id)
-    except CommandError as error:
-        return ReceivedCommand(command_id, "?", None, str(error), path)
-    except OSError as error:
-        return ReceivedCommand(command_id, "?", None, f"cannot be read: {error.strerror or error}", path)
+        by, sent_s, command = _parse_envelope(read_of_run(path, MAX_COMMAND_BYTES), command_id)
+    except (CommandError, OSError) as error:
+        return ReceivedCommand(command_id, "?", None, reason_of(error), path)
     return ReceivedCommand(command_id, by, command, None, path, sent_s)
-
-
-def _read_own_file(path: Path) -> bytes:
-    """Return the content of a small regular file of this user or of root; CommandError for anything else."""
-    if not stat.S_ISREG(os.lstat(path).st_mode):
-        raise CommandError("not a regular file")
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
-            raise CommandError("not a regular file")
-        if status.st_uid not in (os.geteuid(), 0):
-            raise CommandError(f"written by another user (uid {status.st_uid})")
-        if status.st_size > MAX_COMMAND_BYTES:
-            raise CommandError(f"too large: {status.st_size} bytes, {MAX_COMMAND_BYTES} are accepted")
-        return os.read(fd, MAX_COMMAND_BYTES + 1)
-    finally:
-        os.close(fd)
 
 
 def _parse_envelope(content: bytes, command_id: str) -> tuple[str, float, Command]:

@@ -1,5 +1,9 @@
-"""Atomic file writes: after a crash, a full disk or a power cut, a file has its old or its new content.
+"""Files of a run: the one way to open them, and atomic writes.
 
+A run folder may come from a stranger, and other users may write into it. So `check_tree` refuses, by name, whatever is
+not a plain file or folder of its owner, and a file is opened below a handle of its directory without following links.
+
+After a crash, a full disk or a power cut, a file that is written atomically has its old or its new content.
 The order is recommended by SQLite and the ALICE study: a temporary file in the same directory, fsync, rename, fsync of
 the directory. A failed fsync is never repeated on the same file, because its pages may be lost (PostgreSQL's
 "fsyncgate").
@@ -13,17 +17,24 @@ import json
 import os
 import re
 import secrets
-import shutil
 import socket
+import stat
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from segapp.errors import StorageError
 from segapp.failpoints import failpoint
 from segapp.run.words import size
+
+OTHERS_WRITE = 0o022
+"""The permissions that a run folder and its files never have: users other than the owner may write."""
+
+_OTHER_RULES = ("commands", "wandb")
+"""Folders whose content is not checked: the inbox checks each file, and Weights & Biases makes links in its own."""
 
 TEMPORARY_PREFIX = ".tmp-"
 _TEMPORARY = re.compile(r"\.tmp-\d+-(?P<pid>\d+)-[0-9a-f]+(?:@(?P<machine>[\w.-]*))?")
@@ -77,6 +88,86 @@ def machine_names(ranks: Sequence[tuple[str, str]]) -> dict[str, str | None]:
     return names
 
 
+class NotOfRunError(OSError):
+    """A path in a run folder is not a plain file or folder of the run's owner, or has too many bytes."""
+
+
+@contextlib.contextmanager
+def open_directory(path: Path, flags: int = 0) -> Iterator[int]:
+    """Yield a descriptor of a directory, for calls with `dir_fd`; raise OSError if it cannot be opened."""
+    fd = os.open(path, getattr(os, "O_PATH", os.O_RDONLY) | os.O_DIRECTORY | os.O_CLOEXEC | flags)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def open_of_run(path: Path, flags: int = os.O_RDONLY, *, max_bytes: int = sys.maxsize, mode: int = 0o644) -> int:
+    """Open a file in a folder that `check_tree` accepts, and return its descriptor; raise OSError if that fails.
+
+    NotOfRunError is raised if it is not a plain file of the folder's owner, or has more than `max_bytes`, or is opened
+    for writing and has a second name (a hard link), which may be outside the run.
+    """
+    with open_directory(path.parent) as at:
+        fd = os.open(path.name, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=at)
+        facts, owner = os.fstat(fd), os.fstat(at).st_uid
+    problem = _problem_of(facts, owner)
+    if flags & (os.O_WRONLY | os.O_RDWR) and facts.st_nlink > 1:
+        problem = "has a second name (a hard link): replace it with a copy of itself"
+    if facts.st_size > max_bytes:
+        problem = f"is too large: {facts.st_size} bytes, {max_bytes} are accepted: move it away"
+    if problem is not None:
+        os.close(fd)
+        raise NotOfRunError(errno.EPERM, f"{path} {problem}")
+    return fd
+
+
+def read_of_run(path: Path, max_bytes: int = 16 * 2**20) -> bytes:
+    """Return the content of a small file of a run; raise OSError like `open_of_run`."""
+    with open(open_of_run(path, max_bytes=max_bytes), "rb") as file:
+        return file.read(max_bytes)
+
+
+def append_to_run(path: Path) -> BinaryIO:
+    """Open a file of a run for appending, and create it if it is missing; raise OSError like `open_of_run`."""
+    return open(open_of_run(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab")
+
+
+def check_tree(folder: Path, *, is_writer: bool = False, max_depth: int = 16) -> None:
+    """Refuse a folder in which anything is not a plain file or folder of the folder's owner, or of root.
+
+    The folder itself may be reached through links, which its user chose. A writer must be its owner, and takes the
+    permission to write from everyone else, so that nobody can replace what was checked. There are two passes because
+    something may be replaced before the first one ends. Folders below `max_depth` others are not looked into. Raises
+    NotOfRunError about the first wrong file or folder.
+    """
+    with open_directory(folder) as top:
+        owner = os.geteuid() if is_writer else os.fstat(top).st_uid
+        for place, folders, files, at in (found for _ in range(1 + is_writer) for found in os.fwalk(".", dir_fd=top)):
+            for name in (".", *folders, *files):
+                with contextlib.suppress(FileNotFoundError):  # a temporary file of a training
+                    facts = os.stat(name, dir_fd=at, follow_symlinks=False)
+                    if problem := _problem_of(facts, owner):
+                        raise NotOfRunError(errno.EPERM, f"{folder / place / name} {problem}")
+                    if is_writer and facts.st_mode & OTHERS_WRITE:
+                        with contextlib.suppress(PermissionError):  # a file system without permissions
+                            os.chmod(name, stat.S_IMODE(facts.st_mode) & ~OTHERS_WRITE, dir_fd=at)
+            skipped = folders if place.count("/") >= max_depth else _OTHER_RULES if place == "." else ()
+            folders[:] = [name for name in folders if name not in skipped]
+
+
+def _problem_of(facts: os.stat_result, owner: int) -> str | None:
+    """Return why something is not a plain file or folder of the owner or of root, and what to do; None if it is."""
+    if stat.S_ISLNK(facts.st_mode):
+        return "is a symbolic link, which a run folder must not have: replace it with what it points to, or remove it"
+    if not (stat.S_ISREG(facts.st_mode) or stat.S_ISDIR(facts.st_mode)):
+        return "is neither a plain file nor a folder: remove it"
+    if facts.st_uid not in (owner, 0):
+        whose = f"another user (uid {facts.st_uid} instead of {owner})"
+        return f"belongs to {whose}: use a copy of the run (cp -r), or change the owner (chown)"
+    return None
+
+
 def open_new(path: Path, mode: int = 0o600) -> int:
     """Open a new file for writing and return its descriptor; an existing file or symbolic link is refused."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
@@ -107,7 +198,8 @@ def fsync_directory(path: Path) -> None:
 def make_durable_directory(path: Path) -> None:
     """Create a directory and its parents durably, so that a power cut does not remove their names."""
     missing = [parent for parent in (path, *path.parents) if not parent.exists()]
-    path.mkdir(parents=True, exist_ok=True)
+    for directory in reversed(missing or [path]):
+        directory.mkdir(0o755, exist_ok=True)
     for directory in missing:
         fsync_directory(directory.parent)
 
@@ -254,6 +346,8 @@ def storage_errors_of(action: str, path: Path) -> Iterator[None]:
 def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     """Return the error that says which action failed, why, and what to do."""
     reason = error.strerror or str(error)
+    if isinstance(error, NotOfRunError):
+        return StorageError(reason, path=path).see("run-folder")
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         with contextlib.suppress(OSError):
             reason += f" ({size(free_bytes(path if path.is_dir() else path.parent))} free)"
@@ -265,14 +359,6 @@ def storage_error(action: str, path: Path, error: OSError) -> StorageError:
     else:
         advice = "look at the disk and the system log"
     return StorageError(f"cannot {action} {path}: {reason}: {advice}", path=path)
-
-
-def copy_durably(source: Path, target: Path) -> None:
-    """Copy a file to a new one and fsync it; for file systems without hard links."""
-    with open(source, "rb") as old, open(open_new(target), "wb") as new:
-        shutil.copyfileobj(old, new, 2**20)
-        new.flush()
-        os.fsync(new.fileno())
 
 
 def is_same_file(path: Path, other: Path) -> bool:

@@ -16,9 +16,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from segapp.errors import ConfigError, RunBusyError, StorageError, did_you_mean
+from segapp.run.events.types import MAX_EVENTS_BYTES
 from segapp.run.files import (
+    check_tree,
     fsync_directory,
     make_durable_directory,
+    open_of_run,
+    read_of_run,
     remove_dead_temporaries,
     storage_error,
     storage_errors_of,
@@ -125,12 +129,13 @@ class RunFolder:
 
         Raises:
             ConfigError: The name is not a valid folder name, or `path` already contains a run.
-            StorageError: The folder cannot be created.
+            StorageError: The folder cannot be created, or `check` refuses it.
         """
         try:
             folder = cls(path or _new_directory(Path(root), name), is_made=path is None or not Path(path).exists())
             if path is not None:
                 make_durable_directory(folder.path)
+                folder.check(is_writer=True)
                 if folder._holds_a_run():
                     raise ConfigError(
                         f"{path} already holds a run: add --resume to continue it, or choose another folder", path=path
@@ -144,11 +149,18 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path | str) -> "RunFolder":
-        """Return the folder of an existing run; ConfigError for any other folder."""
+        """Return the folder of an existing run; ConfigError for any other folder, StorageError like `check`."""
         folder = cls(path)
         if not is_run(folder.path):
             raise ConfigError(f"{path}: not a run (it has no run.json): see `segapp ls`", path=path)
+        folder.check()
         return folder
+
+    def check(self, *, is_writer: bool = False) -> None:
+        """Raise StorageError if `check_tree` refuses the folder, or if its events are too many to be read."""
+        with storage_errors_of("open", self.path), contextlib.suppress(FileNotFoundError):
+            check_tree(self.path, is_writer=is_writer)
+            os.close(open_of_run(self.events, max_bytes=MAX_EVENTS_BYTES))
 
     def acquire(self, say: Callable[[str], None] | None = None, *, environ: Mapping[str, str] | None = None) -> None:
         """Lock the folder for this process, until `release` or the end of the process.
@@ -161,10 +173,11 @@ class RunFolder:
 
         Raises:
             RunBusyError: Another process holds the lock; the message names its host and process id.
-            StorageError: The lock file cannot be written, or the inbox belongs to another user.
+            StorageError: The lock file cannot be written, or `check` refuses the folder.
         """
         if self._file_lock.fd >= 0:
             return
+        self.check(is_writer=True)
         environ = os.environ if environ is None else environ
         deadline_s = None
         tell = say
@@ -270,11 +283,9 @@ class RunFolder:
 
     def read_holder(self) -> ProcessId | None:
         """Return the process that holds the lock, or held it last."""
-        raw = _read_json(self.lock)
-        try:
-            return ProcessId.model_validate(raw) if raw else None
-        except ValidationError:
-            return None
+        with contextlib.suppress(OSError, ValidationError):
+            return ProcessId.model_validate_json(read_of_run(self.lock))
+        return None
 
     def is_locked(self) -> bool | None:
         """Return True if a trainer holds the lock, without taking it; None if the system cannot tell."""
@@ -285,6 +296,8 @@ class RunFolder:
         return f"process {holder.pid} on {holder.host}" if holder else "another process"
 
     def _busy_message(self) -> str:
+        if self.is_locked() is False:
+            return f"{self.lock} is held by a process that is no trainer: end it (`lslocks` shows it), or try again"
         return (
             f"{self.path} is held by {self._holder_words()}: `segapp attach {self.argument}` shows it, "
             f"`segapp ctl {self.argument} stop` ends it"
@@ -292,13 +305,7 @@ class RunFolder:
 
     def _make_subfolders(self) -> None:
         for folder in (self.commands, self.checkpoints, self.samples, self.tensorboard):
-            folder.mkdir(exist_ok=True, mode=0o700 if folder == self.commands else 0o777)
-        if self.commands.is_symlink() or self.commands.stat().st_uid != os.geteuid():
-            self.release()
-            raise StorageError(
-                f"{self.commands} is a link or belongs to another user, who could send commands to the run: remove it",
-                path=self.commands,
-            )
+            folder.mkdir(exist_ok=True, mode=0o700 if folder == self.commands else 0o755)
         self.commands.chmod(0o700)
 
     def is_failed_start(self) -> bool:
@@ -308,7 +315,7 @@ class RunFolder:
         if not is_run(self.path):
             return self.is_made
         try:
-            text = self.events.read_bytes()
+            text = read_of_run(self.events)
         except OSError:
             return False
         return b'"status":"failed"' in text and b'"type":"run_start"' not in text
@@ -318,9 +325,9 @@ class RunFolder:
         if any(self.checkpoints.glob("*.pt")) or (self.checkpoints / "manifest.json").exists():
             return True
         try:
-            return b'"type":"step"' in self.events.read_bytes()
-        except FileNotFoundError:
-            return False
+            return b'"type":"step"' in read_of_run(self.events)
+        except OSError as error:
+            return not isinstance(error, FileNotFoundError)
 
 
 def job_of(environ: Mapping[str, str]) -> str | None:
@@ -333,7 +340,7 @@ def job_of(environ: Mapping[str, str]) -> str | None:
 
 def is_run(path: Path) -> bool:
     """Return True if a folder contains a run."""
-    return (path / "run.json").is_file()
+    return os.path.lexists(path / "run.json")
 
 
 def is_sweep(path: Path) -> bool:
@@ -346,15 +353,16 @@ def find_run(what: str | Path | None = None, root: Path | str = "runs") -> RunFo
 
     Raises:
         ConfigError: There is no such run; the message names the most similar ones.
+        StorageError: `RunFolder.check` refuses it.
     """
     runs = run_folders(root, with_sweeps=True)
     if what is None:
         if not runs:
             raise ConfigError(f"no run in {root}: start one with `segapp train`, or name a folder", path=root)
-        return runs[0]
+        return RunFolder.open(runs[0].path)
     for path in (Path(root) / what, Path(what), *Path(what).parents[:3]):
         if is_run(path) and (path != Path(".") or str(what) == "."):
-            return RunFolder(path)
+            return RunFolder.open(path)
     names = [run.name for run in runs]
     for path in (Path(root) / what, Path(what)):
         if is_sweep(path):
@@ -408,7 +416,7 @@ def _new_directory(root: Path, name: str) -> Path:
         path = root / (name if number == 1 else f"{name}-{number}")
         remove_failed_start(RunFolder(path))
         with contextlib.suppress(FileExistsError):
-            path.mkdir()
+            path.mkdir(0o755)
             fsync_directory(root)
             return path
     raise ConfigError(
@@ -431,8 +439,7 @@ def remove_failed_start(folder: RunFolder) -> bool:
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            raw = from_json(file.read(2**20))
+        raw = from_json(read_of_run(path))
     except (OSError, ValueError):
         return None
     return raw if isinstance(raw, dict) else None

@@ -14,8 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from segapp.failpoints import failpoint
+from segapp.run.files import open_of_run
 from segapp.run.lease import Lease
 
+_MODE = 0o600  # who may read a file may keep a lock on it, and so keep a training from its run
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
@@ -44,9 +46,10 @@ class FileLock:
         Raises:
             OSError: the file cannot be opened or written.
         """
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
+        fd = open_of_run(self.path, os.O_RDWR | os.O_CREAT, mode=_MODE)
         is_acquired = False
         try:
+            os.fchmod(fd, _MODE)
             is_acquired = self._lock_or_lease(fd, say)
         finally:
             if not is_acquired:
@@ -94,7 +97,7 @@ class FileLock:
     def is_held(self) -> bool | None:
         """Return True if a process holds the lock; None if the system cannot tell."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            fd = open_of_run(self.path)
         except FileNotFoundError:
             return False
         except OSError:

@@ -85,10 +85,11 @@ def run_state(path: Path | str, now_s: float | None = None) -> State:
 
 def is_trainer_alive(folder: RunFolder) -> bool | None:
     """Return True if a process holds the run's lock, or still runs; None if unknown on this host."""
-    if folder.is_locked():
-        return True
+    is_locked, holder = folder.is_locked(), folder.read_holder()
+    if is_locked or (is_locked is None and holder is None):  # only its owner may read the lock
+        return is_locked
     info = folder.read_info()
-    process = folder.read_holder() or (info.process if info else None)
+    process = holder or (info.process if info else None)
     if process is None:
         return False
     if process.boot_id not in (None, boot_id()) and _was_written_since_boot(folder):

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from segapp.errors import ConfigError, RunBusyError, storage_errors
-from segapp.run.files import write_atomic
+from segapp.run.files import check_tree, make_durable_directory, read_of_run, reason_of, write_atomic
 from segapp.run.folder import RunFolder, is_run, is_sweep
 from segapp.run.lock import FileLock
 from segapp.run.state import State, run_state
@@ -26,7 +26,7 @@ class SweepRun(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    name: str
+    name: str = Field(pattern=r"^[^/.][^/]*$")
     """Name of its folder in the folder of the sweep."""
     config: str
     """Name of its config file, without folder and suffix."""
@@ -107,9 +107,10 @@ class SweepFolder:
     def read(self) -> SweepInfo:
         """Return the content of `sweep.json`; ConfigError if it is missing or damaged."""
         try:
-            return SweepInfo.model_validate_json((self.path / "sweep.json").read_bytes())
+            return SweepInfo.model_validate_json(read_of_run(self.path / "sweep.json"))
         except (OSError, ValidationError) as error:
-            reason = "it has no sweep.json" if isinstance(error, OSError) else "its sweep.json is damaged"
+            reason = reason_of(error) if isinstance(error, OSError) else "its sweep.json is damaged"
+            reason = "it has no sweep.json" if isinstance(error, FileNotFoundError) else reason
             raise ConfigError(
                 f"{self.path}: not a sweep ({reason}): `segapp ls` lists sweeps and runs", path=self.path
             ) from None
@@ -118,7 +119,7 @@ class SweepFolder:
         """Write `sweep.json`."""
         path = self.path / "sweep.json"
         with storage_errors(path, "free space or choose another folder"):
-            self.path.mkdir(parents=True, exist_ok=True)
+            make_durable_directory(self.path)
             write_atomic(path, info.model_dump_json(indent=1) + "\n")
 
     def note_end(self, run: str, exit_code: int | None, reason: str | None) -> None:
@@ -130,8 +131,9 @@ class SweepFolder:
 
     def acquire(self) -> None:
         """Lock the sweep until `release` or the end of this process; RunBusyError if another process is running it."""
-        with storage_errors(self._lock.path, "choose another folder"):
-            self.path.mkdir(parents=True, exist_ok=True)
+        with storage_errors(self.path, "choose another folder"):
+            make_durable_directory(self.path)
+            check_tree(self.path, is_writer=True, max_depth=0)
             is_acquired = self._lock.acquire()
         if not is_acquired:
             raise RunBusyError(

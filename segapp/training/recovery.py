@@ -25,7 +25,7 @@ from segapp.memory.oom import examine, headline, is_out_of_memory, release, repo
 from segapp.older import EVENT_KEYS, renamed
 from segapp.parallel.distributed import PeerOutOfMemoryError
 from segapp.run.events import Alert, CommandAnswer, EventLog, EventReader, Gpu0Bsz, Oom, read_answers
-from segapp.run.files import write_atomic
+from segapp.run.files import read_of_run, write_atomic
 from segapp.run.folder import RunFolder
 from segapp.run.words import first_line
 from segapp.training.context import RunContext
@@ -128,7 +128,7 @@ def _rank_reports(folder: RunFolder) -> Iterator[tuple[dict[str, Any], float]]:
     """Yield the reports of ranks other than the main one, and the time of each, Unix seconds."""
     for path in sorted(folder.reports.glob("rank_*.json")):
         with contextlib.suppress(OSError, ValueError):
-            yield renamed(json.loads(path.read_text()), EVENT_KEYS["oom"]), path.stat().st_mtime
+            yield renamed(json.loads(read_of_run(path)), EVENT_KEYS["oom"]), path.stat().st_mtime
 
 
 def final_error(report: Oom) -> OutOfMemoryError:

@@ -87,6 +87,7 @@ def _resumed(
     note: str | None = None,
 ) -> TrainRequest:
     """Return the request to resume a run, with a note about keys that change or that keep the run's values."""
+    folder.check()
     own_file = folder.config_yaml.resolve()
     if config is not None and not own_file.is_file():
         return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint, note=note)

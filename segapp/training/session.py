@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import json
 import logging
 import os
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import PosixPath
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import torch
 
@@ -58,7 +59,7 @@ from segapp.parallel.launch import launch_local
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveTensor, Oom, OtherProcess, RunEnd
-from segapp.run.files import machine_id, machine_names, storage_errors_of
+from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
 from segapp.run.lease import STILL_S
 from segapp.run.starting import announce
@@ -226,6 +227,7 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
     """Create or reopen the run folder, on the main rank with its lock, and log into it."""
     if request.config.train.keep_freed_memory and devices.devices[0].type == "cpu":
         keep_freed_memory()
+    os.umask(os.umask(OTHERS_WRITE) | OTHERS_WRITE)
     if not ranks.is_main:
         folder = RunFolder(ranks.from_main(None))
         _wait_for_folder(folder, ranks.rank)
@@ -303,16 +305,11 @@ def _device_infos(devices: DevicePlan, ranks: Ranks, budgets_mib: Sequence[float
     ]
 
 
-class _LogFile(logging.FileHandler):
-    """The log of a run; lines for which the disk has no space are left out, because alerts report a full disk."""
+class _LogHandler(logging.StreamHandler[TextIO]):
+    """Writes the log of a run; lines without space on the disk are left out, because alerts report a full disk."""
 
     def handleError(self, _: logging.LogRecord) -> None:  # noqa: N802, a name of logging
         """Do nothing: logging would print a traceback."""
-
-    def close(self) -> None:
-        """Close the file, without the lines that its disk had no space for."""
-        with contextlib.suppress(OSError):
-            super().close()
 
 
 @contextlib.contextmanager
@@ -321,17 +318,19 @@ def _logging_to(folder: RunFolder, rank: int = 0, first_line: str = "") -> Itera
     path = folder.log_of(rank)
     with storage_errors_of("write", path):
         path.parent.mkdir(exist_ok=True)
-        handler = _LogFile(path)
+        file = io.TextIOWrapper(append_to_run(path))
+    handler = _LogHandler(file)
     if first_line:
-        with contextlib.suppress(OSError), path.open("a") as file:
-            file.write(f"{time.strftime('%F %T')} {first_line}\n")
+        with contextlib.suppress(OSError):
+            print(time.strftime("%F %T"), first_line, file=file, flush=True)
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.getLogger().addHandler(handler)
     try:
         yield
     finally:
         logging.getLogger().removeHandler(handler)
-        handler.close()
+        with contextlib.suppress(OSError):  # lines that the disk had no space for
+            file.close()
 
 
 class Stage:

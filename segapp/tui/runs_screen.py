@@ -161,7 +161,7 @@ def differences(first: RunFolder, second: RunFolder) -> list[Detail]:
     from segapp.config import changed_keys, load_config  # imports yaml, which the TUI does not need otherwise
 
     try:
-        lines = changed_keys(*(load_config(str(folder.config_yaml), []) for folder in (first, second)))
+        lines = changed_keys(*(load_config(RunFolder.open(each.path).config_yaml) for each in (first, second)))
     except SegappError as error:
         return [Detail("error", printable(str(error)))]
     pairs = (line.partition(": ") for line in lines)

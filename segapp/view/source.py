@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.run.events import EventReader, StepRun, step_column
+from segapp.run.files import open_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.process import ProcessId
 from segapp.run.state import State, StateFacts, derive_state, is_trainer_alive, was_acquired_after
@@ -230,9 +231,9 @@ def newest_pictures(folder: Path) -> list[Path]:
     try:
         with os.scandir(folder) as entries:
             found = [
-                (entry.stat().st_mtime, entry.name)
+                (entry.stat(follow_symlinks=False).st_mtime, entry.name)
                 for entry in entries
-                if entry.name.endswith(".png") and not entry.name.startswith(".") and entry.is_file()
+                if entry.name.endswith(".png") and entry.name[0] != "." and entry.is_file(follow_symlinks=False)
             ]
     except OSError:
         return []
@@ -250,7 +251,7 @@ class LogTail:
     def read(self) -> list[str]:
         """Return the new whole lines, printable; none if the file cannot be read."""
         try:
-            with self._path.open("rb") as file:
+            with open(open_of_run(self._path), "rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 is_first = self._offset is None or size < self._offset
                 start = max(0, size - self._max_bytes) if is_first else max(self._offset or 0, size - self._max_bytes)

@@ -5,6 +5,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from segapp.errors import StorageError
 from segapp.run.folder import RunFolder, is_run, run_folders
 from segapp.run.state import State, StateFacts, derive_state, read_facts
 from segapp.run.sweep import SweepFolder
@@ -86,8 +87,12 @@ def small_view() -> View:
 
 
 def summarize(path: Path | str, now_s: float | None = None) -> RunSummary:
-    """Return the summary of a run, from its events."""
+    """Return the summary of a run, from its events; of a run that is refused, only the reason."""
     folder, view = RunFolder(path), small_view()
+    try:
+        folder.check()
+    except StorageError as error:
+        return RunSummary(folder.name, str(folder.path), "failed", reason=str(error))
     fold_file(view, folder.events)
     return summary_of(view, folder, read_facts(path, now_s))
 

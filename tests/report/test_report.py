@@ -210,11 +210,13 @@ def test_counts_of_images_are_kept_until_a_file_changes(trained: Path, tmp_path:
         assert np.array_equal(count_split(model, dataset, "val", done.append).counts, found.counts)
         assert len(done) == len(dataset)
     other = dataclasses.replace(model, sha256="0" * 64)
-    assert read_counts(file, _key(model, dataset, "val")) is not None
-    assert read_counts(file, _key(other, dataset, "val")) is None
-    assert read_counts(file, _key(model, dataset, "train")) is None
+    shapes = (len(dataset), 3, 3), (3, 3)
+    assert read_counts(file, _key(model, dataset, "val"), shapes) is not None
+    assert read_counts(file, _key(model, dataset, "val"), ((len(dataset) + 1, 3, 3), (3, 3))) is None
+    assert read_counts(file, _key(other, dataset, "val"), shapes) is None
+    assert read_counts(file, _key(model, dataset, "train"), shapes) is None
     np.savez(tmp_path / "pickled.npz", key=np.array(None, dtype=object))
-    assert read_counts(tmp_path / "pickled.npz", "") is None
+    assert read_counts(tmp_path / "pickled.npz", "", shapes) is None
 
 
 def test_gains_are_those_of_the_split_with_one_right_image() -> None:

@@ -369,7 +369,7 @@ def test_failed_rewind_keeps_the_old_events(tmp_path, armed):
     path = tmp_path / "e.jsonl"
     before = interrupted_run(path)
     writer = EventWriter(path)
-    armed("events.before_rewind_rename=raise:ENOSPC")
+    armed("events.rewind.before_rename=raise:ENOSPC")
     assert writer.rewind(6, epoch=3, batch=0) == 0
     writer.write(step(9))
     *old, alert, new = lines(path)

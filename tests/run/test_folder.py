@@ -102,7 +102,7 @@ def test_inbox_that_is_a_link_is_refused_and_the_lock_released(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     folder.commands.rmdir()
     folder.commands.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(StorageError, match="is a link or belongs to another user"):
+    with pytest.raises(StorageError, match="commands is a symbolic link"):
         folder.acquire()
     assert not folder.is_locked()
 
@@ -141,15 +141,16 @@ def test_second_trainer_is_refused_until_the_first_is_dead(tmp_path):
 
 
 @pytest.mark.parametrize("kind", [RunFolder, SweepFolder])
-def test_lock_file_is_writable_for_its_owner_alone(tmp_path, kind):
+def test_lock_file_can_be_opened_only_by_its_owner(tmp_path, kind):
     before = os.umask(0)
     try:
         folder = kind(tmp_path / "a")
         (tmp_path / "a").mkdir()
+        (tmp_path / "a" / "lock").touch(0o644)  # of an older version
         folder.acquire()
     finally:
         os.umask(before)
-    assert stat.S_IMODE((tmp_path / "a" / "lock").stat().st_mode) == 0o644
+    assert stat.S_IMODE((tmp_path / "a" / "lock").stat().st_mode) == 0o600
     assert folder.is_locked()
     folder.release()
     assert not folder.is_locked()
@@ -516,8 +517,8 @@ def test_file_belongs_to_the_run_that_it_lies_in(tmp_path):
 @pytest.mark.parametrize(
     ("number", "error", "words"),
     [
-        (errno.EAGAIN, RunBusyError, "is held by another process"),
-        (errno.EACCES, RunBusyError, "is held by another process"),
+        (errno.EAGAIN, RunBusyError, "lock is held by a process that is no trainer"),
+        (errno.EACCES, RunBusyError, "lock is held by a process that is no trainer"),
         (errno.EIO, StorageError, r"cannot lock .*Input/output error: look at the disk"),
     ],
 )

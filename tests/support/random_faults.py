@@ -40,7 +40,7 @@ PLACES = (
     "train.device",
     "eval.batch",
     "events.before_write",
-    "events.before_rewind_rename",
+    "events.rewind.before_rename",
     "command.answered",
     "ckpt.opened",
     "ckpt.write",

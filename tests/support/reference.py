@@ -237,6 +237,18 @@ def run_folder_page() -> str:
             '`torch.load("runs/demo/checkpoints/best.pt", weights_only=True)["model"]` is the state dict. '
             "`segapp ckpt list RUN` lists the checkpoints from which a run can resume ([train](../tasks/train.md)). "
             "`segapp status RUN` summarizes the folder.\n",
+            "## Files of other users\n",
+            "`RUN` itself may be a link. Everything in it must be a plain file or folder of its owner or of root: a "
+            "symbolic link, a pipe, a device, or a file of another user is refused by name, and the exit code is 10. "
+            "Only the content of `wandb/` is left to Weights & Biases. If you keep `tensorboard/` on another disk, "
+            "move the whole run there and link the run. `events.jsonl` may have at most 4 GiB, other files that are "
+            "read completely 16 MiB. `segapp ls` lists the other runs, and gives the reason next to the refused "
+            "one.\n",
+            "Every user who may read a run can use it in `status`, `report`, `compare`, `eval`, `predict` and "
+            "`export`. Only its owner can train in it: a training takes the permission to write from everyone else, "
+            "for a group too, and gives `lock` the mode 0600. To continue another user's run, train in a copy "
+            "(`cp -r`). Another user sees a run whose trainer died as `lost` instead of `crashed`, because only the "
+            "owner can ask for the lock.\n",
         ]
     )
 

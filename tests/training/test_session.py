@@ -28,7 +28,10 @@ from tests.support.runs import events, merged
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_full_disk_of_the_log_is_no_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_disk_of_the_log_is_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "append_to_run", lambda path: path.open("ab"))  # which refuses devices
     with session._logging_to(types.SimpleNamespace(log_of=lambda _: Path("/dev/full"))):  # type: ignore[arg-type]
         logging.getLogger("segapp").error("a line")
     assert "Traceback" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ from segapp.config import RunConfig, changed_keys, dump_config, find_config, loa
 from segapp.config.parts import part_names
 from segapp.custom.trust import check_trusted, remember_parts
 from segapp.errors import ConfigError, RunBusyError, did_you_mean, storage_errors
-from segapp.run.files import write_atomic
+from segapp.run.files import make_durable_directory, write_atomic
 from segapp.run.folder import is_sweep
 from segapp.run.sweep import SweepFolder, SweepInfo, SweepRun, find_sweep, new_info, sweep_folders
 from segapp.run.words import printable
@@ -85,7 +85,7 @@ class SweepPlan:
         with storage_errors(self.folder.path, "free space or choose another folder"):
             for name, config in self.configs.items():
                 path = self.folder.config_of(name)
-                path.parent.mkdir(parents=True, exist_ok=True)
+                make_durable_directory(path.parent)
                 write_atomic(path, dump_config(config))
             self.folder.write(self.info)
             names = {run.name for run in self.info.runs}

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
 from segapp.errors import CheckpointError
-from segapp.run.files import reason_of, write_json
+from segapp.run.files import read_of_run, reason_of, write_json
 
 FORMAT = 1
 """Format of the manifest and of checkpoints; a higher one is refused."""
@@ -21,7 +21,6 @@ LAST, BEST = "last.pt", "best.pt"
 EPOCH_NAME = re.compile(r"epoch_\d{4,}\.pt")
 OBJECT_NAME = re.compile(r"\d{8,}-[0-9a-f]{16}\.pt")
 _ALIAS_NAME = re.compile(r"[A-Za-z0-9][\w-]*\.pt")
-_MAX_MANIFEST_BYTES = 16 * 2**20
 NUM_ALWAYS_KEPT = 2
 
 
@@ -127,8 +126,7 @@ def read_manifest(path: Path) -> Manifest | None:
         CheckpointError: The manifest was written by a newer segapp.
     """
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
-            raw = from_json(file.read(_MAX_MANIFEST_BYTES + 1))
+        raw = from_json(read_of_run(path))
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:

@@ -5,6 +5,7 @@ Aliases (`last.pt`, `best.pt`, `epoch_0007.pt`) are links to objects; a missing 
 
 import contextlib
 import os
+import shutil
 import stat
 import time
 from collections.abc import Callable, Iterable
@@ -33,12 +34,12 @@ from segapp.run.checkpoints.manifest import (
 from segapp.run.files import (
     TEMPORARY_PREFIX,
     HashingFile,
-    copy_durably,
     free_bytes,
     fsync_directory,
     has_same_bytes,
     hash_file,
     is_same_file,
+    open_directory,
     open_new,
     reason_of,
     remove_dead_temporaries,
@@ -121,7 +122,22 @@ class CheckpointFolder:
         sizes are compared.
         """
         names = manifest.names_of(entry)
-        return [name for name in names if is_mismatched(self.path / name, self.objects, manifest, hashes=hashes)]
+        return [name for name in names if self._is_mismatched(self.path / name, manifest, hashes)]
+
+    def _is_mismatched(self, alias: Path, manifest: Manifest, hashes: bool) -> bool:
+        names = object_names(self.objects)
+        if not os.path.lexists(alias) or any(is_same_file(alias, self.objects / name) for name in names):
+            return False
+        try:
+            if not stat.S_ISREG(alias.lstat().st_mode):
+                return True
+            if not hashes:
+                return alias.stat().st_size not in {entry.size_bytes for entry in manifest.entries}
+            sha256, _ = hash_file(alias)
+        except OSError:
+            return True
+        is_committed = any(entry.sha256 == sha256 for entry in manifest.entries)
+        return not is_committed and not any(name.endswith(f"-{sha256[:16]}.pt") for name in names)
 
     def verify(self, *, hashes: bool = True) -> list[CheckpointStatus]:
         """Return the state of every committed checkpoint, newest first; without `hashes`, only sizes are compared.
@@ -241,8 +257,18 @@ class CheckpointFolder:
         Returns sentences about restorations and failures.
         """
         manifest = manifest or self.read_manifest()
-        restored = restore_objects(self.path, self.objects, manifest)
-        return restored + repair_aliases(self.path, self.objects, manifest)
+        messages = restore_objects(self.path, self.objects, manifest)
+        for name in sorted(manifest.names, key=last_first):
+            entry = manifest.entry_named(name)
+            if entry is None or is_same_file(self.path / name, self.objects / entry.object):
+                continue
+            try:
+                _point(self.path / name, self.objects / entry.object, entry)
+            except OSError as error:
+                messages.append(f"{name} could not be pointed at step {entry.step}: {reason_of(error)}")
+        with contextlib.suppress(OSError):
+            fsync_directory(self.path)
+        return messages
 
     def _prepare(self, need_bytes: int, keep: int) -> Manifest:
         """Remove the leftovers of crashes, and old epochs if the disk is full; return the manifest to extend."""
@@ -368,23 +394,6 @@ def object_names(objects: Path) -> list[str]:
         return []
 
 
-def is_mismatched(alias: Path, objects: Path, manifest: Manifest, *, hashes: bool) -> bool:
-    """Return True if an alias exists and has the bytes of no committed checkpoint; see `mismatched_aliases`."""
-    names = object_names(objects)
-    if not os.path.lexists(alias) or any(is_same_file(alias, objects / name) for name in names):
-        return False
-    try:
-        if not stat.S_ISREG(alias.lstat().st_mode):
-            return True
-        if not hashes:
-            return alias.stat().st_size not in {entry.size_bytes for entry in manifest.entries}
-        sha256, _ = hash_file(alias)
-    except OSError:
-        return True
-    is_committed = any(entry.sha256 == sha256 for entry in manifest.entries)
-    return not is_committed and not any(name.endswith(f"-{sha256[:16]}.pt") for name in names)
-
-
 def restore_objects(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
     """Link each missing committed object to an intact alias of its checkpoint; return the restorations."""
     messages = []
@@ -400,22 +409,6 @@ def restore_objects(folder: Path, objects: Path, manifest: Manifest) -> list[str
     return messages
 
 
-def repair_aliases(folder: Path, objects: Path, manifest: Manifest) -> list[str]:
-    """Repair aliases that a crash or a user changed, so that each links to its checkpoint; return failures."""
-    problems = []
-    for name in sorted(manifest.names, key=last_first):
-        entry = manifest.entry_named(name)
-        if entry is None or is_same_file(folder / name, objects / entry.object):
-            continue
-        try:
-            _point(folder / name, objects / entry.object, entry)
-        except OSError as error:
-            problems.append(f"{name} could not be pointed at step {entry.step}: {reason_of(error)}")
-    with contextlib.suppress(OSError):
-        fsync_directory(folder)
-    return problems
-
-
 def _point(alias: Path, source: Path, entry: CheckpointEntry) -> None:
     """Make a path a link to a file, or a copy if hard links are not supported."""
     temporary = alias.parent / temporary_name(entry.step)
@@ -425,8 +418,11 @@ def _point(alias: Path, source: Path, entry: CheckpointEntry) -> None:
             os.link(source, temporary)
         except FileNotFoundError:
             raise
-        except OSError:
-            copy_durably(source, temporary)
+        except OSError:  # a file system without hard links
+            with open(source, "rb") as old, open(open_new(temporary), "wb") as new:
+                shutil.copyfileobj(old, new, 2**20)
+                new.flush()
+                os.fsync(new.fileno())
         failpoint("ckpt.before_name_rename")
         os.rename(temporary, alias)
     except BaseException:
@@ -440,15 +436,16 @@ def remove_unlisted(folder: Path, objects: Path, manifest: Manifest) -> list[str
     names = object_names(objects)
     wanted = {entry.object for entry in manifest.entries} | set(manifest.orphans)
     try:
-        for path in folder.iterdir():
-            is_unlisted = EPOCH_NAME.fullmatch(path.name) and path.name not in manifest.names
-            if is_unlisted and any(has_same_bytes(path, objects / name) for name in names):
-                os.unlink(path)
-                failpoint("ckpt.retired_name")
-        for name in names:
-            if name not in wanted:
-                os.unlink(objects / name)
-                failpoint("ckpt.retired_object")
+        with open_directory(objects, os.O_NOFOLLOW) as at:
+            for path in folder.iterdir():
+                is_unlisted = EPOCH_NAME.fullmatch(path.name) and path.name not in manifest.names
+                if is_unlisted and any(has_same_bytes(path, objects / name) for name in names):
+                    os.unlink(path)
+                    failpoint("ckpt.retired_name")
+            for name in names:
+                if name not in wanted:
+                    os.unlink(name, dir_fd=at)
+                    failpoint("ckpt.retired_object")
     except OSError as error:
         return [f"old checkpoints could not be removed: {reason_of(error)}"]
     return []

@@ -6,6 +6,7 @@ except that only `parse_event` checks an event's own fields.
 """
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -13,13 +14,14 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, BinaryIO
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json
 
 from segapp.older import EVENT_KEYS, renamed
-from segapp.run.events.types import EVENT_TYPES, FINAL_STATUSES, MAX_LINE_BYTES, VERSION, Event
+from segapp.run.events.types import EVENT_TYPES, FINAL_STATUSES, MAX_EVENTS_BYTES, MAX_LINE_BYTES, VERSION, Event
+from segapp.run.files import open_of_run
 
 _adapter: TypeAdapter[Event] = TypeAdapter(
     Annotated[Event, Field(discriminator="type")], config=ConfigDict(defer_build=True)
@@ -51,15 +53,23 @@ def is_known(raw: dict[str, Any]) -> bool:
     return raw["v"] == VERSION and raw["type"] in EVENT_TYPES
 
 
-def last_line_end(fd: int, end: int) -> int:
-    """Return the offset after the last newline in the first `end` bytes of a file; 0 if there is none."""
-    while end > 0:
-        start = max(0, end - 2**16)
+def last_line_end(fd: int, end: int, least: int = 0) -> int:
+    """Return the offset after the last newline between two offsets of a file; the lower one if there is none."""
+    while end > least:
+        start = max(least, end - 2**16)
         newline = os.pread(fd, end - start, start).rfind(b"\n")
         if newline >= 0:
             return start + newline + 1
         end = start
-    return 0
+    return least
+
+
+def _skip_hole(file: BinaryIO, offset: int) -> int:
+    """Return the offset of the first byte from `offset` on that is not in a hole of a file, and seek it."""
+    try:
+        return file.seek(offset, os.SEEK_DATA)
+    except OSError as error:
+        return file.seek(0, os.SEEK_END) if error.errno == errno.ENXIO else file.seek(offset)
 
 
 _NUMBER = rb"-?\d+(?:\.\d+)?(?:[eE][+-]?\d+)?"
@@ -122,7 +132,8 @@ class EventReader:
         self._offset = 0
         self._is_skipping = False
         if last_bytes is not None and self._follow():
-            self._offset = last_line_end(self._fd, os.fstat(self._fd).st_size - last_bytes)
+            end = os.fstat(self._fd).st_size - last_bytes
+            self._offset = last_line_end(self._fd, end, max(0, end - MAX_LINE_BYTES))
 
     def read(self, max_bytes: int | None = None) -> list[Event]:
         """Return the validated events written since the last call; of about `max_bytes`, if given."""
@@ -196,6 +207,8 @@ class EventReader:
                 if not is_whole and len(line) < MAX_LINE_BYTES:
                     return
                 self._offset += len(line)
+                if not is_whole:
+                    self._offset = _skip_hole(file, self._offset)
                 was_skipping, self._is_skipping = self._is_skipping, not is_whole
                 if was_skipping and is_whole:
                     self.num_bad += 1
@@ -216,19 +229,14 @@ class EventReader:
         """Open the file, again if the path now names another one; return False if it does not exist."""
         try:
             there = os.stat(self.path)
+            if self._fd >= 0 and not (os.path.samestat(there, os.fstat(self._fd)) and there.st_size >= self._offset):
+                self._start_again()
+            if self._fd < 0:
+                self._fd = open_of_run(self.path, max_bytes=MAX_EVENTS_BYTES)
         except OSError:
             if self._fd >= 0:
                 self._start_again()
             return False
-        if self._fd >= 0:
-            here = os.fstat(self._fd)
-            if (there.st_dev, there.st_ino) != (here.st_dev, here.st_ino) or there.st_size < self._offset:
-                self._start_again()
-        if self._fd < 0:
-            try:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-            except OSError:
-                return False
         return True
 
     def _start_again(self) -> None:

@@ -13,6 +13,9 @@ VERSION = 1
 MAX_LINE_BYTES = 16 * 2**20
 """A longer line is treated as damaged and skipped."""
 
+MAX_EVENTS_BYTES = 4 * 2**30
+"""A longer file is refused: a training on eight GPUs writes about 0.1 GiB per day."""
+
 
 Text = Annotated[str, BeforeValidator(lambda value: encodable(value) if isinstance(value, str) else value)]
 """Text that can be encoded as UTF-8; undecodable bytes of file names become visible escapes."""

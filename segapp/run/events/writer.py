@@ -21,15 +21,8 @@ from typing import Any, Protocol
 
 from segapp.failpoints import failpoint
 from segapp.run.events.reader import last_line_end, parse_line
-from segapp.run.events.types import EVENT_TYPES, MAX_LINE_BYTES, VERSION, Alert, AsNull, Event
-from segapp.run.files import (
-    fsync_directory,
-    open_new,
-    remove_quietly,
-    storage_errors_of,
-    temporary_name,
-    write_all,
-)
+from segapp.run.events.types import EVENT_TYPES, MAX_EVENTS_BYTES, MAX_LINE_BYTES, VERSION, Alert, AsNull, Event
+from segapp.run.files import append_to_run, open_of_run, storage_errors_of, write_all, write_atomic
 
 _DURABLE = frozenset({"run_start", "checkpoint", "command", "run_end"})
 _EXPENDABLE = frozenset({"step", "memory", "heartbeat"})
@@ -149,30 +142,17 @@ class EventWriter:
         prefix, kept, dropped = split_repeated(self.path.read_bytes(), point)
         if not dropped:
             return 0
-        with open(self.path.with_name("events.rewound.jsonl"), "ab") as rewound:
+        with append_to_run(self.path.with_name("events.rewound.jsonl")) as rewound:
             rewound.writelines(dropped)
             rewound.flush()
             os.fsync(rewound.fileno())
-        temporary = self.path.parent / temporary_name(point.step)
-        try:
-            with open(open_new(temporary, 0o644), "wb") as new:
-                new.write(prefix)
-                new.writelines(kept)
-                new.flush()
-                os.fsync(new.fileno())
-            failpoint("events.before_rewind_rename")
-            os.rename(temporary, self.path)
-        except BaseException:
-            remove_quietly(temporary)
-            raise
-        fsync_directory(self.path.parent)
+        write_atomic(self.path, b"".join([prefix, *kept]), point="events.rewind")
         os.close(self._fd)
         self._open()
         return len(dropped)
 
     def _open(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._fd = os.open(self.path, flags, 0o644)
+        self._fd = open_of_run(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, max_bytes=MAX_EVENTS_BYTES)
         self.last_seq, self._size = _repair_tail(self._fd)
         self._is_torn = False
 
@@ -273,7 +253,7 @@ def _last_seq(fd: int, end: int) -> int:
     """Return the `seq` of the last readable event in the first `end` bytes; 0 if there is none."""
     while end > 0:
         start = last_line_end(fd, end - 1)
-        raw = parse_line(os.pread(fd, end - start, start))
+        raw = parse_line(os.pread(fd, min(end - start, MAX_LINE_BYTES), start))
         if raw is not None:
             return int(raw["seq"])
         end = start

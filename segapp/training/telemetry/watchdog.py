@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 from segapp.errors import DistributedError, RunError, StorageError, WorkerError
 from segapp.memory.counters import DeviceMemoryTracker
 from segapp.run.events import Alert, EventLog, RunEnd
-from segapp.run.files import machine_id
+from segapp.run.files import append_to_run, machine_id, read_of_run
 from segapp.run.folder import RunFolder
 from segapp.run.process import child_pids
 
@@ -76,7 +76,7 @@ def read_hangs(path: Path, rank_pids: Sequence[tuple[str, int]]) -> list[Hang]:
     """Return the latest hang of each of these processes; incomplete lines and lines of other processes are left out."""
     found: dict[tuple[str, int], Hang] = {}
     with contextlib.suppress(OSError):
-        for line in path.read_text().splitlines():
+        for line in read_of_run(path).splitlines():
             with contextlib.suppress(ValueError, TypeError):
                 hang = Hang(**json.loads(line))
                 if (hang.machine, hang.pid) in rank_pids:
@@ -187,8 +187,8 @@ class Watchdog:
         self._stacks.write(f"\n{time.strftime('%F %T')}: {hang.sentence()}, {where}\n")
         with contextlib.suppress(OSError):
             self._hangs.parent.mkdir(exist_ok=True)
-            with self._hangs.open("a") as file:
-                file.write(f"\n{json.dumps(asdict(hang))}\n")  # the previous line may be incomplete, on a full disk
+            with append_to_run(self._hangs) as file:
+                file.write(b"\n%b\n" % json.dumps(asdict(hang)).encode())  # the previous line may be incomplete
         here = machine_id()
         others = [pid for machine, pid in self._rank_pids if machine == here and pid != os.getpid()]
         for pid in [*child_pids(), *others]:
@@ -283,7 +283,7 @@ class StackLog:
         with contextlib.ExitStack() as exits:
             self.path.parent.mkdir(exist_ok=True)
             exits.callback(self._remove_if_empty)
-            self._file = exits.enter_context(self.path.open("ab"))
+            self._file = exits.enter_context(append_to_run(self.path))
             in_main = threading.current_thread() is threading.main_thread()
             if in_main:
                 self._listen_for_signals(exits)
