@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json
 import os
 import signal
@@ -12,11 +13,15 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn, cast
 
-from segapp.custom.trust import trust_parts
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the current folder, which `python -m` puts before the standard library
+
+from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError
 from segapp.run.starting import announce_torch
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
+_MAX_QUESTION_CHARS = 2000
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 
@@ -32,12 +37,40 @@ def main(arguments: list[str] | None = None) -> None:
         _complete(arguments[1:])
     arguments = with_resume_value(arguments)
     is_debug = "--debug" in arguments
-    if "--trust-parts" in arguments:
-        trust_parts()
+    os.environ["PYTHONSAFEPATH"] = "1"  # for the processes that libraries start
     announce_torch()
-    with _one_line_errors(is_debug, as_json=any(word.partition("=")[0] == "--json" for word in arguments)):
+    is_json = any(word.partition("=")[0] == "--json" for word in arguments)
+    with trusting("--trust-parts" in arguments), _one_line_errors(is_debug, as_json=is_json):
         words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
-        sys.exit(app(words, standalone_mode=False) or 0)
+        while True:
+            try:
+                sys.exit(app(words, standalone_mode=False) or 0)
+            except UnknownCodeError as error:  # raised before the command has changed anything
+                if not _is_accepted(error):
+                    raise
+
+
+def _is_accepted(error: UnknownCodeError) -> bool:
+    """Ask in a terminal whether code may run, and record the answer yes."""
+    from segapp.commands.spawn import is_interactive
+    from segapp.run.words import printable
+
+    lines = [printable(f"  {key} = {code}, {code.source or 'in no file'}") for key, code in error.named.items()]
+    if not is_interactive() or sum(map(len, lines)) > _MAX_QUESTION_CHARS:  # unread code must not be accepted
+        return False
+    print(
+        f"{printable(str(error.origin))} names code:",
+        *lines,
+        "Run it? [y/N] ",
+        sep="\n",
+        end="",
+        file=sys.stderr,
+        flush=True,
+    )
+    is_accepted = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if is_accepted:
+        accept_code(error.named.values(), error.origin)
+    return is_accepted
 
 
 def _complete(asked: list[str]) -> NoReturn:
@@ -81,6 +114,8 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     """Print an error that a user can act on as one line, or also as JSON, and exit with the exit code of its class."""
     import typer
 
+    from segapp.run.words import printable
+
     # click's UsageError, of which some versions of typer have a copy of their own
     usage_error = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
     try:
@@ -88,7 +123,9 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     except usage_error as error:
         if as_json:
             _print_json(ConfigError(error.format_message()))
-        error.show()
+        text = io.StringIO()
+        error.show(text)
+        print("\n".join(map(printable, text.getvalue().rstrip("\n").split("\n"))), file=sys.stderr)
         sys.exit(ConfigError.exit_code)
     except SegappError as error:
         if is_debug:

@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 from torch.distributed import run as torchrun
 
+from segapp.custom.trust import UnknownCodeError
 from segapp.errors import (
     CheckpointError,
     ConfigError,
@@ -110,6 +111,8 @@ def _grace_s(request: LaunchRequest) -> float:
     """Return the seconds that ranks have to save. If the config cannot be used, the ranks report it."""
     try:
         return plan_request(request.config, request.overrides, request.run, "auto").config.checkpoint.grace_s
+    except UnknownCodeError:
+        raise
     except SegappError:
         return 30.0
 
@@ -167,7 +170,7 @@ class RunPolicy(Policy):
         self._before = read_course(self._request.run)
         self._num_rounds += 1
         resume = self._request.resume if self._before.step is None else None
-        return ["-u", "-m", "segapp", "train", *self._request.words, "--resume", resume or "auto"]
+        return ["-P", "-u", "-m", "segapp", "train", *self._request.words, "--resume", resume or "auto"]
 
     def code_of_job(self, code: int, *, regroups: bool) -> int | None:
         """Return the exit code of the run if it has ended; None if it starts again."""

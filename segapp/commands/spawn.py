@@ -146,7 +146,7 @@ def spawn_trainer(
     with folder.log.open("ab") as log:
         log_start = log.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", "segapp", "train", *arguments, *overrides],
+            [sys.executable, "-P", "-m", "segapp", "train", *arguments, *overrides],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

@@ -1,5 +1,7 @@
 """Errors about unknown names of networks and their options, and lists of names in messages."""
 
+import inspect
+import sys
 from collections.abc import Collection, Iterable
 
 from segapp.errors import ConfigError, accepted_words
@@ -17,6 +19,21 @@ def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -
     for option in options:
         if option not in accepted:
             raise unknown_name("model.options", option, f"an option of {owner}", accepted)
+
+
+def timm_options(encoder: str) -> set[str]:
+    """Return the options of an encoder of timm: the arguments of the modules in its file, which describe layers.
+
+    Arguments of `timm.create_model` itself, such as `checkpoint_path` and `pretrained_cfg`, load files; they and
+    unknown ones are left out, because a config may come from a stranger.
+    """
+    import timm
+    from torch import nn
+
+    file = vars(sys.modules[timm.model_entrypoint(encoder.removeprefix("tu-")).__module__])
+    kinds = [kind for kind in file.values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    return names - inspect.signature(timm.create_model).parameters.keys() - {"self", "args"}
 
 
 def some_names(names: Collection[str], most: int = 2) -> str:

@@ -68,7 +68,7 @@ def launch_local(
         environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     # The loopback address, because the machine's host name may not resolve.
     options = ["--standalone", "--local-addr=127.0.0.1", f"--nproc-per-node={num_ranks}"]
-    agent = [sys.executable, "-c", AGENT, *options]
+    agent = [sys.executable, "-P", "-c", AGENT, *options]
     # A new session, so that Ctrl-C reaches the ranks once, through this process.
     # "--", because argparse would treat the program's `--run` as an abbreviation of torchrun's `--run-path`.
     flag, program = (["-m"], command[1:]) if command[0] == "-m" else ([], command)

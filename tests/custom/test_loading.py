@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from segapp.custom import build_part, find_source, is_part, load_part
+from segapp.custom.loading import build_part, load_part
+from segapp.custom.names import find_source, is_part
 from segapp.errors import ConfigError
 
 
@@ -105,7 +106,7 @@ def test_object_of_a_file_can_be_pickled_to_a_spawned_worker(folder: Path) -> No
     (folder / "sub" / "own_pickled.py").write_text("class Data:\n    def __init__(self, size): self.size = size")
     code = """
 import multiprocessing
-from segapp.custom import build_part
+from segapp.custom.loading import build_part
 
 def size_of(data): return data.size
 

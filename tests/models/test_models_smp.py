@@ -273,7 +273,7 @@ def test_default_encoder_is_that_of_smp():
         ("Unet", {"encoder": "resnet19"}, r"model\.encoder: 'resnet19' is not .*did you mean .*resnet18"),
         ("Unet", {"encoder": "tu-resnet19"}, r"model\.encoder: 'tu-resnet19' is not a model of timm: did you .*tu-"),
         ("Unet", {"encoder": "resnet18", "options": {"decoder_chanels": [8]}}, r"did you mean decoder_channels"),
-        ("Unet", {"encoder": "tu-resnet18", "options": {"decoder_chanels": [8]}}, r"cannot be built with tu-resnet18"),
+        ("Unet", {"encoder": "tu-resnet18", "options": {"decoder_chanels": [8]}}, r"did you mean decoder_channels"),
         ("Unet", {"encoder": "resnet18", "options": {"decoder_channels": [8]}}, r"cannot be built .*decoder_channels"),
         ("FPN", {"encoder": "resnet18", "options": {"upsampling": 2}}, r"upsampling is set by .* remove it"),
         ("FPN", {"encoder": "resnet18", "options": {"encoder_output_stride": 8}}, r"'encoder_output_stride' is not"),

@@ -26,7 +26,7 @@ from segapp.cli import app
 from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
-from segapp.custom import PART_PATTERN
+from segapp.custom.names import PART_PATTERN
 from segapp.run import folder as folder_module
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
