@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the current folder, in which `python -m` looks before the standard library
+
 import contextlib
 import errno
 import io
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn, cast
-
-if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # the current folder, which `python -m` puts before the standard library
 
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError

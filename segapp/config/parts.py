@@ -13,9 +13,8 @@ from segapp.custom.trust import NamedCode
 
 def named_code(config: RunConfig) -> dict[str, NamedCode]:
     """Return the custom components of a config with their options, by key: `optim.name`, `data.augment[0]`."""
-    sections: dict[str, Any] = {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
-    if config.model.library == "python":
-        sections["model"] = config.model
+    sections: dict[str, Any] = {"model": config.model} if config.model.library == "python" else {}
+    sections |= {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
     named = {"data.format": (config.data.format, config.data.options)}
     named |= {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
     transforms = [entry for entry in _items(config.data.augment) if is_part(entry[0])]
