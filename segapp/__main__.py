@@ -9,7 +9,6 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 
 import contextlib
 import errno
-import io
 import json
 import os
 import signal
@@ -20,6 +19,7 @@ from typing import NoReturn, cast
 from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError
 from segapp.run.starting import announce_torch
+from segapp.run.words import printable
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _MAX_QUESTION_CHARS = 2000
@@ -54,20 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
 def _is_accepted(error: UnknownCodeError) -> bool:
     """Ask in a terminal whether code may run, and record the answer yes."""
     from segapp.commands.spawn import is_interactive
-    from segapp.run.words import printable
 
     lines = [printable(f"  {key} = {code}, {code.source or 'in no file'}") for key, code in error.named.items()]
     if not is_interactive() or sum(map(len, lines)) > _MAX_QUESTION_CHARS:  # unread code must not be accepted
         return False
-    print(
-        f"{printable(str(error.origin))} names code:",
-        *lines,
-        "Run it? [y/N] ",
-        sep="\n",
-        end="",
-        file=sys.stderr,
-        flush=True,
-    )
+    text = "\n".join([f"{printable(str(error.origin))} names code:", *lines, "Run it? [y/N] "])
+    print(text, end="", file=sys.stderr, flush=True)
     is_accepted = sys.stdin.readline().strip().lower() in ("y", "yes")
     if is_accepted:
         accept_code(error.named.values(), error.origin)
@@ -115,8 +107,6 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     """Print an error that a user can act on as one line, or also as JSON, and exit with the exit code of its class."""
     import typer
 
-    from segapp.run.words import printable
-
     # click's UsageError, of which some versions of typer have a copy of their own
     usage_error = cast("type[typer.BadParameter]", typer.BadParameter.__base__)
     try:
@@ -124,9 +114,8 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     except usage_error as error:
         if as_json:
             _print_json(ConfigError(error.format_message()))
-        text = io.StringIO()
-        error.show(text)
-        print("\n".join(map(printable, text.getvalue().rstrip("\n").split("\n"))), file=sys.stderr)
+        error.message = "\n".join(map(printable, error.message.split("\n")))
+        error.show()
         sys.exit(ConfigError.exit_code)
     except SegappError as error:
         if is_debug:
@@ -149,8 +138,6 @@ def _print_json(error: SegappError) -> None:
 
 
 def _fail(error: SegappError, as_json: bool) -> NoReturn:
-    from segapp.run.words import printable
-
     if as_json:
         _print_json(error)
     lines = "\n".join(printable(line) for line in str(error).splitlines())

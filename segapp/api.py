@@ -533,7 +533,6 @@ def evaluate(
     data_root: str | Path | None = None,
     devices: str | None = None,
     config: str | Path | None = None,
-    trust_parts: bool = False,
 ) -> EvalResult:
     """Evaluate a run (its best checkpoint), a checkpoint, or an ensemble on a data split.
 
@@ -547,7 +546,6 @@ def evaluate(
         data_root: folder of the data set, if it has moved.
         devices: divide the images among devices, such as "0,1" or "cpu,cpu"; None: the first device of the run.
         config: config of the model, if the target holds only weights.
-        trust_parts: run the custom code that the target names.
 
     Raises:
         SegappError: the model or the data cannot be used.
@@ -560,8 +558,7 @@ def evaluate(
 
     root, config = (None if each is None else str(each) for each in (data_root, config))
     options = EvalOptions(split, slide, tta, root, boundary, tolerance_px, devices, config=config)
-    with trusting(trust_parts):
-        scored = score_target(_listed(target), options)
+    scored = score_target(_listed(target), options)
     raw = as_json(scored)
     means = ("groups_miou", "boundary_miou", "mean_surface_dice", "mean_hausdorff95_px")
     by_class: dict[str, dict[str, float | None]] = {
@@ -597,7 +594,6 @@ def predict(
     tta: bool = False,
     batch: int | None = None,
     config: str | Path | None = None,
-    trust_parts: bool = False,
 ) -> PredictResult:
     """Predict image files and write the results, as `segapp predict` does, with the same options.
 
@@ -616,7 +612,6 @@ def predict(
         tta: average over flipped and scaled copies.
         batch: images per batch; None: as many as fit into memory.
         config: config of the model, if the target holds only weights.
-        trust_parts: run the custom code that the target names.
 
     Raises:
         SegappError: the model or an option cannot be used, or a path does not exist.
@@ -639,8 +634,7 @@ def predict(
         parse_confidence(str(min_confidence)),
         parse_polygons(polygons, min_area_px, simplify_px),
     )
-    with trusting(trust_parts):
-        predictor = build_predictor(_listed(target), options)
+    predictor = build_predictor(_listed(target), options)
     tally = predict_files(predictor, files, output_plan(Path(out), predictor, options), batch=options.batch)
     return PredictResult(**{each.name: getattr(tally, each.name) for each in fields(PredictResult)})
 
@@ -660,7 +654,7 @@ def load(
         device: where to compute, such as "cuda:1" or "cpu"; None: the first device of `parallel.devices` of the run.
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
-        trust_parts: run the custom code that the target names.
+        trust_parts: run the custom code that the target names; segapp remembers it.
 
     Raises:
         SegappError: the target or the device cannot be used.

@@ -19,7 +19,7 @@ from segapp.errors import ConfigError, storage_errors
 app = typer.Typer(
     name="segapp",
     help="Train, evaluate and use semantic segmentation models.\n\nEvery command accepts --debug, which prints the "
-    "traceback of an error, and --trust-parts, which imports the custom code that a run or a checkpoint names.",
+    "traceback of an error, and --trust-parts, which runs the custom code that a config names.",
     invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,

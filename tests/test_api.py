@@ -147,7 +147,7 @@ def test_run_is_resumed_evaluated_loaded_and_predicted(tiny: dict[str, Any], tin
 def test_functions_have_the_options_of_their_commands(function: Any, command: str, only_printed: set[str]) -> None:
     options = {each.name for each in typer.main.get_command(app).commands[command].params}  # type: ignore[attr-defined]
     own = {"target" if name == "targets" else name for name in options - only_printed}
-    assert own - {"help"} | {"trust_parts"} == set(inspect.signature(function).parameters)
+    assert own - {"help"} == set(inspect.signature(function).parameters)
 
 
 def check_scores(found: segapp.EvalResult) -> None:

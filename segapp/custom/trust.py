@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -41,8 +41,7 @@ class NamedCode:
     options: Mapping[str, Any]
 
     def __str__(self) -> str:
-        options = (f"{key}={json.dumps(value, default=str)}" for key, value in self.options.items())
-        return f"{self.name}({', '.join(options)})"
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
 
     @cached_property
     def source(self) -> Path | None:
@@ -53,20 +52,16 @@ class NamedCode:
     def marks(self) -> tuple[str, str, str]:
         """Hashes of name and source file, of these and the options, and of these and the file's content."""
         plain = json.loads(json.dumps(self.options, default=str))  # all keys as text, so that they can be sorted
-        parts = [self.name, str(self.source or ""), plain, None if self.is_fixed else sha256_of_source(self.source)]
+        is_fixed = self.source is None or is_installed(self.source)
+        parts = [self.name, str(self.source), plain, None if is_fixed else sha256_of_source(self.source)]
         return _hash_of(parts[:2]), _hash_of(parts[:3]), _hash_of(parts)
-
-    @property
-    def is_fixed(self) -> bool:
-        """True if the version of Python or of a package determines the code."""
-        return self.source is None or is_installed(self.source)
 
     def is_users_own(self, config: Path) -> bool:
         """Return True if it lies in the project's folder, and only the user may write it and the config."""
         folders = (Path.cwd().resolve(), config.parent)
-        if self.source is None or self.is_fixed or not any(map(self.source.is_relative_to, folders)):
+        if self.source is None or is_installed(self.source) or not any(map(self.source.is_relative_to, folders)):
             return False
-        found = [path.stat() for path in (self.source, config)]
+        found = map(os.stat, (self.source, config))
         return all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found)
 
 
@@ -88,27 +83,21 @@ def trusting(is_trusted: bool) -> Iterator[None]:
         os.environ[TRUST_VARIABLE] = " ".join(mark for mark in _marks() if not is_new or mark != "1")
 
 
-def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Iterable[str], *, is_stored: bool) -> None:
-    """Check that the code in a config may run, and let this process and its children import it.
+def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[str], *, is_stored: bool) -> None:
+    """Let this process and its children import the code of a config, by key; UnknownCodeError if some is not known.
 
-    Args:
-        named: config key -> code.
-        origin: the config's file, run or checkpoint.
-        typed: names of code on the command line.
-        is_stored: the config is in a run folder or a checkpoint.
-
-    Raises:
-        UnknownCodeError: the user has not named some of the code on this machine.
+    `origin` is the config's file, run or checkpoint; with `is_stored`, the config is in a run folder or a checkpoint.
+    `typed` has the names of code on the command line.
     """
-    accepted, record = {*typed, *_marks()}, _record()
+    accepted, record, here = {*_marks()}, _record(), _hash_of(origin)
 
     def is_known(code: NamedCode) -> bool:
-        if code.name.startswith(_BUILT_IN) or accepted & {"1", code.name, code.marks[1]}:
+        first, with_options, exact = code.marks
+        if code.name in typed or code.name.startswith(_BUILT_IN) or accepted & {"1", with_options}:
             return True
-        first, _, exact = code.marks
-        known = [line[1:] for line in record if line[:1] == [first]]
-        was_here = not is_stored and _hash_of(origin) in [where for _, where in known]
-        return exact in [each for each, _ in known] or (was_here and code.is_users_own(origin))
+        known = [line[1:] for line in record if line[0] == first]
+        was_here = not is_stored and any(where == here for _, where in known)
+        return any(each == exact for each, _ in known) or (was_here and code.is_users_own(origin))
 
     unknown = {key: code for key, code in named.items() if not is_known(code)}
     if not unknown:
@@ -125,10 +114,7 @@ def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Iterable[st
 
 
 def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> None:
-    """Record code that the user has named in a config or, by default, in Python.
-
-    Without a disk for the record, only this process and its children know it.
-    """
+    """Record code that the user has named; without a disk, only this process and its children know it."""
     record, lines = _record(), dict[str, None]()
     for code in named:
         first, with_options, exact = code.marks
@@ -163,5 +149,6 @@ def _record_file() -> Path:
 def _record() -> list[list[str]]:
     """Return two marks of accepted code, and the hash of the config that named it, for each line of the record."""
     with contextlib.suppress(OSError, RuntimeError):
-        return [line.split()[:3] for line in _record_file().read_text(errors="replace").splitlines()]
+        lines = [line.split() for line in _record_file().read_text(errors="replace").splitlines()]
+        return [line[:3] for line in lines if len(line) == 4]  # not a torn line, nor one of an older version
     return []

@@ -1,4 +1,4 @@
-"""Errors about unknown names of networks and their options, and lists of names in messages."""
+"""Options of timm, errors about unknown names of networks and options, and lists of names in messages."""
 
 import inspect
 import sys
@@ -24,8 +24,7 @@ def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -
 def timm_options(encoder: str) -> set[str]:
     """Return the options of an encoder of timm: the arguments of the modules in its file, which describe layers.
 
-    Arguments of `timm.create_model` itself, such as `checkpoint_path` and `pretrained_cfg`, load files; they and
-    unknown ones are left out, because a config may come from a stranger.
+    Those of `timm.create_model` are left out, because some load files, and a config may come from a stranger.
     """
     import timm
     from torch import nn

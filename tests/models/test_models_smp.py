@@ -275,7 +275,7 @@ def test_default_encoder_is_that_of_smp():
         ("Unet", {"encoder": "resnet18", "options": {"decoder_chanels": [8]}}, r"did you mean decoder_channels"),
         ("Unet", {"encoder": "tu-resnet18", "options": {"decoder_chanels": [8]}}, r"did you mean decoder_channels"),
         ("Unet", {"encoder": "resnet18", "options": {"decoder_channels": [8]}}, r"cannot be built .*decoder_channels"),
-        ("FPN", {"encoder": "resnet18", "options": {"upsampling": 2}}, r"upsampling is set by .* remove it"),
+        ("FPN", {"encoder": "resnet18", "options": {"upsampling": 2}}, r"'upsampling' is not an option of smp FPN"),
         ("FPN", {"encoder": "resnet18", "options": {"encoder_output_stride": 8}}, r"'encoder_output_stride' is not"),
         ("Linknet", {"encoder": "mit_b0"}, r"smp Linknet cannot be built with mit_b0"),
         ("DPT", {"encoder": "resnet18"}, r"smp DPT cannot be built with resnet18"),
