@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
@@ -61,20 +61,19 @@ def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
         )
     if not source.stem.isidentifier():
         raise ConfigError(f"{what}: {source.stem} is not a valid module name: rename the file, e.g. to my_parts.py")
-    module = _import(source.stem, what, str(source.parent))
-    own = getattr(module, "__file__", None)
-    if own is None or Path(own).resolve() != source:
-        raise ConfigError(
-            f"{what}: Python finds another module {source.stem} ({own or 'built in'}) before {source}: rename the file"
-        )
-    return module
+    return _import(source.stem, what, source)
 
 
-def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
-    folder = folder or os.getcwd()
+def _import(module: str, what: str, source: Path | None = None) -> ModuleType:
+    folder = os.getcwd() if source is None else str(source.parent)
     if folder not in sys.path:
         sys.path.append(folder)
     importlib.invalidate_caches()  # the file may be newer than the cached listing of its folder
+    found = None if source is None else importlib.util.find_spec(module)
+    if found is not None and Path(found.origin or "").resolve() != source:  # nobody accepted that file
+        raise ConfigError(
+            f"{what}: Python finds another module {module} ({found.origin}) before {source}: rename the file"
+        )
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:

@@ -18,7 +18,7 @@ import segapp
 from segapp.config import check_code, load_config, load_runnable, validate_config
 from segapp.config.parts import named_code
 from segapp.custom.loading import load_part
-from segapp.custom.trust import UnknownCodeError, accept_code, trusting
+from segapp.custom.trust import NamedCode, UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError
 from tests.support import ROOT
 from tests.support.programs import segapp as run_segapp
@@ -343,3 +343,16 @@ def test_local_file_with_the_name_of_a_shipped_config_is_reported(project: Path)
     assert "note: reading demo.yaml in this folder, not the shipped config" in done.stderr
     done = run_segapp("train", "--config", "camvid.yaml", "--print-config", cwd=project)
     assert "note: reading" not in done.stderr
+
+
+def test_file_is_not_confused_with_another_of_its_name(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own" / "net_of_it.py"
+    own.parent.mkdir()
+    own.write_text("def make(): return 1\n")
+    accept_code([NamedCode(f"{own}:make", {})])
+    monkeypatch.syspath_prepend(str(project))
+    with pytest.raises(ConfigError, match="Python finds another module net_of_it"):
+        load_part(f"{own}:make", "model.name")
+    assert not (tmp_path / "marker").exists(), "the other file was imported"
