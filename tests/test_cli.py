@@ -287,7 +287,7 @@ def test_interrupt_during_an_import_is_no_traceback(config_file: Path, tmp_path:
         ("ctl",),
     ],
 )
-def test_usage_errors_escape_what_reorders_or_hides_text(tmp_path: Path, words: tuple[str, ...]) -> None:
+def test_usage_errors_escape_what_hides_text(tmp_path: Path, words: tuple[str, ...]) -> None:
     done = segapp(*words, cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("Usage: ")

@@ -1,13 +1,13 @@
 """Decision about the code that a config names: it runs if the user named it on this machine, with these options.
 
-Location alone shows nothing, because a stranger's folder has its own config and its own `.py` next to it. So code is
-known if the command line names it, or if a question or `--trust-parts` has accepted it before. The record holds the
-SHA-256 of its name and source file, and that of its options and of the file's content; both must be equal. Files of
-Python and of installed packages count without content, because their version determines it: `subprocess:getoutput` is
-known only with the command that was accepted. There is one exception, for work on one's own code: in the config in
-which code was accepted, its options and its file may change if the file lies in the folder of the config or in the
-current folder, and both belong to the user and nobody else may write them. It does not apply to the configs of run
-folders and checkpoints.
+The place of a file shows nothing, because a stranger's folder has its own config and its own `.py` next to it. So code
+is known if the command line names it, or if a question or `--trust-parts` has accepted it before. Name, source file,
+options and content of the file must be the accepted ones; the record has their SHA-256. Files of Python and of
+installed packages count without content, because their version determines it: `subprocess:getoutput` is known only with
+the command that was accepted. There is one exception, for work on one's own code: in the config in which code was
+accepted, its options and its file may change if the file lies in the folder of the config or in the current folder, and
+both belong to the user and nobody else may write them. It does not apply to the configs of run folders and checkpoints.
+Modules that the file imports are not compared.
 """
 
 from __future__ import annotations

@@ -97,7 +97,7 @@ STARTS_CHILDREN = {
         for name in STARTS_CHILDREN
     ],
 )
-def test_children_of_a_command_import_nothing_from_the_current_folder(planted: Path, name: str) -> None:
+def test_children_import_nothing_from_the_current_folder(planted: Path, name: str) -> None:
     done = start(planted, *STARTS_CHILDREN[name])
     assert imported(planted) == [], done.stderr
     assert done.returncode == 0 or name == "doctor", done.stderr
@@ -126,7 +126,7 @@ def all_commands() -> list[tuple[str, ...]]:
 
 
 @pytest.mark.slow
-def test_every_command_imports_nothing_from_the_current_folder(planted: Path) -> None:
+def test_commands_import_nothing_from_the_current_folder(planted: Path) -> None:
     start(planted, "train", *CONFIG, "--plain")
     for words in all_commands():
         done = start(planted, *words)
@@ -135,7 +135,7 @@ def test_every_command_imports_nothing_from_the_current_folder(planted: Path) ->
 
 
 @pytest.mark.slow
-def test_start_in_a_terminal_imports_nothing_from_the_current_folder(planted: Path) -> None:
+def test_screen_imports_nothing_from_the_current_folder(planted: Path) -> None:
     from tests.support.terminals import terminal
 
     with terminal("train", *CONFIG, cwd=planted, PYTHONPATH=str(ROOT), PYTHONSAFEPATH="1") as screen:

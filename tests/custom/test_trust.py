@@ -89,7 +89,7 @@ def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
     ids=lambda words: " ".join(words[:2]),
 )
 @pytest.mark.parametrize("kind", ["file", "call"])
-def test_command_refuses_a_strangers_config_without_a_terminal(
+def test_command_without_a_terminal_refuses_a_strangers_code(
     project: Path, tiny: dict[str, Any], tmp_path: Path, words: tuple[str, ...], kind: str
 ) -> None:
     for name in ("weights.safetensors", "image.png"):
@@ -126,9 +126,7 @@ def test_terminal_asks_once_and_the_record_answers_afterwards(project: Path, tmp
     assert run_segapp(*words, cwd=project).returncode == 0
 
 
-def test_question_escapes_what_a_config_says_and_a_long_one_is_refused(
-    project: Path, tiny: dict[str, Any], tmp_path: Path
-) -> None:
+def test_question_is_escaped_and_a_long_one_is_not_asked(project: Path, tiny: dict[str, Any], tmp_path: Path) -> None:
     section = call(tmp_path / "marker")
     section["options"]["cmd"] += " \x1b[2J\u202e"
     write(project / "run.yaml", tiny, **section)
@@ -276,9 +274,7 @@ def test_record_belongs_to_the_user_only(project: Path, monkeypatch: pytest.Monk
     load_runnable("run.yaml")
 
 
-def test_answer_holds_for_children_without_a_disk_for_the_record(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_children_know_the_answer_without_a_record(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
     config = load_config("run.yaml")
     with pytest.raises(UnknownCodeError):
@@ -319,7 +315,7 @@ def test_children_of_a_training_know_the_answer(project: Path, tmp_path: Path, w
     assert ends[-1]["status"] == "finished"
 
 
-def test_python_refuses_a_file_and_trusts_the_callers_own_values(
+def test_python_refuses_a_file_and_trusts_its_own_values(
     project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(UnknownCodeError, match="trust_parts=True"):
@@ -337,7 +333,7 @@ def test_python_refuses_a_file_and_trusts_the_callers_own_values(
     assert segapp.load("two", trust_parts=True).classes
 
 
-def test_local_file_with_the_name_of_a_shipped_config_is_reported(project: Path) -> None:
+def test_local_file_that_hides_a_shipped_config_is_reported(project: Path) -> None:
     (project / "demo.yaml").write_text(json.dumps({"name": "planted"}))
     done = run_segapp("train", "--config", "demo.yaml", "--print-config", cwd=project)
     assert "note: reading demo.yaml in this folder, not the shipped config" in done.stderr
