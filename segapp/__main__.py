@@ -22,7 +22,6 @@ from segapp.run.starting import announce_torch
 from segapp.run.words import printable
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
-_MAX_QUESTION_CHARS = 2000
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
 
 
@@ -56,7 +55,7 @@ def _is_accepted(error: UnknownCodeError) -> bool:
     from segapp.commands.spawn import is_interactive
 
     lines = [printable(f"  {key} = {code}, {code.source or 'in no file'}") for key, code in error.named.items()]
-    if not is_interactive() or sum(map(len, lines)) > _MAX_QUESTION_CHARS:  # unread code must not be accepted
+    if not is_interactive() or sum(map(len, lines)) > 2000:  # what is not read must not be accepted
         return False
     text = "\n".join([f"{printable(str(error.origin))} names code:", *lines, "Run it? [y/N] "])
     print(text, end="", file=sys.stderr, flush=True)

@@ -14,7 +14,6 @@ from typing import Any
 import psutil
 from torch.distributed import run as torchrun
 
-from segapp.custom.trust import UnknownCodeError
 from segapp.errors import (
     CheckpointError,
     ConfigError,
@@ -111,8 +110,6 @@ def _grace_s(request: LaunchRequest) -> float:
     """Return the seconds that ranks have to save. If the config cannot be used, the ranks report it."""
     try:
         return plan_request(request.config, request.overrides, request.run, "auto").config.checkpoint.grace_s
-    except UnknownCodeError:
-        raise
     except SegappError:
         return 30.0
 

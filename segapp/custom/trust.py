@@ -27,8 +27,6 @@ from segapp.errors import ConfigError
 
 TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
 """Environment variable: 1 if any code may run, or the marks of the code that this process and its children may run."""
-_MAX_MARKS = 3000
-"""Marks in this variable, which may not be larger than 128 KiB; the record has the others."""
 _BUILT_IN = ("segapp.losses.", "segapp.optim.")
 """Modules of the built-in losses, optimizers and schedules, which take no files and no commands."""
 
@@ -118,7 +116,8 @@ def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> No
     record, lines = _record(), dict[str, None]()
     for code in named:
         first, with_options, exact = code.marks
-        os.environ[TRUST_VARIABLE] = " ".join([*dict.fromkeys([first, with_options, *_marks()])][:_MAX_MARKS])
+        marks = dict.fromkeys([first, with_options, *_marks()])
+        os.environ[TRUST_VARIABLE] = " ".join([*marks][:3000])  # at most 128 KiB; the record has the others
         if [first, exact, _hash_of(origin)] not in record:
             lines[f"{first} {exact} {_hash_of(origin)} {code.name}\n"] = None
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder

@@ -1,7 +1,6 @@
 """Options of timm, errors about unknown names of networks and options, and lists of names in messages."""
 
 import inspect
-import sys
 from collections.abc import Collection, Iterable
 
 from segapp.errors import ConfigError, accepted_words
@@ -29,7 +28,7 @@ def timm_options(encoder: str) -> set[str]:
     import timm
     from torch import nn
 
-    file = vars(sys.modules[timm.model_entrypoint(encoder.removeprefix("tu-")).__module__])
+    file = timm.model_entrypoint(encoder.removeprefix("tu-")).__globals__
     kinds = [kind for kind in file.values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
     names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
     return names - inspect.signature(timm.create_model).parameters.keys() - {"self", "args"}
