@@ -123,7 +123,7 @@ def test_stop_for_a_machine_that_joins_is_not_the_end(
 
 def test_other_start_of_a_run_holds_until_it_has_a_checkpoint(run: RunFolder) -> None:
     policy = RunPolicy(request_for(run.path, resume="other/last.pt"))
-    command = ["-u", "-m", "segapp", "train", "--run", str(run.path), "--resume"]
+    command = ["-P", "-u", "-m", "segapp", "train", "--run", str(run.path), "--resume"]
     assert policy.begin_round() == [*command, "other/last.pt"]
     assert policy.code_after_signal(signal.SIGTERM) == 143
     save(run, 1)

@@ -1,4 +1,5 @@
-"""Stands for Python in the ranks of an agent: `forked_python -u -m segapp WORDS` forks a process with the imports done.
+"""Stands for Python in the ranks of an agent: `forked_python -P -u -m segapp WORDS` forks a process with the imports.
+
 
 Its output goes to `rankN.txt` in the folder `SEGAPP_TEST_RANK_LOGS`. torch's agent takes the program from PYTHON_EXEC.
 """
@@ -16,7 +17,13 @@ def main() -> None:
     os.close(os.open(log, os.O_CREAT, 0o600))
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(f"\0{os.environ['SEGAPP_TEST_FORK_SERVER']}")
-    words = {"argv": sys.argv[4:], "cwd": os.getcwd(), "env": dict(os.environ), "out": log, "err": log}
+    words = {
+        "argv": sys.argv[sys.argv.index("segapp") + 1 :],
+        "cwd": os.getcwd(),
+        "env": dict(os.environ),
+        "out": log,
+        "err": log,
+    }
     connection.sendall(json.dumps(words).encode() + b"\n")
     with connection.makefile("r") as answers:
         pid = json.loads(answers.readline())["pid"]
