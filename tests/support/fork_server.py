@@ -126,7 +126,7 @@ def run_main() -> int:
 
 
 class ForkedTrainer:
-    """Stands for `subprocess.Popen([python, "-P", "-m", "segapp", ...])`: a fork of this process, which has the imports."""
+    """Stands for `subprocess.Popen([python, "-P", "-m", "segapp", ...])`: a fork of this process with its imports."""
 
     def __init__(
         self,

@@ -1,6 +1,5 @@
 """Stands for Python in the ranks of an agent: `forked_python -P -u -m segapp WORDS` forks a process with the imports.
 
-
 Its output goes to `rankN.txt` in the folder `SEGAPP_TEST_RANK_LOGS`. torch's agent takes the program from PYTHON_EXEC.
 """
 
