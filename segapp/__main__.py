@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # the current folder, in which `python -m` looks before the standard library
+
 import contextlib
 import errno
 import json
 import os
 import signal
-import sys
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn, cast
 
-from segapp.custom.trust import trust_parts
+from segapp.custom.trust import UnknownCodeError, accept_code, trusting
 from segapp.errors import ConfigError, SegappError, StorageError
 from segapp.run.starting import announce_torch
+from segapp.run.words import printable
 
 _STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EFBIG}
 _NAME_ERRNOS = {errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM}
@@ -37,12 +42,32 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(0)
     arguments = with_resume_value(arguments)
     is_debug = "--debug" in arguments
-    if "--trust-parts" in arguments:
-        trust_parts()
+    os.environ["PYTHONSAFEPATH"] = "1"  # for the processes that libraries start
     announce_torch()
-    with _one_line_errors(is_debug, as_json=any(word.partition("=")[0] == "--json" for word in arguments)):
+    is_json = any(word.partition("=")[0] == "--json" for word in arguments)
+    with trusting("--trust-parts" in arguments), _one_line_errors(is_debug, as_json=is_json):
         words = [word for word in arguments if word not in ("--debug", "--trust-parts")]
-        sys.exit(app(words, standalone_mode=False) or 0)
+        while True:
+            try:
+                sys.exit(app(words, standalone_mode=False) or 0)
+            except UnknownCodeError as error:  # raised before the command has changed anything
+                if not _is_accepted(error):
+                    raise
+
+
+def _is_accepted(error: UnknownCodeError) -> bool:
+    """Ask in a terminal whether code may run, and record the answer yes."""
+    from segapp.commands.spawn import is_interactive
+
+    lines = [printable(f"  {key} = {code}, {code.source or 'in no file'}") for key, code in error.named.items()]
+    if not is_interactive() or sum(map(len, lines)) > 2000:  # what is not read must not be accepted
+        return False
+    text = "\n".join([f"{printable(str(error.origin))} names code:", *lines, "Run it? [y/N] "])
+    print(text, end="", file=sys.stderr, flush=True)
+    is_accepted = sys.stdin.readline().strip().lower() in ("y", "yes")
+    if is_accepted:
+        accept_code(error.named.values(), error.origin)
+    return is_accepted
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -80,6 +105,7 @@ def _one_line_errors(is_debug: bool, *, as_json: bool) -> Iterator[None]:
     except usage_error as error:
         if as_json:
             _print_json(ConfigError(error.format_message()))
+        error.message = "\n".join(map(printable, error.message.split("\n")))
         error.show()
         sys.exit(ConfigError.exit_code)
     except SegappError as error:
@@ -103,8 +129,6 @@ def _print_json(error: SegappError) -> None:
 
 
 def _fail(error: SegappError, as_json: bool) -> NoReturn:
-    from segapp.run.words import printable
-
     if as_json:
         _print_json(error)
     lines = "\n".join(printable(line) for line in str(error).splitlines())

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, cast
 
 import numpy as np
 
+from segapp.custom.trust import accept_code, trusting
 from segapp.errors import ConfigError, DataError, accepted_words
 from segapp.scores import SCORES, EpochLoss, count_scored
 
@@ -390,6 +391,7 @@ def train(
     event_types: Collection[str] | None = None,
     handle_signals: bool = False,
     progress: bool | None = None,
+    trust_parts: bool = False,
 ) -> TrainResult:
     """Train a model in this process, and return when the training has ended; works in a notebook and in a thread.
 
@@ -404,6 +406,7 @@ def train(
         event_types: types of events that `on_event` gets, such as `["step", "val"]`; None: all.
         handle_signals: stop the training with a checkpoint on Ctrl-C and SIGTERM; only in the main thread.
         progress: show a progress bar; None: in a notebook or a terminal.
+        trust_parts: run the custom code that a file names; code in a dictionary or a `RunConfig` is yours.
 
     Raises:
         SegappError: the training could not begin, or it failed. The subclass distinguishes the causes: `ConfigError`,
@@ -423,14 +426,15 @@ def train(
 
     _check_event_types(event_types)
     folder = None if run is None else Path(run)
-    if resume is None:
-        if config is None:
-            raise ConfigError("config is missing: give a file, a dictionary or a RunConfig")
-        request = TrainRequest(_read(config, overrides), run=folder)
-    elif isinstance(config, str | Path | None):
-        request = plan_request(None if config is None else str(config), overrides, folder, resume)
-    else:
-        raise ConfigError(f"resume = {resume!r} continues with the run's config: leave config out, or name its file")
+    with trusting(trust_parts):
+        if resume is None:
+            if config is None:
+                raise ConfigError("config is missing: give a file, a dictionary or a RunConfig")
+            request = TrainRequest(_read(config, overrides), run=folder)
+        elif isinstance(config, str | Path | None):
+            request = plan_request(None if config is None else str(config), overrides, folder, resume)
+        else:
+            raise ConfigError(f"resume = {resume!r} continues the run's config: leave config out, or name its file")
     # On a copy: this process belongs to the caller, and no ranks are started here.
     if request.config.parallel.mode != "single" and (launcher := adopt_launcher(dict(os.environ))):
         raise ConfigError(
@@ -453,7 +457,8 @@ def train(
     has_bar = has_progress_bar() if progress is None else progress
     listener = _Events(on_event, event_types, signals, title=path.name if has_bar else None)
     try:
-        run_session(request, listener=listener, signals=signals)
+        with trusting(trust_parts):
+            run_session(request, listener=listener, signals=signals)
     finally:
         listener.close()
     evaluations, end = _read_history(path), listener.end
@@ -635,7 +640,12 @@ def predict(
 
 
 def load(
-    target: str | Path, *, device: str | torch.device | None = None, slide: bool = False, tta: bool = False
+    target: str | Path,
+    *,
+    device: str | torch.device | None = None,
+    slide: bool = False,
+    tta: bool = False,
+    trust_parts: bool = False,
 ) -> Network:
     """Return the model of a run (its best checkpoint), of a checkpoint, or of an exported .safetensors file.
 
@@ -644,6 +654,7 @@ def load(
         device: where to compute, such as "cuda:1" or "cpu"; None: the first device of `parallel.devices` of the run.
         slide: use a sliding window instead of the whole image.
         tta: average over flipped and scaled copies.
+        trust_parts: run the custom code that the target names; segapp remembers it.
 
     Raises:
         SegappError: the target or the device cannot be used.
@@ -654,7 +665,9 @@ def load(
     """
     from segapp.build.trained import load_trained
 
-    return Network(load_trained(str(target), slide=slide, tta=tta, device=None if device is None else str(device)))
+    place = None if device is None else str(device)
+    with trusting(trust_parts):
+        return Network(load_trained(str(target), slide=slide, tta=tta, device=place))
 
 
 def _listed(target: str | Path | Sequence[str | Path]) -> list[str]:
@@ -662,10 +675,13 @@ def _listed(target: str | Path | Sequence[str | Path]) -> list[str]:
 
 
 def _read(config: Config, overrides: Sequence[str]) -> RunConfig:
-    from segapp.config import RunConfig, load_config
+    from segapp.config import RunConfig, load_runnable
     from segapp.config.load import config_of
+    from segapp.config.parts import named_code
 
     if isinstance(config, str | Path):
-        return load_config(config, overrides)
+        return load_runnable(config, overrides)
     raw = config.model_dump(mode="json") if isinstance(config, RunConfig) else copy.deepcopy(dict(config))
-    return config_of(raw, overrides)
+    found = config_of(raw, overrides)
+    accept_code(named_code(found).values())
+    return found

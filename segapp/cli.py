@@ -21,7 +21,7 @@ from segapp.errors import ConfigError, accepted_words, storage_errors
 app = typer.Typer(
     name="segapp",
     help="Train, evaluate and use semantic segmentation models.\n\nEvery command accepts --debug, which prints the "
-    "traceback of an error, and --trust-parts, which imports the custom code that a run or a checkpoint names.",
+    "traceback of an error, and --trust-parts, which runs the custom code that a config names.",
     invoke_without_command=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -581,9 +581,9 @@ def check(
     ] = None,
 ) -> None:
     """Check every file and class id of a data set, and find duplicates. The exit code is 3 if there are errors."""
-    from segapp.config import load_config, named_config
+    from segapp.config import load_runnable, named_config
 
-    loaded = load_config(named_config(config, overrides or []), overrides or [])
+    loaded = load_runnable(named_config(config, overrides or []), overrides or [])
     from segapp.commands.check import check_data
 
     sys.exit(check_data(loaded, as_json=json_out, html_file=html_file, suspects=suspects_file))
@@ -868,12 +868,13 @@ def check_part(
     """Test the custom components of a config, or one of them. The exit code is 2 if a check fails."""
     from segapp.commands.check_part import check_part as run_checks
     from segapp.commands.check_part import sorted_words
-    from segapp.config import load_config, named_config
+    from segapp.config import load_config, load_runnable, named_config
     from segapp.config.load import is_config_name
 
     name, overrides = sorted_words(words or [])
     is_needed = config is not None or overrides or (name is not None and is_config_name(name))
-    loaded = load_config(named_config(config, words or []), overrides) if is_needed else None
+    load = load_runnable if name is None else load_config  # a component on the command line is the user's own
+    loaded = load(named_config(config, words or []), overrides) if is_needed else None
     raise typer.Exit(run_checks(name, kind, loaded))
 
 

@@ -185,6 +185,12 @@ def _faults_took_place(
 
 
 @pytest.fixture
+def trusted_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets a test import any custom component, as `--trust-parts` does: it is about what comes after the question."""
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "1")
+
+
+@pytest.fixture
 def logical_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes `parallel.memory_budget_mib` hold on logical devices of the CPU, in trainings of this process."""
     from tests.support.budgets import enforce_budgets

@@ -11,7 +11,8 @@ import torch
 from segapp.build.own_parts import own_criterion
 from segapp.config import LossConfig, LossTerm
 from segapp.config.options import LOSSES
-from segapp.custom import build_part, is_part
+from segapp.custom.loading import build_part
+from segapp.custom.names import is_part
 from segapp.errors import ConfigError
 from segapp.losses import AdditiveCriterion, CriterionSum
 

@@ -13,7 +13,7 @@ import torch
 from segapp.accelerator import accelerator_of
 from segapp.build.pairs import band_statistics, build_pairs, build_pixels, build_scheme, own_data
 from segapp.config import DataConfig
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.augment import BandValues, EvalTransform, TrainTransform
 from segapp.datasets.augment.mix import PairMix
 from segapp.datasets.augment.probe import check_transform

@@ -11,8 +11,7 @@ import torch
 
 from segapp.build.pairs import band_statistics, build_pixels, build_scheme
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
-from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, part_names, validate_config
-from segapp.custom.trust import check_trusted
+from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, validate_config
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
@@ -179,7 +178,7 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
         saved = validate_config(state["config"])
     except ConfigError as error:
         raise CheckpointError(f"{path} holds a config that this version cannot read: {error}", path=path) from None
-    check_trusted(part_names(saved), str(path))
+    check_code(saved, path)
     scheme = build_scheme(saved.data)
     if list(scheme.names) != list(state["classes"]):
         raise CheckpointError(

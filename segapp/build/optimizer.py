@@ -11,7 +11,8 @@ import torch
 from segapp.build.own_parts import own_optimizer, own_schedule
 from segapp.config import OptimConfig, ScheduleConfig
 from segapp.config.options import OPTIMIZERS, SCHEDULES
-from segapp.custom import build_part, is_part
+from segapp.custom.loading import build_part
+from segapp.custom.names import is_part
 from segapp.errors import ConfigError
 from segapp.models import SegmentationModel
 from segapp.optim.optimizers import GroupSettings, as_optimizer_group, norm_and_bias, parameter_groups

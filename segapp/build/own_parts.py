@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
-from segapp.config.parts import part_sections
-from segapp.custom import build_part, find_source, is_part, load_part, option_problems, sha256_of_source
+from segapp.config.parts import named_code
 from segapp.custom.contracts import ARGUMENTS, Loss, Schedule
-from segapp.custom.loading import takes
+from segapp.custom.loading import build_part, load_part, option_problems, takes
+from segapp.custom.names import find_source, is_part, sha256_of_source
 from segapp.errors import ConfigError, SegappError
 from segapp.losses import AdditiveCriterion, PlainCriterion
 
@@ -22,19 +22,18 @@ from segapp.losses import AdditiveCriterion, PlainCriterion
 def check_parts(config: RunConfig) -> None:
     """Import the custom components of a config and check their options; raise one ConfigError for all problems."""
     problems: list[SegappError] = []
-    options = part_sections(config)
-    for key, name in part_names(config).items():
+    for key, code in named_code(config).items():
         section = key.partition(".")[0]
         try:
-            part = load_part(name, key)
+            factory = load_part(code.name, key)
         except ConfigError as error:
             problems.append(error)
             continue
-        if key not in options:  # a transform, whose options are checked where it is made
+        if key.startswith("data.augment"):  # a transform, whose options are checked where it is made
             continue
         where = f"{key.rpartition('.')[0]}.options"
-        wrong = option_problems(part, where, options[key], *ARGUMENTS[section])
-        problems += [ConfigError(problem, key=where, value=dict(options[key])) for problem in wrong]
+        wrong = option_problems(code.name, factory, where, code.options, *ARGUMENTS[section])
+        problems += [ConfigError(problem, key=where, value=dict(code.options)) for problem in wrong]
     if problems:
         raise ConfigError.together(problems, f"{len(problems)} problems in custom components:")
 
@@ -73,7 +72,7 @@ def own_criterion(term: LossTerm, num_classes: int, ignore_index: int, weight: T
         "aux_weight": term.aux_weight,
     }
     if weight is not None:
-        if not takes(load_part(term.name, "loss.name").factory, "weight"):
+        if not takes(load_part(term.name, "loss.name"), "weight"):
             raise ConfigError(
                 f"loss.class_weights: {term.name} takes no argument `weight`: leave them out", key="loss.class_weights"
             )

@@ -6,8 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 
 from segapp.config import DataConfig
-from segapp.custom import build_part, is_part
 from segapp.custom.contracts import DataSource
+from segapp.custom.loading import build_part
+from segapp.custom.names import is_part
 from segapp.datasets.files import ImagePair, shared_images, shown
 from segapp.datasets.images.pixel_format import PixelFormat, per_band
 from segapp.datasets.layouts.formats import DataLocation, class_scheme, find_pairs

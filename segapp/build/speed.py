@@ -20,7 +20,7 @@ from segapp.build.pairs import build_pixels, build_scheme
 from segapp.chunks import plan_chunks
 from segapp.config import RunConfig
 from segapp.config.modes import SpeedEstimate
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.memory.costs import EFFICIENCY, Machine, OperatorCosts
 
 STEP = 3

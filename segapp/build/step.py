@@ -35,7 +35,7 @@ from segapp.chunks import Mode, RankSplit
 from segapp.compat.torch import BatchNorm
 from segapp.config import RunConfig
 from segapp.config.modes import check_mode
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.distances import target_layout
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError

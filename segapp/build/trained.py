@@ -15,8 +15,7 @@ from segapp.build.devices import choose_devices
 from segapp.build.network import build_inference, build_network, find_checkpoint, restored_network
 from segapp.build.own_parts import changed_parts
 from segapp.build.pairs import build_pixels, build_scheme
-from segapp.config import RunConfig, load_config, part_names, validate_config
-from segapp.custom.trust import check_trusted
+from segapp.config import RunConfig, check_code, load_runnable, validate_config
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
@@ -95,7 +94,7 @@ def read_trained(target: str, config: str | None = None) -> TrainedState:
     """
     if config is not None or Path(target).suffix.lower() == ".safetensors":
         path = Path(target)
-        return _from_weights(path, _config_of(path) if config is None else load_config(config))
+        return _from_weights(path, _config_of(path) if config is None else load_runnable(config))
     checkpoint = find_checkpoint(target)
     state = checkpoint.state
     model, saved, scheme = restored_network(checkpoint)
@@ -165,5 +164,5 @@ def _config_of(path: Path) -> RunConfig:
         raise CheckpointError(
             f"{path} holds a config that this version cannot read ({error}): give one with --config", path=path
         ) from None
-    check_trusted(part_names(config), str(path))
+    check_code(config, path)
     return config

@@ -25,7 +25,7 @@ from segapp.build.pairs import (
     split_note,
 )
 from segapp.config import DataConfig, RunConfig
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.files import ImagePair, shown
 from segapp.datasets.images.measure import PERCENTILES, config_values, measure_ranges, stored_pixels
 from segapp.datasets.images.pixel_format import DTYPES, RGB8, PixelFormat
@@ -136,7 +136,7 @@ def _suspected(path: Path, splits: Mapping[str, Sequence[ImagePair]]) -> list[Da
     try:
         for row in json.loads(path.read_text(encoding="utf-8")):
             named.setdefault(Path(row["image"]).resolve(), []).append((str(row["reason"]), int(row["area_px"])))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
         raise ConfigError(
             f"--suspects {path} is not an output of segapp suspects ({error!r}): name its .json"
         ) from None

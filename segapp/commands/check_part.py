@@ -19,12 +19,12 @@ from segapp.accelerator import GPUS
 from segapp.build.own_parts import own_criterion, own_optimizer, own_schedule
 from segapp.build.pairs import build_pixels, build_scheme, own_data, split_names
 from segapp.compat.torch import TorchDispatchMode, operator_name, tree_leaves
-from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig, part_names
-from segapp.config.parts import part_sections
-from segapp.custom import is_part
+from segapp.config import LossTerm, OptimConfig, RunConfig, ScheduleConfig
+from segapp.config.parts import named_code
 from segapp.custom.contracts import DataSource
 from segapp.custom.loading import shown_error
-from segapp.custom.trust import remember_parts
+from segapp.custom.names import is_part
+from segapp.custom.trust import NamedCode, accept_code
 from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.losses import AdditiveCriterion, PlainCriterion, surrogate
 from segapp.models import SegmentationModel, build_model
@@ -433,7 +433,8 @@ def check_part(name: str | None, kind: str | None, config: RunConfig | None) -> 
         raise ConfigError(f"--as {kind} is not known: {accepted_words(kind, CHECKS)}")
     is_failed = False
     for part, part_kind, options in _chosen(name, kind, config):
-        remember_parts([part])
+        if name is not None:
+            accept_code([NamedCode(part, options)])
         print(f"{printable(part)} as {part_kind}", flush=True)
         for check in _with_making(CHECKS[part_kind](part, options, config)):
             is_failed = is_failed or check.mark == "FAILED"
@@ -461,12 +462,11 @@ def sorted_words(words: list[str]) -> tuple[str | None, list[str]]:
 def _chosen(name: str | None, kind: str | None, config: RunConfig | None) -> list[tuple[str, Kind, Mapping[str, Any]]]:
     """Return the components to check, each with its kind and its options."""
     found: list[tuple[str, Kind, Mapping[str, Any]]] = []
-    names, sections = ({}, {}) if config is None else (part_names(config), part_sections(config))
-    for key, part in names.items():
+    for key, code in ({} if config is None else named_code(config)).items():
         section = key.partition(".")[0]
         each: Any = "transform" if key.startswith("data.augment") else section
-        if (name is None or name == part) and kind in (None, each):
-            found.append((part, each, sections.get(key, {})))
+        if name in (None, code.name) and kind in (None, each):
+            found.append((code.name, each, code.options))
     if found:
         return found
     if name is None:

@@ -21,7 +21,7 @@ from segapp.build.network import num_queries
 from segapp.build.pairs import build_groups, build_pairs, split_names
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.loader import EvalLoader
 from segapp.errors import ConfigError, SegappError, storage_errors

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from segapp import __version__
 from segapp.build.pairs import band_statistics, build_pairs, build_pixels, own_data, split_names
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.images.reading import read_image
 from segapp.errors import ConfigError, SegappError, accepted_words
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights

@@ -202,7 +202,7 @@ def try_imports(timeout_s: float = IMPORTS_S) -> dict[str, Facts]:
     found: dict[str, Facts] = {}
     names = list(IMPORTS)
     while names:
-        status, output, errors = _run([sys.executable, "-c", _CHILD, json.dumps(sys.path), *names], timeout_s)
+        status, output, errors = _run([sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path), *names], timeout_s)
         lines = [line for line in output.splitlines() if line.startswith(_MARK)]
         found |= dict(json.loads(line.removeprefix(_MARK)) for line in lines)
         left = [name for name in names if name not in found]

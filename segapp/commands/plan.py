@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from segapp.config import RunConfig, load_config, named_config, part_names
-from segapp.custom.trust import check_trusted
+from segapp.config import RunConfig, load_runnable, named_config
 from segapp.errors import ConfigError
 from segapp.memory.calibration import Measurement, read_measurement
 from segapp.memory.plan import GpuSpec, parse_gpus, plan_as_json
@@ -47,12 +46,11 @@ def _config_and_measurement(
     config_name: str | None, overrides: Sequence[str], run: str | None
 ) -> tuple[RunConfig, Measurement | None]:
     if run is None:
-        return load_config(named_config(config_name, overrides, "name a config or a --run"), overrides), None
+        return load_runnable(named_config(config_name, overrides, "name a config or a --run"), overrides), None
     folder = find_run(run)
     if config_name is not None:
-        return load_config(config_name, overrides), read_measurement(folder)
-    config = load_config(folder.config_yaml.resolve(), overrides)
-    check_trusted(part_names(config), str(folder.config_yaml))
+        return load_runnable(config_name, overrides), read_measurement(folder)
+    config = load_runnable(folder.config_yaml.resolve(), overrides, is_stored=True)
     return config, read_measurement(folder)
 
 

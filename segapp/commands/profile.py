@@ -29,7 +29,7 @@ from segapp.build.numerics import auto_precision, numerics
 from segapp.build.pairs import build_pixels, build_scheme, split_names
 from segapp.build.step import build_layout
 from segapp.build.trainer import seed_everything
-from segapp.config import RunConfig, load_config, named_config
+from segapp.config import RunConfig, load_runnable, named_config
 from segapp.datasets.loader import TrainLoader
 from segapp.datasets.pool import Batch
 from segapp.datasets.resources import cores_of_rank
@@ -75,7 +75,7 @@ class StepProfile:
 
 def print_profile(config_name: str | None, overrides: Sequence[str], num_steps: int, *, as_json: bool) -> None:
     """Profile a config and print the tables, or JSON; ConfigError if it needs several processes or stages."""
-    config = load_config(named_config(config_name, overrides), overrides)
+    config = load_runnable(named_config(config_name, overrides), overrides)
     train = config.train
     if not train.batch_size:
         raise ConfigError(

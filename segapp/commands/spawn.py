@@ -147,7 +147,7 @@ def spawn_trainer(
     with storage_errors_of("open", folder.log), append_to_run(folder.log) as log:
         log_start = log.tell()
         process = subprocess.Popen(
-            [sys.executable, "-m", "segapp", "train", *arguments, *overrides],
+            [sys.executable, "-P", "-m", "segapp", "train", *arguments, *overrides],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,

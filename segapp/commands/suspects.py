@@ -20,7 +20,7 @@ from segapp.build.pairs import build_pairs, own_data, split_names
 from segapp.build.trained import TrainedModel, load_trained
 from segapp.commands.predict import predictor_of
 from segapp.config import DataConfig
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.files import ImagePair, shown
 from segapp.errors import ConfigError, DataError, storage_errors

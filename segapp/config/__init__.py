@@ -5,6 +5,7 @@
 
 from segapp.config.load import (
     changed_keys as changed_keys,
+    check_code as check_code,
     config_hash as config_hash,
     config_schema as config_schema,
     dump_config as dump_config,
@@ -12,6 +13,7 @@ from segapp.config.load import (
     find_config as find_config,
     kept_on_resume as kept_on_resume,
     load_config as load_config,
+    load_runnable as load_runnable,
     named_config as named_config,
     parse_overrides as parse_overrides,
     resume_differences as resume_differences,

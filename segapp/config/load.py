@@ -6,9 +6,10 @@ import copy
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
+from functools import cache, reduce
 from operator import getitem
 from pathlib import Path
 from typing import Any
@@ -17,11 +18,12 @@ import yaml
 from pydantic import ValidationError
 
 from segapp.config.options import BUILT_INS, BuiltIn
-from segapp.config.parts import parts_beside
+from segapp.config.parts import named_code, parts_beside
 from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import parse_yaml
+from segapp.custom.trust import check_known
 from segapp.errors import ConfigError, SegappError, closest_words
 from segapp.older import say, upgraded
 
@@ -53,6 +55,14 @@ def find_config(name: str) -> Path:
     hint = f"did you mean {' or '.join(known[stem] for stem in near)}?" if near else _known_configs(places)
     places_shown = "looked for it as given, under configs/ and in the package"
     raise ConfigError(f"config {name!r} not found ({places_shown}): {hint}", path=name).see("config-errors")
+
+
+@cache
+def _note_shadowed(path: Path, name: str) -> None:
+    """Print once, on the first rank, that a local file hides a shipped config of the same name."""
+    for shipped in config_places(name):
+        if shipped.is_absolute() and shipped.is_file() and not shipped.samefile(path) and "RANK" not in os.environ:
+            print(f"note: reading {path} in this folder, not the shipped config {shipped}", file=sys.stderr)
 
 
 def _known_configs(places: Iterable[Path]) -> str:
@@ -125,6 +135,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: lists every problem with place, key, value, and what is accepted.
     """
     path = find_config(str(name))
+    _note_shadowed(path, str(name))
     try:
         if path.stat().st_size > MAX_CONFIG_BYTES:
             raise ConfigError(f"config {path} is larger than {MAX_CONFIG_BYTES} bytes: is it a config?", path=path)
@@ -148,6 +159,19 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         return validate_config(merged, locations)
     except ConfigError:  # without the command line, to find out where a problem comes from
         return validate_config(merged, replace(locations, wrong_in_file=wrong_keys(raw)))
+
+
+def load_runnable(name: str | Path, overrides: Sequence[str] = (), *, is_stored: bool = False) -> RunConfig:
+    """Load a config as `load_config` does, and check that the code that it names may run; see `check_known`."""
+    config = load_config(name, overrides)
+    check_code(config, find_config(str(name)), overrides, is_stored=is_stored)
+    return config
+
+
+def check_code(config: RunConfig, origin: Path, overrides: Sequence[str] = (), *, is_stored: bool = True) -> None:
+    """Check that the custom components of a config may run; those that the overrides name are the user's own."""
+    typed = {word.partition("=")[2] for word in overrides}
+    check_known(named_code(config), origin.resolve(), typed, is_stored=is_stored)
 
 
 def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:

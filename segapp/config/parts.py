@@ -7,38 +7,32 @@ from pathlib import Path
 from typing import Any
 
 from segapp.config.sections import RunConfig
-from segapp.custom import is_part
-from segapp.custom.names import beside
+from segapp.custom.names import beside, is_part
+from segapp.custom.trust import NamedCode
 
 
-def _named(config: RunConfig) -> dict[str, tuple[Any, Mapping[str, Any]]]:
-    """Return the keys that can name a custom component, each with its value and the options next to it."""
-    sections: dict[str, Any] = {"model": config.model, **config.loss.by_key()}
-    sections |= {"optim": config.optim, "schedule": config.schedule}
-    found = {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
-    return {"data.format": (config.data.format, config.data.options), **found}
-
-
-def part_sections(config: RunConfig) -> dict[str, Mapping[str, Any]]:
-    """Return the keys that can name a custom component, each with the options next to it."""
-    return {key: options for key, (_, options) in _named(config).items()}
+def named_code(config: RunConfig) -> dict[str, NamedCode]:
+    """Return the custom components of a config with their options, by key: `optim.name`, `data.augment[0]`."""
+    sections: dict[str, Any] = {"model": config.model} if config.model.library == "python" else {}
+    sections |= {**config.loss.by_key(), "optim": config.optim, "schedule": config.schedule}
+    named = {"data.format": (config.data.format, config.data.options)}
+    named |= {f"{key}.name": (section.name, section.options) for key, section in sections.items()}
+    transforms = [entry for entry in _items(config.data.augment) if is_part(entry[0])]
+    named |= {f"data.augment[{i}]": (name, options or {}) for i, (name, options) in enumerate(transforms)}
+    return {key: NamedCode(name, options) for key, (name, options) in named.items() if is_part(name)}
 
 
 def part_names(config: RunConfig) -> dict[str, str]:
     """Return the config's custom components: key, such as `optim.name` -> `package.module:factory`."""
-    found = {key: name for key, (name, _) in _named(config).items() if is_part(name)}
-    if config.model.library != "python":
-        found.pop("model.name", None)
-    transforms = [name for name in _keys(config.data.augment) if is_part(name)]
-    return {**found, **{f"data.augment[{i}]": name for i, name in enumerate(transforms)}}
+    return {key: code.name for key, code in named_code(config).items()}
 
 
-def _keys(value: Any) -> Iterator[Any]:
-    """Yield the keys of nested mappings: the names of transforms."""
+def _items(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield the keys of nested mappings, which are the names of transforms, with their values."""
     if isinstance(value, Mapping):
-        yield from value
+        yield from value.items()
     for inner in value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ():
-        yield from _keys(inner)
+        yield from _items(inner)
 
 
 def parts_beside(raw: Any, folder: Path) -> Any:

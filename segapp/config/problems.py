@@ -16,7 +16,7 @@ from segapp.config.parts import part_names
 from segapp.config.sections import MAX_LABELS, DataConfig, LossConfig, ParallelConfig, RunConfig
 from segapp.config.values import section_of
 from segapp.config.words import LISTS_OF_SECTIONS, description_of, meant_key, meant_word, options_of, words_of
-from segapp.custom import PART_PATTERN, is_part
+from segapp.custom.names import PART_PATTERN, is_part
 from segapp.errors import ConfigError
 from segapp.older import upgraded
 

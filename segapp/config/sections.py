@@ -245,7 +245,7 @@ class ModelConfig(Section):
     false to save memory."""
     options: dict[str, Any] = {}
     """More keyword arguments of the model's constructor in its library, e.g. {decoder_channels: 128}. eomt has
-    num_queries, num_blocks, mask_steps and the arguments of timm. Change it to resize the head."""
+    num_queries, num_blocks, mask_steps and the arguments of timm's layers. Change it to resize the head."""
 
 
 class LossTerm(Section):

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator
 
 from segapp.config.yaml_reader import parse_yaml
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.errors import ConfigError
 
 MAX_FILE_BYTES = 1 << 20

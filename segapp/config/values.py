@@ -7,7 +7,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer
 
-from segapp.custom import PART_PATTERN
+from segapp.custom.names import PART_PATTERN
 
 
 class Section(BaseModel):

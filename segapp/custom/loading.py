@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import inspect
 import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 from segapp.custom.names import find_source, is_file_name, is_installed, is_part, split_name
+from segapp.custom.trust import check_import
 from segapp.errors import ConfigError, SegappError, did_you_mean
 
 
-@dataclass(frozen=True)
-class CustomComponent:
-    """An imported custom component: its name in the config, its class or factory function, and its source file."""
-
-    name: str
-    factory: Callable[..., Any]
-    source: Path | None
-
-
-def load_part(name: str, key: str) -> CustomComponent:
-    """Import a custom component that a config key or an option names.
+def load_part(name: str, key: str) -> Callable[..., Any]:
+    """Import a custom component that a config key or an option names, and return its class or factory function.
 
     The current folder, or the folder of a named file, is added at the end of the Python path, so that other processes
     of the run (data workers, ranks) find the module too.
@@ -42,11 +33,12 @@ def load_part(name: str, key: str) -> CustomComponent:
         raise
 
 
-def _load(name: str, key: str) -> CustomComponent:
+def _load(name: str, key: str) -> Callable[..., Any]:
     if not is_part(name):
         raise ConfigError(
             f"{key} = {name!r} is not a custom component: write package.module:factory or ./file.py:factory"
         )
+    check_import(name)
     where, attribute = split_name(name)
     source, what = find_source(name), f"{key} = {name}"
     module = _import_file(where, source, what) if is_file_name(where) else _import(where, what)
@@ -58,8 +50,7 @@ def _load(name: str, key: str) -> CustomComponent:
         found = getattr(found, word)
     if not callable(found):
         raise ConfigError(f"{what} is a {type(found).__name__}: name a class or a function that creates the component")
-    file = getattr(module, "__file__", None)
-    return CustomComponent(name, found, source if source is not None or file is None else Path(file).resolve())
+    return found  # type: ignore[no-any-return]
 
 
 def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
@@ -70,20 +61,19 @@ def _import_file(where: str, source: Path | None, what: str) -> ModuleType:
         )
     if not source.stem.isidentifier():
         raise ConfigError(f"{what}: {source.stem} is not a valid module name: rename the file, e.g. to my_parts.py")
-    module = _import(source.stem, what, str(source.parent))
-    own = getattr(module, "__file__", None)
-    if own is None or Path(own).resolve() != source:
-        raise ConfigError(
-            f"{what}: Python finds another module {source.stem} ({own or 'built in'}) before {source}: rename the file"
-        )
-    return module
+    return _import(source.stem, what, source)
 
 
-def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
-    folder = folder or os.getcwd()
+def _import(module: str, what: str, source: Path | None = None) -> ModuleType:
+    folder = os.getcwd() if source is None else str(source.parent)
     if folder not in sys.path:
         sys.path.append(folder)
     importlib.invalidate_caches()  # the file may be newer than the cached listing of its folder
+    found = None if source is None else importlib.util.find_spec(module)
+    if found is not None and Path(found.origin or "").resolve() != source:  # nobody accepted that file
+        raise ConfigError(
+            f"{what}: Python finds another module {module} ({found.origin}) before {source}: rename the file"
+        )
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -100,21 +90,24 @@ def _import(module: str, what: str, folder: str | None = None) -> ModuleType:
 
 
 def option_problems(
-    part: CustomComponent, key: str, options: Mapping[str, Any], offered: Sequence[str] = (), num_positional: int = 0
+    name: str,
+    factory: Callable[..., Any],
+    key: str,
+    options: Mapping[str, Any],
+    offered: Sequence[str] = (),
+    num_positional: int = 0,
 ) -> list[str]:
     """Return the problems of a component's options, one sentence each; [] if its factory can be called with them.
 
     segapp passes `num_positional` arguments by position, and those in `offered` if the factory has such parameters.
     """
     try:
-        parameters = list(inspect.signature(part.factory).parameters.values())
+        parameters = list(inspect.signature(factory).parameters.values())
     except (ValueError, TypeError):  # implemented in C: it checks its own arguments
         return []
     num_taken = sum(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
     if num_taken < num_positional and not any(p.kind is p.VAR_POSITIONAL for p in parameters):
-        return [
-            f"{part.name} takes fewer than the {num_positional} arguments that segapp gives it: run segapp check-part"
-        ]
+        return [f"{name} takes fewer than the {num_positional} arguments that segapp gives it: run segapp check-part"]
     parameters = parameters[num_positional:]
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
@@ -125,10 +118,10 @@ def option_problems(
         elif option not in named and not takes_any:
             known = [name for name in named if name not in offered]
             hint = did_you_mean(str(option), known) or f"it takes {', '.join(known) or 'no option'}"
-            problems.append(f"{key}.{option} is not an argument of {part.name}: {hint}")
+            problems.append(f"{key}.{option} is not an argument of {name}: {hint}")
     for name, parameter in named.items():
         if parameter.default is parameter.empty and name not in options and name not in offered:
-            problems.append(f"{key}.{name} is missing: {part.name} takes it and has no default for it")
+            problems.append(f"{key}.{name} is missing: {name} takes it and has no default for it")
     return problems
 
 
@@ -153,15 +146,15 @@ def build_part(
     Raises:
         ConfigError: the component cannot be imported, does not accept the options, or raises.
     """
-    part = load_part(name, key)
+    factory = load_part(name, key)
     options_key = options_key or f"{key.rpartition('.')[0]}.options"
     offered = offered or {}
-    problems = option_problems(part, options_key, options, tuple(offered), len(given))
+    problems = option_problems(name, factory, options_key, options, tuple(offered), len(given))
     if problems:
         raise ConfigError("; ".join(problems), key=options_key, value=dict(options)).see("own-parts")
-    taken = {word: value for word, value in offered.items() if takes(part.factory, word)}
+    taken = {word: value for word, value in offered.items() if takes(factory, word)}
     try:
-        return part.factory(*given, **taken, **options)
+        return factory(*given, **taken, **options)
     except SegappError:
         raise
     except Exception as error:
@@ -233,7 +226,7 @@ def _holders(keys: list[str], parts: Mapping[str, str], code: CodeType) -> list[
     """Return the components of a file that a function belongs to: the one whose factory contains its lines, or all."""
     for key in keys:
         try:
-            lines, first = inspect.getsourcelines(load_part(parts[key], key).factory)
+            lines, first = inspect.getsourcelines(load_part(parts[key], key))
         except (ConfigError, OSError, TypeError):
             continue
         if first <= code.co_firstlineno < first + len(lines):

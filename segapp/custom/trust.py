@@ -1,75 +1,153 @@
-"""Record of the custom components that a user has named on this machine; only these are imported for stored configs.
+"""Decision about the code that a config names: it runs if the user named it on this machine, with these options.
 
-The config in a run folder or a checkpoint may come from someone else, and `os:system` is a valid name. So the
-components of such a config are imported only if a training, a check or `--trust-parts` has named them here before;
-`$XDG_STATE_HOME/segapp/parts` keeps their names and source files, one per line.
+The place of a file shows nothing, because a stranger's folder has its own config and its own `.py` next to it. So code
+is known if the command line names it, or if a question or `--trust-parts` has accepted it before. Name, source file,
+options and content of the file must be the accepted ones; the record has their SHA-256. Files of Python and of
+installed packages count without content, because their version determines it: `subprocess:getoutput` is known only with
+the command that was accepted. There is one exception, for work on one's own code: in the config in which code was
+accepted, its options and its file may change if the file lies in the folder of the config or in the current folder, and
+both belong to the user and nobody else may write them. It does not apply to the configs of run folders and checkpoints.
+Modules that the file imports are not compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
-from segapp.custom.names import find_source
+from segapp.custom.names import find_source, is_installed, sha256_of_source
 from segapp.errors import ConfigError
 
 TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
-"""Environment variable that is 1 if the components of any config may be imported; `--trust-parts` sets it."""
+"""Environment variable: 1 if any code may run, or the marks of the code that this process and its children may run."""
+_BUILT_IN = ("segapp.losses.", "segapp.optim.")
+"""Modules of the built-in losses, optimizers and schedules, which take no files and no commands."""
 
 
-def trust_parts() -> None:
-    """Accept the custom components of any config, in this process and its children."""
-    os.environ[TRUST_VARIABLE] = "1"
+@dataclass(frozen=True)
+class NamedCode:
+    """A custom component that a config names, with its options."""
+
+    name: str
+    options: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.name}({', '.join(f'{key}={value!r}' for key, value in self.options.items())})"
+
+    @cached_property
+    def source(self) -> Path | None:
+        """The source file; None if no file is found, as for modules that are built into Python."""
+        return find_source(self.name)
+
+    @cached_property
+    def marks(self) -> tuple[str, str, str]:
+        """Hashes of name and source file, of these and the options, and of these and the file's content."""
+        plain = json.loads(json.dumps(self.options, default=str))  # all keys as text, so that they can be sorted
+        is_fixed = self.source is None or is_installed(self.source)
+        parts = [self.name, str(self.source), plain, None if is_fixed else sha256_of_source(self.source)]
+        return _hash_of(parts[:2]), _hash_of(parts[:3]), _hash_of(parts)
+
+    def is_users_own(self, config: Path) -> bool:
+        """Return True if it lies in the project's folder, and only the user may write it and the config."""
+        folders = (Path.cwd().resolve(), config.parent)
+        if self.source is None or is_installed(self.source) or not any(map(self.source.is_relative_to, folders)):
+            return False
+        found = map(os.stat, (self.source, config))
+        return all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found)
 
 
-def remember_parts(names: Iterable[str]) -> None:
-    """Record components that the user has named; do nothing if the record cannot be written."""
-    known = _remembered()
-    new = [line for line in map(_line_of, names) if line not in known]
-    if not new:
-        return
-    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
-        path = _memory_file()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
-            file.write("".join(f"{line}\n" for line in new))
+class UnknownCodeError(ConfigError):
+    """A config names code that the user has not named on this machine: its keys, and the code of each."""
+
+    named: Mapping[str, NamedCode]
+    origin: Path
 
 
-def check_trusted(named: Mapping[str, str], origin: str) -> None:
-    """Check that the code in a config that was not written by the user may be imported.
+@contextlib.contextmanager
+def trusting(is_trusted: bool) -> Iterator[None]:
+    """Accept the code of any config during the body, in this process and in children that it starts."""
+    is_new = is_trusted and "1" not in _marks()
+    os.environ[TRUST_VARIABLE] = " ".join(["1"] * is_new + _marks())
+    try:
+        yield
+    finally:
+        os.environ[TRUST_VARIABLE] = " ".join(mark for mark in _marks() if not is_new or mark != "1")
 
-    `named` has the component of each config key, `origin` says where the config comes from.
 
-    Raises:
-        ConfigError: a component was never named on this machine.
+def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[str], *, is_stored: bool) -> None:
+    """Let this process and its children import the code of a config, by key; UnknownCodeError if some is not known.
+
+    `origin` is the config's file, run or checkpoint; with `is_stored`, the config is in a run folder or a checkpoint.
+    `typed` has the names of code on the command line.
     """
-    if os.environ.get(TRUST_VARIABLE) == "1":
-        remember_parts(named.values())
+    accepted, record, here = {*_marks()}, _record(), _hash_of(origin)
+
+    def is_known(code: NamedCode) -> bool:
+        first, with_options, exact = code.marks
+        if code.name in typed or code.name.startswith(_BUILT_IN) or accepted & {"1", with_options}:
+            return True
+        known = [line[1:] for line in record if line[0] == first]
+        was_here = not is_stored and any(where == here for _, where in known)
+        return any(each == exact for each, _ in known) or (was_here and code.is_users_own(origin))
+
+    unknown = {key: code for key, code in named.items() if not is_known(code)}
+    if not unknown:
+        accept_code(named.values(), origin)
         return
-    known = _remembered()
-    unknown = [f"{key} = {name}" for key, name in named.items() if _line_of(name) not in known]
-    if unknown:
-        raise ConfigError(
-            f"{origin} names code that would be imported: {', '.join(unknown)}: add --trust-parts if you know that "
-            "code (once; segapp remembers it), or do not use this file",
-            path=origin,
-        ).see("own-parts")
+    shown = ", ".join(f"{key} = {str(code)[:200]}" for key, code in unknown.items())
+    error = UnknownCodeError(
+        f"{origin} names code that would run: {shown[:1000]}: add --trust-parts (in Python trust_parts=True) if you "
+        "know that code (once; segapp remembers it), or do not use this file",
+        path=origin,
+    )
+    error.named, error.origin = unknown, origin
+    raise error.see("own-parts")
 
 
-def _memory_file() -> Path:
+def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> None:
+    """Record code that the user has named; without a disk, only this process and its children know it."""
+    record, lines = _record(), dict[str, None]()
+    for code in named:
+        first, with_options, exact = code.marks
+        marks = dict.fromkeys([first, with_options, *_marks()])
+        os.environ[TRUST_VARIABLE] = " ".join([*marks][:3000])  # at most 128 KiB; the record has the others
+        if [first, exact, _hash_of(origin)] not in record:
+            lines[f"{first} {exact} {_hash_of(origin)} {code.name}\n"] = None
+    with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
+        path = _record_file()
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+            file.writelines(lines)
+
+
+def check_import(name: str) -> None:
+    """Check that this process or its parent has found code to be known, before it is imported; else a ConfigError."""
+    if not name.startswith(_BUILT_IN) and not {"1", NamedCode(name, {}).marks[0]} & {*_marks()}:
+        raise ConfigError(f"{name} is code that was not accepted: add --trust-parts if you know it").see("own-parts")
+
+
+def _hash_of(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:32]
+
+
+def _marks() -> list[str]:
+    return os.environ.get(TRUST_VARIABLE, "").split()
+
+
+def _record_file() -> Path:
     return Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "segapp" / "parts"
 
 
-def _remembered() -> set[str]:
-    try:
-        path = _memory_file()
-        return set(path.read_text(encoding="utf-8").splitlines()) if path.stat().st_size <= 2**22 else set()
-    except (OSError, RuntimeError, UnicodeDecodeError):
-        return set()
-
-
-def _line_of(name: str) -> str:
-    """Return a component's line: its name and its source file, because files elsewhere may have the same name."""
-    return f"{name}\t{find_source(name) or ''}"
+def _record() -> list[list[str]]:
+    """Return two marks of accepted code, and the hash of the config that named it, for each line of the record."""
+    with contextlib.suppress(OSError, RuntimeError):
+        lines = [line.split() for line in _record_file().read_text(errors="replace").splitlines()]
+        return [line[:3] for line in lines if len(line) == 4]  # not a torn line, nor one of an older version
+    return []

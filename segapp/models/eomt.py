@@ -21,11 +21,12 @@ from torch import Tensor, nn
 
 from segapp.compat.timm import embed_positions
 from segapp.errors import ConfigError
-from segapp.models.names import unknown_name
+from segapp.models.names import check_options, timm_options, unknown_name
 from segapp.models.network import SegmentationModel
 
 NUM_QUERIES, NUM_BLOCKS = 100, 4
-"""Defaults of the options `num_queries` and `num_blocks`."""
+_OWN_OPTIONS: Mapping[str, Any] = {"num_queries": NUM_QUERIES, "num_blocks": NUM_BLOCKS, "mask_steps": None}
+"""The options that are not arguments of the timm model, with their defaults."""
 
 
 class EomtModel(SegmentationModel):
@@ -212,15 +213,14 @@ def build_eomt(
     """
     if name.lower() != "eomt":
         raise unknown_name("model.name", name, "a model of segapp", ("eomt",))
-    own = {"num_queries": NUM_QUERIES, "num_blocks": NUM_BLOCKS, "mask_steps": None}
-    settings: dict[str, Any] = {key: options.get(key, default) for key, default in own.items()}
-    further = {key: value for key, value in options.items() if key not in own}
+    settings: dict[str, Any] = {key: options.get(key, default) for key, default in _OWN_OPTIONS.items()}
+    further = {key: value for key, value in options.items() if key not in _OWN_OPTIONS}
     for key, value in settings.items():
-        if value != own[key] and (type(value) is not int or value < 1):
+        if value != _OWN_OPTIONS[key] and (type(value) is not int or value < 1):
             raise _refused(f"{key} = {value!r} is not a whole number of at least 1")
     if settings["mask_steps"] is not None and not aux:
         raise _refused("mask_steps needs the predictions of model.aux: set it to true")
-    net = _build_transformer(encoder, {**further, "in_chans": in_channels})
+    net = _build_transformer(encoder, further, in_channels)
     if settings["num_blocks"] > len(net.blocks):
         raise _refused(f"num_blocks = {settings['num_blocks']}, but {encoder} has {len(net.blocks)}")
     about: dict[str, Any] = {"encoder_name": str(encoder), "num_classes": num_classes, "in_channels": in_channels}
@@ -231,7 +231,7 @@ def _refused(problem: str) -> ConfigError:
     return ConfigError(f"model.options: {problem}", key="model.options")
 
 
-def _build_transformer(encoder: str | None, options: Mapping[str, Any]) -> Any:
+def _build_transformer(encoder: str | None, options: Mapping[str, Any], in_channels: int) -> Any:
     """Return a plain timm vision transformer without a classifier, for images of any multiple of its patch size."""
     import timm
     from timm.models.eva import Eva
@@ -241,7 +241,8 @@ def _build_transformer(encoder: str | None, options: Mapping[str, Any]) -> Any:
     if encoder is None or not encoder.startswith("tu-") or not timm.is_model(encoder.removeprefix("tu-")):
         known = [f"tu-{name}" for name in timm.list_models("*vit*")]
         raise unknown_name("model.encoder", str(encoder), f"a vision transformer of timm, such as {example}", known)
-    arguments = {"num_classes": 0, "global_pool": "", "dynamic_img_size": True, **options}
+    check_options(options, (*_OWN_OPTIONS, *timm_options(encoder)), f"eomt with encoder {encoder}")
+    arguments = {"num_classes": 0, "global_pool": "", "dynamic_img_size": True, **options, "in_chans": in_channels}
     try:
         net = timm.create_model(encoder.removeprefix("tu-"), pretrained=False, **arguments)
     except Exception as error:  # timm raises exceptions of any type for wrong arguments

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from segapp.custom import build_part
+from segapp.custom.loading import build_part
 from segapp.errors import ConfigError
 from segapp.losses.additive import heads_of
 from segapp.models.network import SegmentationModel

@@ -17,7 +17,7 @@ from typing import Any, cast
 from torch import Tensor, nn
 
 from segapp.errors import ConfigError
-from segapp.models.names import check_options, unknown_name
+from segapp.models.names import check_options, timm_options, unknown_name
 from segapp.models.network import SegmentationModel
 
 _RESERVED = (
@@ -111,16 +111,10 @@ def _check_encoder(encoder: str) -> None:
 
 def _arguments(name: str, encoder: str, options: Mapping[str, Any], accepted: list[str]) -> dict[str, Any]:
     """Return the options as keyword arguments of the architecture."""
-    for option in options:
-        if option in _RESERVED:
-            raise ConfigError(
-                f"model.options: {option} is set by other keys of model or data, or is not used: remove it",
-                key="model.options",
-            )
     # smp's PSPNet passes `output_stride` to its encoder; DeepLabV3 has the option under the longer name.
     renamed = {"encoder_output_stride": "output_stride"} if name == "PSPNet" else {}
-    if not encoder.startswith("tu-"):  # smp ignores unknown arguments, timm raises an error
-        check_options(options, [*accepted, *renamed], f"smp {name}")
+    own = timm_options(encoder) - {*_RESERVED} if encoder.startswith("tu-") else set()
+    check_options(options, [*accepted, *renamed, *own], f"smp {name} with encoder {encoder}")
     return {renamed.get(option, option): value for option, value in options.items()}
 
 

@@ -1,5 +1,6 @@
-"""Errors about unknown names of networks and their options, and lists of names in messages."""
+"""Options of timm, errors about unknown names of networks and options, and lists of names in messages."""
 
+import inspect
 from collections.abc import Collection, Iterable
 
 from segapp.errors import ConfigError, accepted_words
@@ -17,6 +18,20 @@ def check_options(options: Iterable[str], accepted: Iterable[str], owner: str) -
     for option in options:
         if option not in accepted:
             raise unknown_name("model.options", option, f"an option of {owner}", accepted)
+
+
+def timm_options(encoder: str) -> set[str]:
+    """Return the options of an encoder of timm: the arguments of the modules in its file, which describe layers.
+
+    Those of `timm.create_model` are left out, because some load files, and a config may come from a stranger.
+    """
+    import timm
+    from torch import nn
+
+    file = timm.model_entrypoint(encoder.removeprefix("tu-")).__globals__
+    kinds = [kind for kind in file.values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
+    names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
+    return names - inspect.signature(timm.create_model).parameters.keys() - {"self", "args"}
 
 
 def some_names(names: Collection[str], most: int = 2) -> str:

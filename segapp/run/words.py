@@ -6,7 +6,10 @@ from collections.abc import Sequence
 
 # C0 and C1 controls and DEL control the terminal; bidirectional controls and line separators reorder or hide text; lone
 # surrogates (file names that are not UTF-8) cannot be printed at all.
-_UNSAFE = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufeff]")
+_UNSAFE = re.compile(
+    "[\x00-\x1f\x7f-\x9f\xad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ud800-\udfff\ufeff\ufff9-\ufffb"
+    "\U000e0000-\U000e007f]"
+)
 
 
 def printable(text: str) -> str:

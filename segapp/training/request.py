@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config, named_config, part_names
-from segapp.custom.trust import check_trusted
+from segapp.config import RunConfig, changed_keys, check_code, kept_on_resume, load_config, load_runnable, named_config
 from segapp.errors import SegappError
 from segapp.run.checkpoints import CheckpointFolder
 from segapp.run.folder import RunFolder, find_run, is_run, run_folders
@@ -67,7 +66,7 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
             folder = _newest_run(name, run)
         if folder is None:
             note = None if resume is None else "nothing to resume yet: a new training begins"
-            return TrainRequest(load_config(named_config(config, overrides), overrides), run=run, note=note)
+            return TrainRequest(load_runnable(named_config(config, overrides), overrides), run=run, note=note)
         return _resumed(folder, config, overrides, note=f"resuming {printable(str(folder.path))}")
     path = Path(resume)
     if not path.is_file():
@@ -75,7 +74,7 @@ def _plan(config: str | None, overrides: Sequence[str], run: Path | None, resume
     owner = path.resolve().parent.parent
     if run is None and is_run(owner):
         return _resumed(RunFolder(owner), config, overrides, checkpoint=path)
-    return TrainRequest(load_config(named_config(config, overrides), overrides), run=run, checkpoint=path)
+    return TrainRequest(load_runnable(named_config(config, overrides), overrides), run=run, checkpoint=path)
 
 
 def _resumed(
@@ -90,16 +89,14 @@ def _resumed(
     folder.check()
     own_file = folder.config_yaml.resolve()
     if config is not None and not own_file.is_file():
-        return TrainRequest(load_config(config, overrides), folder, checkpoint=checkpoint, note=note)
+        return TrainRequest(load_runnable(config, overrides), folder, checkpoint=checkpoint, note=note)
     before, own = load_config(own_file), load_config(own_file, overrides)
     notes = [note] if note is not None else []
     notes += [f"changed: {line}" for line in changed_keys(before, own)]
-    if config is None:
-        named = {key: name for key, name in part_names(own).items() if f"{key}={name}" not in overrides}
-        check_trusted(named, str(folder.config_yaml))
-    else:
-        own, kept = kept_on_resume(own, load_config(config, overrides))
+    if config is not None:
+        own, kept = kept_on_resume(own, load_runnable(config, overrides))
         notes += [f"kept from the run: {line}; name the key on the command line to change it" for line in kept]
+    check_code(own, folder.config_yaml, overrides)
     return TrainRequest(own, folder, checkpoint=checkpoint, note="\n".join(notes) or None)
 
 

@@ -31,7 +31,6 @@ from segapp.checkpoint.sharing import load_on_every_rank, on_main
 from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, checkpoint_to_resume, saved_state
 from segapp.config import LiveSettings, RunConfig, dump_config, part_names
 from segapp.custom.names import keep_parts
-from segapp.custom.trust import TRUST_VARIABLE, remember_parts
 from segapp.datasets.cache import CacheFiles
 from segapp.errors import (
     CheckpointError,
@@ -126,7 +125,6 @@ def _check_before_start(request: TrainRequest) -> None:
     """Refuse unusable custom components and impossible resumes before the run folder is changed."""
     config = request.config
     check_parts(config)
-    remember_parts(part_names(config).values())
     saved = saved_state(request.folder, request.checkpoint)
     if saved is None:
         return
@@ -157,7 +155,7 @@ def _launch_ranks(request: TrainRequest, devices: DevicePlan, arguments: Sequenc
     signals.forward_checkpoint_requests(ask_for_checkpoint)
     command = ["-m", "segapp", *arguments, *([] if request.folder is not None else ["--run", str(folder.path)])]
     words = {"devices": [str(each) for each in devices.devices], "reasons": [devices.reason, devices.mode_reason]}
-    environment = {_DEVICES: json.dumps(words), TRUST_VARIABLE: "1"}  # this process has checked the parts
+    environment = {_DEVICES: json.dumps(words)}
     while True:
         adopted = fallbacks_after(folder, 0)
         code = launch_local(command, len(devices.devices), env=environment)

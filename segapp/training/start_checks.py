@@ -9,7 +9,7 @@ from typing import Any
 from segapp.build.optimizer import build_schedule
 from segapp.build.pairs import split_note
 from segapp.config import DataConfig, RunConfig, ScheduleConfig, TrainConfig
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.datasets.targets import Targets, absent_note, classes_present, has_shades, ignored_note
 from segapp.run.events import Alert

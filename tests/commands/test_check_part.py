@@ -20,6 +20,8 @@ from segapp.errors import ConfigError
 from tests.support import ROOT
 from tests.support.runs import merged
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 PARTS = "tests.support.own_parts"
 
 

@@ -17,6 +17,8 @@ from segapp.datasets.augment import TrainTransform
 from segapp.errors import ConfigError
 from segapp.models import build_model
 
+pytestmark = pytest.mark.usefixtures("trusted_code")
+
 NAME = f"{__name__}:record"
 given: dict[str, Any] = {}
 

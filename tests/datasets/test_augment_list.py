@@ -184,7 +184,7 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trusted_code: None) -> None:
     (tmp_path / "my_transforms.py").write_text(
         "import albumentations as A\n"
         "import numpy as np\n"

@@ -150,11 +150,11 @@ def test_masks_have_a_stride_of_about_four_pixels(patch_px, stride):
     [
         (None, {}, r"'None' is not a vision transformer of timm, such as tu-vit_small_patch16_dinov3"),
         ("resnet50", {}, "is not a vision transformer of timm"),
-        ("tu-resnet18", {}, "cannot be built with tu-resnet18"),
+        ("tu-resnet18", {}, "is not an option of eomt with encoder tu-resnet18"),
         ("tu-vit_small_patch16_dinov9", {}, "did you mean .*dinov3"),
         (DINO_V3, {"num_queries": 0}, r"num_queries = 0 is not a whole number of at least 1"),
         (DINO_V3, {"num_blocks": 4}, r"num_blocks = 4, but .* has 3"),
-        (DINO_V3, {"num_querys": 4}, "cannot be built .*num_querys"),
+        (DINO_V3, {"num_querys": 4}, "num_querys.* is not an option of eomt .*num_queries"),
         (DINO_V3, {"patch_size": (16, 8)}, "is not a plain vision transformer with square patches"),
         ("tu-vit_small_patch16_rope_mixed_224", {}, "is not a plain vision transformer"),
     ],

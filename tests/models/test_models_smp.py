@@ -1,5 +1,7 @@
 import copy
 import functools
+import inspect
+import re
 import warnings
 from types import SimpleNamespace
 
@@ -10,6 +12,7 @@ from torch.nn.functional import interpolate
 from segapp.errors import ConfigError
 from segapp.models import build_model
 from segapp.models.from_smp import _size_divisor, smp_names
+from segapp.models.names import timm_options
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -273,9 +276,9 @@ def test_default_encoder_is_that_of_smp():
         ("Unet", {"encoder": "resnet19"}, r"model\.encoder: 'resnet19' is not .*did you mean .*resnet18"),
         ("Unet", {"encoder": "tu-resnet19"}, r"model\.encoder: 'tu-resnet19' is not a model of timm: did you .*tu-"),
         ("Unet", {"encoder": "resnet18", "options": {"decoder_chanels": [8]}}, r"did you mean decoder_channels"),
-        ("Unet", {"encoder": "tu-resnet18", "options": {"decoder_chanels": [8]}}, r"cannot be built with tu-resnet18"),
+        ("Unet", {"encoder": "tu-resnet18", "options": {"decoder_chanels": [8]}}, r"did you mean decoder_channels"),
         ("Unet", {"encoder": "resnet18", "options": {"decoder_channels": [8]}}, r"cannot be built .*decoder_channels"),
-        ("FPN", {"encoder": "resnet18", "options": {"upsampling": 2}}, r"upsampling is set by .* remove it"),
+        ("FPN", {"encoder": "resnet18", "options": {"upsampling": 2}}, r"'upsampling' is not an option of smp FPN"),
         ("FPN", {"encoder": "resnet18", "options": {"encoder_output_stride": 8}}, r"'encoder_output_stride' is not"),
         ("Linknet", {"encoder": "mit_b0"}, r"smp Linknet cannot be built with mit_b0"),
         ("DPT", {"encoder": "resnet18"}, r"smp DPT cannot be built with resnet18"),
@@ -321,3 +324,41 @@ def test_every_smp_encoder_is_refused_or_obeys_its_size_rule(name, encoder):
         for height_px, width_px in sizes:
             (logits,) = model(torch.zeros(1, 3, height_px, width_px))
             assert logits.shape[-2:] == (height_px // model.logits_stride, width_px // model.logits_stride)
+
+
+LOADS = [
+    "checkpoint_path",
+    "pretrained",
+    "pretrained_cfg",
+    "pretrained_cfg_overlay",
+    "cache_dir",
+    "features_only",
+    "kwargs",
+]
+"""Arguments of timm that name files, or lead to some."""
+
+
+@pytest.mark.parametrize("option", LOADS)
+@pytest.mark.parametrize(("library", "name"), [("smp", "Unet"), ("segapp", "eomt")])
+def test_options_that_load_files_are_not_passed_to_timm(option, library, name, tmp_path, monkeypatch):
+    import timm
+
+    encoder = {"smp": "tu-resnet18", "segapp": "tu-vit_tiny_patch16_224"}[library]
+    monkeypatch.setattr(timm, "create_model", lambda *_, **__: pytest.fail("timm was called"))
+    with pytest.raises(ConfigError, match=f"'{option}' is not an option of"):
+        build_model(library, name, 3, encoder=encoder, options={option: str(tmp_path / "evil.pth")})
+
+
+def test_no_option_of_any_model_of_timm_loads_a_file():
+    import timm
+    from timm.models._builder import build_model_with_cfg
+
+    loading = {*inspect.signature(timm.create_model).parameters, *inspect.signature(build_model_with_cfg).parameters}
+    words = re.compile(r"(^|_)(file|path|url|dir|hub|cache|weights|pretrained|checkpoint|source)(_|$)")
+    harmless = {"use_checkpoint", "grad_checkpointing", "pretrained_window_size", "pretrained_window_sizes"}
+    harmless |= {"drop_path", "drop_path_prob", "drop_path_rate", "drop_path_rates", "transformer_drop_path"}
+    for model in timm.list_models():
+        options = timm_options(f"tu-{model}")
+        assert "in_chans" in options or "in_channels" in options, model
+        assert not options & loading, model
+        assert {name for name in options if words.search(name)} <= harmless, model

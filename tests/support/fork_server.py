@@ -126,7 +126,7 @@ def run_main() -> int:
 
 
 class ForkedTrainer:
-    """Stands for `subprocess.Popen([python, "-m", "segapp", ...])`: a fork of this process, which has the imports."""
+    """Stands for `subprocess.Popen([python, "-P", "-m", "segapp", ...])`: a fork of this process with its imports."""
 
     def __init__(
         self,
@@ -139,11 +139,11 @@ class ForkedTrainer:
         env: dict[str, str],
         preexec_fn: Callable[[], None] | None = None,
     ) -> None:
-        assert (list(words[1:3]), start_new_session) == (["-m", "segapp"], True)
+        assert (list(words[1:4]), start_new_session) == (["-P", "-m", "segapp"], True)
         self.returncode: int | None = None
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self._train(words[3:], stdout.fileno(), env, preexec_fn))
+            os._exit(self._train(words[4:], stdout.fileno(), env, preexec_fn))
 
     @staticmethod
     def _train(words: Sequence[str], out: int, env: dict[str, str], preexec_fn: Callable[[], None] | None) -> int:

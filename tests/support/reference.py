@@ -26,7 +26,7 @@ from segapp.cli import app
 from segapp.config.options import BUILT_INS
 from segapp.config.sections import LossTerm, ParamGroupConfig, RunConfig
 from segapp.config.values import section_of
-from segapp.custom import PART_PATTERN
+from segapp.custom.names import PART_PATTERN
 from segapp.run import folder as folder_module
 from segapp.run.events import types as event_types
 from segapp.run.folder import RunFolder
@@ -46,7 +46,7 @@ def cli_page() -> str:
         "# Commands and options\n",
         "```sh\nsegapp --help\n```\n",
         "Every command has `--help`. With any command, `--debug` prints the traceback of an error, and `--trust-parts` "
-        "imports the custom components that a run or a checkpoint names ([own-parts](../tasks/own-parts.md)).\n",
+        "runs the custom components that a config names ([own-parts](../tasks/own-parts.md#which-code-runs)).\n",
     ]
     parts += [_command(f"segapp {name}", command) for name, command in _commands(root)]
     return "\n".join(parts)
@@ -354,8 +354,8 @@ def _link(topic: str | None) -> str:
 ENVIRONMENT = {
     "SEGAPP_FAILPOINTS": "For tests: faults to inject at named places (`segapp/failpoints.py`).",
     "SEGAPP_FAILPOINT_MARKS": "For tests: a folder; each armed fault writes a line whenever it acts.",
-    "SEGAPP_TRUST_PARTS": "`1`: import the custom components that a run or a checkpoint names, as with "
-    "`--trust-parts`.",
+    "SEGAPP_TRUST_PARTS": "`1`: run the custom components that a config names, as with `--trust-parts`. segapp passes "
+    "the components that it has accepted to its own processes here.",
     "SEGAPP_PEER_TIMEOUT_S": "Seconds without a sign of life after which another machine counts as lost, and "
     "the ranks of this one end with 8; the same on all machines. Default: 30; 0: never. `segapp launch` waits as long "
     "for a rendezvous that does not answer.",

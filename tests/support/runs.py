@@ -12,6 +12,8 @@ import numpy as np
 import torch
 
 from segapp.config import RunConfig, validate_config
+from segapp.config.parts import named_code
+from segapp.custom.trust import accept_code
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
 from tests.support.programs import segapp as segapp  # the program beside `train`
@@ -50,7 +52,8 @@ def merged(config: dict[str, Any], **sections: Any) -> RunConfig:
 
 
 def train(config: RunConfig, folder: Path, **plan: Any) -> int:
-    """Trains in this process, into `folder`, and returns the exit code."""
+    """Trains in this process, into `folder`, and returns the exit code; the config's code is the caller's own."""
+    accept_code(named_code(config).values())
     return run_session(TrainRequest(config, run=folder, **plan))
 
 

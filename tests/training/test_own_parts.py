@@ -196,11 +196,12 @@ def test_code_of_a_run_from_elsewhere_is_not_imported(
     text = config.read_text().replace("width: 4", f"path: {trace}")
     config.write_text(text.replace(f"{tmp_path.name}.py:Net", "x:y").replace("net_of_x:y", f"{PARTS}:attack"))
     assert f"{PARTS}:attack" in config.read_text()
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "")  # another process
     for call in (
         lambda: plan_request(None, [], None, str(tmp_path / "run")),
         lambda: read_trained(str(tmp_path / "run")),
     ):
-        with pytest.raises(ConfigError, match=r"names code that would be imported.*add --trust-parts"):
+        with pytest.raises(ConfigError, match=r"names code that would run.*add --trust-parts"):
             call()
     assert not trace.exists()
     monkeypatch.setenv("SEGAPP_TRUST_PARTS", "1")

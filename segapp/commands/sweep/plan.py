@@ -15,9 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.commands.sweep.grid import combinations, parse_axes
-from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config
-from segapp.config.parts import part_names
-from segapp.custom.trust import check_trusted, remember_parts
+from segapp.config import RunConfig, changed_keys, check_code, dump_config, find_config, load_config
 from segapp.errors import ConfigError, RunBusyError, did_you_mean, storage_errors
 from segapp.run.files import make_durable_directory, write_atomic
 from segapp.run.folder import is_sweep
@@ -38,8 +36,6 @@ class SweepPlan:
         info: all its runs: first those that this command names, then earlier ones.
         names: the runs that this command names.
         configs: complete configs of the new runs, by name.
-        own_parts: custom components (`module:factory`) that the user's configs and words name, but not those in stored
-            configs.
         is_known: the sweep already existed when it was planned.
         given: for each new run, the given config and the `KEY=VALUE` words.
     """
@@ -48,7 +44,6 @@ class SweepPlan:
     info: SweepInfo
     names: frozenset[str]
     configs: Mapping[str, RunConfig]
-    own_parts: frozenset[str] = frozenset()
     given: Mapping[str, Sequence[str]] = field(default_factory=dict)
     is_known: bool = True
 
@@ -58,14 +53,9 @@ class SweepPlan:
         return ["--config", config, *words]
 
     def check_parts(self) -> None:
-        """Trust the custom components that the user has named, and check those in stored configs.
-
-        Raises:
-            ConfigError: a stored config names a custom component that was never named on this machine.
-        """
-        remember_parts(self.own_parts)
+        """Check that the code in the configs of the runs may run; `plan_sweep` has checked the user's configs."""
         for name in sorted(self.names):
-            check_trusted(part_names(self.config_of(name)), str(self.folder.config_of(name)))
+            check_code(self.config_of(name), self.folder.path)
 
     def config_of(self, name: str) -> RunConfig:
         """Return the complete config of a run."""
@@ -133,9 +123,10 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     candidates = _validated(bases, axes)
     folder = existing or SweepFolder(_new_path(name or _default_name(bases)))
     info = existing.read() if existing is not None else new_info()
-    named = frozenset(part for each in candidates for part in part_names(each.config).values())
-    own_parts = named if files else named & {value for values in given.values() for value in values}
-    return replace(_joined(folder, info, axes, candidates), own_parts=own_parts, is_known=existing is not None)
+    typed = [f"{key}={value}" for key, values in given.items() for value in values]
+    for each in candidates:
+        check_code(each.config, find_config(each.given[0]), typed, is_stored=not files)
+    return replace(_joined(folder, info, axes, candidates), is_known=existing is not None)
 
 
 def _sorted_words(words: Sequence[str]) -> tuple[str | None, list[str], list[str]]:

@@ -10,8 +10,9 @@ import albumentations as A
 import cv2
 from pydantic import ValidationError
 
-from segapp.custom import build_part, is_part
 from segapp.custom.contracts import Transform
+from segapp.custom.loading import build_part
+from segapp.custom.names import is_part
 from segapp.datasets.augment.color import PhotometricChange
 from segapp.datasets.augment.crop import ScaledCrop
 from segapp.errors import ConfigError, did_you_mean

@@ -17,7 +17,7 @@ from segapp.build.numerics import auto_precision
 from segapp.build.pairs import build_pairs, count_images, split_names
 from segapp.checkpoint.sharing import on_main
 from segapp.config import RunConfig, load_config, validate_config
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.files import check_pairs
 from segapp.datasets.resources import available_bytes
 from segapp.errors import ConfigError, OutOfMemoryError, SegappError

@@ -32,7 +32,7 @@ from segapp.build.trained import read_trained
 from segapp.chunks import Mode
 from segapp.compat.torch import without_dispatch_modes
 from segapp.config import RunConfig, validate_config
-from segapp.custom import is_part
+from segapp.custom.names import is_part
 from segapp.datasets.pool import Batch
 from segapp.errors import ConfigError, RunError, SegappError
 from segapp.inference.normalize import NormalizedInput

@@ -116,13 +116,16 @@ def test_missing_config_and_foreign_folder_are_refused(base: Path) -> None:
         plan_sweep(["seed=0,1"], ["tiny.yaml"])
 
 
-def test_code_of_a_stored_config_must_have_been_named_here(base: Path) -> None:
+def test_code_of_a_stored_config_must_have_been_named_here(base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ["seed=0,1", "optim.name=torch.optim:RMSprop"]
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "")
     plan_sweep(words, ["tiny.yaml"]).save()
-    with pytest.raises(ConfigError, match=r"configs/seed0.yaml names code .* optim.name = torch.optim:RMSprop"):
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "")
+    monkeypatch.setenv("XDG_STATE_HOME", str(base.parent / "state of another user"))
+    with pytest.raises(ConfigError, match=r"tiny-sweep names code .* optim.name = torch.optim:RMSprop\(\)"):
         plan_sweep(["tiny-sweep"], []).check_parts()
-    with pytest.raises(ConfigError, match="names code that would be imported"):
-        plan_sweep(["tiny-sweep", "seed=7"], []).check_parts()
+    with pytest.raises(ConfigError, match="names code that would run"):
+        plan_sweep(["tiny-sweep", "seed=7"], [])
     plan_sweep(words, ["tiny.yaml"]).check_parts()
     plan_sweep(["tiny-sweep"], []).check_parts()
     plan_sweep(["tiny-sweep", "optim.name=torch.optim:Adagrad"], []).check_parts()

@@ -1,0 +1,354 @@
+"""Code that a config names: it runs if the user named it here; a stranger's is refused before it is imported."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import segapp
+from segapp.config import check_code, load_config, load_runnable, validate_config
+from segapp.config.parts import named_code
+from segapp.custom.loading import load_part
+from segapp.custom.trust import NamedCode, UnknownCodeError, accept_code, trusting
+from segapp.errors import ConfigError
+from tests.support import ROOT
+from tests.support.programs import segapp as run_segapp
+from tests.support.runs import events
+from tests.support.terminals import terminal
+
+FILE = """
+from pathlib import Path
+from tests.support.own_parts import FolderData, Net as Plain
+
+Path({marker!r}).touch()
+
+def Net(num_classes, width=4):
+    return Plain(num_classes, width)
+"""
+
+
+@pytest.fixture(autouse=True)
+def _no_trust(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "")
+    monkeypatch.syspath_prepend(str(tmp_path / "none"))  # what is imported from a folder is not found by other tests
+
+
+@pytest.fixture
+def project(tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A stranger's folder, entered: `run.yaml` names `./net_of_it.py:Net`, whose import makes the file `marker`."""
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "net_of_it.py").write_text(FILE.format(marker=str(tmp_path / "marker")))
+    write(folder / "run.yaml", tiny, library="python", name="./net_of_it.py:Net", options={"width": 4})
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def write(path: Path, tiny: dict[str, Any], **model: Any) -> Path:
+    """Writes a config of one epoch with a model section."""
+    path.write_text(yaml.safe_dump({**tiny, "model": model, "train": {"epochs": 1, "batch_size": 2}}))
+    return path
+
+
+def call(marker: Path) -> dict[str, Any]:
+    """A model section whose factory would make a file."""
+    return {"library": "python", "name": "subprocess:getoutput", "options": {"cmd": f"touch {marker}"}}
+
+
+def another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forgets what only this process and its children know; the record stays."""
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("train", "--plain", "--config", "run.yaml", "train.epochs=1"),
+        ("train", "--detach", "--config", "run.yaml"),
+        ("train", "--smoke", "--config", "run.yaml"),
+        ("train", "--plain", "--config", "run.yaml", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"),
+        ("plan", "--config", "run.yaml", "seed=1", "--gpus", "2x8GiB"),
+        ("profile", "--config", "run.yaml"),
+        ("check", "--config", "run.yaml"),
+        ("check-part", "--config", "run.yaml"),
+        ("sweep", "--config", "run.yaml", "seed=1,2"),
+        ("eval", "weights.safetensors", "--config", "run.yaml"),
+        ("predict", "weights.safetensors", "image.png", "--config", "run.yaml", "--out", "out"),
+        ("export", "weights.safetensors", "--config", "run.yaml", "--out", "out.onnx"),
+        ("launch", "--nnodes", "1", "--nproc-per-node", "2", "--", "train", "--config", "run.yaml", "--run", "there"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+@pytest.mark.parametrize("kind", ["file", "call"])
+def test_command_without_a_terminal_refuses_a_strangers_code(
+    project: Path, tiny: dict[str, Any], tmp_path: Path, words: tuple[str, ...], kind: str
+) -> None:
+    for name in ("weights.safetensors", "image.png"):
+        (project / name).write_bytes(b"")
+    if kind == "call":
+        section = call(tmp_path / "marker")
+        write(project / "run.yaml", tiny, **section)
+    if words[0] == "check":  # it reads only the data
+        config = yaml.safe_load((project / "run.yaml").read_text())
+        model = config.pop("model")
+        config["data"] |= {"format": model["name"], "options": model["options"]}
+        (project / "run.yaml").write_text(yaml.safe_dump(config))
+    done = run_segapp(*words, cwd=project)
+    assert done.returncode == 2, done.stderr
+    assert "names code that would run: " in done.stderr
+    assert ("net_of_it.py:Net(width=4)" if kind == "file" else "subprocess:getoutput(cmd=") in done.stderr
+    assert "add --trust-parts" in done.stderr
+    assert not (tmp_path / "marker").exists()
+    assert not (project / "runs").exists()
+
+
+def test_terminal_asks_once_and_the_record_answers_afterwards(project: Path, tmp_path: Path) -> None:
+    marker = tmp_path / "marker"
+    words = ("check-part", "--config", "run.yaml")
+    for answer, code in (("n\r", 2), ("\r", 2), ("y\r", 0)):
+        assert not marker.exists()
+        with terminal(*words, cwd=project) as screen:
+            screen.wait_for("Run it? [y/N]")
+            assert b"model.name = net_of_it.py:Net(width=4)" in screen.output
+            assert str(project / "net_of_it.py").encode() in screen.output.replace(b"\r\n", b"")
+            screen.type(answer)
+            assert screen.wait(60) == code
+    assert marker.exists()
+    assert run_segapp(*words, cwd=project).returncode == 0
+
+
+def test_question_is_escaped_and_a_long_one_is_not_asked(project: Path, tiny: dict[str, Any], tmp_path: Path) -> None:
+    section = call(tmp_path / "marker")
+    section["options"]["cmd"] += " \x1b[2J\u202e"
+    write(project / "run.yaml", tiny, **section)
+    with terminal("check-part", "--config", "run.yaml", cwd=project) as screen:
+        screen.wait_for("Run it? [y/N]")
+        assert b"\x1b[2J" not in screen.output
+        assert "\u202e".encode() not in screen.output
+        screen.type("n\r")
+        assert screen.wait(60) == 2
+    section["options"]["cmd"] = "echo hello" + " " * 2000 + section["options"]["cmd"]
+    write(project / "run.yaml", tiny, **section)
+    with terminal("check-part", "--config", "run.yaml", cwd=project) as screen:
+        assert screen.wait(60) == 2
+    assert b"Run it?" not in screen.output, "what is out of sight would be accepted too"
+
+
+def test_code_on_the_command_line_is_the_users_own(project: Path, tiny: dict[str, Any], tmp_path: Path) -> None:
+    write(project / "plain.yaml", tiny, library="torchvision", name="lraspp", encoder="mobilenet_v3_small")
+    own = ["model.library=python", "model.name=./net_of_it.py:Net", "model.encoder=null"]
+    load_runnable("plain.yaml", own)
+    assert run_segapp("check-part", "net_of_it.py:Net", "--as", "model", cwd=project).returncode == 0
+    assert (tmp_path / "marker").exists()
+    config = validate_config({**tiny, "optim": {"name": "torch.optim:RMSprop"}})
+    with pytest.raises(UnknownCodeError, match=r"torch\.optim:RMSprop"):
+        check_code(config, Path("run.yaml"), own)
+
+
+def test_call_that_was_accepted_runs_with_no_other_options(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "run.yaml", tiny, **call(tmp_path / "one"))
+    with trusting(True):
+        load_runnable(path)
+    another_process(monkeypatch)
+    load_runnable(path)
+    another_process(monkeypatch)
+    write(path, tiny, **call(tmp_path / "another"))
+    with pytest.raises(UnknownCodeError, match="another"):
+        load_runnable(path)
+    about = {"format": 1, "step": 1, "epoch": 1, "position": 0}
+    stored = {"config": load_config(path).model_dump(mode="json"), "classes": tiny["data"]["classes"]}
+    state = {**stored, "model": {}, "checkpoint": about}
+    torch.save(state, tmp_path / "evil.pt")
+    done = run_segapp("eval", tmp_path / "evil.pt", cwd=tmp_path)
+    assert (done.returncode, "names code that would run" in done.stderr) == (2, True), done.stderr
+    assert not (tmp_path / "another").exists()
+
+
+def test_transforms_and_losses_are_asked_with_their_options(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config(cmd: str) -> Any:
+        entry = {"OneOf": {"transforms": [{"subprocess:getoutput": {"cmd": cmd}}]}}
+        loss = {"plus": [{"name": "subprocess:getoutput", "options": {"cmd": cmd}}]}
+        return validate_config({**tiny, "loss": loss, "data": {**tiny["data"], "augment": [entry]}})
+
+    accept_code(named_code(config("true")).values())
+    another_process(monkeypatch)
+    check_code(config("true"), tmp_path)
+    another_process(monkeypatch)
+    with pytest.raises(UnknownCodeError) as raised:
+        check_code(config("false"), tmp_path)
+    assert sorted(raised.value.named) == ["data.augment[0]", "loss.plus.0.name"]
+
+
+def changed(project: Path) -> None:
+    with (project / "net_of_it.py").open("a") as file:
+        file.write("# changed\n")
+
+
+def accepted(project: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Accepts the code of `run.yaml`, and returns the config; then another process begins."""
+    with trusting(True):
+        config = load_runnable("run.yaml")
+    another_process(monkeypatch)
+    return config
+
+
+def test_ones_own_file_and_options_may_change_in_ones_own_config(
+    project: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = accepted(project, monkeypatch)
+    changed(project)
+    with pytest.raises(UnknownCodeError):
+        check_code(stored, project / "run" / "config.yaml")  # in a run or a checkpoint, the content must be equal
+    load_runnable("run.yaml", ["model.options.width=8"])
+    another_process(monkeypatch)
+    check_code(load_config("run.yaml", ["model.options.width=8"]), project / "run")  # what a run of it has stored
+    write(project / "other.yaml", tiny, library="python", name="./net_of_it.py:Net", options={"width": 16})
+    another_process(monkeypatch)
+    with pytest.raises(UnknownCodeError):
+        load_runnable("other.yaml")  # another config has not named it with these options
+
+
+@pytest.mark.parametrize("name", ["net_of_it.py", "run.yaml"])
+@pytest.mark.parametrize("change", ["mode", "owner"])
+def test_file_that_others_may_write_must_not_change(
+    project: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
+) -> None:
+    accepted(project, monkeypatch)
+    if change == "owner" and os.getuid() != 0:
+        pytest.skip("only root gives a file to another user")
+    (project / name).chmod(0o664) if change == "mode" else os.chown(project / name, 65534, 65534)
+    load_runnable("run.yaml")
+    changed(project)
+    another_process(monkeypatch)
+    with pytest.raises(UnknownCodeError):
+        load_runnable("run.yaml")
+
+
+def test_file_outside_the_project_must_not_change(
+    project: Path, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outside = tmp_path / "outside.py"
+    outside.write_text("def Net(num_classes): pass\n")
+    write(project / "run.yaml", tiny, library="python", name=f"{outside}:Net")
+    accepted(project, monkeypatch)
+    outside.write_text("def Net(num_classes): return 1\n")
+    with pytest.raises(UnknownCodeError):
+        load_runnable("run.yaml")
+
+
+def test_same_name_in_another_folder_is_other_code(
+    project: Path, tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accepted(project, monkeypatch)
+    other = tmp_path / "other\nproject subprocess:getoutput"
+    other.mkdir()
+    for name in ("run.yaml", "net_of_it.py"):
+        (other / name).write_bytes((project / name).read_bytes())
+    monkeypatch.chdir(other)
+    with pytest.raises(UnknownCodeError):
+        load_runnable("run.yaml")
+
+
+def test_record_belongs_to_the_user_only(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(0)
+    try:
+        accepted(project, monkeypatch)
+    finally:
+        os.umask(before)
+    path = Path(os.environ["HOME"]) / ".local" / "state" / "segapp" / "parts"
+    assert (path.stat().st_mode & 0o777, path.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    path.write_text("os:system\t\nx\n[1\n" + path.read_text())  # of an older version, torn
+    load_runnable("run.yaml")
+
+
+def test_children_know_the_answer_without_a_record(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/dev/null")
+    config = load_config("run.yaml")
+    with pytest.raises(UnknownCodeError):
+        load_runnable("run.yaml")
+    accept_code(named_code(config).values(), project / "run.yaml")
+    check_code(config, project / "run")
+    with pytest.raises(ConfigError, match="was not accepted"):
+        load_part("subprocess:getoutput", "model.name")
+    code = "from segapp.config import load_runnable; load_runnable('run.yaml')"
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "-c", code], env=environ, check=False).returncode == 0
+    done = subprocess.run(
+        [sys.executable, "-c", code.replace("yaml'", "yaml', ['model.options.width=5']")],
+        env=environ,
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    assert "UnknownCodeError" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--plain", "parallel.mode=ddp", "parallel.devices=[cpu,cpu]"),
+        ("--detach",),
+    ],
+    ids=["ranks", "detached"],
+)
+def test_children_of_a_training_know_the_answer(project: Path, tmp_path: Path, words: tuple[str, ...]) -> None:
+    done = run_segapp("train", "--config", "run.yaml", "--run", "there", "--trust-parts", *words, cwd=project)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "marker").exists()
+    deadline_s = time.monotonic() + 60
+    while not (ends := events(project / "there", "run_end")):
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    assert ends[-1]["status"] == "finished"
+
+
+def test_python_refuses_a_file_and_trusts_its_own_values(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(UnknownCodeError, match="trust_parts=True"):
+        segapp.train("run.yaml", run="one", progress=False)
+    assert not (tmp_path / "marker").exists()
+    segapp.train("run.yaml", run="one", progress=False, trust_parts=True)
+    assert (tmp_path / "marker").exists()
+    assert "1" not in os.environ["SEGAPP_TRUST_PARTS"].split(), "it holds for one call"
+    values = load_config("run.yaml", ["model.options.width=5"]).model_dump(mode="json")
+    segapp.train(values, run="two", progress=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another user"))
+    another_process(monkeypatch)
+    with pytest.raises(UnknownCodeError):
+        segapp.load("two")
+    assert segapp.load("two", trust_parts=True).classes
+
+
+def test_local_file_that_hides_a_shipped_config_is_reported(project: Path) -> None:
+    (project / "demo.yaml").write_text(json.dumps({"name": "planted"}))
+    done = run_segapp("train", "--config", "demo.yaml", "--print-config", cwd=project)
+    assert "note: reading demo.yaml in this folder, not the shipped config" in done.stderr
+    done = run_segapp("train", "--config", "camvid.yaml", "--print-config", cwd=project)
+    assert "note: reading" not in done.stderr
+
+
+def test_file_is_not_confused_with_another_of_its_name(
+    project: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = tmp_path / "own" / "net_of_it.py"
+    own.parent.mkdir()
+    own.write_text("def make(): return 1\n")
+    accept_code([NamedCode(f"{own}:make", {})])
+    monkeypatch.syspath_prepend(str(project))
+    with pytest.raises(ConfigError, match="Python finds another module net_of_it"):
+        load_part(f"{own}:make", "model.name")
+    assert not (tmp_path / "marker").exists(), "the other file was imported"
