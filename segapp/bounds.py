@@ -1,8 +1,8 @@
 """The memory that the content of a file may ask for, from the sizes of the file and of its image.
 
-A few bytes can describe gigabytes: run lengths, a compressed bitmap, a class id, a list that is repeated. The readers of
-such content call `check_memory` or `check_values` before they allocate, so what a stranger's file takes stays in
-proportion to what the user has copied.
+A few bytes can describe gigabytes: run lengths, a compressed bitmap, a class id, a list that is repeated. The readers
+of such content call `check_memory` or `check_values` before they allocate, so a file takes memory in proportion to its
+size.
 """
 
 from collections.abc import Mapping

@@ -13,7 +13,6 @@ from segapp.config.yaml_reader import MAX_CHARS, parse_yaml
 from segapp.custom import is_part
 from segapp.errors import ConfigError
 
-
 _CLASS = "__class_fullname__"
 _COMPOSE_OPTIONS = {_CLASS, "p", "transforms", "is_check_shapes", "seed", "strict", "save_applied_params"}
 _DEFAULTS_IN_FILES = {"fill_mask": 0, "mask_interpolation": 0}

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,7 +135,7 @@ def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
             num_bytes = 0 if path.lower().endswith(".npy") else math.prod(shape) * dtype.itemsize
             num_bytes += _PAIR_BYTES * max(shape, default=0)
             check_memory(num_bytes, f"an array of shape {shape}", file_bytes=(tree.root / path).stat().st_size)
-    except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, KeyError, TokenError) as error:
         problems.append(f"{shown(path)}: {first_line(error)}")
         return
     for key, (shape, dtype) in heads.items():

@@ -15,6 +15,8 @@ import hashlib
 import io
 import math
 import os
+import re
+import stat
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -33,7 +35,7 @@ from tqdm import tqdm
 from segapp.bounds import check_memory
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import read_description
-from segapp.errors import DataError, install_command, storage_errors
+from segapp.errors import ConfigError, DataError, install_command, storage_errors
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
 from segapp.onboarding.survey.hypotheses import parse_file
 from segapp.onboarding.survey.tree import Tree
@@ -139,6 +141,8 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], in
     Return the written pairs, sentences about the bad entries, and the number of pairs whose files already existed.
     DataError is raised if every entry is bad.
     """
+    copied = {folder / pair.image for pair in layout.pairs if pair.drawing is not None and not pair.drawing.has_digest}
+    refuse_foreign(folder, lambda path: path in copied or _is_written(path))
     pairs, problems, num_kept = [], [], 0
     made: set[Path] = set()
     masks: set[str] = set()
@@ -175,6 +179,31 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], in
     if (more := len(problems) - _MAX_NAMED) > 0:
         problems[_MAX_NAMED:] = [f"and {more} more"]
     return pairs, problems, num_kept
+
+
+def refuse_foreign(folder: Path, is_own: Callable[[Path], bool]) -> None:
+    """Raise ConfigError if a folder that segapp named has a link, another owner, or a file that segapp did not write.
+
+    `is_own` returns True for a file that segapp wrote; empty and hidden files count as written.
+    """
+    for path in [folder, *folder.rglob("*")] if os.path.lexists(folder) else []:
+        status = path.lstat()
+        if stat.S_ISLNK(status.st_mode):
+            problem = "is a link, and segapp does not write through links"
+        elif status.st_uid != os.geteuid():
+            problem = "belongs to another user"
+        elif path.name[0] != "." and stat.S_ISREG(status.st_mode) and status.st_size and not is_own(path):
+            problem = "was not written by segapp"
+        else:
+            continue
+        raise ConfigError(f"{shown(path)} {problem}: remove {shown(folder)}, or choose another --out", path=path)
+
+
+def _is_written(path: Path) -> bool:
+    """Return True for a PNG or a TIFF that segapp wrote, even if its end is missing."""
+    with path.open("rb") as file:
+        is_mask = _DIGEST_KEY.encode() in file.read(256)
+    return is_mask or (path.suffix == ".tif" and re.fullmatch("[0-9a-f]{32}", read_description(path) or "") is not None)
 
 
 def _wanted(
@@ -418,10 +447,9 @@ def draw_lines(mask: Mask, points: NDArray[np.float64], value: int) -> None:
     start, way = points[:-1], np.diff(points, axis=0)
     with np.errstate(divide="ignore", invalid="ignore"):
         near, far = (-_MAX_LINE_END - start) / way, (_MAX_LINE_END - start) / way
-    enter = np.maximum(0, np.fmin(near, far).max(axis=1))[:, None]
-    leave = np.minimum(1, np.fmax(near, far).min(axis=1))[:, None]
-    is_near = (enter <= leave)[:, 0]
-    ends = np.stack([start + enter * way, start + leave * way], axis=1)[is_near]
+    enter, leave = np.maximum(0, np.fmin(near, far).max(axis=1)), np.minimum(1, np.fmax(near, far).min(axis=1))
+    own = np.flatnonzero(enter <= leave)
+    ends = start[own, None] + np.stack([enter, leave], axis=1)[own, :, None] * way[own, None]
     cv2.polylines(mask, list(np.rint(ends).astype(np.int32)), False, value)
 
 
@@ -475,7 +503,8 @@ def area_of(ring: Sequence[Sequence[float]]) -> float:
     """Return the area of a polygon, in square pixels."""
     points = np.asarray(ring, np.float64)
     x, y = points[:, 0], points[:, 1]
-    return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
+    with np.errstate(invalid="ignore", over="ignore"):  # of corners that are refused when they are drawn
+        return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
 
 
 def paste(mask: Mask, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:

@@ -20,7 +20,6 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.bounds import allowed_bytes, check_memory
 from segapp.datasets.files import open_bytes, read_bytes, shown
 from segapp.datasets.images.reading import decode
 from segapp.errors import DataError
@@ -225,18 +224,15 @@ def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[
     Raises:
         ValueError: the data end early, or have another size.
     """
-    bits = np.unpackbits(np.asarray(data, np.uint8))
+    bits = bytes(np.unpackbits(np.asarray(data, np.uint8)) + ord("0"))
     position = 0
 
     def read(count: int) -> int:
         nonlocal position
         if position + count > len(bits):
             raise ValueError("the run lengths end early")
-        number = 0
-        for bit in bits[position : position + count]:
-            number = number << 1 | int(bit)
         position += count
-        return number
+        return int(bits[position - count : position], 2)
 
     num_values = read(32)
     if num_values != height_px * width_px * 4:
@@ -296,12 +292,11 @@ def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int
 def _piece(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
     """Return the pixels of a PNG that are not 0, (H, W); of several channels, the last one is used.
 
-    ValueError is raised if it is too large for an image of `num_px` pixels.
+    DataError is raised if it is larger than its image, of `num_px` pixels.
     """
     if not png.startswith(b"\x89PNG"):
         raise ValueError("its bitmap is not a PNG")
-    width, height = open_bytes(png, Path("bitmap")).size
-    check_memory(8 * width * height, f"a bitmap of {width} x {height} pixels", num_px=num_px)
+    open_bytes(png, Path("bitmap"), num_px)
     pixels = decode(png, flags)
     if pixels is None:
         raise ValueError("its bitmap is damaged")
@@ -340,7 +335,8 @@ def _draw_supervisely(mask: Mask, one: Mapping[str, Any], values: Mapping[str, i
         first, last = one["points"]["exterior"]
         fill_box(mask, first, last, value)
     elif kind == "bitmap":
-        png = zlib.decompressobj().decompress(base64.b64decode(one["bitmap"]["data"]), allowed_bytes(num_px=mask.size))
+        most_bytes = 2**20 + 9 * mask.size  # of a PNG of the image's size, uncompressed
+        png = zlib.decompressobj().decompress(base64.b64decode(one["bitmap"]["data"]), most_bytes)
         left, top = one["bitmap"]["origin"]
         paste(mask, _piece(png, cv2.IMREAD_UNCHANGED, mask.size), int(left), int(top), value)
     elif kind not in ("point", "line"):

@@ -82,12 +82,15 @@ _Read = Callable[[], tuple[Any, Any]]
 def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[Any, Any]:
     """Return the images and masks of a row group; the last group is cached, because rows are read in order.
 
-    A value that many rows repeat is in memory once.
+    A value that many rows repeat is in memory once; ValueError is raised if the rows together are too large.
     """
-    from pyarrow import parquet
+    from pyarrow import compute, parquet
 
     file = parquet.ParquetFile(path, read_dictionary=[f"{column}.bytes" for column in columns])
     table = file.read_row_group(group, columns=list(columns))
+    values = [chunk.field("bytes") for column in table.columns for chunk in column.chunks]
+    num_bytes = sum(compute.sum(compute.binary_length(one.dictionary).take(one.indices)).as_py() or 0 for one in values)
+    check_memory(num_bytes, f"{shown(path)}: a group of {table.num_rows} rows", file_bytes=path.stat().st_size)
     return table.column(columns[0]), table.column(columns[1])
 
 
