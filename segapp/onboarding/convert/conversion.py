@@ -188,14 +188,15 @@ def refuse_foreign(folder: Path, is_own: Callable[[Path], bool]) -> None:
     """
     for path in [folder, *folder.rglob("*")] if os.path.lexists(folder) else []:
         status = path.lstat()
+        is_file = stat.S_ISREG(status.st_mode)
         if stat.S_ISLNK(status.st_mode):
             problem = "is a link, and segapp does not write through links"
         elif status.st_uid != os.geteuid():
             problem = "belongs to another user"
-        elif path.name[0] != "." and stat.S_ISREG(status.st_mode) and status.st_size and not is_own(path):
-            problem = "was not written by segapp"
-        else:
+        elif path.is_dir() or (is_file and (path.name[0] == "." or not status.st_size or is_own(path))):
             continue
+        else:
+            problem = "was not written by segapp"
         raise ConfigError(f"{shown(path)} {problem}: remove {shown(folder)}, or choose another --out", path=path)
 
 
@@ -460,8 +461,8 @@ def fill_ellipse(
 
     (0, 0) is the center of the first pixel. ValueError is raised for numbers that are not finite.
     """
-    (x, y), (rx, ry) = center, (max(abs(radius), 1e-3) for radius in radii)
-    if not max(abs(x), abs(y), rx, ry, abs(rotation_deg)) <= _MAX_CORNER:
+    (x, y), (rx, ry) = center, (max(radius, 1e-3) for radius in radii)
+    if not all(abs(number) <= _MAX_CORNER for number in (*center, *radii, rotation_deg)):
         raise ValueError(f"an ellipse around ({x:g}, {y:g}) with the radii {rx:g} and {ry:g}")
     cos, sin = math.cos(math.radians(rotation_deg)), math.sin(math.radians(rotation_deg))
     a, b, c = (cos / rx) ** 2 + (sin / ry) ** 2, cos * sin * (rx**-2 - ry**-2), (sin / rx) ** 2 + (cos / ry) ** 2
