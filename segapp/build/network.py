@@ -81,20 +81,15 @@ class _BoundedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._most_bytes = most_bytes
         self._num_bytes = 0
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Return False, as in `QuickShapes`."""
-        return False
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Count the bytes of a new tensor, whose shape is the first argument, and those of its module in Python."""
+        """Count the bytes of a new tensor, whose shape is the first argument, and of its module's Python objects."""
         options = kwargs or {}
         if args and isinstance(args[0], list | tuple) and all(isinstance(side, int) for side in args[0]):
             dtype = options.get("dtype") or torch.get_default_dtype()
             self._num_bytes += math.prod(args[0]) * dtype.itemsize + _MODULE_BYTES
             if self._num_bytes > self._most_bytes:
                 raise ConfigError(
-                    f"model.options: the network needs more than {size(self._most_bytes)} of memory, which is all that "
+                    f"model.options: the model needs more than {size(self._most_bytes)} of memory, which is all that "
                     "is free, or more than its weights file can fill: lower its sizes",
                     key="model.options",
                 )

@@ -55,11 +55,11 @@ def test_network_of_a_checkpoint_is_no_larger_than_its_tensors(
     config = {**CONFIG, "model": {**CONFIG["model"], "options": options}}
     kind, said = outcome(restored, checkpoint(tmp_path / "a.pt", config, **more))
     assert kind == "refused", said
-    assert "the network needs more than 256 MiB of memory" in said
+    assert "the model needs more than 256 MiB of memory" in said
 
 
 @pytest.mark.parametrize("key", ["loss", "name"])
-def test_repeated_references_in_the_config_of_a_checkpoint_are_refused(key: str, tmp_path: Path) -> None:
+def test_repeated_references_in_a_saved_config_are_refused(key: str, tmp_path: Path) -> None:
     path = checkpoint(tmp_path / "a.pt", {**CONFIG, key: repeated("x")})
     assert path.stat().st_size < 10_000
     kind, said = outcome(restored, path)
@@ -68,7 +68,7 @@ def test_repeated_references_in_the_config_of_a_checkpoint_are_refused(key: str,
 
 
 @pytest.mark.parametrize("content", [repeated(0), repeated("x" * 1000), {"a": {"b": repeated({})}}])
-def test_repeated_references_anywhere_in_a_file_of_tensors_are_refused(content: Any, tmp_path: Path) -> None:
+def test_repeated_references_in_a_file_of_tensors_are_refused(content: Any, tmp_path: Path) -> None:
     torch.save({"model": {"w": torch.zeros(3)}, "optimizer": content}, tmp_path / "a.pt")
     with pytest.raises(CheckpointError, match="repeated or nested too often"):
         read_weights_file(tmp_path / "a.pt")
@@ -100,7 +100,7 @@ def test_network_larger_than_the_memory_is_refused(monkeypatch: pytest.MonkeyPat
     section = validate_config(CONFIG).model
     assert build_network(section, 3).num_classes == 3
     monkeypatch.setattr("segapp.build.network.available_bytes", lambda: 40 << 20)
-    with pytest.raises(ConfigError, match="needs more than 40.0 MiB of memory, which is all that is free"):
+    with pytest.raises(ConfigError, match=r"needs more than 40\.0 MiB of memory, which is all that is free"):
         build_network(section, 3)
 
 

@@ -201,7 +201,7 @@ def value_of_mask(root: Path) -> None:
 
 
 BOMBS: dict[Callable[[Path], None], str] = {
-    supervisely: "bitmap: too large (16384x16384 pixels; at most 3072",
+    supervisely: "bitmap: too large (",
     supervisely_packed: "its bitmap is not a PNG",
     cvat: "a mask of 200000 x 100000 pixels would take 19073 MiB",
     cvat_overflow: "run lengths of 18446744073709551652 pixels for 6 x 6",
@@ -241,7 +241,7 @@ def converted(root: Path, out: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("draw", BOMBS)
-def test_small_file_that_asks_for_gigabytes_is_refused_or_drawn(draw: Callable[[Path], None], tmp_path: Path) -> None:
+def test_small_file_asking_for_gigabytes_is_refused_or_drawn(draw: Callable[[Path], None], tmp_path: Path) -> None:
     (root := tmp_path / "d").mkdir()
     draw(root)
     kind, said = outcome(converted, root, tmp_path / "out")
@@ -263,7 +263,7 @@ def test_xml_with_a_document_type_is_refused_in_every_encoding(encoding: str) ->
 
 
 @pytest.mark.parametrize("encoding", ["utf-7", "utf-32", "cp037", "cp500"])
-def test_xml_in_an_encoding_that_the_parser_does_not_know_is_refused(encoding: str) -> None:
+def test_xml_in_an_unknown_encoding_is_refused(encoding: str) -> None:
     text = f'<?xml version="1.0" encoding="{encoding}"?><!DOCTYPE a [<!ENTITY x "aa">]><a>&x;</a>'
     with pytest.raises((ElementTree.ParseError, ValueError, LookupError)):
         parse_xml(text.encode(encoding))

@@ -93,7 +93,7 @@ def inside(ring: np.ndarray[Any, Any], height: int, width: int) -> np.ndarray[An
 
 
 @pytest.mark.parametrize("reach", [40.0, 1e5, 2e9, 1e11])
-def test_polygons_far_outside_fill_the_same_pixels_as_exact_arithmetic(reach: float) -> None:
+def test_polygons_far_outside_match_exact_arithmetic(reach: float) -> None:
     rng = np.random.default_rng(int(reach) % 97)
     for number in range(12):
         ring = rng.uniform(-reach, reach, (3 + number, 2))
@@ -106,7 +106,7 @@ def test_polygons_far_outside_fill_the_same_pixels_as_exact_arithmetic(reach: fl
 
 
 @pytest.mark.parametrize("scale", [1, 10**4, 10**9])
-def test_outlines_of_polygons_far_outside_are_cut_at_the_image(scale: int) -> None:
+def test_outlines_far_outside_are_cut_at_the_image(scale: int) -> None:
     """A triangle with one corner in the image, whose sides cross its border at the same places at any scale."""
     wanted = np.zeros((40, 40), np.uint8)
     cv2.fillPoly(wanted, [np.array([(10, 20), (10 + 400, 20 - 400), (10 + 400, 20 + 400)])], 1)

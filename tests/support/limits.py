@@ -40,6 +40,7 @@ def outcome(function: Callable[..., Any], *args: Any, limit_s: float = LIMIT_S) 
     process.start()
     there.close()
     try:
+        here.recv()  # the imports are done
         if not here.poll(limit_s):
             return "failed", f"longer than {limit_s:g} s"
         return here.recv()  # type: ignore[no-any-return]
@@ -55,6 +56,7 @@ def _run(there: Connection, function: Callable[..., Any], args: tuple[Any, ...])
     words = Path("/proc/self/status").read_text().split()
     limit = int(words[words.index("VmData:") + 1]) * 1024 + LIMIT_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    there.send("started")
     found: tuple[str, Any]
     try:
         found = "done", function(*args)
