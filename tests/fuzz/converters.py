@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import tempfile
+import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterator
@@ -20,12 +21,13 @@ import numpy as np
 
 from segapp.errors import SegappError
 from segapp.onboarding.convert import CONVERTERS, find_conversions
-from segapp.onboarding.convert.conversion import BAD_ENTRY, write_files
+from segapp.onboarding.convert.conversion import write_files
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.survey.tree import survey_tree
 from tests.support import drawn_annotations as drawn
 from tests.support.drawn_folders import draw_image, draw_mask
 from tests.support.hostile_files import png_bomb
+from tests.support.limits import LIMIT_S
 
 SIZE = (drawn.HEIGHT, drawn.WIDTH)
 
@@ -199,14 +201,16 @@ def convert_mutations(title: str, seeds: range) -> list[tuple[int, str]]:
             shutil.copytree(sound, root := Path(folder, "data"))
             mutate_folder(root, random.Random(f"{title} {seed}"))
             Path(folder, "out").mkdir()
+            start_s = time.process_time()
             try:
                 convert(root, Path(folder, "out"))
             except Exception:
                 findings.append((seed, traceback.format_exc()))
+            if time.process_time() - start_s > LIMIT_S:
+                findings.append((seed, f"longer than {LIMIT_S} s"))
             shutil.rmtree(root)
             shutil.rmtree(Path(folder, "out"))
     return findings
 
 
 assert SAMPLES.keys() == CONVERTERS.keys(), "every converter has a sample"
-assert BAD_ENTRY
