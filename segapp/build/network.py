@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from segapp.bounds import allowed_bytes
 from segapp.build.pairs import band_statistics, build_pixels, build_scheme
 from segapp.checkpoint.training_state import LoadedCheckpoint, load_checkpoint
+from segapp.compat.torch import TorchDispatchMode, dispatch_modes
 from segapp.config import DataConfig, EvalConfig, ModelConfig, RunConfig, check_code, validate_config
 from segapp.datasets.layouts.schemes import ClassScheme
+from segapp.datasets.resources import available_bytes
 from segapp.errors import CheckpointError, ConfigError
 from segapp.inference.sliding import Inference
 from segapp.models import SegmentationModel, build_model
@@ -23,36 +27,72 @@ from segapp.models.normalizer import Normalizer
 from segapp.models.weights import load_weights, peek_tensors
 from segapp.precision import Precision
 from segapp.run.folder import find_run, is_run
+from segapp.run.words import size
+
+_MODULE_BYTES = 4096  # of Python's objects around a tensor
 
 
 def build_network(
-    section: ModelConfig, num_classes: int, *, num_bands: int = 3, with_weights: bool = True
+    section: ModelConfig,
+    num_classes: int,
+    *,
+    num_bands: int = 3,
+    with_weights: bool = True,
+    weights_file: Path | None = None,
 ) -> SegmentationModel:
     """Return the network of a `model` section for images with this number of bands, with or without pretrained weights.
 
-    It has no adapters: see `put_adapters`.
+    It has no adapters: see `put_adapters`. `weights_file` is the file from which all its weights will be loaded.
 
     Raises:
-        ConfigError: the network cannot be built, or there is no such run.
+        ConfigError: the network cannot be built, needs more memory than there is or than its `weights_file` fills, or
+            there is no such run.
         CheckpointError: its weights cannot be used.
     """
     weights = section.weights if with_weights else None
     run = weights if weights is not None and (names_run(weights) or holds_adapters(weights)) else None
-    model = build_model(
-        section.library,
-        section.name,
-        num_classes,
-        in_channels=num_bands,
-        weights=weights if run is None else None,
-        weights_backbone=section.weights_backbone if with_weights else None,
-        partial_weights=section.partial_weights,
-        aux=section.aux,
-        encoder=section.encoder,
-        options=section.options,
-    )
+    most_bytes = available_bytes() or 2**63
+    if weights_file is not None:  # whose values may have half of the bytes of float32
+        most_bytes = min(most_bytes, allowed_bytes(file_bytes=weights_file.stat().st_size // 8))
+    with contextlib.nullcontext() if dispatch_modes() else _BoundedTensors(most_bytes):  # a simulation needs no memory
+        model = build_model(
+            section.library,
+            section.name,
+            num_classes,
+            in_channels=num_bands,
+            weights=weights if run is None else None,
+            weights_backbone=section.weights_backbone if with_weights else None,
+            partial_weights=section.partial_weights,
+            aux=section.aux,
+            encoder=section.encoder,
+            options=section.options,
+        )
     if run is not None:
         load_run_weights(model, run, is_partial=section.partial_weights)
     return model
+
+
+class _BoundedTensors(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Raises ConfigError before the tensors that are created in its context take more than a number of bytes."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._most_bytes = most_bytes
+        self._num_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Count the bytes of a new tensor, whose shape is the first argument, and of its module's Python objects."""
+        options = kwargs or {}
+        if args and isinstance(args[0], list | tuple) and all(isinstance(side, int) for side in args[0]):
+            dtype = options.get("dtype") or torch.get_default_dtype()
+            self._num_bytes += math.prod(args[0]) * dtype.itemsize + _MODULE_BYTES
+            if self._num_bytes > self._most_bytes:
+                raise ConfigError(
+                    f"model.options: the model needs more than {size(self._most_bytes)} of memory, which is all that "
+                    "is free, or more than its weights file can fill: lower its sizes",
+                    key="model.options",
+                )
+        return func(*args, **options)
 
 
 def put_adapters(section: ModelConfig, model: SegmentationModel) -> None:
@@ -186,7 +226,13 @@ def restored_network(checkpoint: LoadedCheckpoint) -> tuple[SegmentationModel, R
         )
     bands, has_base = build_pixels(saved.data).num_bands, "base" not in state
     try:
-        model = build_network(saved.model, scheme.num_classes, num_bands=bands, with_weights=not has_base)
+        model = build_network(
+            saved.model,
+            scheme.num_classes,
+            num_bands=bands,
+            with_weights=not has_base,
+            weights_file=checkpoint.file if has_base else None,
+        )
     except (CheckpointError, ConfigError) as error:
         raise (
             error if has_base else error.reworded(f"{path} holds only adapters and head, their base: {error}")

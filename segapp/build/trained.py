@@ -130,7 +130,11 @@ def _temperature_of(path: Path, sha256: str) -> tuple[float, list[str]]:
 def _from_weights(path: Path, config: RunConfig) -> TrainedState:
     scheme = build_scheme(config.data)
     model = build_network(
-        config.model, scheme.num_classes, num_bands=build_pixels(config.data).num_bands, with_weights=False
+        config.model,
+        scheme.num_classes,
+        num_bands=build_pixels(config.data).num_bands,
+        with_weights=False,
+        weights_file=path,
     )
     state = read_weights_file(path, "weights")
     keys = load_weights(model, state, str(path), "weights", model.backbone_prefix).keys

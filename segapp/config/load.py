@@ -17,17 +17,17 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from segapp.bounds import check_values
 from segapp.config.options import BUILT_INS, BuiltIn
 from segapp.config.parts import named_code, parts_beside
 from segapp.config.problems import KeyLocations, combination_problems, describe_problems, wrong_keys
 from segapp.config.sections import RunConfig
 from segapp.config.values import OnResume, section_of
-from segapp.config.yaml_reader import parse_yaml
+from segapp.config.yaml_reader import MAX_CHARS, MAX_NODES, parse_yaml
 from segapp.custom.trust import check_known
 from segapp.errors import ConfigError, SegappError, closest_words
 from segapp.older import say, upgraded
 
-MAX_CONFIG_BYTES = 1 << 20
 MAX_PROBLEMS = 50
 """Maximum number of listed problems; further ones are only counted."""
 
@@ -137,8 +137,8 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     path = find_config(str(name))
     _note_shadowed(path, str(name))
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError(f"config {path} is larger than {MAX_CONFIG_BYTES} bytes: is it a config?", path=path)
+        if path.stat().st_size > MAX_CHARS:
+            raise ConfigError(f"config {path} is larger than {MAX_CHARS} bytes: is it a config?", path=path)
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"config {path} cannot be read: {error}", path=path) from None
@@ -186,6 +186,10 @@ def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = Non
     Names of older versions are replaced by the present names, with one message.
     """
     locations = locations or KeyLocations()
+    try:
+        check_values(raw, MAX_NODES, MAX_CHARS)
+    except ValueError as error:
+        raise ConfigError(f"the config cannot be read: {error}", path=locations.path) from None
     today, notes = upgraded(raw)
     say(notes, locations.path)
     try:

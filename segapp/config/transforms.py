@@ -9,11 +9,9 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-from segapp.config.yaml_reader import parse_yaml
+from segapp.config.yaml_reader import MAX_CHARS, parse_yaml
 from segapp.custom.names import is_part
 from segapp.errors import ConfigError
-
-MAX_FILE_BYTES = 1 << 20
 
 _CLASS = "__class_fullname__"
 _COMPOSE_OPTIONS = {_CLASS, "p", "transforms", "is_check_shapes", "seed", "strict", "save_applied_params"}
@@ -64,8 +62,8 @@ def _read_transforms(path: Path) -> list[dict[str, dict[str, Any]]]:
     try:
         if not path.is_file():
             raise ValueError(f"there is no file {path}: give a list, a file of A.save, or package.module:factory")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise ValueError(f"{path} is larger than {MAX_FILE_BYTES} bytes: is it a list of transforms?")
+        if path.stat().st_size > MAX_CHARS:
+            raise ValueError(f"{path} is larger than {MAX_CHARS} bytes: is it a list of transforms?")
         content, _ = parse_yaml(path.read_text(encoding="utf-8"), os.fspath(path), path=path)
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"the file cannot be read: {error}") from None

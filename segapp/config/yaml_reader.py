@@ -11,10 +11,11 @@ from typing import Any, cast
 
 import yaml
 
+from segapp.bounds import MAX_DEPTH
 from segapp.errors import ConfigError
 
-MAX_DEPTH = 32
-"""Maximum nesting; configs have five levels."""
+MAX_CHARS = 1 << 20
+"""Maximum length of a text."""
 MAX_NODES = 20_000
 """Maximum number of values; shipped configs have up to two hundred, a palette of a thousand classes four thousand."""
 
@@ -105,6 +106,8 @@ def parse_yaml(
     """
     lines: dict[tuple[str, ...], int] = {}
     try:
+        if len(text) > MAX_CHARS:
+            raise ValueError(f"more than {MAX_CHARS} characters: is it a config?")
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:

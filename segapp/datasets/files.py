@@ -19,6 +19,7 @@ from typing import BinaryIO, TypeVar
 
 from PIL import ExifTags, Image
 
+from segapp.bounds import check_memory
 from segapp.datasets.images.pixel_format import RGB8, PixelFormat, StoredPixels
 from segapp.datasets.images.tiff_tags import TiffTags, is_tiff, read_tiff_tags
 from segapp.errors import DataError
@@ -27,6 +28,11 @@ Read = TypeVar("Read")
 
 MAX_PIXELS = 178_956_970
 """Maximum number of pixels: a larger file is refused as a decompression bomb (Pillow's limit: 512 MiB as RGB)."""
+
+MAX_WINDOWED_PX = 2**30
+"""Number of pixels that a TIFF read in windows may have in any case."""
+
+_MAX_PX_PER_BYTE = 256  # of larger TIFFs; deflate packs a class map of a country into a hundredth
 
 MAX_FILE_BYTES = 2**30
 """Largest file that is read in one piece; `MAX_PIXELS` of 24 bits, uncompressed, take half of it."""
@@ -234,13 +240,20 @@ def _start_of_scan(data: bytes) -> int | None:
 def read_header(path: Path, *, max_pixels: int = MAX_PIXELS) -> Header:
     """Return a file's format, pixels and upright size, and check its end marker; reads a few kilobytes.
 
-    A TIFF that can be read in windows may be of any size.
+    A TIFF that can be read in windows may be larger, in proportion to its file: a sparse one may say any size.
     """
     tags = tiff_tags(path)
     if tags is not None:
         height_px, width_px = tags.upright_px
-        if not tags.can_be_read_in_windows and height_px * width_px > max_pixels:
-            raise _too_large(path, f"{width_px}x{height_px} pixels", max_pixels)
+        num_px, num_bytes = height_px * width_px, path.stat().st_size
+        if tags.can_be_read_in_windows:
+            max_pixels = max(max_pixels, MAX_WINDOWED_PX, _MAX_PX_PER_BYTE * num_bytes)
+        if num_px > max_pixels:
+            raise _too_large(path, f"{width_px}x{height_px} pixels in {num_bytes} bytes", max_pixels)
+        try:
+            check_memory(4 * num_px * tags.bands, f"{tags.bands} bands", file_bytes=num_bytes, num_px=num_px)
+        except ValueError as error:
+            raise damaged(path, error) from error
         return Header("TIFF", "", height_px, width_px, tags.stored)
     try:
         with open_regular(path) as file:

@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 import torch
 from torch import Tensor, nn
 
+from segapp.bounds import allowed_bytes, check_values
 from segapp.errors import CheckpointError
 from segapp.models.keys import KeyMap, Shapes, map_keys
 from segapp.models.names import some_names
@@ -37,6 +38,7 @@ _WRAPPERS = ("model", "state_dict", "model_state_dict", "model_state", "network"
 """Keys under which training scripts store a state dict, the most likely first; up to four may be nested."""
 MAX_NAMES = 100
 """Maximum number of names of each kind in an event."""
+_MAX_VALUES = 2**22  # in a file of tensors; a state of ten thousand tensors has two hundred thousand
 HUB_FILE = "model.safetensors"
 
 
@@ -257,8 +259,8 @@ def load_tensors(file: BinaryIO) -> Any:
         CheckpointError: the file unpacks to more than its size.
         Exception: torch's own, of many types, if a file is damaged or contains other objects.
     """
-    _refuse_compressed(file)
-    return _loaded(file)
+    size = _refuse_compressed(file)
+    return _loaded(file, size)
 
 
 def load_mapped_tensors(file: BinaryIO) -> Any:
@@ -267,12 +269,12 @@ def load_mapped_tensors(file: BinaryIO) -> Any:
     The tensors need no memory, and processes on one machine share their pages. If the file system or the operating
     system cannot map the file, the tensors are read.
     """
-    _refuse_compressed(file)
+    size = _refuse_compressed(file)
     try:
-        return _loaded(Path(f"/dev/fd/{file.fileno()}"), mmap=True)
+        return _loaded(Path(f"/dev/fd/{file.fileno()}"), size, mmap=True)
     except (OSError, RuntimeError):
         file.seek(0)
-        return _loaded(file)
+        return _loaded(file, size)
 
 
 def peek_tensors(path: Path) -> Any:
@@ -281,13 +283,19 @@ def peek_tensors(path: Path) -> Any:
         return load_mapped_tensors(file)
 
 
-def _loaded(file: BinaryIO | Path, **options: Any) -> Any:
+def _loaded(file: BinaryIO | Path, num_bytes: int, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about formats that are refused
-        return torch.load(file, map_location="cpu", weights_only=True, **options)
+        content = torch.load(file, map_location="cpu", weights_only=True, **options)
+    try:
+        check_values(content, min(num_bytes, _MAX_VALUES), allowed_bytes(file_bytes=num_bytes))
+    except ValueError as error:
+        raise CheckpointError(f"the file cannot be used: {error}") from None
+    return content
 
 
-def _refuse_compressed(file: BinaryIO) -> None:
+def _refuse_compressed(file: BinaryIO) -> int:
+    """Return the size of a file in bytes; raise CheckpointError if it unpacks to more."""
     size = file.seek(0, os.SEEK_END)
     file.seek(0)
     if zipfile.is_zipfile(file):
@@ -300,6 +308,7 @@ def _refuse_compressed(file: BinaryIO) -> None:
                 "save it again with torch.save, which does not compress"
             )
     file.seek(0)
+    return size
 
 
 def _read_torch(path: Path, key: str) -> Any:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+from fractions import Fraction
+from typing import Any
 
+import cv2
 import numpy as np
 import pytest
 
-from segapp.onboarding.convert.conversion import area_of, blank_mask, fill_polygon, paste
+from segapp.onboarding.convert.conversion import area_of, blank_mask, fill_area, fill_ellipse, fill_polygon, paste
 
 
 def test_pasted_piece_is_cut_off_at_every_side() -> None:
@@ -48,7 +51,7 @@ def test_corners_may_have_further_numbers() -> None:
         ([(0, 0), (1, 1)], "a polygon of 2 corners"),
         ([(0,), (1,), (2,)], "a polygon of 3 corners"),
         ([(0, 0), (1, math.nan), (2, 2)], "a corner is not a number"),
-        ([(0, 0), (1, 2.0**24 + 1), (2, 2)], "a corner is not a number"),
+        ([(0, 0), (1, 2.0**41), (2, 2)], "a corner is not a number"),
     ],
 )
 def test_polygon_that_cannot_be_filled_leaves_the_mask(ring: list[tuple[float, ...]], message: str) -> None:
@@ -56,7 +59,7 @@ def test_polygon_that_cannot_be_filled_leaves_the_mask(ring: list[tuple[float, .
     with pytest.raises(ValueError, match=message):
         fill_polygon(mask, [ring], 1)
     assert not mask.any()
-    fill_polygon(mask, [[(0, 0), (2.0**24, 0), (0, 2.0**24)]], 1)
+    fill_polygon(mask, [[(0, 0), (2.0**40, 0), (0, 2.0**40)]], 1)
     assert mask.all()
 
 
@@ -72,3 +75,99 @@ def test_area_of_a_polygon_is_the_same_in_both_directions() -> None:
     for start in range(4):
         turned = [*ring[start:], *ring[:start]]
         assert area_of(turned) == area_of(turned[::-1]) == 18.0
+
+
+def inside(ring: np.ndarray[Any, Any], height: int, width: int) -> np.ndarray[Any, Any]:
+    """Pixels whose centers lie inside a ring in exact arithmetic: an odd number of crossings to their left."""
+    corners = [(Fraction(float(x)), Fraction(float(y))) for x, y in ring]
+    mask = np.zeros((height, width), np.uint8)
+    for row in range(height):
+        y = row + Fraction(1, 2)
+        borders = []
+        for (xa, ya), (xb, yb) in itertools.pairwise([*corners, corners[0]]):
+            if min(ya, yb) <= y < max(ya, yb):
+                borders.append(xa + (y - ya) * (xb - xa) / (yb - ya))
+        for column in range(width):
+            mask[row, column] = sum(border <= column + Fraction(1, 2) for border in borders) % 2
+    return mask
+
+
+@pytest.mark.parametrize("reach", [40.0, 1e5, 2e9, 1e11])
+def test_polygons_far_outside_match_exact_arithmetic(reach: float) -> None:
+    rng = np.random.default_rng(int(reach) % 97)
+    for number in range(12):
+        ring = rng.uniform(-reach, reach, (3 + number, 2))
+        ring[0] = rng.uniform(0, 24, 2)
+        mask = blank_mask(20, 24)
+        fill_area(mask, [ring.tolist()], 1)
+        wanted = inside(ring, 20, 24)
+        if wanted.any():
+            np.testing.assert_array_equal(mask, wanted)
+
+
+@pytest.mark.parametrize("scale", [1, 10**4, 10**9])
+def test_outlines_far_outside_are_cut_at_the_image(scale: int) -> None:
+    """A triangle with one corner in the image, whose sides cross its border at the same places at any scale."""
+    wanted = np.zeros((40, 40), np.uint8)
+    cv2.fillPoly(wanted, [np.array([(10, 20), (10 + 400, 20 - 400), (10 + 400, 20 + 400)])], 1)
+    mask = blank_mask(40, 40)
+    fill_polygon(mask, [[(10, 20), (10 + 400 * scale, 20 - 400 * scale), (10 + 400 * scale, 20 + 400 * scale)]], 1)
+    np.testing.assert_array_equal(mask, wanted)
+
+
+def test_polygons_inside_the_image_are_those_of_opencv() -> None:
+    rng = np.random.default_rng(0)
+    for number in range(200):
+        rings = [np.rint(rng.uniform(0, (49, 39), (3 + number % 9, 2))) for _ in range(1 + number % 2)]
+        wanted, mask = blank_mask(40, 50), blank_mask(40, 50)
+        cv2.fillPoly(wanted, [ring.astype(np.int32) for ring in rings], 1)
+        fill_polygon(mask, [ring.tolist() for ring in rings], 1)
+        np.testing.assert_array_equal(mask, wanted)
+
+
+@pytest.mark.parametrize(
+    ("center", "radii", "rotation_deg"),
+    [
+        ((20.0, 14.0), (9.0, 9.0), 0.0),
+        ((20.0, 14.0), (0.0, 0.0), 0.0),
+        ((-30.0, 14.0), (45.0, 60.0), 0.0),
+        ((20.3, 14.7), (12.5, 4.25), 33.0),
+        ((2e9 + 0.3, 14.0), (2e9 - 17, 2e9 - 17), 0.0),
+        ((-1e9, -1e9), (1.5e9, 1.4142135623e9), 45.0),
+        ((20.0, 14.0), (2e9, 2e9), 0.0),
+        ((20.3, 14.7), (2e9, 5.0), 90.0),
+    ],
+)
+def test_ellipses_hold_the_centers_of_pixels_by_their_formula(
+    center: tuple[float, float], radii: tuple[float, float], rotation_deg: float
+) -> None:
+    mask = blank_mask(30, 40)
+    fill_ellipse(mask, center, radii, 1, rotation_deg)
+    rows, columns = (side.astype(np.longdouble) for side in np.mgrid[:30, :40])
+    turn = np.deg2rad(np.longdouble(rotation_deg))
+    along = (columns - center[0]) * np.cos(turn) + (rows - center[1]) * np.sin(turn)
+    across = (rows - center[1]) * np.cos(turn) - (columns - center[0]) * np.sin(turn)
+    rx, ry = (max(radius, 1e-3) for radius in radii)
+    distance = np.hypot(along / rx, across / ry)
+    doubtful = np.abs(distance - 1) * min(rx, ry) < 1e-5
+    assert doubtful.sum() <= 4
+    np.testing.assert_array_equal(np.where(doubtful, 0, mask), np.where(doubtful, 0, distance <= 1))
+
+
+def test_circles_are_those_of_opencv() -> None:
+    for radius in range(20):
+        wanted, mask = blank_mask(50, 50), blank_mask(50, 50)
+        cv2.circle(wanted, (24, 25), radius, 1, -1)
+        fill_ellipse(mask, (24, 25), (radius, radius), 1)
+        np.testing.assert_array_equal(mask, wanted)
+
+
+@pytest.mark.parametrize("far", [math.inf, -math.inf, math.nan, 1e300])
+def test_shapes_that_are_not_finite_are_refused(far: float) -> None:
+    mask = blank_mask(4, 4)
+    for center, radii in (((far, 0.0), (1.0, 1.0)), ((0.0, 0.0), (abs(far), 1.0))):
+        with pytest.raises(ValueError, match="an ellipse around"):
+            fill_ellipse(mask, center, radii, 1)
+    with pytest.raises(ValueError, match="a corner is not a number"):
+        fill_area(mask, [[(0, 0), (far, 1), (2, 2)]], 1)
+    assert not mask.any()

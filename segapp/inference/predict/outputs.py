@@ -36,7 +36,7 @@ from segapp.inference.predict.polygons import (
 )
 from segapp.inference.predict.reading import Picture
 from segapp.inference.predict.tiles import Strip
-from segapp.run.files import remove_quietly, temporary_name
+from segapp.run.files import remove_quietly, temporary_name, write_atomic
 
 Saved = Literal["labels", "color", "overlay", "confidence", "probabilities"]
 SAVED: tuple[Saved, ...] = get_args(Saved)
@@ -234,7 +234,7 @@ class _PictureFile(_Writer):
     def finish(self) -> None:
         self._image.finish()
         if self._picture.world is not None:
-            self.path.with_suffix(".pgw").write_text(self._picture.world)
+            write_atomic(self.path.with_suffix(".pgw"), self._picture.world)
 
 
 class _Probabilities(_Writer):

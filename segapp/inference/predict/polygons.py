@@ -31,7 +31,7 @@ from segapp.datasets.layouts.schemes import ClassScheme
 from segapp.errors import ConfigError, accepted_words, storage_errors
 from segapp.inference.predict.outlines import OutlineTracer, Region, area, simplified
 from segapp.inference.predict.reading import InputFile, Picture
-from segapp.run.files import remove_quietly, temporary_name
+from segapp.run.files import remove_quietly, temporary_name, write_atomic
 
 PolygonFormat = Literal["geojson", "gpkg", "coco", "labelstudio", "cvat"]
 POLYGON_FORMATS: tuple[PolygonFormat, ...] = get_args(PolygonFormat)
@@ -316,7 +316,7 @@ class SharedPolygons:
                         file.writelines(self._text())
                     os.replace(temporary, self.path)
                     if self._plan.format == "labelstudio":
-                        self.path.with_suffix(".xml").write_text(_label_studio_config(self._scheme), encoding="utf-8")
+                        write_atomic(self.path.with_suffix(".xml"), _label_studio_config(self._scheme))
         finally:
             self._parts.close()
             remove_quietly(temporary)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from segapp.errors import DataError
 from segapp.onboarding.convert.arrays import find_arrays
 from segapp.onboarding.convert.coco import find_coco
-from segapp.onboarding.convert.conversion import BAD_ENTRY, problem_of
+from segapp.onboarding.convert.conversion import UNUSABLE, problem_of
 from segapp.onboarding.convert.label_tools import find_cvat, find_label_studio, find_labelme, find_supervisely
 from segapp.onboarding.convert.nnunet import find_nnunet
 from segapp.onboarding.convert.parquet import find_parquet
@@ -45,13 +45,13 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list
     for title, convert in CONVERTERS.items():
         try:
             result = convert(tree)
-        except BAD_ENTRY as error:
-            problems.append(f"the annotations look like {title}, but cannot be read: {problem_of(error)}")
-            continue
         except DataError as error:
             if not has_masks:
                 raise
             problems.append(str(error))
+            continue
+        except UNUSABLE as error:
+            problems.append(f"the annotations look like {title}, but cannot be read: {problem_of(error)}")
             continue
         for reading in [result] if isinstance(result, Layout) else result or ():
             is_new = reading.is_drawn and not set(reading.sources) & known

@@ -8,18 +8,22 @@ Shapes: N images, H, W height and width in pixels, C channels.
 """
 
 import contextlib
+import io
 import itertools
+import math
 import zipfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path, PurePosixPath
+from tokenize import TokenError
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from segapp.bounds import check_memory
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.errors import DataError
@@ -36,6 +40,8 @@ _MASK_WORDS = MASK_WORDS | {"y"}
 _MAX_CHANNELS, _MAX_CLASSES = 16, 64
 _AXES = {2: ("HW",), 3: ("NHW", "HWC", "CHW", "HWN"), 4: ("NHWC", "NCHW")}
 _NUM_LOOKED = 8
+_PAIR_BYTES = 2048  # memory of a pair of the layout
+_MAX_HEAD_BYTES = 2**14
 
 
 @dataclass(frozen=True)
@@ -125,7 +131,11 @@ def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
     """Yield the arrays of a file; if it has none, add the reason to the problems."""
     try:
         heads = _heads(tree.root / path)
-    except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
+        for shape, dtype in heads.values():  # an .npy is mapped into memory
+            num_bytes = 0 if path.lower().endswith(".npy") else math.prod(shape) * dtype.itemsize
+            num_bytes += _PAIR_BYTES * max(shape, default=0)
+            check_memory(num_bytes, f"an array of shape {shape}", file_bytes=(tree.root / path).stat().st_size)
+    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile, KeyError, TokenError) as error:
         problems.append(f"{shown(path)}: {first_line(error)}")
         return
     for key, (shape, dtype) in heads.items():
@@ -153,6 +163,7 @@ def _heads(file: Path) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
 
 
 def _head(content: Any) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    content = io.BytesIO(content.read(_MAX_HEAD_BYTES))  # a packed header may say that it has gigabytes
     version = np.lib.format.read_magic(content)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, _, dtype = read(content)

@@ -133,6 +133,6 @@ def _draw_segments(mask: Mask, entry: tuple[str, Any], tree: Tree, value_of: Map
         raise DataError(f"{shown(folder)}/{shown(name)}: the PNG of segments is missing: restore it", path=folder)
     pixels = stored_pixels(tree.root / places[0], as_rgb=True)[0].astype(np.int64)
     ids = pixels @ [1, 256, 65536]
-    mask.fill(IGNORED)
-    for segment in annotation["segments_info"]:
-        mask[ids == int(segment["id"])] = value_of[int(segment["category_id"])]
+    values = {int(one["id"]): value_of[int(one["category_id"])] for one in annotation["segments_info"]}
+    present, inverse = np.unique(ids, return_inverse=True)
+    mask[:] = np.array([values.get(one, IGNORED) for one in present.tolist()], np.uint8)[inverse].reshape(ids.shape)

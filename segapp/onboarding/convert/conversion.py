@@ -4,15 +4,19 @@ A mask has a digest of its annotation in a PNG text chunk. An existing file with
 any other file is written under a temporary name and renamed, so that writing can be resumed.
 
 A pixel belongs to a polygon of COCO, CVAT, Label Studio or GeoJSON if its center is inside, as in pycocotools. It
-belongs to a polygon of another format if cv2.fillPoly fills it: corners rounded to the nearest pixel center, outline
-included. An outline and its holes are filled together by the even-odd rule. Later objects are drawn on top.
+belongs to a polygon of another format as cv2.fillPoly fills it: corners rounded to the nearest pixel center, outline
+included. An outline and its holes are filled together by the even-odd rule. A pixel belongs to an ellipse if its center
+is inside. Shapes are clipped to the image before they are drawn. Later objects are drawn on top.
 """
 
 from __future__ import annotations
 
 import hashlib
 import io
+import math
 import os
+import re
+import stat
 import zlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -28,9 +32,10 @@ from numpy.typing import NDArray
 from PIL import Image, PngImagePlugin
 from tqdm import tqdm
 
+from segapp.bounds import check_memory
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import read_description
-from segapp.errors import DataError, install_command, storage_errors
+from segapp.errors import ConfigError, DataError, install_command, storage_errors
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair, WideMask
 from segapp.onboarding.survey.hypotheses import parse_file
 from segapp.onboarding.survey.tree import Tree
@@ -40,7 +45,7 @@ from segapp.run.words import first_line
 IGNORED = 255
 MAX_CLASSES = 255
 _DIGEST_KEY = "segapp-annotation"
-_RULES = "2"  # version of the drawing rules: masks with another version are drawn again
+_RULES = "3"  # version of the drawing rules: masks with another version are drawn again
 _MAX_NAMED = 5
 
 BAD_ENTRY: tuple[type[Exception], ...] = (
@@ -55,7 +60,9 @@ ON_TOP = (
 )
 """Note of converters that draw overlapping objects."""
 _MAX_SIDE_PX = 65_536
-_MAX_CORNER = 2**24
+_MAX_CORNER = 2.0**40  # farther away, float64 places a border less exactly than a thousandth of a pixel
+_MAX_LINE_END = 2**24  # lines are cut here before OpenCV, which computes with integers, gets their ends
+_CROSSINGS_AT_ONCE = 2**20
 
 
 @dataclass(frozen=True)
@@ -118,14 +125,14 @@ def drawn_pair(image: str, origin: str, content: Any, paint: Callable[[], WideMa
     return Pair(image, f"{mask_target(image)}.png", split, drawing=Drawing(origin, content, paint))
 
 
-def check_classes(names: Sequence[str], source: str) -> tuple[str, ...]:
-    """Return the names; raise DataError if there are too many for uint8 masks."""
-    if len(names) > MAX_CLASSES:
+def check_classes(classes: Sequence[Any], source: str) -> tuple[Any, ...]:
+    """Return the names, or the numbers, of classes; raise DataError if there are too many for uint8 masks."""
+    if len(classes) > MAX_CLASSES:
         raise DataError(
-            f"{shown(source)}: {len(names)} classes, but 8-bit masks hold {MAX_CLASSES}: keep fewer classes in it",
+            f"{shown(source)}: {len(classes)} classes, but 8-bit masks hold {MAX_CLASSES}: keep fewer classes in it",
             path=source,
         )
-    return tuple(names)
+    return tuple(classes)
 
 
 def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], int]:
@@ -134,6 +141,8 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], in
     Return the written pairs, sentences about the bad entries, and the number of pairs whose files already existed.
     DataError is raised if every entry is bad.
     """
+    copied = {folder / pair.image for pair in layout.pairs if pair.drawing is not None and not pair.drawing.has_digest}
+    refuse_foreign(folder, lambda path: path in copied or _is_written(path))
     pairs, problems, num_kept = [], [], 0
     made: set[Path] = set()
     masks: set[str] = set()
@@ -170,6 +179,32 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], in
     if (more := len(problems) - _MAX_NAMED) > 0:
         problems[_MAX_NAMED:] = [f"and {more} more"]
     return pairs, problems, num_kept
+
+
+def refuse_foreign(folder: Path, is_own: Callable[[Path], bool]) -> None:
+    """Raise ConfigError if a folder that segapp named has a link, another owner, or a file that segapp did not write.
+
+    `is_own` returns True for a file that segapp wrote; empty and hidden files count as written.
+    """
+    for path in [folder, *folder.rglob("*")] if os.path.lexists(folder) else []:
+        status = path.lstat()
+        is_file = stat.S_ISREG(status.st_mode)
+        if stat.S_ISLNK(status.st_mode):
+            problem = "is a link, and segapp does not write through links"
+        elif status.st_uid != os.geteuid():
+            problem = "belongs to another user"
+        elif path.is_dir() or (is_file and (path.name[0] == "." or not status.st_size or is_own(path))):
+            continue
+        else:
+            problem = "was not written by segapp"
+        raise ConfigError(f"{shown(path)} {problem}: remove {shown(folder)}, or choose another --out", path=path)
+
+
+def _is_written(path: Path) -> bool:
+    """Return True for a PNG or a TIFF that segapp wrote, even if its end is missing."""
+    with path.open("rb") as file:
+        is_mask = _DIGEST_KEY.encode() in file.read(256)
+    return is_mask or (path.suffix == ".tif" and re.fullmatch("[0-9a-f]{32}", read_description(path) or "") is not None)
 
 
 def _wanted(
@@ -359,7 +394,10 @@ def fill_polygon(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: 
     Rings are lists of (x, y) in pixels; (0, 0) is the center of the first pixel. ValueError is raised if a ring has
     fewer than three corners, or a corner is not finite.
     """
-    cv2.fillPoly(mask, [np.rint(points).astype(np.int32) for points in _checked(rings)], value)
+    points = [np.rint(ring) for ring in _checked(rings)]
+    _fill_inside(mask, [ring + 0.5 for ring in points], value)
+    for ring in points:
+        draw_lines(mask, np.concatenate([ring, ring[:1]]), value)
 
 
 def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int) -> None:
@@ -370,6 +408,15 @@ def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int
     the pixels of its outline, so that no object vanishes.
     """
     points = _checked(rings)
+    if not _fill_inside(mask, points, value):
+        fill_polygon(mask, [(ring - 0.5).tolist() for ring in points], value)
+
+
+def _fill_inside(mask: Mask, points: Sequence[NDArray[np.float64]], value: int) -> bool:
+    """Set the pixels whose centers lie inside rings (V, 2), in place; return False if there are none.
+
+    Only the rows and columns of the image are computed, some edges at a time.
+    """
     start = np.concatenate(points)
     end = np.concatenate([np.roll(ring, -1, axis=0) for ring in points])
     height, width = mask.shape
@@ -377,20 +424,56 @@ def fill_area(mask: Mask, rings: Sequence[Sequence[Sequence[float]]], value: int
     (x0, y0), (x1, y1) = np.where(is_down, start, end).T, np.where(is_down, end, start).T
     first, last = (np.clip(np.ceil(y - 0.5), 0, height).astype(np.int64) for y in (y0, y1))
     count = last - first
-    edge = np.repeat(np.arange(len(count)), count)
-    row = np.arange(len(edge)) - np.repeat(np.cumsum(count) - count, count) + first[edge]
-    x = x0[edge] + (row + 0.5 - y0[edge]) * (x1[edge] - x0[edge]) / (y1[edge] - y0[edge])
-    column = np.clip(np.ceil(x - 0.5), 0, width).astype(np.int64)
-    top, left = (int(side.min(initial=height + width)) for side in (row, column))
-    crossings = np.zeros(
-        (max(0, int(row.max(initial=0)) + 1 - top), max(0, int(column.max(initial=0)) + 1 - left)), bool
-    )
-    np.logical_xor.at(crossings, (row - top, column - left), True)
+    check_memory(8 * int(count.sum()), f"a polygon of {len(start)} corners that crosses itself", num_px=mask.size)
+    left, right = (int(np.clip(np.ceil(x - 0.5), 0, width)) for x in (start[:, 0].min(), start[:, 0].max()))
+    top, bottom = int(first.min()), int(last.max())
+    crossings = np.zeros((bottom - top, right + 1 - left), bool)
+    part = np.cumsum(count) // _CROSSINGS_AT_ONCE
+    for own in np.split(np.arange(len(count)), np.flatnonzero(np.diff(part)) + 1):
+        edge = np.repeat(own, count[own])
+        row = np.arange(len(edge)) - np.repeat(np.cumsum(count[own]) - count[own], count[own]) + first[edge]
+        x = x0[edge] + (row + 0.5 - y0[edge]) * (x1[edge] - x0[edge]) / (y1[edge] - y0[edge])
+        column = np.clip(np.ceil(x - 0.5), left, right).astype(np.int64)
+        np.logical_xor.at(crossings, (row - top, column - left), True)
     is_inside = np.logical_xor.accumulate(crossings, axis=1)
-    if is_inside.any():
-        paste(mask, is_inside, left, top, value)
-    else:
-        fill_polygon(mask, [(ring - 0.5).tolist() for ring in points], value)
+    paste(mask, is_inside, left, top, value)
+    return bool(is_inside.any())
+
+
+def draw_lines(mask: Mask, points: NDArray[np.float64], value: int) -> None:
+    """Draw the lines from each point (V, 2) to the next, one pixel wide, in place; see `fill_polygon`.
+
+    A long line is cut around the image first (Liang and Barsky, 1984), because OpenCV computes with integers.
+    """
+    start, way = points[:-1], np.diff(points, axis=0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        near, far = (-_MAX_LINE_END - start) / way, (_MAX_LINE_END - start) / way
+    enter, leave = np.maximum(0, np.fmin(near, far).max(axis=1)), np.minimum(1, np.fmax(near, far).min(axis=1))
+    own = np.flatnonzero(enter <= leave)
+    ends = start[own, None] + np.stack([enter, leave], axis=1)[own, :, None] * way[own, None]
+    cv2.polylines(mask, list(np.rint(ends).astype(np.int32)), False, value)
+
+
+def fill_ellipse(
+    mask: Mask, center: tuple[float, float], radii: tuple[float, float], value: int, rotation_deg: float = 0.0
+) -> None:
+    """Set the pixels whose centers lie in an ellipse, in place, row by row.
+
+    (0, 0) is the center of the first pixel. ValueError is raised for numbers that are not finite.
+    """
+    (x, y), (rx, ry) = center, (max(radius, 1e-3) for radius in radii)
+    if not all(abs(number) <= _MAX_CORNER for number in (*center, *radii, rotation_deg)):
+        raise ValueError(f"an ellipse around ({x:g}, {y:g}) with the radii {rx:g} and {ry:g}")
+    cos, sin = math.cos(math.radians(rotation_deg)), math.sin(math.radians(rotation_deg))
+    a, b, c = (cos / rx) ** 2 + (sin / ry) ** 2, cos * sin * (rx**-2 - ry**-2), (sin / rx) ** 2 + (cos / ry) ** 2
+    half = math.hypot(rx * sin, ry * cos)
+    rows = np.arange(max(0, math.ceil(y - half)), min(mask.shape[0], math.floor(y + half) + 1))
+    dy = rows - y  # a dx^2 + 2 b dx dy + c dy^2 <= 1
+    middle, reach = x - b * dy / a, np.sqrt(np.maximum(0, (b * dy) ** 2 - a * (c * dy**2 - 1))) / a
+    first = np.clip(np.ceil(middle - reach - 1e-9), 0, mask.shape[1]).astype(int)
+    last = np.clip(np.floor(middle + reach + 1e-9) + 1, 0, mask.shape[1]).astype(int)
+    for row, left, right in zip(rows, first, last, strict=True):
+        mask[row, left:right] = value
 
 
 def _checked(rings: Sequence[Sequence[Sequence[float]]]) -> list[NDArray[np.float64]]:
@@ -400,10 +483,15 @@ def _checked(rings: Sequence[Sequence[Sequence[float]]]) -> list[NDArray[np.floa
         points = np.asarray(ring, np.float64)
         if points.ndim != 2 or points.shape[1] < 2 or len(points) < 3:
             raise ValueError(f"a polygon of {len(points)} corners")
-        if not np.isfinite(points).all() or np.abs(points).max() > _MAX_CORNER:
-            raise ValueError("a corner is not a number")
-        checked.append(points[:, :2])
+        checked.append(checked_points(points))
     return checked
+
+
+def checked_points(points: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return x and y of points (V, 2); raise ValueError if one is not finite, or too far away to be drawn exactly."""
+    if not (np.abs(points) <= _MAX_CORNER).all():
+        raise ValueError("a corner is not a number")
+    return points[:, :2]
 
 
 def fill_box(mask: Mask, first: Sequence[float], last: Sequence[float], value: int) -> None:
@@ -416,7 +504,8 @@ def area_of(ring: Sequence[Sequence[float]]) -> float:
     """Return the area of a polygon, in square pixels."""
     points = np.asarray(ring, np.float64)
     x, y = points[:, 0], points[:, 1]
-    return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
+    with np.errstate(invalid="ignore", over="ignore"):  # of corners that are refused when they are drawn
+        return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)
 
 
 def paste(mask: Mask, piece: NDArray[np.bool_], left: int, top: int, value: int) -> None:
@@ -427,14 +516,18 @@ def paste(mask: Mask, piece: NDArray[np.bool_], left: int, top: int, value: int)
         mask[y0:y1, x0:x1][piece[y0 - top : y1 - top, x0 - left : x1 - left]] = value
 
 
-def decode_runs(counts: Sequence[int], height_px: int, width_px: int, order: str = "C") -> NDArray[np.bool_]:
+def decode_runs(
+    counts: Sequence[int], height_px: int, width_px: int, order: str = "C", *, num_px: int = 0
+) -> NDArray[np.bool_]:
     """Return the pixels (H, W) of alternating run lengths of background and object, beginning with background.
 
     They run along the rows ("C": CVAT) or down the columns ("F": COCO). ValueError is raised if they do not fill the
-    size.
+    size, or the size is too large for an image of `num_px` pixels.
     """
+    size = height_px * width_px
+    check_memory(size, f"a mask of {width_px} x {height_px} pixels", num_px=num_px)
     lengths = np.asarray(counts, np.int64)
-    if (lengths < 0).any() or lengths.sum() != height_px * width_px:
-        raise ValueError(f"run lengths of {lengths.sum()} pixels for {width_px} x {height_px}")
+    if (lengths < 0).any() or (lengths > size).any() or lengths.sum() != size:  # a sum of larger ones may overflow
+        raise ValueError(f"run lengths of {sum(map(int, counts))} pixels for {width_px} x {height_px}")
     values = np.arange(len(lengths)) % 2 == 1
     return np.repeat(values, lengths).reshape((height_px, width_px), order=order)  # type: ignore[call-overload, no-any-return]

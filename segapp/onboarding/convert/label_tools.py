@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -19,7 +20,8 @@ import cv2
 import numpy as np
 from numpy.typing import NDArray
 
-from segapp.datasets.files import read_bytes, shown
+from segapp.datasets.files import open_bytes, read_bytes, shown
+from segapp.datasets.images.reading import decode
 from segapp.errors import DataError
 from segapp.onboarding.convert.conversion import (
     IGNORED,
@@ -27,10 +29,13 @@ from segapp.onboarding.convert.conversion import (
     Annotations,
     Images,
     check_classes,
+    checked_points,
     coverage_words,
     decode_runs,
+    draw_lines,
     fill_area,
     fill_box,
+    fill_ellipse,
     fill_polygon,
     json_files,
     paste,
@@ -42,7 +47,6 @@ from segapp.onboarding.survey.tree import Tree
 _CVAT_KINDS = ("polygon", "box", "mask", "ellipse", "polyline")
 _LABEL_STUDIO_KINDS = ("polygonlabels", "brushlabels", "rectanglelabels")
 _PREDICTED_CONFIDENCE = 0.5  # below `SURE`: masks that no person has drawn are asked about
-_MAX_PIECE_BYTES = 2**28
 
 _CvatShape = tuple[str, Mapping[str, str]]
 
@@ -100,11 +104,8 @@ def find_cvat(tree: Tree) -> Layout | None:
         if b"<annotations" not in tree.read(path, 4096):
             continue
         try:
-            data = read_bytes(tree.root / path)
-            if b"<!DOCTYPE" in data or b"<!ENTITY" in data:
-                continue
-            top = ElementTree.fromstring(data)
-        except (ElementTree.ParseError, DataError):
+            top = parse_xml(read_bytes(tree.root / path))
+        except (ElementTree.ParseError, ValueError, LookupError, DataError):
             continue
         export.labels.update(one.text for one in top.iterfind("./meta//labels/label/name") if one.text)
         for entry in top.iterfind("image"):
@@ -119,6 +120,22 @@ def find_cvat(tree: Tree) -> Layout | None:
     return export.by_label(_draw_cvat, "entries in XML")
 
 
+class _PlainBuilder(ElementTree.TreeBuilder):
+    """Builder of XML without a document type, which could define entities; in any encoding, as the parser reads it."""
+
+    def doctype(self, name: str, pubid: str | None, system: str | None) -> None:
+        raise ValueError("XML with a document type is not read: remove <!DOCTYPE ...>")
+
+
+def parse_xml(data: bytes) -> ElementTree.Element:
+    """Return the top element of XML; raise ValueError if it has a document type, and ParseError if it is damaged."""
+    parser = ElementTree.XMLParser(target=_PlainBuilder())
+    for start in range(0, len(data), 2**16):  # so that nothing after a document type is parsed
+        parser.feed(data[start : start + 2**16])
+    top: ElementTree.Element = parser.close()
+    return top
+
+
 def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]) -> None:
     kind, shape = kind_and_shape
     value = values[shape["label"]]
@@ -131,10 +148,10 @@ def _draw_cvat(mask: Mask, kind_and_shape: _CvatShape, values: Mapping[str, int]
     elif kind == "mask":
         left, top, width, height = (int(shape[key]) for key in ("left", "top", "width", "height"))
         counts = [int(count) for count in shape["rle"].split(",")]
-        paste(mask, decode_runs(counts, height, width), left, top, value)
+        paste(mask, decode_runs(counts, height, width, num_px=mask.size), left, top, value)
     elif kind == "ellipse":
         x, y, rx, ry = (round(float(shape[key])) for key in ("cx", "cy", "rx", "ry"))
-        cv2.ellipse(mask, (x, y), (rx, ry), float(shape.get("rotation", 0)), 0, 360, value, -1)
+        fill_ellipse(mask, (x, y), (rx, ry), value, float(shape.get("rotation", 0)))
     else:
         raise ValueError("a line has no area: draw it as a polygon")
 
@@ -207,18 +224,15 @@ def decode_brush(data: Sequence[int], height_px: int, width_px: int) -> NDArray[
     Raises:
         ValueError: the data end early, or have another size.
     """
-    bits = np.unpackbits(np.asarray(data, np.uint8))
+    bits = bytes(np.unpackbits(np.asarray(data, np.uint8)) + ord("0"))
     position = 0
 
     def read(count: int) -> int:
         nonlocal position
         if position + count > len(bits):
             raise ValueError("the run lengths end early")
-        number = 0
-        for bit in bits[position : position + count]:
-            number = number << 1 | int(bit)
         position += count
-        return number
+        return int(bits[position - count : position], 2)
 
     num_values = read(32)
     if num_values != height_px * width_px * 4:
@@ -264,22 +278,28 @@ def _draw_labelme(mask: Mask, shape: Mapping[str, Any], values: Mapping[str, int
         fill_box(mask, first, last, value)
     elif kind == "circle":
         (x0, y0), (x1, y1) = points
-        cv2.circle(mask, (round(x0), round(y0)), round(math.hypot(x1 - x0, y1 - y0)), value, -1)
+        radius = round(math.hypot(x1 - x0, y1 - y0))
+        fill_ellipse(mask, (round(x0), round(y0)), (radius, radius), value)
     elif kind in ("line", "linestrip"):
-        cv2.polylines(mask, [np.rint(np.asarray(points)).astype(np.int32)], False, value)
+        draw_lines(mask, np.rint(checked_points(np.asarray(points, np.float64))), value)
     elif kind == "mask":
-        piece = _piece(base64.b64decode(shape["mask"]), cv2.IMREAD_GRAYSCALE)
+        piece = _piece(base64.b64decode(shape["mask"]), cv2.IMREAD_GRAYSCALE, mask.size)
         paste(mask, piece, round(points[0][0]), round(points[0][1]), value)
     elif kind not in ("point", "points"):
         raise ValueError(f"shape_type {kind!r} is not known")
 
 
-def _piece(png: bytes, flags: int) -> NDArray[np.bool_]:
-    """Return the pixels of a PNG that are not 0, (H, W); of several channels, the last one is used."""
-    piece = cv2.imdecode(np.frombuffer(png, np.uint8), flags)
-    if piece is None:
+def _piece(png: bytes, flags: int, num_px: int) -> NDArray[np.bool_]:
+    """Return the pixels of a PNG that are not 0, (H, W); of several channels, the last one is used.
+
+    DataError is raised if it is larger than its image, of `num_px` pixels.
+    """
+    if not png.startswith(b"\x89PNG"):
         raise ValueError("its bitmap is not a PNG")
-    pixels = np.asarray(piece)
+    open_bytes(png, Path("bitmap"), num_px)
+    pixels = decode(png, flags)
+    if pixels is None:
+        raise ValueError("its bitmap is damaged")
     return np.asarray((pixels[..., -1] if pixels.ndim == 3 else pixels) > 0)
 
 
@@ -315,8 +335,9 @@ def _draw_supervisely(mask: Mask, one: Mapping[str, Any], values: Mapping[str, i
         first, last = one["points"]["exterior"]
         fill_box(mask, first, last, value)
     elif kind == "bitmap":
-        packed = zlib.decompressobj().decompress(base64.b64decode(one["bitmap"]["data"]), _MAX_PIECE_BYTES)
+        most_bytes = 2**20 + 9 * mask.size  # of a PNG of the image's size, uncompressed
+        png = zlib.decompressobj().decompress(base64.b64decode(one["bitmap"]["data"]), most_bytes)
         left, top = one["bitmap"]["origin"]
-        paste(mask, _piece(packed, cv2.IMREAD_UNCHANGED), int(left), int(top), value)
+        paste(mask, _piece(png, cv2.IMREAD_UNCHANGED, mask.size), int(left), int(top), value)
     elif kind not in ("point", "line"):
         raise ValueError(f"geometryType {kind!r} is not known")

@@ -1,7 +1,7 @@
 """Hugging Face parquet files with a column of images and one of masks. Both are written next to the config."""
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from segapp.bounds import check_memory
 from segapp.datasets.files import MAX_PIXELS, open_bytes, shown
 from segapp.onboarding.convert.conversion import as_ids, file_state, missing_extra, split_said
 from segapp.onboarding.layout import Drawing, Layout, Mask, Pair
 from segapp.onboarding.survey.tree import Tree
 
 _MASKS = ("mask", "label", "labels", "annotation", "segmentation", "semantic_segmentation", "seg", "gt", "masks")
+_ROW_BYTES = 2048  # memory of the pair of a row
 _IMAGES = ("image", "img", "pixel_values", "images", "jpg")
 
 
@@ -39,8 +41,9 @@ def find_parquet(tree: Tree) -> Layout | None:
         state = file_state(tree.root / path)
         first_row = 0
         for group in range(file.num_row_groups):
+            _check_group(file.metadata.row_group(group), path, state[0])
             read = partial(_read_group, tree.root / path, group, (image, mask))
-            suffix = suffix or _suffix(read()[0][0]["bytes"])
+            suffix = suffix or _suffix(read()[0][0].as_py()["bytes"])
             num_rows = file.metadata.row_group(group).num_rows
             for number in range(num_rows):
                 row = first_row + number
@@ -65,25 +68,39 @@ def _suffix(data: bytes) -> str:
     return ".jpg" if data[:2] == b"\xff\xd8" else ".png"
 
 
-_Read = Callable[[], tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]]
+def _check_group(group: Any, path: str, file_bytes: int) -> None:
+    """Raise ValueError if the rows of a group, or their pairs, ask for too much memory."""
+    columns = [group.column(number) for number in range(group.num_columns)]
+    num_bytes = sum(column.total_uncompressed_size for column in columns) + _ROW_BYTES * group.num_rows
+    check_memory(num_bytes, f"{shown(path)}: a group of {group.num_rows} rows", file_bytes=file_bytes)
+
+
+_Read = Callable[[], tuple[Any, Any]]
 
 
 @lru_cache(maxsize=1)
-def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[list[Any], list[Any]]:
-    """Return the images and masks of a row group; the last group is cached, because rows are read in order."""
-    from pyarrow import parquet
+def _read_group(path: Path, group: int, columns: tuple[str, str]) -> tuple[Any, Any]:
+    """Return the images and masks of a row group; the last group is cached, because rows are read in order.
 
-    table = parquet.ParquetFile(path).read_row_group(group, columns=list(columns))
-    return table.column(columns[0]).to_pylist(), table.column(columns[1]).to_pylist()
+    A value that many rows repeat is in memory once; ValueError is raised if the rows together are too large.
+    """
+    from pyarrow import compute, parquet
+
+    file = parquet.ParquetFile(path, read_dictionary=[f"{column}.bytes" for column in columns])
+    table = file.read_row_group(group, columns=list(columns))
+    values = [chunk.field("bytes") for column in table.columns for chunk in column.chunks]
+    num_bytes = sum(compute.sum(compute.binary_length(one.dictionary).take(one.indices)).as_py() or 0 for one in values)
+    check_memory(num_bytes, f"{shown(path)}: a group of {table.num_rows} rows", file_bytes=path.stat().st_size)
+    return table.column(columns[0]), table.column(columns[1])
 
 
 def _image_of(read: _Read, number: int, _digest: str) -> bytes:
-    return bytes(read()[0][number]["bytes"])
+    return bytes(read()[0][number].as_py()["bytes"])
 
 
 def _mask_of(read: _Read, number: int) -> Mask:
     """Return the ids of the mask in a row; raise ValueError if it has colors, or ids above 255."""
-    data = read()[1][number]["bytes"]
+    data = read()[1][number].as_py()["bytes"]
     image = open_bytes(data, Path("mask"), MAX_PIXELS)
     if image.mode not in ("L", "P", "1", "I", "I;16"):
         raise ValueError(f"a mask of mode {image.mode}: only masks of ids can be converted")

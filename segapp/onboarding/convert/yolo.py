@@ -44,10 +44,12 @@ def find_yolo(tree: Tree) -> Layout | None:
     lines = {image: _lines(tree, path) for image, path in sorted(labels.items())}
     largest = max(map(_largest_class, lines.values()), default=0)
     if named is not None and largest < len(named.names):
-        names = [named.ids.get(number, f"class_{number}") for number in range(max(named.ids) + 1)] if named.ids else []
-        names, reason = names or list(named.names), f"from {shown(named.source)}; YOLO's 0 is 1 here"
+        numbers = check_classes(range(max(named.ids, default=-1) + 1), named.source)
+        names = [named.ids.get(number, f"class_{number}") for number in numbers] or list(named.names)
+        reason = f"from {shown(named.source)}; YOLO's 0 is 1 here"
     else:
-        names, reason = [f"class_{number}" for number in range(largest + 1)], "replace with their names"
+        names = [f"class_{number}" for number in check_classes(range(largest + 1), "the labels")]
+        reason = "replace with their names"
     splits = {split_said(image) for image in labels}
     empty = [path for path in tree.images if path not in labels and split_said(path) in splits]
     found = Annotations("yolo", "YOLO polygons", "polygon", Images(tree), total=len(labels) + len(empty))

@@ -21,7 +21,7 @@ from segapp.datasets.images.measure import measure_pixels
 from segapp.datasets.layouts.formats import DATASETS
 from segapp.errors import ConfigError, DataError, SegappError, storage_errors
 from segapp.onboarding.convert.blocks import ask_for_blocks, cut_into_blocks
-from segapp.onboarding.convert.conversion import write_files
+from segapp.onboarding.convert.conversion import refuse_foreign, write_files
 from segapp.onboarding.convert.copies import copies_of
 from segapp.onboarding.init.candidates import Found, choose, confirm, find_candidates, found_lines, save_candidates
 from segapp.onboarding.init.splitting import DEFAULT_SHARE, Division, divided, neighbor_lines
@@ -106,8 +106,9 @@ def propose_config(request: InitRequest) -> InitResult:
     tree = survey_tree(root)
     _check_place(root, out)
     paths = [out.with_name(f"{out.stem}-fold{i}{out.suffix}") for i in range(request.folds)] if request.folds else [out]
+    refuse_foreign(out.with_name(f"{out.stem}-lists"), lambda path: path.suffix == ".txt")
     for path in paths:
-        if path.exists() and not request.force:
+        if os.path.lexists(path) and not request.force:
             raise ConfigError(f"{shown(path)} exists: choose another --out, or add --force", path=path)
     survey = find_candidates(tree)
     found = survey.candidates

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-
+from segapp.config.yaml_reader import parse_yaml
 from segapp.datasets.files import shown
 from segapp.datasets.layouts.published_classes import Color
+from segapp.errors import ConfigError
 from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import known_words
 
@@ -64,7 +64,7 @@ def find_class_files(tree: Tree) -> list[ClassFile]:
             continue
         try:
             read = reader(data.decode("utf-8-sig"), path)
-        except (ValueError, KeyError, TypeError, AttributeError, IndexError, csv.Error, yaml.YAMLError, RecursionError):
+        except (ValueError, KeyError, TypeError, AttributeError, IndexError, csv.Error, ConfigError, RecursionError):
             continue  # another kind of file with such a name
         if read is not None and read.names:
             found.append(read)
@@ -168,7 +168,7 @@ def _meant_lines(text: str) -> list[str]:
 
 def read_yaml(text: str, source: str) -> ClassFile | None:
     """Return the `names` of a YOLO data.yaml, or `classes`: a list, or id -> name."""
-    content = yaml.safe_load(text)
+    content, _ = parse_yaml(text, source)
     named = content.get("names", content.get("classes", content.get("labels")))
     if isinstance(named, Mapping):
         ids = {int(key): str(name) for key, name in named.items()}

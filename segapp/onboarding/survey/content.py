@@ -99,7 +99,8 @@ def _count_all(content: MaskContent, masks: Sequence[Path], *, as_rgb: bool) -> 
             content.values.update(counted.values)
             content.colors.update(counted.colors)
             content.masks_with.update([*counted.values, *counted.colors])
-            if (last := max(counted.values, default=0)) and counted.values.keys() | {0} == set(range(last + 1)):
+            known = counted.values.keys() | {0}
+            if (last := max(known)) and min(known) == 0 and len(known) == last + 1:
                 content.counts_up_to[last] += 1
             if counted.is_lossy:
                 content.lossy.append(mask)

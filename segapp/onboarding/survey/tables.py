@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import PurePosixPath
 from typing import Any
 
+from segapp.bounds import check_memory
 from segapp.datasets.layouts.pairing import IMAGE_SUFFIXES
 from segapp.errors import DataError
 from segapp.onboarding.layout import Layout, Pair, by_image
@@ -154,6 +155,7 @@ def _from_json(path: str, content: Any) -> Table | None:
 
 def _from_records(path: str, records: Sequence[tuple[str | None, Any]]) -> Table | None:
     header = list(dict.fromkeys(str(key) for _, one in records if isinstance(one, Mapping) for key in one))
+    check_memory(8 * len(header) * len(records), f"a table of {len(records)} rows and {len(header)} columns")
     rows = []
     for _, one in records:
         if isinstance(one, Mapping):

@@ -62,7 +62,7 @@ class Tree:
         """Return the first bytes of a file; empty if it cannot be read."""
         try:
             with open_regular(self.root / path) as file:
-                return file.read(most)
+                return file.read(min(most, os.fstat(file.fileno()).st_size))  # of a larger number, all is allocated
         except (OSError, DataError):
             return b""
 

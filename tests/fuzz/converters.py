@@ -1,0 +1,216 @@
+"""What the fuzzer does to folders of annotations: for each converter a sound folder, and mutations of its files."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import csv
+import json
+import random
+import re
+import shutil
+import tempfile
+import time
+import traceback
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from segapp.errors import SegappError
+from segapp.onboarding.convert import CONVERTERS, find_conversions
+from segapp.onboarding.convert.conversion import write_files
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.survey.tree import survey_tree
+from tests.support import drawn_annotations as drawn
+from tests.support.drawn_folders import draw_image, draw_mask
+from tests.support.hostile_files import png_bomb
+from tests.support.limits import LIMIT_S
+
+SIZE = (drawn.HEIGHT, drawn.WIDTH)
+
+
+def geojson(root: Path) -> None:
+    for name in drawn.NAMES:
+        draw_image(root / f"{name}.png", SIZE)
+        ring = [*drawn.BOX, drawn.BOX[0]]
+        geometries = [
+            {"type": "Polygon", "coordinates": [ring]},
+            {"type": "MultiPolygon", "coordinates": [[[*drawn.SMALL, drawn.SMALL[0]]]]},
+        ]
+        features = [
+            {"type": "Feature", "properties": {"class": name}, "geometry": one}
+            for name, one in zip(("road", "car"), geometries, strict=True)
+        ]
+        content = {"type": "FeatureCollection", "crs": None, "features": features}
+        (root / f"{name}.geojson").write_text(json.dumps(content))
+
+
+def run_lengths(root: Path) -> None:
+    rows = [("ImageId", "EncodedPixels")]
+    for name in drawn.NAMES:
+        draw_image(root / "train" / f"{name}.jpg", SIZE)
+        rows.append((f"{name}.jpg", " ".join(f"{column * drawn.HEIGHT + 9} 20" for column in range(10, 30))))
+    with (root / "train.csv").open("w") as file:
+        csv.writer(file).writerows(rows)
+
+
+def arrays(root: Path) -> None:
+    root.mkdir(exist_ok=True)
+    rng = np.random.default_rng(0)
+    np.savez_compressed(
+        root / "data.npz",
+        images=rng.integers(0, 255, (4, *SIZE, 3), np.uint8),
+        masks=np.stack([drawn.expected()] * 4),
+    )
+    np.save(root / "images.npy", rng.integers(0, 255, (4, *SIZE), np.uint8))
+    np.save(root / "masks.npy", np.stack([drawn.expected()] * 4))
+
+
+def pieces(root: Path) -> None:
+    for name in drawn.NAMES:
+        draw_image(root / "images" / f"{name}.png", SIZE)
+        for number, label in enumerate(("road", "car")):
+            values = np.array([0, 255], np.uint8)[:: 1 if number else -1]
+            draw_mask(root / "masks" / label / f"{name}.png", values, SIZE)
+
+
+SAMPLES: dict[str, Callable[[Path], None]] = {
+    "COCO": lambda root: drawn.coco(root, lambda ring: [drawn.flat(ring)]),
+    "YOLO": drawn.yolo,
+    "labelme": drawn.labelme,
+    "Label Studio": drawn.label_studio,
+    "CVAT": drawn.cvat,
+    "Supervisely": drawn.supervisely,
+    "GeoJSON": geojson,
+    "parquet": drawn.hugging_face,
+    "nnU-Net": lambda root: drawn.nnunet(root, 2),
+    "tables of run lengths": run_lengths,
+    "arrays": arrays,
+    "several masks for each image": pieces,
+}
+"""Title of a converter -> function that draws a folder for it."""
+
+HUGE = (0, -1, 255, 256, 65_536, 2**31 - 1, 2**32, 10**9, 2 * 10**10, 2**62, -(2**63), 10**30)
+VALUES: tuple[Any, ...] = (
+    *HUGE, 1e9, -1e9, 1e300, float("inf"), float("nan"), None, True, "", "x" * 4096, [], {}, [[]] * 9, [[[[[[0]]]]]],
+    [4, 3], {"counts": [0, 2**40], "size": [2**20, 2**20]},
+)  # fmt: skip
+
+
+def bitmap_bomb() -> str:
+    """A PNG of 20,000 x 20,000 zeros, packed and in base64, as Supervisely writes it."""
+    return base64.b64encode(zlib.compress(png_bomb(20_000, 20_000), 9)).decode()
+
+
+def zigzag(count: int) -> list[tuple[float, float]]:
+    return [(number % 60, -1e9 if number % 2 else 1e9) for number in range(count)]
+
+
+def mutate_json(content: Any, rng: random.Random) -> Any:
+    """Returns JSON with one to three values replaced, repeated or nested."""
+    for _ in range(rng.randint(1, 3)):
+        places = list(_places(content))
+        parent, key = rng.choice(places)
+        value = parent[key]
+        kind = rng.randrange(6)
+        if kind == 0 and isinstance(value, list) and len(value) < 1000:
+            parent[key] = value * rng.choice((2, 50, 400))
+        elif kind == 1:
+            parent[key] = [[value]]
+        elif kind == 2 and isinstance(value, str):
+            parent[key] = rng.choice((value * 1000, bitmap_bomb(), base64.b64encode(png_bomb(30_000, 9_000)).decode()))
+        elif kind == 3 and isinstance(value, list):
+            parent[key] = [*zigzag(2000)] if value and isinstance(value[0], list | tuple) else drawn.flat(zigzag(2000))  # type: ignore[arg-type]
+        else:
+            parent[key] = rng.choice(VALUES)
+    return content
+
+
+def _places(value: Any) -> Iterator[tuple[Any, Any]]:
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
+    for key in keys:
+        yield value, key
+        yield from _places(value[key])
+
+
+def mutate_text(text: str, rng: random.Random) -> str:
+    """Returns text in which numbers became huge, pieces were repeated, and characters were lost."""
+    for _ in range(rng.randint(1, 4)):
+        kind = rng.randrange(4)
+        numbers = list(re.finditer(r"-?\d+(\.\d+)?", text))
+        if kind < 2 and numbers:
+            number = rng.choice(numbers)
+            new = str(rng.choice((*HUGE, "1e9", "-1e300", "nan", "inf", "0,20000000000", "9" * 400)))
+            text = text[: number.start()] + new + text[number.end() :]
+        elif kind == 2:
+            start = rng.randrange(len(text) + 1)
+            piece = text[start : start + rng.randint(1, 200)]
+            text = text[:start] + piece * rng.choice((2, 30, 300)) + text[start:]
+        else:
+            start = rng.randrange(len(text) + 1)
+            text = text[:start] + rng.choice(("", "\0", "\n", "[" * 500, "&a [*a]", "\u202e")) + text[start + 1 :]
+    return text
+
+
+def mutate_bytes(data: bytes, rng: random.Random) -> bytes:
+    """Returns bytes of which some, mostly near the ends where sizes are, were changed."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 8)):
+        near = rng.choice((0, len(changed) - min(len(changed), 400), rng.randrange(len(changed))))
+        at = min(len(changed) - 1, near + rng.randrange(400))
+        changed[at] = rng.choice((0, 1, 0x39, 0x7F, 0x80, 0xFF, rng.randrange(256)))
+    return bytes(changed)
+
+
+def mutate_folder(root: Path, rng: random.Random) -> None:
+    """Changes one or two files of a folder, rather annotations than images."""
+    files = sorted(path for path in root.rglob("*") if path.is_file())
+    others = [path for path in files if path.suffix not in (".png", ".jpg")]
+    for _ in range(rng.randint(1, 2)):
+        path = rng.choice(others if others and rng.random() < 0.85 else files)
+        if path.suffix in (".json", ".geojson") and rng.random() < 0.8:
+            with contextlib.suppress(ValueError):
+                path.write_text(json.dumps(mutate_json(json.loads(path.read_text()), rng)))
+        elif path.suffix in (".png", ".jpg", ".npz", ".npy", ".parquet"):
+            path.write_bytes(mutate_bytes(path.read_bytes(), rng))
+        else:
+            text = mutate_text(path.read_text(errors="surrogateescape"), rng)
+            path.write_text(text, errors="surrogateescape")
+
+
+def convert(root: Path, out: Path) -> None:
+    """Examines a folder as `segapp init` does, then draws the masks of everything that a converter finds in it."""
+    with contextlib.suppress(SegappError):
+        propose_config(InitRequest(root, out=out / "a.yaml", force=True))
+    tree = survey_tree(root)
+    with contextlib.suppress(SegappError):
+        for number, layout in enumerate(find_conversions(tree, has_masks=False)[0]):
+            with contextlib.suppress(SegappError):
+                write_files(layout, out / str(number))
+
+
+def convert_mutations(title: str, seeds: range) -> list[tuple[int, str]]:
+    """Returns the seeds of the mutated folders on which something else than an error with words was raised."""
+    findings = []
+    with tempfile.TemporaryDirectory(prefix="segapp-fuzz-") as folder:
+        SAMPLES[title](sound := Path(folder, "sound"))
+        for seed in seeds:
+            shutil.copytree(sound, root := Path(folder, "data"))
+            mutate_folder(root, random.Random(f"{title} {seed}"))
+            Path(folder, "out").mkdir()
+            start_s = time.process_time()
+            try:
+                convert(root, Path(folder, "out"))
+            except Exception:
+                findings.append((seed, traceback.format_exc()))
+            if time.process_time() - start_s > LIMIT_S:
+                findings.append((seed, f"longer than {LIMIT_S} s"))
+            shutil.rmtree(root)
+            shutil.rmtree(Path(folder, "out"))
+    return findings
+
+
+assert SAMPLES.keys() == CONVERTERS.keys(), "every converter has a sample"

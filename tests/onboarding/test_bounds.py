@@ -1,0 +1,278 @@
+"""Small files that ask for gigabytes are refused, in 1 GiB of memory and 20 s, and large sound ones are read."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import zipfile
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+
+from segapp.errors import ConfigError, DataError
+from segapp.onboarding.convert import CONVERTERS
+from segapp.onboarding.convert.conversion import write_files
+from segapp.onboarding.convert.label_tools import find_cvat, parse_xml
+from segapp.onboarding.init import InitRequest, propose_config
+from segapp.onboarding.survey.tree import survey_tree
+from tests.support import drawn_annotations as drawn
+from tests.support.drawn_folders import draw_image
+from tests.support.hostile_files import png_bomb
+from tests.support.limits import outcome
+
+
+def edited(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+
+
+def supervisely(root: Path) -> None:
+    """268 million pixels, in 2 kB."""
+    drawn.supervisely(root)
+    packed = base64.b64encode(zlib.compress(png_bomb(16_384, 16_384), 9)).decode()
+    for path in (root / "ds0" / "ann").iterdir():
+        content = json.loads(path.read_text())
+        content["objects"][1]["bitmap"]["data"] = packed
+        path.write_text(json.dumps(content))
+
+
+def supervisely_packed(root: Path) -> None:
+    """Six hundred megabytes of zeros, in 600 kB."""
+    drawn.supervisely(root)
+    packer = zlib.compressobj(9)
+    data = [packer.compress(bytes(2**20)) for _ in range(600)]
+    packed = base64.b64encode(b"".join([*data, packer.flush()])).decode()
+    for path in (root / "ds0" / "ann").iterdir():
+        content = json.loads(path.read_text())
+        content["objects"][1]["bitmap"]["data"] = packed
+        path.write_text(json.dumps(content))
+
+
+def cvat(root: Path) -> None:
+    drawn.cvat(root)
+    edited(root / "annotations.xml", 'rle="7,3,1,25" left="14" top="12" width="6" height="6"',
+           'rle="0,20000000000" left="0" top="0" width="200000" height="100000"')  # fmt: skip
+
+
+def cvat_overflow(root: Path) -> None:
+    """Run lengths whose sum is 36 in 64 bits."""
+    drawn.cvat(root)
+    lengths = ",".join(["4611686018427387904"] * 4)
+    edited(root / "annotations.xml", 'rle="7,3,1,25"', f'rle="{lengths},7,3,1,25"')
+
+
+def yolo(root: Path) -> None:
+    drawn.yolo(root)
+    (root / "labels" / "train" / "0000.txt").write_text("2000000000 0.1 0.1 0.5 0.1 0.5 0.5\n")
+
+
+def yolo_names(root: Path) -> None:
+    drawn.yolo(root)
+    (root / "data.yaml").write_text("names:\n  0: road\n  1: car\n  2000000000: bus\n")
+
+
+def yaml_aliases(root: Path) -> None:
+    drawn.yolo(root)
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]" for i in range(1, 12)]
+    (root / "data.yaml").write_text("\n".join([*lines, "names: *a11"]))
+
+
+def parquet_values(root: Path) -> None:
+    """One value of 3 MB in 1500 rows of two columns, packed."""
+    import pyarrow
+    from pyarrow import parquet
+
+    file = io.BytesIO()
+    from PIL import Image
+
+    Image.fromarray(np.zeros((1000, 1000, 3), np.uint8)).save(file, "BMP")
+    values = pyarrow.array([{"bytes": file.getvalue(), "path": None}])
+    rows = pyarrow.concat_arrays([values] * 100)
+    table = pyarrow.table({"image": rows, "label": rows})
+    with parquet.ParquetWriter(root / "train.parquet", table.schema, compression="zstd") as writer:
+        writer.write_table(pyarrow.concat_tables([table] * 15), row_group_size=1500)
+
+
+def parquet_rows(root: Path) -> None:
+    """Ten million rows without a value."""
+    import pyarrow
+    from pyarrow import parquet
+
+    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
+    column = pyarrow.nulls(10_000_000, kind)
+    parquet.write_table(pyarrow.table({"image": column, "label": column}), root / "train.parquet", row_group_size=2**24)
+
+
+def npz(root: Path) -> None:
+    """Masks of 11 GiB, by their header."""
+    header = io.BytesIO()
+    shape = (44_000, 512, 512)
+    np.lib.format.write_array_header_1_0(header, {"descr": "|u1", "fortran_order": False, "shape": shape})
+    with zipfile.ZipFile(root / "data.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name in ("images.npy", "masks.npy"):
+            with archive.open(name, "w", force_zip64=True) as entry:
+                entry.write(header.getvalue())
+                entry.write(bytes(2**27))
+
+
+def npz_header(root: Path) -> None:
+    """A header of two gigabytes, packed."""
+    with zipfile.ZipFile(root / "data.npz", "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name in ("images.npy", "masks.npy"):
+            with archive.open(name, "w", force_zip64=True) as entry:
+                entry.write(b"\x93NUMPY\x02\x00" + (2**31).to_bytes(4, "little"))
+                for _ in range(9):
+                    entry.write(b" " * 2**27)
+
+
+def zigzag(root: Path) -> None:
+    """Two hundred thousand corners, each line across all rows of an image of 8000 x 100 pixels."""
+    drawn.coco(root, lambda _: [[0.0, 0.0, 9.0, 0.0, 9.0, 9.0]])
+    draw_image(root / "images" / "0000.jpg", (8000, 100))
+    content = json.loads((root / "annotations" / "instances.json").read_text())
+    corners = np.stack([np.arange(200_000) % 97, np.arange(200_000) % 2 * 8000], 1)
+    content["annotations"][0]["segmentation"] = [corners.ravel().tolist()]
+    (root / "annotations" / "instances.json").write_text(json.dumps(content))
+
+
+def labelme(root: Path, shape: dict[str, Any]) -> None:
+    drawn.labelme(root)
+    for path in root.glob("*.json"):
+        content = json.loads(path.read_text())
+        content["shapes"].insert(0, {"label": "road", **shape})
+        path.write_text(json.dumps(content))
+
+
+def circles(root: Path) -> None:
+    labelme(root, {"shape_type": "circle", "points": [[20, 20], [2e9, 2e9]]})
+
+
+def many_corners(root: Path) -> None:
+    """A polygon of 20,001 corners, whose lines cross each other in every row, and leave the image far behind."""
+    rng = np.random.default_rng(0)
+    labelme(root, {"shape_type": "polygon", "points": rng.uniform(-2e7, 2e7, (20_001, 2)).tolist()})
+
+
+def panoptic(root: Path) -> None:
+    """A million segments of an image."""
+    from PIL import Image
+
+    names = [f"{name}" for name in drawn.NAMES]
+    (root / "annotations" / "panoptic_train").mkdir(parents=True)
+    for name in names:
+        draw_image(root / "train" / f"{name}.jpg", (512, 512))
+        Image.fromarray(np.zeros((512, 512, 3), np.uint8)).save(root / "annotations" / "panoptic_train" / f"{name}.png")
+    segments = [{"id": number, "category_id": 1} for number in range(200_000)]
+    content = {
+        "images": [{"id": i, "file_name": f"{name}.jpg"} for i, name in enumerate(names)],
+        "annotations": [
+            {"image_id": i, "file_name": f"{name}.png", "segments_info": segments if not i else segments[:2]}
+            for i, name in enumerate(names)
+        ],
+        "categories": [{"id": 1, "name": "road"}],
+    }
+    (root / "annotations" / "panoptic_train.json").write_text(json.dumps(content))
+
+
+def table_of_keys(root: Path) -> None:
+    """A JSON list of records, each with another key: as a table it has 900 million cells."""
+    drawn.yolo(root)
+    (root / "list.json").write_text(json.dumps([{f"k{number}": 1} for number in range(30_000)]))
+
+
+def value_of_mask(root: Path) -> None:
+    """A mask with the value 2,000,000,000."""
+    import cv2
+
+    for name in drawn.NAMES:
+        draw_image(root / "images" / f"{name}.png", (drawn.HEIGHT, drawn.WIDTH))
+        mask = np.zeros((drawn.HEIGHT, drawn.WIDTH), np.int32)
+        mask[8:, 8:] = 2_000_000_000
+        (root / "masks").mkdir(exist_ok=True)
+        assert cv2.imwrite(str(root / "masks" / f"{name}.tif"), mask)
+
+
+BOMBS: dict[Callable[[Path], None], str] = {
+    supervisely: "bitmap: too large (",
+    supervisely_packed: "its bitmap is not a PNG",
+    cvat: "a mask of 200000 x 100000 pixels would take 19073 MiB",
+    cvat_overflow: "run lengths of 18446744073709551652 pixels for 6 x 6",
+    yolo: "the labels: 2000000001 classes, but 8-bit masks hold 255: keep fewer",
+    yolo_names: "data.yaml: 2000000001 classes, but 8-bit masks hold 255: keep fewer",
+    yaml_aliases: "classes: background, class_0, class_1",
+    parquet_values: "train.parquet: a group of 1500 rows would take 8",
+    parquet_rows: "train.parquet: a group of 10000000 rows would take 19531 MiB",
+    npz: "an array of shape (44000, 512, 512) would take 11",
+    npz_header: "data.npz: ",
+    zigzag: "a polygon of 200000 corners that crosses itself would take",
+    circles: "masks: 6 in",
+    many_corners: "masks: 6 in",
+    panoptic: "every pixel has one class",
+    table_of_keys: "classes: background, road, car",
+    value_of_mask: "",
+}
+"""Function that draws a folder -> what is said about it."""
+
+
+def converted(root: Path, out: Path) -> list[str]:
+    """Examines a folder as `segapp init` does, and draws every mask; returns the problems that were reported."""
+    said = []
+    try:
+        said += propose_config(InitRequest(root, out=out / "a.yaml", force=True)).lines
+    except (ConfigError, DataError) as error:
+        said.append(str(error))
+    tree = survey_tree(root)
+    for convert in CONVERTERS.values():
+        try:
+            found = convert(tree)
+            for number, layout in enumerate([found] if hasattr(found, "pairs") else found or ()):
+                said += write_files(layout, out / f"{convert.__name__}{number}")[1]  # type: ignore[arg-type]
+        except (ValueError, DataError) as error:
+            said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("draw", BOMBS)
+def test_small_file_asking_for_gigabytes_is_refused_or_drawn(draw: Callable[[Path], None], tmp_path: Path) -> None:
+    (root := tmp_path / "d").mkdir()
+    draw(root)
+    kind, said = outcome(converted, root, tmp_path / "out")
+    assert kind == "done", said
+    assert any(BOMBS[draw] in line for line in said), said
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-16-le", "utf-16-be", "latin-1", "cp1252"])
+def test_xml_with_a_document_type_is_refused_in_every_encoding(encoding: str) -> None:
+    declared = "utf-16" if encoding.startswith("utf-16") else encoding
+    head = f'<?xml version="1.0" encoding="{declared}"?>'
+    bom = {"utf-16-le": b"\xff\xfe", "utf-16-be": b"\xfe\xff"}.get(encoding, b"")
+    plain = bom + f'{head}<annotations><image name="a"/></annotations>'.encode(encoding)
+    assert parse_xml(plain).find("image") is not None
+    for kind in ('[<!ENTITY x "aa">]', 'SYSTEM "http://127.0.0.1:9/x.dtd"', '[<!ENTITY % p SYSTEM "file:///x"> %p;]'):
+        text = f"{head}<!DOCTYPE annotations {kind}><annotations>&x;</annotations>"
+        with pytest.raises(ValueError, match="document type is not read"):
+            parse_xml(bom + text.encode(encoding))
+
+
+@pytest.mark.parametrize("encoding", ["utf-7", "utf-32", "cp037", "cp500"])
+def test_xml_in_an_unknown_encoding_is_refused(encoding: str) -> None:
+    text = f'<?xml version="1.0" encoding="{encoding}"?><!DOCTYPE a [<!ENTITY x "aa">]><a>&x;</a>'
+    with pytest.raises((ElementTree.ParseError, ValueError, LookupError)):
+        parse_xml(text.encode(encoding))
+
+
+def test_entity_of_cvat_in_utf_16_is_no_class(tmp_path: Path) -> None:
+    drawn.cvat(tmp_path)
+    text = (tmp_path / "annotations.xml").read_text().replace("<name>car</name>", "<name>&x;</name>")
+    entity = '<?xml version="1.0" encoding="utf-16"?><!DOCTYPE annotations [<!ENTITY x "made-up">]>'
+    comment = "<!--" + b"<annotations>   ".decode("utf-16-le") + "-->"  # found by a search for bytes
+    (tmp_path / "annotations.xml").write_bytes(f"{entity}{comment}{text}".encode("utf-16"))
+    assert find_cvat(survey_tree(tmp_path)) is None
