@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.config import RunConfig, load_config
-from segapp.errors import ConfigError, RunError
+from segapp.errors import ConfigError, RunError, without_secrets
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
 from segapp.scores import SCORES, count_scored
@@ -68,7 +68,7 @@ def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
     if report.view.start is None:
         raise RunError(f"{folder.path} has no events yet: train it first")
     try:
-        report.config_text = folder.config_yaml.read_text(encoding="utf-8", errors="backslashreplace")
+        report.config_text = without_secrets(folder.config_yaml.read_text(encoding="utf-8", errors="backslashreplace"))
         report.config = load_config(folder.config_yaml)
     except (OSError, ConfigError):
         pass  # the config is optional in a report

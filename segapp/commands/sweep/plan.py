@@ -17,6 +17,7 @@ from typing import Any
 from segapp.commands.sweep.grid import combinations, parse_axes
 from segapp.config import RunConfig, changed_keys, dump_config, find_config, load_config
 from segapp.config.parts import part_names
+from segapp.config.trackers import TRACKERS, name_trackers
 from segapp.custom.trust import check_trusted, remember_parts
 from segapp.errors import ConfigError, RunBusyError, did_you_mean, storage_errors
 from segapp.run.files import write_atomic
@@ -134,6 +135,8 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     folder = existing or SweepFolder(_new_path(name or _default_name(bases)))
     info = existing.read() if existing is not None else new_info()
     named = frozenset(part for each in candidates for part in part_names(each.config).values())
+    for each in candidates:
+        name_trackers(each.config.log, [key for key in TRACKERS if files or f"log.{key}" in given])
     own_parts = named if files else named & {value for values in given.values() for value in values}
     return replace(_joined(folder, info, axes, candidates), own_parts=own_parts, is_known=existing is not None)
 
