@@ -74,7 +74,7 @@ class SegappError(Exception):
         value: Any = None,
     ) -> None:
         super().__init__(without_secrets(message))
-        self.key, self.path = key, None if path is None else without_secrets(os.fspath(path))
+        self.key, self.path = key, None if path is None else os.fspath(path)
         self.value = without_secrets(value) if isinstance(value, str) else value
         self.problems: list[dict[str, Any]] = []
         """For an error that lists several errors, the fields of each."""

@@ -30,22 +30,20 @@ def unnamed_trackers(log: LogConfig) -> dict[str, str]:
 
     A tracker is named by a config or an override of the user, now or earlier, or by its environment variable.
     """
-    named, recorded = os.environ.get(_NAMED, "").split("\n"), list[str]()
-    named += [_override(key, without_secrets(os.environ.get(name, ""))) for key, name in TRACKERS.items()]
+    in_environment = [
+        key for key, name in TRACKERS.items() if without_secrets(os.environ.get(name, "")) == getattr(log, key)
+    ]
+    named = {*os.environ.get(_NAMED, "").split("\n"), *_overrides(log, in_environment).values()}
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: there is no home folder
         path = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state") / "segapp" / "trackers"
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(path, "a+", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
             file.seek(0)
             recorded = file.read(2**20).split("\n")
-            new = {each for each in _overrides(log).values() if each in named and each not in recorded}
-            file.writelines(f"{each}\n" for each in new)
-    return {key: each for key, each in _overrides(log).items() if each not in [*named, *recorded]}
+            file.writelines(f"{each}\n" for each in _overrides(log).values() if each in named and each not in recorded)
+        named.update(recorded)
+    return {key: override for key, override in _overrides(log).items() if override not in named}
 
 
 def _overrides(log: LogConfig, keys: Iterable[str] = tuple(TRACKERS)) -> dict[str, str]:
-    return {key: _override(key, value) for key in keys if (value := getattr(log, key)) is not None}
-
-
-def _override(key: str, value: str) -> str:
-    return f"log.{key}={json.dumps(value)}"
+    return {key: f"log.{key}={json.dumps(value)}" for key in keys if (value := getattr(log, key)) is not None}

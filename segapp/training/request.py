@@ -7,16 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from segapp.config import (
-    RunConfig,
-    changed_keys,
-    find_config,
-    kept_on_resume,
-    load_config,
-    named_config,
-    parse_overrides,
-    part_names,
-)
+from segapp.config import RunConfig, changed_keys, kept_on_resume, load_config, named_config, part_names
+from segapp.config.load import find_config, parse_overrides
 from segapp.config.trackers import TRACKERS, name_trackers
 from segapp.custom.trust import check_trusted
 from segapp.errors import SegappError

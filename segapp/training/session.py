@@ -563,8 +563,7 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
     if context.ranks.is_main:
         keep_parts(part_names(config).values(), context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
-        unnamed = unnamed_trackers(config.log)
-        for key, override in unnamed.items():
+        for key, override in (unnamed := unnamed_trackers(config.log)).items():
             message = (
                 f"log.{key} is in the config of this run, but you have not named it on this machine: the training "
                 f"continues without it; if you know it, stop and resume with {shlex.quote(override)}"

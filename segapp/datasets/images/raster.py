@@ -51,7 +51,8 @@ def opened(path: Path, page: int | None = None) -> Iterator[Any]:
         with rasterio.Env(**options):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about files without a georeference
-                name = path if page is None else f"GTIFF_DIR:{page}:{path}"
+                full = path.absolute()  # rasterio takes a file "http:box:80?x.tif" for an address
+                name = full if page is None else f"GTIFF_DIR:{page}:{full}"
                 source = rasterio.open(name, driver="GTiff")
             with source:
                 yield source

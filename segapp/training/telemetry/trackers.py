@@ -138,6 +138,9 @@ class WandbTracker:
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
         os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it sends tracebacks to its makers
+        files = [file for file in (Path("wandb/settings"), Path(".wandb/settings")) if file.is_file()]
+        if "WANDB_BASE_URL" not in os.environ and any("base_url" in file.read_text() for file in files):
+            raise ValueError(f"{files[0]} names a server, which would get your key: set WANDB_BASE_URL to its address")
         import wandb
 
         self._wandb: Any = wandb
@@ -264,7 +267,7 @@ def make_trackers(
                 raise ConfigError(f"log.{name} needs the package {package}: pip install {package}") from None
             raise
         except Exception as error:  # no login, no server, no disk space
-            what = f"{type(error).__name__}: {first_line(error)}"
+            what = without_secrets(f"{type(error).__name__}: {first_line(error)}")
             raise ConfigError(
                 f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
             ) from None
