@@ -155,7 +155,9 @@ def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path) -> None:
             (folder / "wandb").mkdir()
             (folder / "wandb" / "settings").write_text(f"[default]\nbase_url = http://{seen.address}\n")
         words = [sys.executable, "-c", code, str(tmp_path / "run")]
-        done = subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False)
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False
+        )
         assert "set WANDB_BASE_URL" in done.stderr
         assert [each for each in seen.take() if each.startswith("connection")] == []
 
