@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import cv2
 import numpy as np
 import pytest
 import typer
@@ -88,7 +86,7 @@ def write_hostile_files(folder: Path, address: str) -> None:
     write_map(folder / f"http:{address}?map.tif", "EPSG:32632")
     wide = np.zeros((20, 30, 5), np.float32)
     pytest.importorskip("tifffile").imwrite(folder / f"http:{address}?wide.tif", wide)
-    vrt = f'<VRTDataset rasterXSize="20" rasterYSize="20"><VRTRasterBand dataType="Byte" band="1"><SimpleSource>'
+    vrt = '<VRTDataset rasterXSize="20" rasterYSize="20"><VRTRasterBand dataType="Byte" band="1"><SimpleSource>'
     vrt += (
         f"<SourceFilename>/vsicurl/http://{address}/a.tif</SourceFilename></SimpleSource></VRTRasterBand></VRTDataset>"
     )
@@ -157,16 +155,18 @@ def test_no_command_sends_a_request(name: str, seen: Network, place: Path) -> No
 
 
 PYTHON = {
-    "connect": "import socket; socket.socket().connect_ex(('192.0.2.1', 9)) if 0 else socket.create_connection(('192.0.2.1', 9), 0.1)",
+    "connect": "import socket; socket.create_connection(('192.0.2.1', 9), 0.1)",
     "name": "import socket; socket.gethostbyname('segapp.invalid')",
     "datagram": "import socket; socket.socket(type=socket.SOCK_DGRAM).sendto(b'', ('192.0.2.1', 9))",
-    "child": "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import socket; socket.getaddrinfo(\"segapp.invalid\", 9)'])",
+    "child": "import os, sys; os.execl(sys.executable, 'python', '-c', 'import socket; socket.getfqdn(\"192.0.2.1\"); "
+    'socket.getaddrinfo("segapp.invalid", 9)\')',
     "urllib": "import urllib.request; urllib.request.urlopen('http://segapp.invalid')",
     "GDAL": "import rasterio; rasterio.open('/vsicurl/http://segapp.invalid/a.tif')",
     "GDAL of a name": "import rasterio, pathlib; rasterio.open(pathlib.Path('http:ADDRESS?map.tif'))",
     "PROJ": "from rasterio.crs import CRS; CRS.from_user_input('http://ADDRESS/crs')",
     "FFmpeg": "import cv2; cv2.VideoCapture('http:ADDRESS?.mp4')",
 }
+"""Programs that send a request, each in another way."""
 
 
 @pytest.mark.parametrize("name", PYTHON)
