@@ -23,7 +23,7 @@ from typing import Any, Self
 
 _FIELDS = ("key", "path", "value")
 
-# In an address: user name and password; for http also a name alone, which may be a token; the secrets of a query.
+# In an address: name and password of a user; for http also only a name, which may be a token; secrets of a query.
 _SECRETS = re.compile(
     r"""(?<=http://)[^/?#\s]+@ | (?<=https://)[^/?#\s]+@ | (?<=//)([^/?#\s:]*):[^/?#\s]*(?=@)
     | (?<=//)([^/?#\s:\[]*):(?!\d*[/?#])\S{0,200}(?=@)  # a password in which / ? or # is not escaped

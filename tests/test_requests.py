@@ -46,7 +46,7 @@ COMMANDS: dict[str, list[str]] = {
     "plan": ["plan", "--config", "config.yaml", "--gpus", "1x4000MiB", "model.weights_backbone=imagenet"],
     "models": ["models", "resnet18", "--memory"],
     "profile": ["profile", "--config", "config.yaml", "--steps", "2"],
-    "check-part": ["check-part", "./part.py:loss", "--kind", "loss"],
+    "check-part": ["check-part", "./part.py:loss", "--as", "loss"],
     "docs": ["docs", "train"],
     "ckpt": ["ckpt", "verify", "stranger"],
 }

@@ -119,7 +119,7 @@ def test_commands_write_nothing_and_repeat_no_secret(words: list[str], config: P
     assert [path.name for path in config.parent.iterdir()] == ["config.yaml"]
 
 
-def test_old_run_with_a_secret_is_not_resumed_and_its_report_has_no_secret(config: Path) -> None:
+def test_old_run_with_a_secret_is_not_resumed_or_shown(config: Path) -> None:
     done = program("train", "--plain", "--config", "config.yaml", "--run", "run", "train.epochs=1", cwd=config.parent)
     assert done.returncode == 0, done.stderr
     own = config.parent / "run" / "config.yaml"

@@ -64,7 +64,7 @@ def said(output: str) -> list[str]:
     return [line for line in output.splitlines() if "you have not named it" in line]
 
 
-def test_tracker_of_a_stranger_gets_nothing_and_one_line_has_the_override(run: Path) -> None:
+def test_tracker_of_a_stranger_gets_nothing_and_one_line_says_so(run: Path) -> None:
     pytest.importorskip("mlflow")
     exists, output = resume(run)
     assert not exists
