@@ -18,6 +18,7 @@ import yaml
 
 from segapp.cli import app
 from segapp.config import dump_config
+from tests.support import ROOT
 from tests.support.fault_runs import tiny_config
 from tests.support.network import Network, network
 from tests.support.programs import segapp
@@ -46,7 +47,7 @@ COMMANDS: dict[str, list[str]] = {
     "plan": ["plan", "--config", "config.yaml", "--gpus", "1x4000MiB", "model.weights_backbone=imagenet"],
     "models": ["models", "resnet18", "--memory"],
     "profile": ["profile", "--config", "config.yaml", "--steps", "2"],
-    "check-part": ["check-part", "./part.py:loss", "--as", "loss"],
+    "check-part": ["check-part", "./own_parts.py:BrierLoss", "--as", "loss"],
     "docs": ["docs", "train"],
     "ckpt": ["ckpt", "verify", "stranger"],
 }
@@ -117,7 +118,7 @@ def place(seen: Network, stranger: Path, tiny_root: Path, tmp_path: Path) -> Pat
     shutil.copyfile(stranger / "../config.yaml", place / "config.yaml")
     write_hostile_files(place, seen.address)
     write_map(place / "maps" / "a.tif", f"http://{seen.address}/crs")
-    (place / "part.py").write_text("import torch\n\ndef loss(logits, target):\n    return logits.float().mean()\n")
+    shutil.copyfile(ROOT / "segapp/docs/examples/own_parts.py", place / "own_parts.py")
     return place
 
 
@@ -147,7 +148,7 @@ def test_no_command_sends_a_request(name: str, seen: Network, place: Path) -> No
     environ = {
         **os.environ,
         **seen.env,
-        "PYTHONPATH": f"{seen.env['PYTHONPATH']}{os.pathsep}{Path(__file__).parents[1]}",
+        "PYTHONPATH": f"{seen.env['PYTHONPATH']}{os.pathsep}{ROOT}",
     }
     done = subprocess.run(words, cwd=place, env=environ, capture_output=True, text=True, stdin=subprocess.DEVNULL)
     assert seen.take() == []
