@@ -417,6 +417,7 @@ def train(
         >>> result.val.miou, result.history.to_pandas()  # doctest: +SKIP
     """
     from segapp.build.devices import plan_devices
+    from segapp.config.trackers import name_trackers
     from segapp.run.folder import RunFolder
     from segapp.training.launchers import adopt_launcher
     from segapp.training.request import TrainRequest, plan_request
@@ -431,6 +432,7 @@ def train(
             if config is None:
                 raise ConfigError("config is missing: give a file, a dictionary or a RunConfig")
             request = TrainRequest(_read(config, overrides), run=folder)
+            name_trackers(request.config.log)
         elif isinstance(config, str | Path | None):
             request = plan_request(None if config is None else str(config), overrides, folder, resume)
         else:

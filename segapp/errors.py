@@ -17,10 +17,29 @@ SegappError                 exit code 1
 import contextlib
 import copy
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Self
 
 _FIELDS = ("key", "path", "value")
+
+# In an address: name and password of a user; for http also only a name, which may be a token; secrets of a query.
+_SECRETS = re.compile(
+    r"""(?<=http://)[^/?#\s]+@ | (?<=https://)[^/?#\s]+@ | (?<=//)([^/?#\s:]*):[^/?#\s]*(?=@)
+    | (?<=//)([^/?#\s:\[]*):(?!\d*[/?#])\S{0,200}(?=@)  # a password in which / ? or # is not escaped
+    | (?:(?<=[?&;#])|(?<=%3B))(?:[\w.-]*(?:pass(?:word|wd)?|pwd|token|secret|signature)
+        |(?:[\w.-]*(?:api|access|auth|secret)[_.-]?)?key|sig)(?:=|%3D)[^&;\#\s"]+""",
+    re.IGNORECASE | re.VERBOSE,
+)
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without the passwords and tokens of the addresses in it.
+
+    >>> without_secrets("http://bob:pw@box:5000/a?token=1 and postgresql://bob:pw@box/a")
+    'http://box:5000/a? and postgresql://bob@box/a'
+    """
+    return _SECRETS.sub(r"\1\2", text)
 
 
 def install_command(extra: str) -> str:
@@ -54,8 +73,9 @@ class SegappError(Exception):
         path: str | os.PathLike[str] | None = None,
         value: Any = None,
     ) -> None:
-        super().__init__(message)
-        self.key, self.path, self.value = key, None if path is None else os.fspath(path), value
+        super().__init__(without_secrets(message))
+        self.key, self.path = key, None if path is None else os.fspath(path)
+        self.value = without_secrets(value) if isinstance(value, str) else value
         self.problems: list[dict[str, Any]] = []
         """For an error that lists several errors, the fields of each."""
 
@@ -83,7 +103,7 @@ class SegappError(Exception):
     def reworded(self, message: str) -> Self:
         """Return this error with another message and the same fields."""
         error = copy.copy(self)
-        error.args = (message,)
+        error.args = (without_secrets(message),)
         return error
 
     def see(self, topic: str) -> Self:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -12,7 +13,7 @@ from segapp.build.pairs import band_statistics, build_pairs, build_pixels, own_d
 from segapp.build.trained import CONFIG_KEY, TrainedModel, load_trained
 from segapp.custom.names import is_part
 from segapp.datasets.images.reading import read_image
-from segapp.errors import ConfigError, SegappError, accepted_words
+from segapp.errors import ConfigError, SegappError, accepted_words, without_secrets
 from segapp.export import CheckResult, ExportInfo, Format, write_export, write_weights
 from segapp.run.folder import run_of_file
 from segapp.run.words import printable
@@ -42,7 +43,7 @@ def export_target(
         raise ConfigError(f"--argmax: {printable(target)} has several classes per pixel: leave it out")
     info = _info(trained, half=half, argmax=argmax)
     if chosen == WEIGHTS:
-        text = trained.config.model_dump_json()
+        text = without_secrets(json.dumps(trained.config.model_dump(mode="json")))
         num_tensors = write_weights(trained.model, info, out, {CONFIG_KEY: text})
         print(
             f"{printable(str(out))}: safetensors, {info.precision}, {out.stat().st_size / 2**20:.1f} MiB, "

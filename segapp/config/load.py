@@ -25,7 +25,7 @@ from segapp.config.sections import RunConfig
 from segapp.config.values import OnResume, section_of
 from segapp.config.yaml_reader import MAX_CHARS, MAX_NODES, parse_yaml
 from segapp.custom.trust import check_known
-from segapp.errors import ConfigError, SegappError, closest_words
+from segapp.errors import ConfigError, SegappError, closest_words, without_secrets
 from segapp.older import say, upgraded
 
 MAX_PROBLEMS = 50
@@ -155,6 +155,7 @@ def load_config(name: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     merged = copy.deepcopy(raw)
     _merge(merged, extra)
     locations = KeyLocations(path, lines, frozenset(extra))
+    _check_secrets(merged, locations)
     try:
         return validate_config(merged, locations)
     except ConfigError:  # without the command line, to find out where a problem comes from
@@ -177,7 +178,23 @@ def check_code(config: RunConfig, origin: Path, overrides: Sequence[str] = (), *
 def config_of(raw: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
     """Return a config from nested plain values, which are modified, and `dotted.key=value` words."""
     _merge(raw, parse_overrides(overrides))
+    _check_secrets(raw, KeyLocations())
     return validate_config(raw)
+
+
+def _check_secrets(raw: Any, locations: KeyLocations, loc: tuple[str, ...] = ()) -> None:
+    """Raise ConfigError for an address with a password or token in a user's config, which many files would copy."""
+    inner = raw.items() if isinstance(raw, Mapping) else enumerate(raw) if isinstance(raw, list | tuple) else ()
+    for key, value in inner:
+        _check_secrets(value, locations, (*loc, str(key)))
+    if any(isinstance(text, str) and without_secrets(text) != text for text in (raw, *loc[-1:])):
+        key = ".".join(loc)
+        raise ConfigError(
+            f"{locations.place(loc)}: {key} holds a password or token, which the files of the run would contain: write "
+            "the address without it, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD for a server of "
+            "MLflow, MLFLOW_TRACKING_URI to the whole address of a database, or WANDB_API_KEY for W&B",
+            key=key,
+        ).see("train")
 
 
 def validate_config(raw: Mapping[str, Any], locations: KeyLocations | None = None) -> RunConfig:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.config import RunConfig, load_config
-from segapp.errors import ConfigError, RunError
+from segapp.errors import ConfigError, RunError, without_secrets
 from segapp.run.files import read_of_run
 from segapp.run.folder import RunFolder, find_run
 from segapp.run.state import State, run_state
@@ -69,7 +69,7 @@ def read_run_report(run: str | Path, view: View | None = None) -> RunReport:
     if report.view.start is None:
         raise RunError(f"{folder.path} has no events yet: train it first")
     try:
-        report.config_text = read_of_run(folder.config_yaml).decode(errors="backslashreplace")
+        report.config_text = without_secrets(read_of_run(folder.config_yaml).decode(errors="backslashreplace"))
         report.config = load_config(folder.config_yaml)
     except (OSError, ConfigError):
         pass  # the config is optional in a report

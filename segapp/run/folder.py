@@ -15,7 +15,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import from_json
 
-from segapp.errors import ConfigError, RunBusyError, StorageError, did_you_mean
+from segapp.errors import ConfigError, RunBusyError, StorageError, did_you_mean, without_secrets
 from segapp.run.events.types import MAX_EVENTS_BYTES
 from segapp.run.files import (
     check_tree,
@@ -257,7 +257,7 @@ class RunFolder:
             name=self.name,
             created_s=round(time.time(), 3),
             process=this_process(),
-            argv=[os.fsencode(argument).decode(errors="backslashreplace") for argument in sys.argv],
+            argv=[without_secrets(os.fsencode(word).decode(errors="backslashreplace")) for word in sys.argv],
             versions=versions or {},
             gpus=gpus or [],
         )

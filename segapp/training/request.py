@@ -8,9 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from segapp.config import RunConfig, changed_keys, check_code, kept_on_resume, load_config, load_runnable, named_config
+from segapp.config.load import find_config, parse_overrides
+from segapp.config.trackers import TRACKERS, name_trackers
 from segapp.errors import SegappError
 from segapp.run.checkpoints import CheckpointFolder
-from segapp.run.folder import RunFolder, find_run, is_run, run_folders
+from segapp.run.folder import RunFolder, find_run, is_run, is_sweep, run_folders
 from segapp.run.words import printable
 
 
@@ -47,6 +49,9 @@ def plan_request(config: str | None, overrides: Sequence[str], run: Path | None,
         ConfigError: the config, or the run or file, does not exist or is invalid.
     """
     request = _plan(config, overrides, run, resume)
+    name_trackers(request.config.log, [key for key in TRACKERS if ("log", key) in parse_overrides(overrides)])
+    if config is not None and not any(is_run(each) or is_sweep(each) for each in find_config(config).resolve().parents):
+        name_trackers(load_config(config, overrides).log)
     distill = request.config.distill
     if distill is not None and not Path(distill.teacher).is_file():
         try:

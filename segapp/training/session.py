@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import platform
+import shlex
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from segapp.build.trainer import build_trainer
 from segapp.checkpoint.sharing import load_on_every_rank, on_main
 from segapp.checkpoint.training_state import LoadedCheckpoint, check_resumable, checkpoint_to_resume, saved_state
 from segapp.config import LiveSettings, RunConfig, dump_config, part_names
+from segapp.config.trackers import unnamed_trackers
 from segapp.custom.names import keep_parts
 from segapp.datasets.cache import CacheFiles
 from segapp.errors import (
@@ -572,6 +574,14 @@ def _restore(trainer: Trainer, context: RunContext, config: RunConfig, checkpoin
     if context.ranks.is_main:
         keep_parts(part_names(config).values(), context.folder.parts)
         at_step = None if checkpoint is None else checkpoint.step
+        for key, override in (unnamed := unnamed_trackers(config.log)).items():
+            message = (
+                f"log.{key} is in the config of this run, but you have not named it on this machine: the training "
+                f"continues without it; if you know it, stop and resume with {shlex.quote(override)}"
+            )
+            event_log.emit(Alert(kind="trackers", message=message))
+        log = config.log.model_copy(update=dict.fromkeys(unnamed))
+        config = config.model_copy(update={"log": log})
         event_log.add_listeners(make_trackers(config, context.folder, trainer.facts.classes, at_step))
 
 

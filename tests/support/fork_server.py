@@ -35,6 +35,8 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from tests.support import network
+
 
 def run(command: dict[str, Any]) -> int:
     """Runs `segapp ARGV` in the forked child and returns its exit code."""
@@ -51,6 +53,7 @@ def run(command: dict[str, Any]) -> int:
         os.dup2(source, fd)
         os.close(source)
     faulthandler.enable(2)  # SIGABRT prints the stacks
+    network.note_requests()
     if command.get("is_stopped"):
         os.kill(os.getpid(), signal.SIGSTOP)
     from segapp import failpoints

@@ -363,8 +363,8 @@ ENVIRONMENT = {
     "file next to the run folder.",
     "XDG_CACHE_HOME": "Decoded images and class weights are cached in `$XDG_CACHE_HOME/segapp`. Default: `~/.cache`.",
     "XDG_CONFIG_HOME": "Settings of the TUI are in `$XDG_CONFIG_HOME/segapp/ui.toml`. Default: `~/.config`.",
-    "XDG_STATE_HOME": "Trusted custom components and seen alerts are noted in `$XDG_STATE_HOME/segapp`. Default: "
-    "`~/.local/state`.",
+    "XDG_STATE_HOME": "Trusted custom components, named trackers and seen alerts are noted in "
+    "`$XDG_STATE_HOME/segapp`. Default: `~/.local/state`.",
     "NO_COLOR": "Set to any value: the TUI uses no color.",
     "TERM": "`dumb` or empty: no TUI; `train` prints lines.",
     "CUDA_VISIBLE_DEVICES": "The GPUs that segapp may use; numbers in `parallel.devices` count within it.",
@@ -410,10 +410,16 @@ ENVIRONMENT = {
     "PYTORCH_ALLOC_CONF": "The newer name of `PYTORCH_CUDA_ALLOC_CONF`.",
     "CUBLAS_WORKSPACE_CONFIG": "Set to `:4096:8` by `train.deterministic`, unless it is set.",
     "WANDB_MODE": "`offline`: `log.wandb` writes to this machine only (read by wandb).",
+    "WANDB_PROJECT": "Names the project of `log.wandb` for a resume.",
+    "WANDB_BASE_URL": "The server of W&B (read by wandb); needed if `wandb/settings` in the current folder names one.",
+    "WANDB_ERROR_REPORTING": "Set to `false` unless it is set: wandb sends no tracebacks to its makers.",
+    "MLFLOW_TRACKING_URI": "Names the address of `log.mlflow` for a resume; the same address with a password is used.",
+    "MLFLOW_DISABLE_TELEMETRY": "Set to `true` unless it is set: MLflow sends no statistics to its makers.",
 }  # fmt: skip
 """Each variable that the program or a library that it configures reads, and its effect."""
 
 INTERNAL = {
+    "SEGAPP_TRACKERS": "set for children: the trackers that the user has named",
     "SEGAPP_PARENT_PID": "set for ranks by their parent",
     "SEGAPP_RANK_DEVICES": "set for ranks by their parent",
     "SEGAPP_RANK_STORE": "set for ranks by their parent",

@@ -16,6 +16,7 @@ from typing import Any
 
 from segapp.commands.sweep.grid import combinations, parse_axes
 from segapp.config import RunConfig, changed_keys, check_code, dump_config, find_config, load_config
+from segapp.config.trackers import TRACKERS, name_trackers
 from segapp.errors import ConfigError, RunBusyError, did_you_mean, storage_errors
 from segapp.run.files import make_durable_directory, write_atomic
 from segapp.run.folder import is_sweep
@@ -126,6 +127,7 @@ def plan_sweep(words: Sequence[str], configs: Sequence[str]) -> SweepPlan:
     typed = [f"{key}={value}" for key, values in given.items() for value in values]
     for each in candidates:
         check_code(each.config, find_config(each.given[0]), typed, is_stored=not files)
+        name_trackers(each.config.log, [key for key in TRACKERS if files or f"log.{key}" in given])
     return replace(_joined(folder, info, axes, candidates), is_known=existing is not None)
 
 

@@ -9,6 +9,7 @@ Shapes: H, W height and width in pixels; B bands.
 from __future__ import annotations
 
 import logging
+import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,8 @@ def opened(path: Path, page: int | None = None) -> Iterator[Any]:
         with rasterio.Env(**options):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # about files without a georeference
-                name = path if page is None else f"GTIFF_DIR:{page}:{path}"
+                full = path.absolute()  # rasterio takes a file "http:box:80?x.tif" for an address
+                name = full if page is None else f"GTIFF_DIR:{page}:{full}"
                 source = rasterio.open(name, driver="GTiff")
             with source:
                 yield source
@@ -101,15 +103,24 @@ def crs_name(crs: str) -> str | None:
 
 
 def on_image(points_V2: NDArray[np.float64], crs: str | None, place: Georeference | None) -> NDArray[np.float64]:
-    """Return points of a coordinate system as columns and rows of an image; unchanged if either has no georeference."""
+    """Return points of a coordinate system as columns and rows of an image; unchanged if either has no georeference.
+
+    Raises:
+        ValueError: the coordinate system is neither WKT nor a code such as EPSG:32632 or urn:ogc:def:crs:EPSG::32632.
+    """
     if crs is None or place is None:
         return points_V2
     from rasterio.crs import CRS
     from rasterio.transform import Affine
     from rasterio.warp import transform
 
+    # GDAL and PROJ also open addresses and files, even one that is named like an unknown code, but not for a URN.
+    code = re.fullmatch(r"(?:urn:(?:x-)?ogc:def:crs:)?(\w+):(?:[\w.]*:)?(\w+)", crs)
+    if code is None and ("://" in crs or "[" not in crs):
+        raise ValueError(f"{crs!r} is no coordinate system: use a code such as EPSG:32632, or WKT")
     x, y = points_V2.T
-    source, target = CRS.from_user_input(crs), CRS.from_user_input(place.crs or crs)
+    source = CRS.from_wkt(crs) if code is None else CRS.from_user_input(f"urn:ogc:def:crs:{code[1]}::{code[2]}")
+    target = source if place.crs is None else CRS.from_wkt(place.crs)
     if source != target:
         x, y = (np.asarray(side) for side in transform(source, target, x, y))
     inverse = ~Affine(*place.transform)

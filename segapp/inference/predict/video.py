@@ -35,7 +35,7 @@ class VideoReader:
     def __init__(self, file: InputFile) -> None:
         self.file = file
         os.environ.setdefault("OPENCV_FFMPEG_LOGLEVEL", "-8")  # errors are reported below, in one line
-        self._capture = cv2.VideoCapture(os.fspath(file.path))
+        self._capture = cv2.VideoCapture(os.fspath(file.path.absolute()))  # FFmpeg takes "http:x.mp4" for an address
         is_open = self._capture.isOpened()
         self._first = self._read() if is_open else None
         if self._first is None:

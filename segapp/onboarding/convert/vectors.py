@@ -76,7 +76,7 @@ def _read_geopackage(path: Path) -> tuple[str | None, list[_Feature]]:
     with path.open("rb") as file:
         if file.read(16) != b"SQLite format 3\0":  # GDAL would try all of its formats
             return None, []
-    found, _, geometries, columns = pyogrio.raw.read(path)
+    found, _, geometries, columns = pyogrio.raw.read(path.absolute())
     shapes = [json.loads(text) for text in shapely.to_geojson(shapely.from_wkb(geometries))]
     rows = zip(*(column.tolist() for column in columns), strict=True)
     properties = [dict(zip(found["fields"], row, strict=True)) for row in rows]

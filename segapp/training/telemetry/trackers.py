@@ -6,6 +6,7 @@ Trackers get the events of the main rank. They cannot stop a training: a tracker
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 from segapp.config import RunConfig
 from segapp.datasets.images.reading import read_image
-from segapp.errors import ConfigError
+from segapp.errors import ConfigError, without_secrets
 from segapp.run.events import EpochStart, Event, Memory, RunEnd, Step, Val
 from segapp.run.folder import RunFolder
 from segapp.run.words import first_line, printable
@@ -96,7 +97,7 @@ class TrackerListener:
             call(self._tracker)
         except Exception as error:  # a server, a disk, or a version of the tracker's package
             self._tracker = None
-            what = f"{type(error).__name__}: {first_line(error)}"
+            what = without_secrets(f"{type(error).__name__}: {first_line(error)}")
             print(f"note: {self.name} is switched off for this training: {printable(what)[:300]}", file=sys.stderr)
 
 
@@ -136,6 +137,10 @@ class WandbTracker:
     """Logs to Weights & Biases; with WANDB_MODE=offline nothing leaves the machine."""
 
     def __init__(self, folder: Path, project: str, settings: Mapping[str, Any], run_id: str, name: str) -> None:
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # else it sends tracebacks to its makers
+        files = [file for file in (Path("wandb/settings"), Path(".wandb/settings")) if file.is_file()]
+        if "WANDB_BASE_URL" not in os.environ and any("base_url" in file.read_text() for file in files):
+            raise ValueError(f"{files[0]} names a server, which would get your key: set WANDB_BASE_URL to its address")
         import wandb
 
         self._wandb: Any = wandb
@@ -176,6 +181,7 @@ class MlflowTracker:
         name: str,
         artifacts: Path | None = None,
     ) -> None:
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # else it sends statistics to its makers
         from mlflow.entities import Metric, Param, RunStatus
         from mlflow.tracking import MlflowClient
 
@@ -261,7 +267,7 @@ def make_trackers(
                 raise ConfigError(f"log.{name} needs the package {package}: pip install {package}") from None
             raise
         except Exception as error:  # no login, no server, no disk space
-            what = f"{type(error).__name__}: {first_line(error)}"
+            what = without_secrets(f"{type(error).__name__}: {first_line(error)}")
             raise ConfigError(
                 f"log.{name} cannot be used: {printable(what)[:300]}: fix it, or set log.{name}: {_OFF[name]}"
             ) from None
@@ -274,7 +280,9 @@ def make_trackers(
         project = log.wandb
         add("wandb", "wandb", lambda: WandbTracker(folder.path, project, settings, run_id, folder.name))
     if log.mlflow is not None:
-        uri, artifacts = log.mlflow, artifact_folder(log.mlflow, folder.path.parent)
+        whole = os.environ.get("MLFLOW_TRACKING_URI", "")  # may hold the password of the same address
+        uri = whole if without_secrets(whole) == log.mlflow else log.mlflow
+        artifacts = artifact_folder(log.mlflow, folder.path.parent)
         add(
             "mlflow", "mlflow-skinny", lambda: MlflowTracker(uri, config.name, settings, run_id, folder.name, artifacts)
         )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
 import struct
+import subprocess
 import sys
 import time
 import types
@@ -18,6 +20,8 @@ from segapp.run.events import DeviceMemory, EpochStart, Memory, RunEnd, Step, Va
 from segapp.run.folder import RunFolder
 from segapp.training.telemetry import trackers
 from segapp.training.telemetry.trackers import TrackerListener, WandbTracker, artifact_folder, make_trackers
+from tests.support import ROOT
+from tests.support.network import network
 from tests.support.runs import events, merged, train
 
 
@@ -134,6 +138,42 @@ def finished_history(file: Path) -> list[dict[str, str]]:
             return history
         time.sleep(0.1)
     raise AssertionError(f"{file} has no end")
+
+
+def test_settings_of_wandb_in_a_folder_name_no_server(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    code = (
+        "import sys; from pathlib import Path; from segapp.training.telemetry.trackers import WandbTracker; "
+        "WandbTracker(Path(sys.argv[1]), 'tests', {}, 'id', 'name')"
+    )
+    (tmp_path / "run").mkdir()
+    with network(tmp_path / "network") as seen:
+        environ = {**os.environ, **seen.env, "PYTHONPATH": str(ROOT), "WANDB_API_KEY": "a" * 40}
+        environ |= dict.fromkeys(("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY"), "http://127.0.0.1:9")
+        environ |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1", "WANDB_INIT_TIMEOUT": "2"}
+        for folder in (tmp_path, tmp_path / "run"):
+            (folder / "wandb").mkdir()
+            (folder / "wandb" / "settings").write_text(f"[default]\nbase_url = http://{seen.address}\n")
+        words = [sys.executable, "-c", code, str(tmp_path / "run")]
+        done = subprocess.run(
+            words, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100, check=False
+        )
+        assert "set WANDB_BASE_URL" in done.stderr
+        assert [each for each in seen.take() if each.startswith("connection")] == []
+
+
+def test_mlflow_sends_no_statistics(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    code = (
+        "import sys; from segapp.training.telemetry.trackers import MlflowTracker; "
+        "MlflowTracker(sys.argv[1], 'tests', {}, 'id', 'name').close('finished', {})"
+    )
+    with network(tmp_path / "network") as seen:
+        environ = {**os.environ, **seen.env, "PYTHONPATH": f"{seen.env['PYTHONPATH']}{os.pathsep}{ROOT}"}
+        environ = {name: value for name, value in environ.items() if "CI" not in name and "PYTEST" not in name}
+        words = [sys.executable, "-c", code, f"sqlite:///{tmp_path}/mlflow.db"]
+        subprocess.run(words, cwd=tmp_path, env=environ, capture_output=True, timeout=100, check=True)
+        assert seen.take() == []
 
 
 @pytest.mark.slow
