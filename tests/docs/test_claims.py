@@ -74,3 +74,16 @@ def test_pages_that_show_gpus_say_that_none_was_used() -> None:
 def test_figure_with_four_gpus_is_called_simulated() -> None:
     figures = re.findall(r"!\[([^]]*)\]\(\.\./pictures/tui\.svg\)\n\n(.*)", find_page("screen")[0].text())
     assert [("simulated" in words, "simulated" in below) for words, below in figures] == [(True, True)]
+
+
+def test_each_sentence_on_security_names_tests_that_exist() -> None:
+    text = find_page("trust")[0].path.read_text()
+    promises, limits = text.split("## What does not hold")
+    items = re.findall(r"^- (?:.|\n(?!- |\n|#))*", promises, re.M)
+    assert len(items) > 15
+    for item in items:
+        named = re.findall(r"<!-- test: (\S+)::(\w+) -->", item)
+        assert named, item
+        for file, name in named:
+            assert f"def {name}(" in (ROOT / file).read_text(), (file, name)
+    assert "<!-- test" not in limits
