@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import filecmp
 import hashlib
 import math
 import os
@@ -61,7 +62,8 @@ def find_config(name: str) -> Path:
 def _note_shadowed(path: Path, name: str) -> None:
     """Print once, on the first rank, that a local file hides a shipped config of the same name."""
     for shipped in config_places(name):
-        if shipped.is_absolute() and shipped.is_file() and not shipped.samefile(path) and "RANK" not in os.environ:
+        is_hidden = shipped.is_absolute() and shipped.is_file() and not filecmp.cmp(shipped, path, shallow=False)
+        if is_hidden and "RANK" not in os.environ:
             print(f"note: reading {path} in this folder, not the shipped config {shipped}", file=sys.stderr)
 
 

@@ -30,8 +30,9 @@ def timm_options(encoder: str) -> set[str]:
 
     file = timm.model_entrypoint(encoder.removeprefix("tu-")).__globals__
     kinds = [kind for kind in file.values() if isinstance(kind, type) and issubclass(kind, nn.Module)]
-    names = {name for kind in kinds for name in inspect.signature(kind.__init__).parameters}
-    return names - inspect.signature(timm.create_model).parameters.keys() - {"self", "args"}
+    parameters = [each for kind in kinds for each in inspect.signature(kind.__init__).parameters.values()]
+    names = {each.name for each in parameters if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)}
+    return names - inspect.signature(timm.create_model).parameters.keys() - {"self"}
 
 
 def some_names(names: Collection[str], most: int = 2) -> str:

@@ -55,6 +55,10 @@ class Watch:
             self._uses.append(f"{event} {path}")
 
 
+PROGRAMS_VARIABLES = ("PYTHONSAFEPATH", "SEGAPP_TRUST_PARTS", "SEGAPP_TRACKERS")
+"""What the program sets for its children."""
+
+
 class Places:
     """Makes a working directory and a home for each test, and removes them after it.
 
@@ -84,7 +88,10 @@ class Places:
         self._count += 1
         place = self._base / str(self._count)
         place.mkdir()
+        before = dict(os.environ)
         self.enter(place)
         yield place / "work"
+        for name in PROGRAMS_VARIABLES:  # a test that runs the program in this process leaves them
+            os.environ.pop(name, None) if name not in before else os.environ.update({name: before[name]})
         self.enter(self._between)
         shutil.rmtree(place, ignore_errors=True)

@@ -19,6 +19,7 @@ _LINE = re.compile(r"(?P<pid>\d+) +(?P<rest>.*)")
 _UNFINISHED = re.compile(r"(?P<begin>.*) <unfinished \.\.\.>")
 _RESUMED = re.compile(r"<\.\.\. \w+ resumed>(?P<end>.*)")
 _CALL = re.compile(r"(?P<name>\w+)\((?P<arguments>.*)\) += (?P<result>-?\d+)(?:<(?P<path>[^>]*)>)?.*", re.DOTALL)
+_PLACE = re.compile(r'(?:\w+<(?P<directory>[^>]*)>, )?"(?P<name>(?:[^"\\]|\\.)*)"')
 _STRING = re.compile(r'"((?:[^"\\]|\\.)*)"')
 _FD = re.compile(r"^(\d+)<")
 
@@ -140,7 +141,7 @@ class Disk:
         return {name: file.content for name, file in self._names.items() if _is_reachable(name, self._names)}
 
     def _on_open(self, call: Call, cwd: Path) -> bool:
-        name = self._inside(call.strings[0], cwd)
+        (name, *_) = self._inside(call, cwd)
         self._fds.pop(call.result, None)
         if name is None:
             return False
@@ -179,7 +180,7 @@ class Disk:
         return True
 
     def _on_mkdir(self, call: Call, cwd: Path) -> bool:
-        name = self._inside(call.strings[0], cwd)
+        (name,) = self._inside(call, cwd)
         if name is None:
             return False
         self._change((name + "/", _File()))
@@ -208,21 +209,21 @@ class Disk:
         return False
 
     def _on_rename(self, call: Call, cwd: Path) -> bool:
-        old, new = (self._inside(path, cwd) for path in call.strings)
+        old, new = self._inside(call, cwd)
         if old is None or new is None:
             return False
         self._change((new, self._names[old]), (old, None))
         return True
 
     def _on_link(self, call: Call, cwd: Path) -> bool:
-        old, new = (self._inside(path, cwd) for path in call.strings)
+        old, new = self._inside(call, cwd)
         if old is None or new is None:
             return False
         self._change((new, self._names[old]))
         return True
 
     def _on_unlink(self, call: Call, cwd: Path) -> bool:
-        name = self._inside(call.strings[0], cwd)
+        (name,) = self._inside(call, cwd)
         if name is None:
             return False
         self._change((name, None))
@@ -233,8 +234,16 @@ class Disk:
         _rename(self._names, change)
         self._pending.append(change)
 
-    def _inside(self, path: bytes, cwd: Path) -> str | None:
-        whole = Path(os.path.normpath(cwd / path.decode(errors="surrogateescape")))
+    def _inside(self, call: Call, cwd: Path) -> list[str | None]:
+        """Returns the names in a call, each below the directory whose descriptor is before it; None outside."""
+        places = _PLACE.finditer(call.arguments)
+        return [
+            self._name_of(cwd / (place["directory"] or "") / path.decode(errors="surrogateescape"))
+            for place, path in zip(places, call.strings, strict=True)
+        ]
+
+    def _name_of(self, path: Path) -> str | None:
+        whole = Path(os.path.normpath(path))
         if not whole.is_relative_to(self.root):
             return None
         name = whole.relative_to(self.root)

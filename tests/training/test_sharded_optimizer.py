@@ -79,6 +79,7 @@ def test_shards_differ_by_at_most_the_largest_tensor(sizes: list[int], num_shard
 
 def test_auto_divides_large_states_of_known_optimizers(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StepAssembler, "_wrapped", lambda _, inner, *__: inner)  # DDP would need a process group
+    monkeypatch.setenv("SEGAPP_TRUST_PARTS", "1")
     ranks = {"mode": "ddp"}
     assert engine_of(merged(tiny, parallel=ranks)).shards is None, "a few MiB"
     monkeypatch.setattr(step, "SHARDED_FROM_BYTES", 2**20)
