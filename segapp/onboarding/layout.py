@@ -25,8 +25,6 @@ class Drawing:
     is_mask_there: bool = False  # the mask is a file of the data set; only the image is written
     # returns the image's file with a digest inside, unless the image is a file on disk
     image_bytes: Callable[[str], bytes] | None = None
-    has_digest: bool = True  # the file contains the digest; otherwise an existing file is kept unchanged
-    preview: str | None = None  # an image of the data set that represents one of `image_bytes` on pages
 
 
 @dataclass(frozen=True)

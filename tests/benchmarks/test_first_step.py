@@ -35,8 +35,6 @@ CONVERTERS: dict[str, Callable[[Path], None]] = {
     "Label Studio": annotations.label_studio,
     "CVAT": annotations.cvat,
     "Supervisely": annotations.supervisely,
-    "nnU-Net, 2 channels": lambda root: annotations.nnunet(root, 2),
-    "Hugging Face parquet": annotations.hugging_face,
 }
 
 

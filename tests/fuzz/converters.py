@@ -85,8 +85,6 @@ SAMPLES: dict[str, Callable[[Path], None]] = {
     "CVAT": drawn.cvat,
     "Supervisely": drawn.supervisely,
     "GeoJSON": geojson,
-    "parquet": drawn.hugging_face,
-    "nnU-Net": lambda root: drawn.nnunet(root, 2),
     "tables of run lengths": run_lengths,
     "arrays": arrays,
     "several masks for each image": pieces,
@@ -174,7 +172,7 @@ def mutate_folder(root: Path, rng: random.Random) -> None:
         if path.suffix in (".json", ".geojson") and rng.random() < 0.8:
             with contextlib.suppress(ValueError):
                 path.write_text(json.dumps(mutate_json(json.loads(path.read_text()), rng)))
-        elif path.suffix in (".png", ".jpg", ".npz", ".npy", ".parquet"):
+        elif path.suffix in (".png", ".jpg", ".npz", ".npy"):
             path.write_bytes(mutate_bytes(path.read_bytes(), rng))
         else:
             text = mutate_text(path.read_text(errors="surrogateescape"), rng)

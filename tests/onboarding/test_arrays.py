@@ -10,10 +10,10 @@ import pytest
 from PIL import Image
 
 from segapp.config import RunConfig
-from segapp.errors import DataError, SegappError
+from segapp.errors import DataError
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.survey.questions import OpenQuestionError
-from tests.support.drawn_folders import draw_image, proposed, samples_read, seeded
+from tests.support.drawn_folders import proposed, samples_read, seeded
 
 NUM, HEIGHT, WIDTH = 10, 40, 56
 NAMES = [f"case{number:04}_slice{number % 3:03}" for number in range(NUM)]
@@ -166,41 +166,3 @@ def test_ids_beyond_8_bits_and_cut_files_are_named(tmp_path: Path) -> None:
     assert "values from 0 to 300, which are not ids of 0 to 255" in lines
     assert f"left out: images/{NAMES[4]}.npy" in lines
     assert len(names["train"] + names["val"]) == 8
-
-
-def test_dicom_series_with_png_masks_has_rescaled_values(tmp_path: Path) -> None:
-    pytest.importorskip("pydicom")
-    from pydicom.dataset import FileDataset, FileMetaDataset
-    from pydicom.uid import CTImageStorage, ExplicitVRLittleEndian, generate_uid
-
-    _, masks = drawn(classes=2)
-    stored = seeded("dicom").integers(0, 3000, (NUM, HEIGHT, WIDTH), np.int16)
-    for number, name in enumerate(NAMES):
-        meta = FileMetaDataset()
-        meta.MediaStorageSOPClassUID, meta.TransferSyntaxUID = CTImageStorage, ExplicitVRLittleEndian
-        meta.MediaStorageSOPInstanceUID = generate_uid()
-        image = FileDataset("", {}, file_meta=meta, preamble=b"\0" * 128)
-        image.Rows, image.Columns, image.SamplesPerPixel = HEIGHT, WIDTH, 1
-        image.BitsAllocated = image.BitsStored = 16
-        image.HighBit, image.PixelRepresentation, image.PhotometricInterpretation = 15, 1, "MONOCHROME2"
-        image.RescaleSlope, image.RescaleIntercept = 2, -1024
-        image.SOPClassUID, image.SOPInstanceUID = CTImageStorage, meta.MediaStorageSOPInstanceUID
-        image.PixelData = stored[number].tobytes()
-        path = tmp_path / "d" / "dicom" / f"{name}.dcm"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        image.save_as(path, enforce_file_format=True)
-        mask = tmp_path / "d" / "masks" / f"{name}.png"
-        mask.parent.mkdir(exist_ok=True)
-        Image.fromarray(masks[number] * np.uint8(255)).save(mask)
-    config, _ = made(tmp_path / "d", tmp_path)
-    assert (config.data.bands, config.data.dtype, config.data.label_map) == ((1,), "float32", {255: 1})
-    assert_read(config, (stored[..., None] * 2.0 - 1024).astype(np.float32), masks)
-
-
-def test_dicom_without_pydicom_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pydicom", None)
-    draw_image(tmp_path / "d" / "masks" / "0001.png")
-    (tmp_path / "d" / "dicom").mkdir()
-    (tmp_path / "d" / "dicom" / "0001.dcm").write_bytes(b"\0" * 128 + b"DICM")
-    with pytest.raises(SegappError, match=r"DICOM files need pydicom.*uv sync --extra dicom"):
-        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))

@@ -85,32 +85,6 @@ def yaml_aliases(root: Path) -> None:
     (root / "data.yaml").write_text("\n".join([*lines, "names: *a11"]))
 
 
-def parquet_values(root: Path) -> None:
-    """One value of 3 MB in 1500 rows of two columns, packed."""
-    import pyarrow
-    from pyarrow import parquet
-
-    file = io.BytesIO()
-    from PIL import Image
-
-    Image.fromarray(np.zeros((1000, 1000, 3), np.uint8)).save(file, "BMP")
-    values = pyarrow.array([{"bytes": file.getvalue(), "path": None}])
-    rows = pyarrow.concat_arrays([values] * 100)
-    table = pyarrow.table({"image": rows, "label": rows})
-    with parquet.ParquetWriter(root / "train.parquet", table.schema, compression="zstd") as writer:
-        writer.write_table(pyarrow.concat_tables([table] * 15), row_group_size=1500)
-
-
-def parquet_rows(root: Path) -> None:
-    """Ten million rows without a value."""
-    import pyarrow
-    from pyarrow import parquet
-
-    kind = pyarrow.struct([("bytes", pyarrow.binary()), ("path", pyarrow.string())])
-    column = pyarrow.nulls(10_000_000, kind)
-    parquet.write_table(pyarrow.table({"image": column, "label": column}), root / "train.parquet", row_group_size=2**24)
-
-
 def npz(root: Path) -> None:
     """Masks of 11 GiB, by their header."""
     header = io.BytesIO()
@@ -208,8 +182,6 @@ BOMBS: dict[Callable[[Path], None], str] = {
     yolo: "the labels: 2000000001 classes, but 8-bit masks hold 255: keep fewer",
     yolo_names: "data.yaml: 2000000001 classes, but 8-bit masks hold 255: keep fewer",
     yaml_aliases: "classes: background, class_0, class_1",
-    parquet_values: "train.parquet: a group of 1500 rows would take 8",
-    parquet_rows: "train.parquet: a group of 10000000 rows would take 19531 MiB",
     npz: "an array of shape (44000, 512, 512) would take 11",
     npz_header: "data.npz: ",
     zigzag: "a polygon of 200000 corners that crosses itself would take",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import io
 import json
 import random
 import re
@@ -17,7 +16,6 @@ from PIL import Image
 
 from segapp.errors import DataError, SegappError
 from segapp.onboarding.convert.conversion import decode_runs
-from segapp.onboarding.convert.parquet import _suffix
 from segapp.onboarding.init import InitRequest, propose_config
 from segapp.onboarding.survey.questions import OpenQuestionError
 from tests.support.drawn_annotations import (
@@ -28,7 +26,6 @@ from tests.support.drawn_annotations import (
     cvat,
     expected,
     flat,
-    hugging_face,
     label_studio,
     labelme,
     nnunet,
@@ -36,7 +33,7 @@ from tests.support.drawn_annotations import (
     supervisely,
     yolo,
 )
-from tests.support.drawn_folders import draw_image, listing, proposed
+from tests.support.drawn_folders import draw_image, draw_mask, listing, proposed, samples_read
 
 
 def written(tmp_path: Path, name: str) -> np.ndarray:
@@ -236,58 +233,50 @@ def test_bitmap_that_is_no_png_is_left_out_and_named(tmp_path: Path) -> None:
     assert len(names["train"] + names["val"]) == 5
 
 
-@pytest.mark.parametrize(("form", "suffix"), [("JPEG", ".jpg"), ("PNG", ".png")])
-def test_images_of_parquet_files_get_the_extension_of_their_kind(form: str, suffix: str) -> None:
-    data = io.BytesIO()
-    Image.new("RGB", (4, 4)).save(data, form)
-    assert _suffix(data.getvalue()) == suffix
-
-
-def test_parquet_rows_become_images_and_masks(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    hugging_face(tmp_path / "d")
-    config, _, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert config.data.classes == ["ground", "road", "car"]
-    assert (len(names["train"]), len(names["val"])) == (5, 2)
-    mask = written(tmp_path, "masks/train/train-00000-of-00001-000004")
-    assert (mask == expected(1, 1)).all()
-
-
-def test_nnunet_channels_become_the_bands_of_one_image(tmp_path: Path) -> None:
-    tifffile = pytest.importorskip("tifffile")
-    pytest.importorskip("rasterio", reason="the extra geo is not installed")
-    nnunet(tmp_path / "d", num_channels=3)
-    config, result, names = proposed(tmp_path / "d", tmp_path / "made.yaml")
-    assert (len(names["train"]), len(names["val"])) == (5, 1)
-    assert (config.data.root, config.data.mask_root) == (str(tmp_path / "made-images"), str(tmp_path / "d"))
-    assert (config.data.bands, config.data.dtype, config.data.classes) == ((1, 2, 3), "uint8", ["ground", "road"])
-    assert "note: the bands are the channels of nnU-Net: 1 T1, 2 T2, 3 FLAIR" in result.lines
-    assert "1 T1, 2 T2, 3 FLAIR" in (tmp_path / "made.yaml").read_text()
+def stacked(root: Path) -> None:
+    """Replaces the channels of each of nnU-Net's cases by one array, as the message says."""
     for name in NAMES:
-        channels = [np.asarray(Image.open(tmp_path / f"d/imagesTr/p{name}_{i:04}.png")) for i in range(3)]
-        stored = tifffile.imread(tmp_path / f"made-images/imagesTr/p{name}.tif")
-        np.testing.assert_array_equal(stored, np.stack(channels, axis=-1))
-
-    before = listing(tmp_path / "made-images")
-    Image.fromarray(np.full((HEIGHT, WIDTH), 9, np.uint8)).save(tmp_path / "d/imagesTr/p0001_0002.png")
-    (tmp_path / "d/imagesTr/p0002_0001.png").unlink()
-    _, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", force=True)
-    said = " ".join(result.lines)
-    assert "5 in " in said
-    assert ", 4 of them there already" in said
-    assert "1 cases have other files and are left out, such as imagesTr/p0002" in said
-    after = listing(tmp_path / "made-images")
-    changed = {name for name in after if name.endswith(".tif") and after[name] != before[name]}
-    assert changed == {"imagesTr/p0001.tif"}
+        files = sorted((root / "imagesTr").glob(f"p{name}_*.png"))
+        np.save(root / "imagesTr" / f"p{name}.npy", np.stack([np.asarray(Image.open(file)) for file in files], axis=-1))
+        for file in files:
+            file.unlink()
 
 
-def test_nnunet_channels_of_two_sizes_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_channels", [2, 3, 5])
+def test_nnunet_channels_are_refused_and_their_stack_is_read(num_channels: int, tmp_path: Path) -> None:
     pytest.importorskip("rasterio", reason="the extra geo is not installed")
+    nnunet(tmp_path / "d", num_channels)
+    said = r'imagesTr/p0000_0000.png and .*_0001.png are channels of one image.*np.save\("imagesTr/p0000.npy"'
+    with pytest.raises(DataError, match=said):
+        propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    channel = np.asarray(Image.open(tmp_path / "d/imagesTr/p0001_0001.png"))
+    stacked(tmp_path / "d")
+    config, _, _ = proposed(tmp_path / "d", tmp_path / "made.yaml")
+    assert config.data.classes == ["ground", "road"]
+    read = {image.stem: pixels for _, image, pixels, _ in samples_read(config)}
+    assert len(read) == len(NAMES)
+    np.testing.assert_array_equal(read["p0001"][..., 1], channel)
+
+
+def test_nnunet_cases_of_one_file_are_read(tmp_path: Path) -> None:
+    nnunet(tmp_path / "one", num_channels=1)
+    _, _, names = proposed(tmp_path / "one", tmp_path / "one.yaml")
+    assert len(names["train"] + names["val"]) == len(NAMES)
+    for number in range(4):
+        for name in (f"a{number}", f"a{number}_0000", f"a{number}_0001"):
+            draw_image(tmp_path / "own/images" / f"{name}.png")
+            draw_mask(tmp_path / "own/labels" / f"{name}.png", np.array([0, 1], np.uint8))
+    _, _, names = proposed(tmp_path / "own", tmp_path / "own.yaml")
+    assert len(names["train"] + names["val"]) == 12
+
+
+def test_table_chooses_one_of_the_channels_of_nnunet(tmp_path: Path) -> None:
     nnunet(tmp_path / "d", num_channels=2)
-    Image.fromarray(np.zeros((HEIGHT, WIDTH + 1), np.uint8)).save(tmp_path / "d/imagesTr/p0003_0001.png")
-    _, result, _ = proposed(tmp_path / "d", tmp_path / "made.yaml", layout="nnunet-channels")
-    assert "the channels of the case differ in size or type" in " ".join(result.lines)
-    assert not (tmp_path / "made-images/imagesTr/p0003.tif").exists()
+    rows = [f"imagesTr/p{name}_0001.png,labelsTr/p{name}.png\n" for name in NAMES]
+    (tmp_path / "d" / "pairs.csv").write_text("image,mask\n" + "".join(rows))
+    propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml"))
+    listed = "".join((tmp_path / f"made-lists/{split}.txt").read_text() for split in ("train", "val")).splitlines()
+    assert sorted(listed) == [f"imagesTr/p{name}_0001.png\tlabelsTr/p{name}.png" for name in NAMES]
 
 
 # --- malformed annotations -------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from tests.support.drawn_folders import draw_image, draw_mask, seeded
+from tests.support.drawn_folders import draw_image, draw_mask
 
 HEIGHT, WIDTH = 48, 64
 NAMES = [f"{number:04}" for number in range(6)]
@@ -169,25 +169,6 @@ def nnunet(root: Path, num_channels: int) -> None:
             pixels = rng.integers(0, 255, (HEIGHT, WIDTH), np.uint8)
             Image.fromarray(pixels).save(root / "imagesTr" / f"p{name}_{channel:04}.png")
         draw_mask(root / "labelsTr" / f"p{name}.png", np.array([0, 1], np.uint8), (HEIGHT, WIDTH))
-    channels = {str(i): name for i, name in enumerate(("T1", "T2", "FLAIR")[:num_channels])}
+    channels = {str(i): name for i, name in enumerate(("T1", "T2", "FLAIR", "T1c", "PD")[:num_channels])}
     content = {"channel_names": channels, "labels": {"ground": 0, "road": 1}, "file_ending": ".png"}
     (root / "dataset.json").write_text(json.dumps(content))
-
-
-def hugging_face(root: Path) -> None:
-    """Parquet files of images and masks, in two splits, with the names of the classes."""
-    import pyarrow
-    from pyarrow import parquet
-
-    (root / "data").mkdir(parents=True)
-    for split, count in (("train", 5), ("validation", 2)):
-        rows: dict[str, list[Any]] = {"image": [], "label": []}
-        for number in range(count):
-            for kind, pixels in (("image", seeded(f"{split}{number}").integers(0, 255, (HEIGHT, WIDTH, 3), np.uint8)),
-                                 ("label", expected(1, number % 3))):  # fmt: skip
-                file = io.BytesIO()
-                Image.fromarray(pixels).save(file, "PNG")
-                rows[kind].append({"bytes": file.getvalue(), "path": None})
-        path = root / "data" / f"{split}-00000-of-00001.parquet"
-        parquet.write_table(pyarrow.table(rows), path, row_group_size=2)
-    (root / "id2label.json").write_text('{"0": "ground", "1": "road", "2": "car"}')

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import resource
 import traceback
 from collections.abc import Callable
@@ -16,14 +15,12 @@ from segapp.errors import SegappError
 LIMIT_BYTES = 2**30
 LIMIT_S = 20.0
 
-os.environ.setdefault("ARROW_DEFAULT_MEMORY_POOL", "system")  # the others reserve a gigabyte
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "segapp.commands.predict",
         "segapp.onboarding.init",
         "segapp.build.trained",
-        "pyarrow.parquet",
         "tests.support.limits",
         "tests.support.drawn_annotations",
     ]

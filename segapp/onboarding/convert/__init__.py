@@ -8,8 +8,6 @@ from segapp.onboarding.convert.arrays import find_arrays
 from segapp.onboarding.convert.coco import find_coco
 from segapp.onboarding.convert.conversion import UNUSABLE, problem_of
 from segapp.onboarding.convert.label_tools import find_cvat, find_label_studio, find_labelme, find_supervisely
-from segapp.onboarding.convert.nnunet import find_nnunet
-from segapp.onboarding.convert.parquet import find_parquet
 from segapp.onboarding.convert.pieces import find_pieces
 from segapp.onboarding.convert.rle import find_rle
 from segapp.onboarding.convert.vectors import find_vectors
@@ -25,8 +23,6 @@ CONVERTERS: dict[str, Callable[[Tree], Layout | Sequence[Layout] | None]] = {
     "CVAT": find_cvat,
     "Supervisely": find_supervisely,
     "GeoJSON": find_vectors,
-    "parquet": find_parquet,
-    "nnU-Net": find_nnunet,
     "tables of run lengths": find_rle,
     "arrays": find_arrays,
     "several masks for each image": find_pieces,
@@ -63,14 +59,13 @@ def find_conversions(tree: Tree, *, has_masks: bool) -> tuple[list[Layout], list
 def with_layouts(readings: Sequence[Layout], layouts: Sequence[Layout]) -> list[Layout]:
     """Return interpretations and layouts without repetitions.
 
-    A layout is left out if a conversion makes its masks or images from all of the layout's (one of several classes, one
-    of several channels), because the conversion reads more. A conversion of several masks per image is left out if a
-    layout has the same pairs.
+    A layout is left out if a conversion makes its masks from all of the layout's (one of several classes), because the
+    conversion reads more. A conversion of several masks per image is left out if a layout has the same pairs.
     """
     pairs = {layout.files for layout in layouts}
     kept = [one for one in readings if one.is_drawn or one.files not in pairs]
     for layout in layouts:
-        images, masks = ({getattr(pair, side) for pair in layout.pairs} for side in ("image", "mask"))
-        if not any(one.is_drawn and (images.issubset(one.sources) or masks.issubset(one.sources)) for one in readings):
+        masks = {pair.mask for pair in layout.pairs}
+        if not any(one.is_drawn and masks.issubset(one.sources) for one in readings):
             kept.append(layout)
     return kept

@@ -1,4 +1,4 @@
-"""Arrays of images and masks (.npy, .npz, .dcm): one array with all images, or one file per image.
+"""Arrays of images and masks (.npy, .npz): one array with all images, or one file per image.
 
 Words in the names (images, masks, x, y, label) tell the role of an array, and the other words tell which arrays belong
 together. Shapes determine the axes. Images of 8 bits are written as PNG, others as TIFF. Files with pickled objects are
@@ -27,7 +27,7 @@ from segapp.bounds import check_memory
 from segapp.datasets.files import read_header, shown
 from segapp.datasets.images.raster import encode_bands
 from segapp.errors import DataError
-from segapp.onboarding.convert.conversion import as_ids, encode_png, file_state, mask_target, missing_extra
+from segapp.onboarding.convert.conversion import as_ids, encode_png, file_state, mask_target
 from segapp.onboarding.convert.pieces import MAX_SETS, combine
 from segapp.onboarding.layout import Drawing, Layout, Pair, WideMask
 from segapp.onboarding.survey.content import stored_pixels
@@ -35,7 +35,7 @@ from segapp.onboarding.survey.tree import Tree
 from segapp.onboarding.survey.words import IMAGE_WORDS, MASK_WORDS, SPLIT_WORDS, tokens
 from segapp.run.words import first_line
 
-_IMAGE_WORDS = IMAGE_WORDS | {"x", "dicom", "dcm", "ct", "mr"}
+_IMAGE_WORDS = IMAGE_WORDS | {"x", "ct", "mr"}
 _MASK_WORDS = MASK_WORDS | {"y"}
 _MAX_CHANNELS, _MAX_CLASSES = 16, 64
 _AXES = {2: ("HW",), 3: ("NHW", "HWC", "CHW", "HWN"), 4: ("NHWC", "NCHW")}
@@ -67,7 +67,7 @@ class _Side:
             for role, known in (("mask", _MASK_WORDS), ("image", _IMAGE_WORDS)):
                 if known & set(words):
                     return role
-        return "image" if self.path.lower().endswith(".dcm") else None
+        return None
 
     @property
     def match(self) -> tuple[tuple[str, ...], ...]:
@@ -100,11 +100,9 @@ class _Axes(NamedTuple):
 def find_arrays(tree: Tree) -> list[Layout]:
     """Return the conversions of arrays: one per possible interpretation of their axes.
 
-    Raises:
-        ValueError: there are pairs whose axes do not agree, or only arrays of objects.
-        DataError: there are DICOM files, and pydicom is not installed.
+    ValueError is raised if there are pairs whose axes do not agree, or only arrays of objects.
     """
-    paths = tree.others_named(".npy", ".npz", ".dcm")
+    paths = tree.others_named(".npy", ".npz")
     if not paths:
         return []
     problems: list[str] = []
@@ -147,10 +145,7 @@ def _sides(tree: Tree, path: str, problems: list[str]) -> Iterator[_Side]:
 
 def _heads(file: Path) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
     """Return shape and dtype of the arrays in a file by their names, without their values."""
-    suffix = file.suffix.lower()
-    if suffix == ".dcm":
-        return {"": dicom_head(file)}
-    if suffix == ".npy":
+    if file.suffix.lower() == ".npy":
         with open(file, "rb") as content:
             return {"": _head(content)}
     heads = {}
@@ -251,10 +246,7 @@ def _is_one_hot(tree: Tree, mask: _Side, axes: str) -> bool:
 @lru_cache(maxsize=2)
 def _array(file: Path, key: str) -> NDArray[Any]:
     """Return an array, mapped into memory if the format allows it."""
-    suffix = file.suffix.lower()
-    if suffix == ".dcm":
-        return dicom_array(file)
-    if suffix == ".npy":
+    if file.suffix.lower() == ".npy":
         return np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
     with np.load(file, allow_pickle=False) as archive:
         return np.asarray(archive[key])
@@ -366,47 +358,3 @@ def _mask_of(file: Path, side: _Side, axes: str, number: int, is_sets: bool) -> 
         sets = {number: planes[..., number] > 0 for number in range(planes.shape[2])}
         return combine(sets, planes.shape[:2], planes.shape[2], is_multilabel=True)
     return np.asarray((planes > 0).argmax(axis=2), np.uint8)
-
-
-def _dataset(file: Path, *, has_pixels: bool) -> Any:
-    """Return the data set of a file; raise ValueError for other files, DataError if pydicom is not installed."""
-    try:
-        import pydicom
-        from pydicom.errors import InvalidDicomError
-    except ImportError:
-        raise missing_extra("pydicom", "DICOM files", "dicom") from None
-    try:
-        dataset = pydicom.dcmread(file, stop_before_pixels=not has_pixels)
-    except (InvalidDicomError, OSError, EOFError) as error:
-        raise ValueError(f"no DICOM file that can be read ({str(error).partition('. ')[0]})") from error
-    if "Rows" not in dataset or "Columns" not in dataset:
-        raise ValueError("the DICOM file has no pixels")
-    return dataset
-
-
-def dicom_head(file: Path) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    """Return the shape and the dtype of `dicom_array`; it raises the same errors as `_dataset`."""
-    dataset = _dataset(file, has_pixels=False)
-    frames, samples = int(dataset.get("NumberOfFrames") or 1), int(dataset.get("SamplesPerPixel") or 1)
-    shape = (int(dataset.Rows), int(dataset.Columns))
-    with_frames = (frames, *shape) if frames > 1 else shape
-    return ((*with_frames, samples), np.dtype(np.uint8)) if samples > 1 else (with_frames, np.dtype(np.float32))
-
-
-def dicom_array(file: Path) -> NDArray[Any]:
-    """Return the pixels of a file: 8-bit colors, or values with rescale slope and intercept applied, as float32.
-
-    Values of MONOCHROME1, whose largest value is black, are negated, so that larger is brighter. ValueError is raised
-    if the pixels cannot be decoded.
-    """
-    dataset = _dataset(file, has_pixels=True)
-    try:
-        pixels = np.asarray(dataset.pixel_array)
-    except Exception as error:  # pydicom's decoders raise other types
-        reason = first_line(error)
-        raise ValueError(f"{shown(file)}: its pixels cannot be decoded ({reason}): pip install pylibjpeg") from error
-    if int(dataset.get("SamplesPerPixel") or 1) > 1:
-        return pixels.astype(np.uint8)
-    values = pixels.astype(np.float32) * float(dataset.get("RescaleSlope") or 1)
-    values += float(dataset.get("RescaleIntercept") or 0)
-    return -values if dataset.get("PhotometricInterpretation") == "MONOCHROME1" else values

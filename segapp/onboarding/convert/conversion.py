@@ -141,8 +141,7 @@ def write_files(layout: Layout, folder: Path) -> tuple[list[Pair], list[str], in
     Return the written pairs, sentences about the bad entries, and the number of pairs whose files already existed.
     DataError is raised if every entry is bad.
     """
-    copied = {folder / pair.image for pair in layout.pairs if pair.drawing is not None and not pair.drawing.has_digest}
-    refuse_foreign(folder, lambda path: path in copied or _is_written(path))
+    refuse_foreign(folder, _is_written)
     pairs, problems, num_kept = [], [], 0
     made: set[Path] = set()
     masks: set[str] = set()
@@ -213,9 +212,8 @@ def _wanted(
     """Return the files of a pair to write: whether a complete one exists, and its content."""
     wanted: dict[Path, tuple[Callable[[Path], bool], Callable[[], bytes]]] = {}
     if drawing.image_bytes is not None:
-        digest_of_image = digest_of(drawing.content)
-        is_there = partial(_is_file_of, digest=digest_of_image) if drawing.has_digest else Path.is_file
-        wanted[folder / pair.image] = (is_there, partial(drawing.image_bytes, digest_of_image))
+        digest = digest_of(drawing.content)
+        wanted[folder / pair.image] = (partial(_is_file_of, digest=digest), partial(drawing.image_bytes, digest))
     if not drawing.is_mask_there:
         digest = digest_of((classes, drawing.content))
         wanted[folder / pair.mask] = (partial(_is_file_of, digest=digest), lambda: encode_png(drawing.paint(), digest))

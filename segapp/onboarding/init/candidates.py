@@ -1,6 +1,7 @@
 """Candidates for a folder: layouts and convertible annotations, the choice between them, and a page of them."""
 
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -48,6 +49,8 @@ def find_candidates(tree: Tree) -> Found:
     listed, unused_lists = paired_lists(tree, tables)
     if listed is not None:
         layouts = _next_to_table(listed, layouts)
+    else:
+        _refuse_channels(tree)
     unused: dict[str, Mapping[str, str]] = {}
     divided = []
     for layout in layouts:
@@ -59,6 +62,20 @@ def find_candidates(tree: Tree) -> Found:
     if not found:
         raise DataError(f"{shown(tree.root)}: {'; '.join(problems)}" if problems else _nothing_known(tree))
     return Found(sorted(found, key=lambda one: -one.confidence), unused)
+
+
+def _refuse_channels(tree: Tree) -> None:
+    """Raise DataError for nnU-Net's cases of several files, of which a layout would read only one."""
+    known = set(tree.images)
+    for path in tree.images:
+        image, other = (path.replace("_0000.", ending) for ending in (".", "_0001."))
+        mask = re.sub("(^|/)images(?=[^/]*/[^/]*$)", r"\1labels", image)
+        if image not in known and {other, mask} <= known:
+            raise DataError(
+                f"{shown(path)} and {shown(other)} are channels of one image, as nnU-Net stores them: stack the "
+                f'channels of each image in one file, such as np.save("{shown(image.rpartition(".")[0])}.npy", '
+                "np.stack(channels, axis=-1)), and remove them, or keep only one channel"
+            )
 
 
 def _next_to_table(listed: Layout, layouts: Sequence[Layout]) -> list[Layout]:
@@ -153,11 +170,9 @@ def _pictures(tree: Tree, candidate: Layout) -> Iterator[tuple[str, Markup, Mark
 
 
 def _picture(tree: Tree, pair: Pair) -> NDArray[np.uint8]:
-    drawing = pair.drawing
-    if drawing is not None and drawing.image_bytes is not None and drawing.preview is None:
-        return np.asarray(Image.open(io.BytesIO(drawing.image_bytes(""))).convert("RGB"))
-    preview = None if drawing is None else drawing.preview
-    return read_picture_of(tree.root / (preview or pair.image))
+    if pair.drawing is not None and pair.drawing.image_bytes is not None:
+        return np.asarray(Image.open(io.BytesIO(pair.drawing.image_bytes(""))).convert("RGB"))
+    return read_picture_of(tree.root / pair.image)
 
 
 def _colored(mask: NDArray[np.integer]) -> NDArray[np.uint8]:

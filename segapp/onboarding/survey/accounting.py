@@ -14,7 +14,7 @@ from segapp.onboarding.survey.words import affixes, role_of
 
 _KIND_OF_SUFFIX = {
     **dict.fromkeys((".txt", ".lst", ".names"), "list"),
-    **dict.fromkeys((".csv", ".tsv", ".jsonl", ".parquet"), "table"),
+    **dict.fromkeys((".csv", ".tsv", ".jsonl"), "table"),
 }
 _KINDS = {
     "image": ("images", "no mask belongs to it"),

@@ -22,14 +22,15 @@ _VIDEOS = "videos are not read: save the frames that have masks as images, with 
 _ARCHIVES = "archives are not read: unpack them"
 _UNREAD_KINDS = {
     **dict.fromkeys((".npy", ".npz"), _ARRAYS),
-    ".dcm": f"DICOM files are read with masks of their names (dicom/a.dcm and masks/a.png); else {_OWN_READER}",
+    ".dcm": f"DICOM files are not read: save their pixels as PNG or npy with pydicom; or {_OWN_READER}",
+    ".parquet": "parquet files are not read: save the images and masks in their rows as PNG with the datasets library",
     **dict.fromkeys((".nii", ".gz", ".mat", ".h5", ".hdf5"), _VOLUMES),
     **dict.fromkeys((".mp4", ".avi", ".mov"), _VIDEOS),
     **dict.fromkeys((".zip", ".tar"), _ARCHIVES),
 }
 """Extensions of files with pixels that are no images, and what to do if they cannot be read."""
 
-OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".parquet", ".names", ".lst", ".jsonl")
+OTHER_SUFFIXES = (".txt", ".csv", ".tsv", ".json", ".yaml", ".yml", ".xml", ".names", ".lst", ".jsonl")
 
 
 @dataclass(frozen=True)

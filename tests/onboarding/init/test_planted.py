@@ -127,11 +127,3 @@ def test_config_that_is_a_link_is_replaced_not_followed(tmp_path: Path) -> None:
     propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=True))
     assert (tmp_path / "elsewhere" / "a.yaml").read_text() == "mine"
     assert not (tmp_path / "made.yaml").is_symlink()
-
-
-def test_images_of_a_table_are_kept_on_the_second_call(tmp_path: Path) -> None:
-    pytest.importorskip("pyarrow")
-    drawn.hugging_face(tmp_path / "d")
-    for _ in range(2):
-        lines = propose_config(InitRequest(tmp_path / "d", tmp_path / "made.yaml", force=True)).lines
-    assert "7 of them there already" in " ".join(lines)

@@ -253,26 +253,10 @@ def yolo_masks(canvas: Canvas) -> None:
 
 def parquet(canvas: Canvas) -> None:
     """Parquet files of the Hugging Face hub: the images are in them."""
-    import io
-
-    import pyarrow
-    from pyarrow import parquet as files
-
     (canvas.root / "data").mkdir()
-    for word, names in (("train", EIGHT), ("validation", FOUR)):
-        rows: dict[str, list[object]] = {"image": [], "label": []}
-        for name in names:
-            pixels, areas = scene(name).astype(np.uint8), patches(name, 3)
-            for kind, values in (("image", pixels), ("label", areas.astype(np.uint8))):
-                file = io.BytesIO()
-                Image.fromarray(values).save(file, "PNG")
-                rows[kind].append({"bytes": file.getvalue(), "path": None})
-            canvas.note(
-                name, word, pixels, areas, ["background", "road", "car"], split=word[:5].replace("valid", "val")
-            )
-        files.write_table(pyarrow.table(rows), canvas.root / f"data/{word}-00000-of-00001.parquet")
+    for word in ("train", "validation"):
+        (canvas.root / f"data/{word}-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(64) + b"PAR1")
     canvas.text("id2label.json", '{"0": "background", "1": "road", "2": "car"}')
-    canvas.names_said = True
 
 
 def nnunet(canvas: Canvas) -> None:
@@ -494,9 +478,9 @@ KNOWN = layouts(
         "j_labelme": annotated(drawn_annotations.labelme, ignored=True),
         "j_yolo": annotated(drawn_annotations.yolo, val=drawn_annotations.NAMES[4:]),
         "j_yolo_sem": yolo_masks,
-        "j_parquet": parquet,
+        "j_parquet": (parquet, Refuse(("2 parquet", "the datasets library"))),
         "j_roboflow": roboflow,
-        "j_nnunet": nnunet,
+        "j_nnunet": (nnunet, Refuse(("channels of one image", "np.stack"))),
         "j_labelstudio": label_studio_names,
         "j_supervisely": (supervisely_empty, Refuse(("no object",))),
         "l_idgaps": unsplit("images/{}.jpg", "masks/{}.png", {0: "class_0", 7: "class_7", 26: "class_26"}),
