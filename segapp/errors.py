@@ -171,7 +171,7 @@ class DistributedError(RunError):
 
 
 class RunBusyError(RunError):
-    """Another process holds the run folder, or has taken it over."""
+    """Another process holds the run folder."""
 
     exit_code = 9
     topic = "run-busy"

@@ -73,7 +73,7 @@ class CheckpointSaver:
 
     Every rank must call `capture` at the same time. `during_save` is a context for the time that training waits. The
     thread that writes emits events, and calls `on_written` with the seconds of each write. A failed save is tried
-    again after `retry_s`. `check_holder` raises before a commit if this process no longer holds the run.
+    again after `retry_s`.
     """
 
     def __init__(
@@ -87,12 +87,11 @@ class CheckpointSaver:
         config_hash: str = "",
         during_save: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_written: Callable[[float], None] = lambda _: None,
-        check_holder: Callable[[], None] = lambda: None,
         retry_s: float = RETRY_S,
     ) -> None:
         self._folder, self._rules, self._capture, self._config_hash = folder, rules, capture, config_hash
         self._event_log, self._ranks = event_log, ranks
-        self._during_save, self._on_written, self._check_holder = during_save, on_written, check_holder
+        self._during_save, self._on_written = during_save, on_written
         self._begun: Position | None = None
         """The position of the last save that began and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
@@ -236,7 +235,6 @@ class CheckpointSaver:
                 step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
             )
             options: Any = {"is_best": is_best, "finished_epoch": finished_epoch, "keep": self._rules.keep}
-            options["check_holder"] = self._check_holder
             saved = save_checkpoint(self._folder, captured.state, facts, **options)
             self._on_written(saved.save_s)
             self._tell(saved, captured, finished_epoch, copy_s)

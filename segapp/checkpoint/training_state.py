@@ -103,7 +103,6 @@ def save_checkpoint(
     is_best: bool = False,
     finished_epoch: int | None = None,
     keep: int = 3,
-    check_holder: Callable[[], None] = lambda: None,
 ) -> SavedCheckpoint:
     """Commit a checkpoint. Once the call returns, it survives a crash or a power cut; a failure never harms older ones.
 
@@ -115,7 +114,6 @@ def save_checkpoint(
         is_best: Also name it `best.pt`.
         finished_epoch: Also name it `epoch_0007.pt`, with this number.
         keep: Number of `epoch_*.pt` files that are kept.
-        check_holder: Raises before the commit if this process no longer holds the run.
 
     Raises:
         NonFiniteError: the model, its average or the optimizer has a NaN or an infinity; nothing was written.
@@ -128,7 +126,7 @@ def save_checkpoint(
     is_best = is_best and metric is not None
     facts = facts.model_copy(update={"metric": metric, "torch_version": str(torch.__version__)})
     content = _checked({**state, "checkpoint": {"format": FORMAT, **facts.model_dump()}})
-    entry, messages = CheckpointFolder(folder, check_holder).commit(
+    entry, messages = CheckpointFolder(folder).commit(
         lambda file: torch.save(content, file),  # type: ignore[arg-type]
         facts,
         is_best=is_best,

@@ -8,6 +8,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from segapp.run.files import MOUNTS, file_system_of
+
 _GROUP = Path("/sys/fs/cgroup")
 _END_S = 1.0  # a thread without a Python function ends within milliseconds
 
@@ -35,18 +37,10 @@ def _counters(path: Path) -> dict[str, int]:
 _REMOTE = re.compile(r"(fuse\.)?(9p|afs|beegfs|ceph|cifs|glusterfs|gpfs|lustre|nfs|panfs|smb|sshfs|wekafs)")
 
 
-def remote_file_system(path: Path, mounts: Path = Path("/proc/self/mountinfo")) -> str | None:
+def remote_file_system(path: Path, mounts: Path = MOUNTS) -> str | None:
     """Return the type of the network file system of a path, such as "nfs4"; None if it is local or unknown."""
-    try:
-        lines = [line.split(" ") for line in mounts.read_text().splitlines()]
-    except OSError:
-        return None
-    real, found, longest = os.path.realpath(path), "", 0
-    for words in lines:
-        place = words[4].replace("\\040", " ")
-        if (real == place or real.startswith(place.rstrip("/") + "/")) and len(place) >= longest:
-            found, longest = words[words.index("-") + 1], len(place)
-    return found if _REMOTE.match(found) else None
+    found = file_system_of(path, mounts)
+    return found if found is not None and _REMOTE.match(found) else None
 
 
 def usable_cores() -> float:

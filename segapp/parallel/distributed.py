@@ -192,10 +192,10 @@ def abandon(exit_code: int) -> None:
 
     Destroying an NCCL group waits for its operations, which wait for the other ranks, which wait for this one.
     """
-    atexit.register(end_now, exit_code)
+    atexit.register(_end_now, exit_code)
 
 
-def end_now(exit_code: int) -> None:
+def _end_now(exit_code: int) -> None:
     """End this process and its children immediately."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -33,6 +33,9 @@ from segapp.run.words import size
 OTHERS_WRITE = 0o022
 """The permissions that a run folder and its files never have: users other than the owner may write."""
 
+MOUNTS = Path("/proc/self/mountinfo")
+"""The mounted file systems of Linux."""
+
 _OTHER_RULES = ("commands", "wandb")
 """Folders whose content is not checked: the inbox checks each file, and Weights & Biases makes links in its own."""
 
@@ -48,6 +51,20 @@ def temporary_name(tag: int = 0) -> str:
     `tag`, such as the step, helps a reader of the folder.
     """
     return f"{TEMPORARY_PREFIX}{tag}-{os.getpid()}-{secrets.token_hex(4)}@{machine_id()}"
+
+
+def file_system_of(path: Path, mounts: Path = MOUNTS) -> str | None:
+    """Return the type of the file system of a path, which need not exist, such as "ext4"; None if it is unknown."""
+    try:
+        lines = [line.split(" ") for line in mounts.read_text().splitlines()]
+    except OSError:
+        return None
+    real, found, longest = os.path.realpath(path), None, 0
+    for words in lines:
+        place = words[4].replace("\\040", " ")
+        if (real == place or real.startswith(place.rstrip("/") + "/")) and len(place) >= longest:
+            found, longest = words[words.index("-") + 1], len(place)
+    return found
 
 
 def boot_id() -> str | None:

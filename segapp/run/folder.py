@@ -29,8 +29,7 @@ from segapp.run.files import (
     write_atomic,
     write_json,
 )
-from segapp.run.lease import STILL_S
-from segapp.run.lock import FileLock
+from segapp.run.lock import FileLock, check_locks
 from segapp.run.process import ProcessId, this_process
 
 SCHEMA = 1
@@ -129,9 +128,10 @@ class RunFolder:
 
         Raises:
             ConfigError: The name is not a valid folder name, or `path` already contains a run.
-            StorageError: The folder cannot be created, or `check` refuses it.
+            StorageError: The folder cannot be created, its file system has no locks, or `check` refuses it.
         """
         try:
+            check_locks(Path(path or root))
             folder = cls(path or _new_directory(Path(root), name), is_made=path is None or not Path(path).exists())
             if path is not None:
                 make_durable_directory(folder.path)
@@ -166,31 +166,26 @@ class RunFolder:
         """Lock the folder for this process, until `release` or the end of the process.
 
         Args:
-            say: Called with the reason for a wait: a lease whose holder may be dead, or, for up to `BUSY_S`, a holder
-                that is about to end, because this is a restart or the holder belongs to the same job. None: do not
-                wait.
+            say: Called with the reason for a wait of up to `BUSY_S` for a holder that is about to end, because this is
+                a restart or the holder belongs to the same job. None: do not wait.
             environ: Environment variables; by default of this process.
 
         Raises:
             RunBusyError: Another process holds the lock; the message names its host and process id.
-            StorageError: The lock file cannot be written, or `check` refuses the folder.
+            StorageError: The lock file cannot be written, the file system has no locks, or `check` refuses the folder.
         """
         if self._file_lock.fd >= 0:
             return
         self.check(is_writer=True)
         environ = os.environ if environ is None else environ
         deadline_s = None
-        tell = say
-        while not self._try_to_lock(tell):
+        while not self._try_to_lock():
             if deadline_s is None and say is not None and self._is_about_to_end(environ):
-                deadline_s, tell = time.monotonic() + BUSY_S, lambda _: None
+                deadline_s = time.monotonic() + BUSY_S
                 say(f"{self.path} is still held by {self._holder_words()}: waiting up to {BUSY_S:g} s for its end")
             if deadline_s is None or time.monotonic() >= deadline_s:
                 raise RunBusyError(self._busy_message(), path=self.path)
             time.sleep(_BUSY_LOOK_S)
-        if say is not None and self._file_lock.has_lease:
-            advice = "mount Lustre with flock, NFS without nolock"
-            say(f"{self.path}: this file system has no locks ({advice}): a lease is used")
         with contextlib.suppress(OSError):
             body = this_process().model_dump() | {"acquired_s": round(time.time(), 3), "job": job_of(environ)}
             os.ftruncate(self._file_lock.fd, 0)
@@ -200,9 +195,9 @@ class RunFolder:
             for directory in (self.path, *below):
                 remove_dead_temporaries(directory)
 
-    def _try_to_lock(self, say: Callable[[str], None] | None) -> bool:
+    def _try_to_lock(self) -> bool:
         with storage_errors_of("lock", self.lock):
-            return self._file_lock.acquire(say)
+            return self._file_lock.acquire()
 
     def _is_about_to_end(self, environ: Mapping[str, str]) -> bool:
         """Return True if this is a restart, or the holder belongs to the same job, so the earlier process is ending."""
@@ -210,29 +205,6 @@ class RunFolder:
         job = job_of(environ)
         return any(count.isdecimal() and int(count) > 0 for count in restarts) or (
             job is not None and (_read_json(self.lock) or {}).get("job") == job
-        )
-
-    def has_lease(self) -> bool:
-        """Return True while this process holds the folder by a lease, because the file system has no locks."""
-        return self._file_lock.fd >= 0 and self._file_lock.has_lease
-
-    def on_lease_lost(self, act: Callable[[str], None]) -> None:
-        """Call `act` with the reason, possibly in another thread, after another process has taken the lease."""
-        self._file_lock.lease.on_lost = lambda: act(self._lost_message())
-
-    def check_lease(self, max_age_s: float = 0.0) -> None:
-        """Raise RunBusyError if this process held the folder by a lease that another process has taken.
-
-        A lease that this process renewed at most `max_age_s` ago is considered its own.
-        """
-        if self.has_lease() and not self._file_lock.lease.is_own(max_age_s):
-            self._file_lock.lease.on_lost()
-            raise RunBusyError(self._lost_message(), path=self.path)
-
-    def _lost_message(self) -> str:
-        return (
-            f"{self.path} was taken over by {self._holder_words()}, because this process did not renew its lease for "
-            f"{STILL_S:g} s: it no longer writes there: `segapp attach {self.argument}` shows the new trainer"
         )
 
     def release(self) -> None:

@@ -1,7 +1,4 @@
-"""A lock on a file that ends with its process and can be queried without being taken.
-
-If the file system has no locks, a lease next to the file is used instead.
-"""
+"""A lock on a file that ends with its process and can be queried without being taken."""
 
 import contextlib
 import errno
@@ -9,13 +6,13 @@ import fcntl
 import os
 import struct
 import sys
+import tempfile
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 
+from segapp.errors import StorageError
 from segapp.failpoints import failpoint
-from segapp.run.files import open_of_run
-from segapp.run.lease import Lease
+from segapp.run.files import file_system_of, open_of_run
 
 _MODE = 0o600  # who may read a file may keep a lock on it, and so keep a training from its run
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
@@ -33,24 +30,21 @@ class FileLock:
         self.path = path
         self.fd = -1
         """The open file while the lock is held; -1 otherwise."""
-        self.lease = Lease(path.with_name(f"{path.name}.lease"))
-        self.has_lease = False
-        """True while a lease is held, or was lost, instead of a lock, because the file system has no locks."""
 
-    def acquire(self, say: Callable[[str], None] | None = None) -> bool:
+    def acquire(self) -> bool:
         """Lock the file until `release` or the end of the process; False if another process holds the lock.
-
-        `say` is called before a wait for a lease whose holder may be dead; None: do not wait, the holder counts as
-        alive.
 
         Raises:
             OSError: the file cannot be opened or written.
+            StorageError: the file system has no locks.
         """
+        if not self.path.exists():
+            check_locks(self.path.parent)
         fd = open_of_run(self.path, os.O_RDWR | os.O_CREAT, mode=_MODE)
         is_acquired = False
         try:
             os.fchmod(fd, _MODE)
-            is_acquired = self._lock_or_lease(fd, say)
+            is_acquired = _try_to_lock(fd, self.path.parent)
         finally:
             if not is_acquired:
                 os.close(fd)
@@ -66,24 +60,9 @@ class FileLock:
         os.register_at_fork(after_in_child=close_in_child)
         return True
 
-    def _lock_or_lease(self, fd: int, say: Callable[[str], None] | None) -> bool:
-        self.has_lease = False
-        try:
-            _lock(fd)
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            if error.errno not in _NO_LOCKS:
-                raise
-            self.has_lease = True
-        # A machine that mounts the file system without locks may have a lease where this machine has a lock.
-        self.has_lease = self.has_lease or self.lease.path.exists()
-        return not self.has_lease or self.lease.acquire(say)
-
     def release(self) -> None:
         """Unlock for all processes that share the open file, because a new child may not have closed its copy yet."""
         if self.fd >= 0:
-            self.lease.release()
             with contextlib.suppress(OSError):
                 _unlock(self.fd)
             self.close()
@@ -108,12 +87,35 @@ class FileLock:
             return None
         finally:
             os.close(fd)
-        if answer is not None and int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK:
-            return True
-        return None if answer is None or self.lease.path.exists() else False
+        return None if answer is None else int(struct.unpack_from("h", answer)[0]) != fcntl.F_UNLCK
+
+
+def check_locks(folder: Path) -> None:
+    """Raise StorageError if the file system of a folder, which may not exist yet, has no locks; it is not changed."""
+    place = next(place for place in (folder, *folder.absolute().parents) if place.is_dir())
+    with contextlib.suppress(OSError), tempfile.TemporaryFile(dir=place) as file:  # other problems are found later
+        _try_to_lock(file.fileno(), folder)
 
 
 _HAS_OFD_LOCKS = sys.platform.startswith("linux") and hasattr(fcntl, "F_OFD_SETLK")
+
+
+def _try_to_lock(fd: int, folder: Path) -> bool:
+    """Lock an open file of a folder; False if another process holds the lock."""
+    try:
+        _lock(fd)
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            return False
+        if error.errno not in _NO_LOCKS:
+            raise
+        kind = f" ({name})" if (name := file_system_of(folder)) else ""
+        raise StorageError(
+            f"{folder} is on a file system without locks{kind}: choose a folder on a file system with locks with "
+            "--run, start segapp in one, or mount Lustre with flock, NFS without nolock",
+            path=folder,
+        ) from error
+    return True
 
 
 def _lock(fd: int) -> None:

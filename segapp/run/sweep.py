@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from segapp.errors import ConfigError, RunBusyError, storage_errors
 from segapp.run.files import check_tree, make_durable_directory, read_of_run, reason_of, write_atomic
 from segapp.run.folder import RunFolder, is_run, is_sweep
-from segapp.run.lock import FileLock
+from segapp.run.lock import FileLock, check_locks
 from segapp.run.state import State, run_state
 
 SCHEMA = 1
@@ -132,6 +132,7 @@ class SweepFolder:
     def acquire(self) -> None:
         """Lock the sweep until `release` or the end of this process; RunBusyError if another process is running it."""
         with storage_errors(self.path, "choose another folder"):
+            check_locks(self.path)
             make_durable_directory(self.path)
             check_tree(self.path, is_writer=True, max_depth=0)
             is_acquired = self._lock.acquire()

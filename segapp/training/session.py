@@ -41,7 +41,6 @@ from segapp.errors import (
     DataError,
     DistributedError,
     OutOfMemoryError,
-    RunBusyError,
     SegappError,
     StorageError,
 )
@@ -51,7 +50,6 @@ from segapp.parallel.distributed import (
     DistributedSetupError,
     Ranks,
     abandon,
-    end_now,
     init_from_env,
     is_launched,
     shutdown,
@@ -62,7 +60,6 @@ from segapp.run.commands import CheckpointCommand, send_command
 from segapp.run.events import Alert, EventListener, EventLog, EventWriter, LiveTensor, Oom, OtherProcess, RunEnd
 from segapp.run.files import OTHERS_WRITE, append_to_run, machine_id, machine_names, storage_errors_of
 from segapp.run.folder import RunFolder, remove_failed_start
-from segapp.run.lease import STILL_S
 from segapp.run.starting import announce
 from segapp.run.words import first_line, printable
 from segapp.training.context import Places, RunContext
@@ -239,7 +236,6 @@ def _opened_folder(request: TrainRequest, devices: DevicePlan, ranks: Ranks) -> 
     folder = request.folder or RunFolder.create(request.config.name, path=request.run)
     if note := taken_note(request, folder):
         print(note)
-    folder.on_lease_lost(_end_without_lease)
     try:
         folder.acquire(functools.partial(print, flush=True))
         with folder:
@@ -267,13 +263,6 @@ def _wait_for_folder(folder: RunFolder, rank: int) -> None:
                 path=folder.path,
             )
         time.sleep(0.5)
-
-
-def _end_without_lease(reason: str) -> None:
-    """End this process immediately, because everything it writes now would go into another trainer's run."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"error: {printable(reason)}\n".encode())
-    end_now(RunBusyError.exit_code)
 
 
 def _places(devices: DevicePlan, ranks: Ranks) -> Places:
@@ -384,8 +373,7 @@ def _run_in(
     console, stage = PlainReporter(), Stage()
     event_log = EventLog(None)
     if ranks.is_main:
-        writer = EventWriter(folder.events, check_holder=functools.partial(folder.check_lease, STILL_S / 2))
-        event_log = EventLog(writer, [listener or console])
+        event_log = EventLog(EventWriter(folder.events), [listener or console])
     device_infos = _device_infos(devices, ranks, request.config.parallel.memory_budget_mib)
     memory, places = DeviceMemoryTracker(device_infos), _places(devices, ranks)
     context = RunContext(folder, event_log, ranks, signals, memory, places)

@@ -91,7 +91,6 @@ class Trainer:
             config_hash=config_hash,
             during_save=lambda: self.activities.during("save"),
             on_written=lambda seconds: self.activities.clock.add("write", seconds),
-            check_holder=context.folder.check_lease,
         )
         self._first_looks = first_looks
         self._has_stepped = False

@@ -144,41 +144,6 @@ def test_second_trainer_on_a_run_exits_9(new_run: NewRun, invariants: Invariants
     invariants.check(run)
 
 
-@case("F21", how="a disk without locks: another trainer takes the lease", passes="exit 9, it writes nothing more")
-@pytest.mark.faults
-def test_trainer_that_lost_its_lease_exits_9(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run()
-    program = run.start(failpoints="run.lock=raise:ENOLCK;train.step=sleep:0.1;ckpt.before_rename=3:sleep:1")
-    run.wait_for_act(program, "ckpt.before_rename")
-    (run.folder / "lock.lease").write_text("the token of another\n")
-    manifest = run.folder / "checkpoints" / "manifest.json"
-    before = manifest.read_bytes()
-    done = run.ended(program)
-    invariants.assert_clear(done, 9, "was taken over by process", "it no longer writes there")
-    assert "this file system has no locks" in done.stdout
-    assert manifest.read_bytes() == before
-    assert run.events("run_end") == []
-    assert (run.folder / "lock.lease").read_text() == "the token of another\n"
-
-
-@case("F21", how="a disk without locks: a frozen trainer is replaced, and goes on", passes="exit 9, the other is exact")
-@pytest.mark.faults_long
-def test_frozen_trainer_whose_lease_is_taken_ends(new_run: NewRun, invariants: Invariants) -> None:
-    run = new_run()
-    frozen = run.start(failpoints="run.lock=raise:ENOLCK;train.step=sleep:0.1")
-    run.wait_for_step(3, frozen)
-    frozen.send(signal.SIGSTOP)
-    done = run.train(failpoints="run.lock=raise:ENOLCK", timeout_s=150)
-    assert done.returncode == 0, done.stderr
-    assert "waiting up to 60 s to see whether its holder renews it" in done.stdout
-    manifest, events = (run.folder / "checkpoints" / "manifest.json").read_bytes(), run.events()
-    frozen.send(signal.SIGCONT)
-    invariants.assert_clear(run.ended(frozen), 9, "it no longer writes there")
-    assert (run.folder / "checkpoints" / "manifest.json").read_bytes() == manifest
-    assert run.events() == events
-    invariants.assert_same(run)
-
-
 @pytest.mark.slow
 @case(
     "F39",

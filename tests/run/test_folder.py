@@ -5,11 +5,13 @@ import signal
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
 from segapp.errors import ConfigError, RunBusyError, StorageError
+from segapp.run import folder as folders
 from segapp.run import lock
 from segapp.run.events import (
     Checkpoint,
@@ -138,6 +140,52 @@ def test_second_trainer_is_refused_until_the_first_is_dead(tmp_path):
     folder.acquire()
     assert folder.read_holder().pid == os.getpid()
     folder.release()
+
+
+@pytest.mark.parametrize(
+    ("environ", "job", "waits"),
+    [
+        ({"TORCHELASTIC_RESTART_COUNT": "1"}, None, True),
+        ({"SLURM_RESTART_COUNT": "2"}, "slurm 1", True),
+        ({"TORCHELASTIC_RESTART_COUNT": "0"}, None, False),
+        ({"SLURM_JOB_ID": "7"}, "slurm 7", True),
+        ({"SLURM_JOB_ID": "7"}, "slurm 8", False),
+        ({"TORCHELASTIC_RUN_ID": "a"}, "torchelastic a", True),
+        ({"TORCHELASTIC_RUN_ID": "none"}, None, False),
+        ({}, None, False),
+    ],
+)
+def test_restart_and_same_job_wait_for_the_holder(tmp_path, monkeypatch, environ, job, waits):
+    monkeypatch.setattr(folders, "_BUSY_LOOK_S", 0.01)
+    holder, other, said = RunFolder.create(path=tmp_path / "a"), RunFolder(tmp_path / "a"), []
+    words = (job or "none none").split()
+    holder.acquire(
+        environ={"slurm": {"SLURM_JOB_ID": words[1]}, "torchelastic": {"TORCHELASTIC_RUN_ID": words[1]}}.get(
+            words[0], {}
+        )
+    )
+
+    def say(line):
+        said.append(line)
+        threading.Timer(0.1, holder.release).start()
+
+    if not waits:
+        with pytest.raises(RunBusyError):
+            other.acquire(say, environ=environ)
+        assert said == []
+        return
+    other.acquire(say, environ=environ)
+    assert said == [
+        f"{other.path} is still held by process {os.getpid()} on {os.uname().nodename}: waiting up to 120 s for its end"
+    ]
+    other.release()
+
+
+def test_wait_for_a_busy_folder_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "BUSY_S", 0.2)
+    monkeypatch.setattr(folders, "_BUSY_LOOK_S", 0.01)
+    with RunFolder.create(path=tmp_path / "a") as holder, pytest.raises(RunBusyError):
+        RunFolder(holder.path).acquire(lambda _: None, environ={"SLURM_RESTART_COUNT": "1"})
 
 
 @pytest.mark.parametrize("kind", [RunFolder, SweepFolder])
@@ -523,7 +571,7 @@ def test_file_belongs_to_the_run_that_it_lies_in(tmp_path):
     ],
 )
 def test_lock_that_fails_says_if_it_is_held(tmp_path, monkeypatch, number, error, words):
-    """Only a lock of another process is "held"; test_lease.py has file systems without locks."""
+    """Only a lock of another process is "held"; test_lock.py has file systems without locks."""
 
     def refuse(_fd):
         raise OSError(number, os.strerror(number))

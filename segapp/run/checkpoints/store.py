@@ -64,13 +64,11 @@ class CheckpointFolder:
     """The `checkpoints` folder of a run, which the first commit creates.
 
     Only the holder of the run's lock may call `commit`, `quarantine`, `set_aside` and `repair_aliases`; any process may
-    read. `check_holder` is called before each change of the manifest, and raises if this process no longer holds the
-    lock.
+    read.
     """
 
-    def __init__(self, path: Path | str, check_holder: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
-        self._check_holder = check_holder
         self.objects = self.path / "objects"
         self.manifest_path = self.path / "manifest.json"
 
@@ -210,7 +208,7 @@ class CheckpointFolder:
             )
             self._publish(temporary, entry)
             manifest = manifest.with_entry(entry, alias_names(finished_epoch, is_best), keep)
-            self._write_manifest(manifest)
+            write_manifest(self.manifest_path, manifest)
         except OSError as error:
             self._remove_uncommitted()
             raise storage_error("write a checkpoint in", self.path, error) from error
@@ -239,7 +237,7 @@ class CheckpointFolder:
             names = {name: sha for name, sha in manifest.names.items() if sha not in bad}
             names.setdefault(LAST, left[0].sha256)
             manifest = Manifest(left, names, manifest.orphans)
-            self._write_manifest(manifest)
+            write_manifest(self.manifest_path, manifest)
         except OSError as error:
             return [f"damaged checkpoints could not be renamed: {reason_of(error)}"]
         return self.repair_aliases(manifest)
@@ -287,7 +285,7 @@ class CheckpointFolder:
             return manifest
         smaller = manifest.retire(keep, NUM_ALWAYS_KEPT - 1)
         if len(smaller.entries) < len(manifest.entries):
-            self._write_manifest(smaller)
+            write_manifest(self.manifest_path, smaller)
             remove_unlisted(self.path, self.objects, smaller)
             manifest = smaller
         free = free_bytes(self.path)
@@ -300,10 +298,6 @@ class CheckpointFolder:
                 path=self.path,
             )
         return manifest
-
-    def _write_manifest(self, manifest: Manifest) -> None:
-        self._check_holder()
-        write_manifest(self.manifest_path, manifest)
 
     def _read_to_replace(self) -> Manifest:
         """Return the manifest; objects that a damaged manifest may have listed become orphans, and are kept."""

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -33,17 +33,14 @@ class EventWriter:
 
     An incomplete last line from a crash is cut off first. Events that cannot be written stay in memory (at most
     `max_pending`; beyond that, `step`, `memory` and `heartbeat` events are dropped first, and counted) and are written
-    in order when the disk has space again. It is thread-safe within the process that holds the run's lock;
-    `check_holder` raises if another process has taken it.
+    in order when the disk has space again. It is thread-safe within the process that holds the run's lock.
 
     Raises:
         StorageError: The file cannot be opened.
     """
 
-    def __init__(
-        self, path: Path | str, *, max_pending: int = 10_000, check_holder: Callable[[], None] = lambda: None
-    ) -> None:
-        self.path, self._check_holder = Path(path), check_holder
+    def __init__(self, path: Path | str, *, max_pending: int = 10_000) -> None:
+        self.path = Path(path)
         self.problem: str | None = None
         """Why events are waiting in memory; None if the last write succeeded."""
         self.num_dropped = 0
@@ -68,7 +65,6 @@ class EventWriter:
         with self._lock:
             if self._fd < 0:
                 raise ValueError(f"{self.path.name} is closed")
-            self._check_holder()
             body = event.model_dump()
             body["t"] = round(time.time(), 6)
             fields = sorted(set(_null_non_finite(body, event.type)))
