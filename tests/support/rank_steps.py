@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import socket
 import sys
 import traceback
 from collections import Counter
@@ -43,6 +42,7 @@ from segapp.models import build_model
 from segapp.models.normalizer import Normalizer
 from segapp.parallel import SampleMasks, convert_sync_batchnorm, mask_by_sample, set_recompute
 from segapp.parallel.distributed import Ranks, init_from_env, shutdown, wrap_ddp
+from segapp.parallel.launch import STORE_VARIABLE
 from segapp.precision import Precision
 from segapp.training.step.engine import StepEngine
 from segapp.training.step.participant import UpdateCount
@@ -321,8 +321,8 @@ def let_ranks_share_a_gpu(rank: int) -> None:
     os.environ.update(shared if torch.cuda.nccl.version() >= (2, 30) else apart)
 
 
-def run_rank(rank: int, num_ranks: int, kind: str, port: int, path: Path, backend: str | None = None) -> None:
-    words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+def run_rank(rank: int, num_ranks: int, kind: str, store: Path, path: Path, backend: str | None = None) -> None:
+    words = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, STORE_VARIABLE: store}
     os.environ.update({name: str(value) for name, value in words.items()})
     torch.set_num_threads(1)
     device = "cpu"
@@ -339,15 +339,12 @@ def run_rank(rank: int, num_ranks: int, kind: str, port: int, path: Path, backen
 
 
 def main(path: Path, num_ranks: int = 3, kind: str = "cpu", backend: str | None = None) -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    children = []
+    store, children = path.with_suffix(".store"), []
     for rank in range(num_ranks):
         pid = os.fork()
         if pid == 0:
             try:
-                run_rank(rank, num_ranks, kind, port, path, backend)
+                run_rank(rank, num_ranks, kind, store, path, backend)
             except BaseException:
                 traceback.print_exc()
                 os._exit(1)
