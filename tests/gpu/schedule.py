@@ -60,7 +60,9 @@ class ScheduledRow:
         if self.cases:
             return [sys.executable, "-m", "tests.gpu.cases", self.cases, "--device", device, "--results", str(results)]
         is_dry = device == "cpu"
-        pytest = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+        # pytest-benchmark, where it is installed, refuses parameters with the name of its fixture.
+        plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]
+        pytest = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", *plugins]
         # worksteal: loadfile, the default of the project, would leave a file to one worker.
         spread = ["-n", str(min(2, self.workers) if is_dry else self.workers), "--dist", "worksteal"]
         chosen = ["-m", "gpu or slow" if is_dry else "gpu", "-p", "tests.gpu.each_test", "--maxfail", "30"]

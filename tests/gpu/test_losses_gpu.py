@@ -18,6 +18,7 @@ from segapp.losses import (
     upsample_cross_entropy,
 )
 from segapp.losses.fused import checks, triton_trial
+from segapp.losses.fused.kernel_shapes import buffers_of
 
 DEVICE = os.environ.get("SEGAPP_GPU_TESTS_ON", "cuda:0")
 IS_GPU = DEVICE.startswith("cuda")
@@ -268,6 +269,6 @@ def test_loss_allocates_what_the_plan_counts():
         x = logits.detach().requires_grad_()
         upsample_cross_entropy(x, target)
         taken = torch.cuda.max_memory_allocated(DEVICE) - before
-        buffers = cross_entropy.buffers_of(tuple(logits.shape), target.shape[2], torch.float32, True)
+        buffers = buffers_of(tuple(logits.shape), target.shape[2], torch.float32, True)
         planned = 4 * (logits.numel() + buffers.num_partials + 3 * buffers.num_places)
         assert taken == pytest.approx(planned, rel=0.02, abs=1 << 20)
