@@ -126,15 +126,14 @@ def shared_secret(request: LaunchRequest) -> bytes:
     the run folder, which all machines share. The first machine makes the file.
 
     Raises:
-        ConfigError: the file can be read by others, or holds too few characters.
+        ConfigError: the file can be read by others or belongs to them, or holds too few characters.
         StorageError: it cannot be made or read.
     """
+    where: str | Path = SECRET_VARIABLE
     secret = os.environ.get(SECRET_VARIABLE, "")
-    if secret:
-        where = SECRET_VARIABLE
-    else:
-        path = request.secret_file or request.run.with_name(f".{request.run.name}.secret")
-        where = str(path)
+    if not secret:
+        run = request.run.absolute()
+        where = path = request.secret_file or run.with_name(f".{run.name}.secret")
         with storage_errors_of("share a secret in", path):
             secret = _secret_in(path)
     if len(secret) < _SHORTEST_SECRET:
@@ -157,8 +156,12 @@ def _secret_in(path: Path) -> str:
     finally:
         remove_quietly(made)
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW)) as file:
-        if os.fstat(file.fileno()).st_mode & 0o077:
-            raise ConfigError(f"{path} can be read by other users: run `chmod 600 {path}`", path=path)
+        facts = os.fstat(file.fileno())
+        if facts.st_mode & 0o077 or facts.st_uid != os.geteuid():
+            raise ConfigError(
+                f"{path} belongs to another user or can be read by others: use a file of your own, and run `chmod 600`",
+                path=path,
+            )
         return file.read(2**12).strip()
 
 
