@@ -22,7 +22,8 @@ _NAMED = "SEGAPP_TRACKERS"
 
 def name_trackers(log: LogConfig, keys: Iterable[str] = tuple(TRACKERS)) -> None:
     """Accept trackers that the user has named, in this process and its children."""
-    os.environ[_NAMED] = "\n".join([*{os.environ.get(_NAMED, ""), *_overrides(log, keys).values()}])
+    if named := _overrides(log, keys).values():
+        os.environ[_NAMED] = "\n".join(dict.fromkeys([*os.environ.get(_NAMED, "").split("\n"), *named]))
 
 
 def unnamed_trackers(log: LogConfig) -> dict[str, str]:

@@ -73,12 +73,14 @@ class UnknownCodeError(ConfigError):
 @contextlib.contextmanager
 def trusting(is_trusted: bool) -> Iterator[None]:
     """Accept the code of any config during the body, in this process and in children that it starts."""
-    is_new = is_trusted and "1" not in _marks()
-    os.environ[TRUST_VARIABLE] = " ".join(["1"] * is_new + _marks())
+    if not is_trusted or "1" in _marks():
+        yield
+        return
+    os.environ[TRUST_VARIABLE] = " ".join(["1", *_marks()])
     try:
         yield
     finally:
-        os.environ[TRUST_VARIABLE] = " ".join(mark for mark in _marks() if not is_new or mark != "1")
+        os.environ[TRUST_VARIABLE] = " ".join(mark for mark in _marks() if mark != "1")
 
 
 def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[str], *, is_stored: bool) -> None:
