@@ -76,5 +76,7 @@ def _build_term(
         "aux_weight": term.aux_weight,
         "label_smoothing": term.label_smoothing,
     }
-    made: AdditiveCriterion = build_part(LOSSES[term.name].factory, "loss.name", term.options, offered=offered)
+    made: AdditiveCriterion = build_part(
+        LOSSES[term.name].factory, "loss.name", term.options, offered=offered, is_built_in=True
+    )
     return made

@@ -106,7 +106,9 @@ def build_optimizer(section: OptimConfig, groups: Sequence[Mapping[str, Any]]) -
     if is_part(section.name):
         return own_optimizer(section, groups)
     factory, offered = OPTIMIZERS[section.name].factory, {"lr": section.lr, "momentum": section.momentum}
-    made: torch.optim.Optimizer = build_part(factory, "optim.name", section.options, groups, offered=offered)
+    made: torch.optim.Optimizer = build_part(
+        factory, "optim.name", section.options, groups, offered=offered, is_built_in=True
+    )
     return made
 
 
@@ -129,7 +131,9 @@ def build_schedule(section: ScheduleConfig, lr: float, *, total_steps: int, step
         "power": section.power,
         "min_lr": section.min_lr,
     }
-    shape: Shape = build_part(SCHEDULES[section.name].factory, "schedule.name", section.options, offered=offered)
+    shape: Shape = build_part(
+        SCHEDULES[section.name].factory, "schedule.name", section.options, offered=offered, is_built_in=True
+    )
     return warmed_up(shape, section.warmup_steps, section.warmup_factor)
 
 

@@ -72,7 +72,7 @@ class LaunchRequest:
 def launch(request: LaunchRequest) -> int:
     """Run the ranks of this machine until the run ends, and return its exit code."""
     policy, grace_s = RunPolicy(request), _grace_s(request)
-    if request.rdzv_endpoint is None:
+    if request.rdzv_endpoint is None or request.nnodes in ("1", "1:1"):
         num_ranks = _num_local_ranks(request)
         signals = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
         return LocalRanks(num_ranks, policy, shutdown_s=grace_s, signals=signals).run()
@@ -99,7 +99,7 @@ def launch(request: LaunchRequest) -> int:
 
 
 def _num_local_ranks(request: LaunchRequest) -> int:
-    """Return the number of ranks of a job on one machine.
+    """Return the number of ranks of a job on one machine, which needs no rendezvous.
 
     Raises:
         ConfigError: the options need several machines.
@@ -108,10 +108,10 @@ def _num_local_ranks(request: LaunchRequest) -> int:
         raise ConfigError(
             f"--nnodes {request.nnodes} needs --rdzv-endpoint HOST:PORT: one of the machines, and a free port there"
         ).see("several-machines")
-    if request.others:
+    others = [word for word in request.others if not word.startswith("--rdzv")]  # a scheduler's script gives them too
+    if others:
         raise ConfigError(
-            f"{' '.join(request.others)}: options of torchrun need --rdzv-endpoint HOST:PORT: leave them out on one "
-            "machine"
+            f"{' '.join(others)}: torchrun's options are for several machines: leave them out with --nnodes 1"
         ).see("several-machines")
     try:
         return int(torchrun.determine_local_world_size(request.nproc_per_node))

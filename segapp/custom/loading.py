@@ -17,8 +17,10 @@ from segapp.custom.trust import check_import
 from segapp.errors import ConfigError, SegappError, did_you_mean
 
 
-def load_part(name: str, key: str) -> Callable[..., Any]:
+def load_part(name: str, key: str, *, is_built_in: bool = False) -> Callable[..., Any]:
     """Import a custom component that a config key or an option names, and return its class or factory function.
+
+    With `is_built_in`, the name comes from a table of segapp and not from a config.
 
     The current folder, or the folder of a named file, is added at the end of the Python path, so that other processes
     of the run (data workers, ranks) find the module too.
@@ -27,6 +29,8 @@ def load_part(name: str, key: str) -> Callable[..., Any]:
         ConfigError: there is no such module, it lacks the name, or its import fails.
     """
     try:
+        if not is_built_in:
+            check_import(name)
         return _load(name, key)
     except ConfigError as error:
         error.key, error.value = key, name
@@ -38,7 +42,6 @@ def _load(name: str, key: str) -> Callable[..., Any]:
         raise ConfigError(
             f"{key} = {name!r} is not a custom component: write package.module:factory or ./file.py:factory"
         )
-    check_import(name)
     where, attribute = split_name(name)
     source, what = find_source(name), f"{key} = {name}"
     module = _import_file(where, source, what) if is_file_name(where) else _import(where, what)
@@ -132,6 +135,7 @@ def build_part(
     *given: Any,
     offered: Mapping[str, Any] | None = None,
     options_key: str | None = None,
+    is_built_in: bool = False,
 ) -> Any:
     """Import the component that a config key names, and return the result of its factory.
 
@@ -142,11 +146,12 @@ def build_part(
         given: positional arguments.
         offered: further keyword arguments, passed only to a factory that has a parameter with that name.
         options_key: config key of the options; None: `options` next to `key`.
+        is_built_in: the name comes from a table of segapp and not from a config.
 
     Raises:
         ConfigError: the component cannot be imported, does not accept the options, or raises.
     """
-    factory = load_part(name, key)
+    factory = load_part(name, key, is_built_in=is_built_in)
     options_key = options_key or f"{key.rpartition('.')[0]}.options"
     offered = offered or {}
     problems = option_problems(name, factory, options_key, options, tuple(offered), len(given))

@@ -13,22 +13,22 @@ Modules that the file imports are not compared.
 from __future__ import annotations
 
 import contextlib
+import grp
 import hashlib
 import json
 import os
+import pwd
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from segapp.custom.names import find_source, is_installed, sha256_of_source
+from segapp.custom.names import find_source, is_file_name, is_installed, sha256_of_source, split_name
 from segapp.errors import ConfigError
 
 TRUST_VARIABLE = "SEGAPP_TRUST_PARTS"
 """Environment variable: 1 if any code may run, or the marks of the code that this process and its children may run."""
-_BUILT_IN = ("segapp.losses.", "segapp.optim.")
-"""Modules of the built-in losses, optimizers and schedules, which take no files and no commands."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,9 @@ class NamedCode:
         """Hashes of name and source file, of these and the options, and of these and the file's content."""
         plain = json.loads(json.dumps(self.options, default=str))  # all keys as text, so that they can be sorted
         is_fixed = self.source is None or is_installed(self.source)
-        parts = [self.name, str(self.source), plain, None if is_fixed else sha256_of_source(self.source)]
+        where, attribute = split_name(self.name)  # a file has several names, such as ./parts.py and parts.py
+        name = attribute if is_file_name(where) else self.name
+        parts = [name, str(self.source), plain, None if is_fixed else sha256_of_source(self.source)]
         return _hash_of(parts[:2]), _hash_of(parts[:3]), _hash_of(parts)
 
     def is_users_own(self, config: Path) -> bool:
@@ -59,8 +61,7 @@ class NamedCode:
         folders = (Path.cwd().resolve(), config.parent)
         if self.source is None or is_installed(self.source) or not any(map(self.source.is_relative_to, folders)):
             return False
-        found = map(os.stat, (self.source, config))
-        return all(each.st_uid == os.getuid() and not each.st_mode & 0o022 for each in found)
+        return all(map(_is_only_ones_own, (self.source, config)))
 
 
 class UnknownCodeError(ConfigError):
@@ -93,7 +94,7 @@ def check_known(named: Mapping[str, NamedCode], origin: Path, typed: Collection[
 
     def is_known(code: NamedCode) -> bool:
         first, with_options, exact = code.marks
-        if code.name in typed or code.name.startswith(_BUILT_IN) or accepted & {"1", with_options}:
+        if code.name in typed or accepted & {"1", with_options}:
             return True
         known = [line[1:] for line in record if line[0] == first]
         was_here = not is_stored and any(where == here for _, where in known)
@@ -131,8 +132,20 @@ def accept_code(named: Iterable[NamedCode], origin: Path | str = "python") -> No
 
 def check_import(name: str) -> None:
     """Check that this process or its parent has found code to be known, before it is imported; else a ConfigError."""
-    if not name.startswith(_BUILT_IN) and not {"1", NamedCode(name, {}).marks[0]} & {*_marks()}:
+    if not {"1", NamedCode(name, {}).marks[0]} & {*_marks()}:
         raise ConfigError(f"{name} is code that was not accepted: add --trust-parts if you know it").see("own-parts")
+
+
+def _is_only_ones_own(path: Path) -> bool:
+    """Return True for a file of the user that nobody else may write; many systems give each user a group of their own.
+
+    There the umask is 002, and the group has the name of the user and no other member.
+    """
+    status, is_private = path.stat(), False
+    with contextlib.suppress(KeyError):
+        user, group = pwd.getpwuid(os.getuid()).pw_name, grp.getgrgid(status.st_gid)
+        is_private = group.gr_name == user and {*group.gr_mem} <= {user}
+    return status.st_uid == os.getuid() and not status.st_mode & (0o002 if is_private else 0o022)
 
 
 def _hash_of(value: Any) -> str:

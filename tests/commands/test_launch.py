@@ -156,8 +156,8 @@ def test_address_of_a_machine_is_that_of_its_route() -> None:
         (["--nnodes", "2", "--", "train", "--run", "a", "--detach"], "--detach, --smoke and --print-config"),
         (["--nnodes", "1:4", "--", "train", "--run", "a"], "--nnodes 1:4 needs --rdzv-endpoint HOST:PORT"),
         (["--nproc-per-node", "many", "--", "train", "--run", "a"], "--nproc-per-node many: "),
-        (["--tee=3", "--", "train", "--run", "a"], "--tee=3: options of torchrun need --rdzv-endpoint HOST:PORT"),
-        (["--rdzv-endpoint=a:1", "--rdzv-backend=etcd", "--", "train", "--run", "a"], "--rdzv-backend: only c10d"),
+        (["--tee=3", "--", "train", "--run", "a"], "--tee=3: torchrun's options are for several machines"),
+        (["--nnodes=2", "--rdzv-endpoint=a:1", "--rdzv-backend=etcd", "--", "train", "--run", "a"], "only c10d"),
         (["--", "train", "--run", "a", "--confg", "b"], "No such option"),
     ],
 )
@@ -227,8 +227,10 @@ def test_state_of_a_stranger_is_not_unpickled(tmp_path: Path) -> None:
     others = agents.SignedBackend(HashStore(), "other job", b"a secret")
     moved, _, _ = C10dRendezvousBackend.set_state(others, others._signature(b"x") + b"x") or (b"", b"", False)
     ours.set("torch.rendezvous.job", base64.b64encode(moved))
-    with pytest.raises(RendezvousStateError):
+    with pytest.raises(RendezvousStateError, match="not written with the secret"):
         join(agents.SignedBackend(ours, "job", b"a secret"))
+    with pytest.raises(RendezvousStateError, match="not written with the secret"):  # another agent was first
+        agents.SignedBackend(ours, "job", b"a secret").set_state(b"state", b"an older token")
     ours.set("torch.rendezvous.job", base64.b64encode(payload))
     with contextlib.suppress(Exception):
         join(C10dRendezvousBackend(ours, "job"))

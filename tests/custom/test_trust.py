@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
+import pwd
+import re
 import subprocess
 import sys
 import time
@@ -222,19 +225,81 @@ def test_ones_own_file_and_options_may_change_in_ones_own_config(
 
 
 @pytest.mark.parametrize("name", ["net_of_it.py", "run.yaml"])
-@pytest.mark.parametrize("change", ["mode", "owner"])
+@pytest.mark.parametrize("change", ["mode", "owner", "group"])
 def test_file_that_others_may_write_must_not_change(
     project: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: str
 ) -> None:
     accepted(project, monkeypatch)
-    if change == "owner" and os.getuid() != 0:
-        pytest.skip("only root gives a file to another user")
-    (project / name).chmod(0o664) if change == "mode" else os.chown(project / name, 65534, 65534)
+    if change != "mode" and os.getuid() != 0:
+        pytest.skip("only root gives a file to another user or group")
+    (project / name).chmod(0o666 if change == "mode" else 0o664)
+    if change != "mode":
+        os.chown(project / name, 65534 if change == "owner" else -1, 65534)
     load_runnable("run.yaml")
     changed(project)
     another_process(monkeypatch)
     with pytest.raises(UnknownCodeError):
         load_runnable("run.yaml")
+
+
+def test_group_of_ones_own_may_write_ones_files(
+    project: Path, tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The umask 002 of many systems, where each user has a group."""
+    user, group = pwd.getpwuid(os.getuid()), grp.getgrgid(os.getgid())
+    if user.pw_name != group.gr_name or {*group.gr_mem} - {user.pw_name}:
+        pytest.skip("this user has no group of their own")
+    accepted(project, monkeypatch)
+    for name in ("net_of_it.py", "run.yaml"):
+        (project / name).chmod(0o664)
+    changed(project)
+    load_runnable("run.yaml")
+
+
+SECTIONS: dict[str, Any] = {
+    "model": lambda name: {"model": {"library": "python", "name": name, "options": {"command": "touch MARKER"}}},
+    "loss": lambda name: {"loss": {"name": name, "options": {"command": "touch MARKER"}}},
+    "optim": lambda name: {"optim": {"name": name, "options": {"command": "touch MARKER"}}},
+    "schedule": lambda name: {"schedule": {"name": name, "options": {"command": "touch MARKER"}}},
+    "data.format": lambda name: {"data": {"format": name, "options": {"command": "touch MARKER"}}},
+    "data.augment": lambda name: {"data": {"augment": [{name: {"command": "touch MARKER"}}]}},
+}
+"""What names code in a config."""
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "segapp.losses.boundary:torch.os.system",
+        "segapp.optim.optimizers:torch.os.system",
+        "segapp.losses.cross_entropy:CriterionCE",
+        "segapp.losses.d/x.py:f",
+        "segapp.custom.loading:load_part",
+        "torch.hub:load",
+    ],
+)
+def test_names_within_installed_packages_are_not_known(
+    project: Path, tiny: dict[str, Any], section: str, name: str
+) -> None:
+    (project / "segapp.losses.d").mkdir()
+    (project / "segapp.losses.d" / "x.py").write_text("from pathlib import Path; Path('MARKER').touch()\ndef f(): ...")
+    changes = SECTIONS[section](name)
+    data = {**tiny["data"], **changes.get("data", {})}
+    (project / "evil.yaml").write_text(yaml.safe_dump({**tiny, **changes, "data": data}))
+    with pytest.raises(UnknownCodeError, match=f"{section}.*{re.escape(name)}"):
+        load_runnable("evil.yaml")
+    with pytest.raises(ConfigError, match="was not accepted"):
+        load_part(name, section)
+    assert not (project / "MARKER").exists()
+
+
+def test_file_named_on_the_command_line_is_known_by_its_other_names(project: Path) -> None:
+    accept_code([NamedCode("./net_of_it.py:Net", {"width": 4})])
+    for name in ("net_of_it.py:Net", "../project/net_of_it.py:Net", f"{project}/net_of_it.py:Net"):
+        assert NamedCode(name, {"width": 4}).marks == NamedCode("./net_of_it.py:Net", {"width": 4}).marks
+        assert NamedCode(name, {"width": 5}).marks[1:] != NamedCode("./net_of_it.py:Net", {"width": 4}).marks[1:]
+    assert NamedCode("./net_of_it.py:Other", {}).marks[0] != NamedCode("./net_of_it.py:Net", {}).marks[0]
 
 
 def test_file_outside_the_project_must_not_change(
