@@ -294,7 +294,7 @@ def test_names_within_installed_packages_are_not_known(
     assert not (project / "MARKER").exists()
 
 
-def test_file_named_on_the_command_line_is_known_by_its_other_names(project: Path) -> None:
+def test_file_is_known_by_all_its_names(project: Path) -> None:
     accept_code([NamedCode("./net_of_it.py:Net", {"width": 4})])
     for name in ("net_of_it.py:Net", "../project/net_of_it.py:Net", f"{project}/net_of_it.py:Net"):
         assert NamedCode(name, {"width": 4}).marks == NamedCode("./net_of_it.py:Net", {"width": 4}).marks
