@@ -17,9 +17,8 @@ import typer
 import yaml
 
 from segapp.cli import app
-from segapp.config import dump_config
 from tests.support import ROOT
-from tests.support.fault_runs import tiny_config
+from tests.support.fault_runs import finished_run
 from tests.support.network import Network, network
 from tests.support.programs import segapp
 
@@ -101,11 +100,7 @@ def write_hostile_files(folder: Path, address: str) -> None:
 @pytest.fixture(scope="module")
 def stranger(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run."""
-    folder = tmp_path_factory.mktemp("stranger")
-    (folder / "config.yaml").write_text(dump_config(tiny_config(tiny_root, train={"epochs": 1})))
-    done = segapp("train", "--plain", "--config", "config.yaml", "--run", "run", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    return finished_run(tmp_path_factory.mktemp("stranger"), tiny_root)
 
 
 @pytest.fixture

@@ -40,7 +40,7 @@ import pytest
 from segapp import failpoints as points
 from segapp.config import RunConfig, dump_config
 from tests.support.fault_table import case as case  # imported with the rest by the cases
-from tests.support.programs import Program, start
+from tests.support.programs import Program, segapp, start
 from tests.support.runs import merged
 
 TAG = "SEGAPP_FAULT_TAG"
@@ -90,6 +90,14 @@ def tiny_config(root: Path, **sections: Any) -> RunConfig:
         "log": {"every_steps": 1, "tensorboard": False},
     }
     return merged(base, **sections)
+
+
+def finished_run(folder: Path, root: Path) -> Path:
+    """Train one epoch as the program does, and return the run; its config lies next to it."""
+    (folder / "config.yaml").write_text(dump_config(tiny_config(root, train={"epochs": 1})))
+    done = segapp("train", "--plain", "--config", "config.yaml", "--run", "run", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
 
 
 @dataclass

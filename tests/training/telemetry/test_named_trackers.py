@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from segapp.config import dump_config, load_config
+from segapp.config import load_config
 from segapp.config.trackers import name_trackers, unnamed_trackers
 from segapp.training.request import plan_request
-from tests.support.fault_runs import tiny_config
+from tests.support.fault_runs import finished_run
 from tests.support.programs import segapp as program
 
 
@@ -26,11 +26,7 @@ def _forget(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def finished(tiny_root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run, next to its config."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "config.yaml").write_text(dump_config(tiny_config(tiny_root, train={"epochs": 1})))
-    done = program("train", "--plain", "--config", "config.yaml", "--run", "run", cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "run"
+    return finished_run(tmp_path_factory.mktemp("finished"), tiny_root)
 
 
 @pytest.fixture
