@@ -1,9 +1,12 @@
 """When and how a checkpoint is saved: copied at a step boundary, written while training continues.
 
-Training waits for the copy of the state in memory. One thread then writes it: check, serialize, hash, fsync, read back,
-rename. There is never a second writer: a save that falls due by steps or by time while the last one is still being
-written is postponed until that one is done; a save at the end of an epoch, for a command or for a stop waits for it.
-A save that fails leaves the older checkpoints as they are, emits an alert, and is tried again with the present state.
+Training waits for the check and the copy of the state in memory. One thread then writes the copy: serialize and hash in
+one pass, fsync, rename. There is never a second writer. A save that is due by epochs, steps or time begins only if the
+writer is idle and the last save began 20 times its own duration ago (`SAVING_SHARE`); otherwise it is skipped until it is
+due again. The state of a skipped save is kept in memory if it is the best one, and written before the next state, because
+a checkpoint names the best evaluation and must never be newer than the file of that evaluation. A command, a stop and the
+end of the run always save. A save that fails leaves the older checkpoints as they are, emits an alert, and is tried again
+with the present state.
 """
 
 from __future__ import annotations
@@ -17,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from segapp.checkpoint.snapshot import snapshot
-from segapp.checkpoint.training_state import SavedCheckpoint, save_checkpoint
+from segapp.checkpoint.training_state import SavedCheckpoint, require_finite, save_checkpoint
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.events import Alert, Checkpoint, EventLog
+
+SAVING_SHARE = 0.05
+"""Saves that are due by a rule take at most this share of the time: the copy and the write of the last one count."""
 
 RETRY_S = 30.0
 """Seconds until a failed save is tried again; the time doubles after each failure, up to `MAX_RETRY_S`."""
@@ -53,6 +59,12 @@ class Captured:
     state: dict[str, Any]
     position: Position
     metric: float | None
+    is_best: bool = False
+
+    @property
+    def finished_epoch(self) -> int | None:
+        """The epoch that ended with this state; None within an epoch."""
+        return self.position.epoch - 1 if self.position.batch == 0 and self.position.epoch > 1 else None
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,14 @@ class CheckpointSaver:
         self._begun: Position | None = None
         """The position of the last save that began and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
-        self._is_postponed = False
+        self.has_kept_best = False
+        """True if the best state waits in memory for the next save; the same on every rank."""
+        self._kept_best: Captured | None = None
+        self._unwritten: list[Captured] = []
+        """The states that the writer writes, in this order; after a failure, those that it has not written."""
+        self._cost_s = 0.0
+        """Duration of the last save: its copy and its write."""
+        self._has_told_of_skips = False
         self._first_retry_s = self._retry_s = retry_s
         self._retry_at_s: float | None = None
         self._writer: threading.Thread | None = None
@@ -110,32 +129,51 @@ class CheckpointSaver:
         return is_epoch_due or (steps is not None and step % steps == 0)
 
     def is_overdue(self) -> bool:
-        """Return True if a postponed, failed or timed save can begin now; decided by the main rank."""
+        """Return True if a failed or timed save can begin now; decided by the main rank."""
         if not self._ranks.is_main or self.written_for_s() is not None:
             return False
         now_s, every = time.monotonic(), self._rules.every_minutes
         is_time = every is not None and now_s - self._begun_s >= 60 * every
-        return self._is_postponed or is_time or (self._retry_at_s is not None and now_s >= self._retry_at_s)
+        return (is_time and self._is_affordable()) or (self._retry_at_s is not None and now_s >= self._retry_at_s)
 
-    def is_fresh(self, age_s: float) -> bool:
-        """Return True if the last save began at most `age_s` seconds ago."""
-        return self._begun is not None and time.monotonic() - self._begun_s <= age_s
+    def is_affordable(self) -> bool:
+        """Return True if a due save can begin now; every rank must call it."""
+        return bool(self._ranks.from_main(self._is_affordable()))
+
+    def is_writing(self) -> bool:
+        """Return True while a save is being written; every rank must call it."""
+        return bool(self._ranks.from_main(self.written_for_s() is not None))
 
     def written_for_s(self) -> float | None:
         """Return the seconds since the running write began; None while none runs. Safe in any thread."""
         since_s = self._written_since_s
         return None if since_s is None else time.monotonic() - since_s
 
-    def begin_or_postpone(self) -> None:
-        """Begin a save, or postpone it while the last one is still being written; every rank must call it."""
-        if self._ranks.from_main(self.written_for_s() is not None):
-            self._is_postponed = True
-        else:
-            self.begin()
+    def begin_or_skip(self, *, is_best: bool = False) -> None:
+        """Begin a due save, or skip it, with the best state kept in memory; every rank must call it."""
+        if self.is_affordable():
+            self.begin(is_best=is_best)
+            return
+        if is_best:
+            with self._during_save():
+                began_s = time.perf_counter()
+                captured = replace(self._capture(), is_best=True)
+                self.has_kept_best = True
+                if self._ranks.is_main:
+                    self._kept_best = self._copied(captured) or self._kept_best
+                    self._cost_s += time.perf_counter() - began_s
+        if self._ranks.is_main and self._cost_s and not self._has_told_of_skips:
+            self._has_told_of_skips = True
+            message = (
+                f"a save takes {self._cost_s:.1f} s, so the next one begins {self._cost_s / SAVING_SHARE:.0f} s after it "
+                f"at the earliest (saving takes at most {SAVING_SHARE:.0%} of the time): checkpoints that are due "
+                "before are skipped, and the best one is kept in memory; `segapp ctl RUN checkpoint` saves immediately"
+            )
+            self._event_log.emit(Alert(kind="checkpoint", message=message))
 
-    def begin(self, *, finished_epoch: int | None = None, is_best: bool = False) -> None:
+    def begin(self, *, is_best: bool = False) -> None:
         """Begin a save; training waits for the copy, and for the writer if it is busy. Every rank must call it."""
-        self._save(finished_epoch, is_best, is_last=False)
+        self._save(is_best, is_last=False)
 
     def finish(self, position: Position, *, is_required: bool) -> None:
         """Wait for the writer, and save the state at `position` if it is not saved yet; every rank must call it.
@@ -144,7 +182,7 @@ class CheckpointSaver:
         NonFiniteError: `is_required`, and a weight is not finite.
         """
         if not self.is_saved(position):
-            self._save(None, False, is_last=True)
+            self._save(False, is_last=True)
             if not self.is_saved(position) and is_required and self._problem is not None:
                 raise self._problem
 
@@ -161,9 +199,12 @@ class CheckpointSaver:
         return self._begun is not None
 
     def wait_for_writer(self) -> None:
-        """Wait only for this rank's writer, because a training that fails closes its event log next."""
+        """Wait only for this rank's writer, and write the best state, because a training that fails ends next."""
         while not self._join_writer(_EXCHANGE_S):
             pass
+        if self._kept_best is not None:
+            self._enqueue(None)
+            self._write(0.0)
 
     def begin_asked(self, position: Position) -> None:
         """Begin a requested save, unless the state at `position` is saved; every rank must call it."""
@@ -181,7 +222,7 @@ class CheckpointSaver:
         `is_still` returns True while the training thread has not moved; if it has, the copy may be inconsistent.
         Returns why the state could not be saved; None if it is saved.
         """
-        state = snapshot(captured.state)
+        copied = self._copied(captured)
         if not is_still():
             return "the training moved on"
         if not self._join_writer(_EXCHANGE_S):
@@ -189,34 +230,62 @@ class CheckpointSaver:
         if self._begun == captured.position and self._problem is None:
             return None
         self._problem = None
-        self._write(Captured(state, captured.position, captured.metric), None, False, 0.0)
+        self._enqueue(copied)
+        self._write(0.0)
         return None if self._problem is None else str(self._problem)
 
-    def _save(self, finished_epoch: int | None, is_best: bool, *, is_last: bool) -> None:
+    def _is_affordable(self) -> bool:
+        """Return True if the writer is idle and the last save was long enough ago; known to the main rank."""
+        if failpoint("ckpt.background") == "sync":
+            return True
+        is_over = time.monotonic() - self._begun_s >= self._cost_s / SAVING_SHARE
+        return self.written_for_s() is None and is_over
+
+    def _save(self, is_best: bool, *, is_last: bool) -> None:
         with self._during_save():
             self.wait()
             began_s = time.perf_counter()
-            captured = self._capture()
+            captured = replace(self._capture(), is_best=is_best)
             self._begun, self._begun_s = replace(captured.position), time.monotonic()
-            self._is_postponed, self._retry_at_s, self._problem = False, None, None
+            self._retry_at_s, self._problem, self.has_kept_best = None, None, False
             if self._ranks.is_main:
-                state = captured.state if is_last else snapshot(captured.state)
-                if failpoint("ckpt.capture") == "nan":
-                    next(iter(state["model"].values())).fill_(float("nan"))
-                captured = Captured(state, self._begun, captured.metric)
-                self._start_writer(captured, finished_epoch, is_best, time.perf_counter() - began_s)
+                self._enqueue(self._copied(captured, is_shared=is_last))
+                if self._unwritten:
+                    self._start_writer(time.perf_counter() - began_s)
             if is_last or failpoint("ckpt.background") == "sync":
                 self.wait()
 
-    def _start_writer(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
+    def _copied(self, captured: Captured, *, is_shared: bool = False) -> Captured | None:
+        """Return a copy of a state, or `is_shared`, the state; None, with an alert, if a number is not finite."""
+        if failpoint("ckpt.capture") == "nan":
+            name, weight = next(iter(captured.state["model"].items()))
+            captured.state["model"][name] = weight.new_full(weight.shape, float("nan"))
+        try:
+            require_finite(captured.state)
+        except NonFiniteError as error:
+            self._problem = error
+            self._event_log.emit(Alert(kind="checkpoint", message=str(error), step=captured.position.step))
+            return None
+        state = captured.state if is_shared else snapshot(captured.state)
+        return replace(captured, state=state, position=replace(captured.position))
+
+    def _enqueue(self, captured: Captured | None) -> None:
+        """Let the writer, which must be idle, write the best state that is not on disk yet, and then `captured`."""
+        best = next((each for each in (self._kept_best, *self._unwritten) if each is not None and each.is_best), None)
+        self._kept_best = None
+        if captured is not None and best is not None and best.position == captured.position:
+            captured = replace(captured, is_best=True)
+        is_replaced = captured is not None and captured.is_best
+        self._unwritten = [each for each in (None if is_replaced else best, captured) if each is not None]
+
+    def _start_writer(self, copy_s: float) -> None:
         self._written_since_s = time.monotonic()
-        arguments = (captured, finished_epoch, is_best, copy_s)
-        writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        writer = threading.Thread(target=self._write, args=(copy_s,), name="checkpoint", daemon=True)
         try:
             writer.start()
             self._writer = writer
         except RuntimeError:  # no memory for another thread: write in this one
-            self._write(*arguments)
+            self._write(copy_s)
 
     def _join_writer(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s`, in which signals are handled; return True if the writer is done."""
@@ -227,17 +296,13 @@ class CheckpointSaver:
             self._writer = None
         return True
 
-    def _write(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
-        at = captured.position
+    def _write(self, copy_s: float) -> None:
+        began_s = time.monotonic()
         try:
             self._event_log.sync()  # a resume continues from this checkpoint: the events before it must be there
-            facts = CheckpointFacts(
-                step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
-            )
-            options: Any = {"is_best": is_best, "finished_epoch": finished_epoch, "keep": self._rules.keep}
-            saved = save_checkpoint(self._folder, captured.state, facts, **options)
-            self._on_written(saved.save_s)
-            self._tell(saved, captured, finished_epoch, copy_s)
+            while self._unwritten:
+                self._write_one(self._unwritten[0], copy_s)
+                del self._unwritten[0]
             self._retry_s = self._first_retry_s
         except Exception as error:
             self._problem = error
@@ -246,20 +311,32 @@ class CheckpointSaver:
                 self._retry_at_s = time.monotonic() + self._retry_s
                 again = f"; training continues, the older checkpoints stay, tried again in {self._retry_s:g} s"
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-            elif not isinstance(error, NonFiniteError):
+            else:
                 again = f" (unexpected {type(error).__name__})"
-            self._event_log.emit(Alert(kind="checkpoint", message=f"{error}{again}", step=at.step))
+            step = self._unwritten[0].position.step
+            self._event_log.emit(Alert(kind="checkpoint", message=f"{error}{again}", step=step))
         finally:
+            self._cost_s = copy_s + time.monotonic() - began_s
             self._written_since_s = None
 
-    def _tell(self, saved: SavedCheckpoint, captured: Captured, finished_epoch: int | None, copy_s: float) -> None:
+    def _write_one(self, captured: Captured, copy_s: float) -> None:
+        at = captured.position
+        facts = CheckpointFacts(
+            step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
+        )
+        options: Any = {"is_best": captured.is_best, "finished_epoch": captured.finished_epoch}
+        saved = save_checkpoint(self._folder, captured.state, facts, **options, keep=self._rules.keep)
+        self._on_written(saved.save_s)
+        self._tell(saved, captured, copy_s)
+
+    def _tell(self, saved: SavedCheckpoint, captured: Captured, copy_s: float) -> None:
         at = captured.position
         for message in saved.messages:
             self._event_log.emit(Alert(kind="checkpoint", message=message, step=at.step))
         self._event_log.emit(
             Checkpoint(
                 path=saved.event_path,
-                epoch=at.epoch if finished_epoch is None else finished_epoch,
+                epoch=captured.finished_epoch or at.epoch,
                 step=at.step,
                 is_best=saved.is_best,
                 sha256=saved.entry.sha256,
