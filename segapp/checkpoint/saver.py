@@ -1,12 +1,11 @@
 """When and how a checkpoint is saved: copied at a step boundary, written while training continues.
 
-Training waits for the check and the copy of the state in memory. One thread then writes the copy: serialize and hash in
-one pass, fsync, rename. There is never a second writer. A save that is due by epochs, steps or time begins only if the
-writer is idle and the last save began 20 times its own duration ago (`SAVING_SHARE`); otherwise it is skipped until it is
-due again. The state of a skipped save is kept in memory if it is the best one, and written before the next state, because
-a checkpoint names the best evaluation and must never be newer than the file of that evaluation. A command, a stop and the
-end of the run always save. A save that fails leaves the older checkpoints as they are, emits an alert, and is tried again
-with the present state.
+Training waits for the check and the copy of the state in memory. One thread writes the copy: it serializes and hashes
+in one pass, syncs and renames. There is never a second writer. A due save is skipped while the last one is being
+written, and until 20 times the duration of the last one has passed since it began. If a skipped state is the best one,
+it is kept in memory and written before the next one: a resumed training takes the best score from its checkpoint, so
+best.pt must not be older. A command, a stop and the end of the run always save. A save that fails leaves the older
+checkpoints as they are, emits an alert, and is tried again with the present state.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from segapp.checkpoint.snapshot import snapshot
-from segapp.checkpoint.training_state import SavedCheckpoint, require_finite, save_checkpoint
+from segapp.checkpoint.training_state import require_finite, save_checkpoint
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
 from segapp.parallel.distributed import Ranks
@@ -28,7 +27,10 @@ from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.events import Alert, Checkpoint, EventLog
 
 SAVING_SHARE = 0.05
-"""Saves that are due by a rule take at most this share of the time: the copy and the write of the last one count."""
+"""Due saves, each of them its copy and its write, take at most this share of the time."""
+
+_TOLD_GAP_S = 10.0
+"""Skipped saves are reported, once, if due saves are at least so far apart."""
 
 RETRY_S = 30.0
 """Seconds until a failed save is tried again; the time doubles after each failure, up to `MAX_RETRY_S`."""
@@ -84,8 +86,7 @@ class CheckpointSaver:
     """Saves checkpoints; every rank has one, the main rank writes.
 
     Every rank must call `capture` at the same time. `during_save` is a context for the time that training waits. The
-    thread that writes emits events, and calls `on_written` with the seconds of each write. A failed save is tried
-    again after `retry_s`.
+    thread that writes emits events, and calls `on_written` with the seconds of each write.
     """
 
     def __init__(
@@ -99,7 +100,6 @@ class CheckpointSaver:
         config_hash: str = "",
         during_save: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_written: Callable[[float], None] = lambda _: None,
-        retry_s: float = RETRY_S,
     ) -> None:
         self._folder, self._rules, self._capture, self._config_hash = folder, rules, capture, config_hash
         self._event_log, self._ranks = event_log, ranks
@@ -112,10 +112,10 @@ class CheckpointSaver:
         self._kept_best: Captured | None = None
         self._unwritten: list[Captured] = []
         """The states that the writer writes, in this order; after a failure, those that it has not written."""
-        self._cost_s = 0.0
-        """Duration of the last save: its copy and its write."""
+        self._gap_s = 0.0
+        """Time from the beginning of the last save to that of the next due one: its copy and write, over the share."""
         self._has_told_of_skips = False
-        self._first_retry_s = self._retry_s = retry_s
+        self._retry_s = RETRY_S
         self._retry_at_s: float | None = None
         self._writer: threading.Thread | None = None
         self._written_since_s: float | None = None
@@ -140,10 +140,6 @@ class CheckpointSaver:
         """Return True if a due save can begin now; every rank must call it."""
         return bool(self._ranks.from_main(self._is_affordable()))
 
-    def is_writing(self) -> bool:
-        """Return True while a save is being written; every rank must call it."""
-        return bool(self._ranks.from_main(self.written_for_s() is not None))
-
     def written_for_s(self) -> float | None:
         """Return the seconds since the running write began; None while none runs. Safe in any thread."""
         since_s = self._written_since_s
@@ -156,24 +152,36 @@ class CheckpointSaver:
             return
         if is_best:
             with self._during_save():
-                began_s = time.perf_counter()
+                began_s, self.has_kept_best = time.perf_counter(), True
                 captured = replace(self._capture(), is_best=True)
-                self.has_kept_best = True
                 if self._ranks.is_main:
                     self._kept_best = self._copied(captured) or self._kept_best
-                    self._cost_s += time.perf_counter() - began_s
-        if self._ranks.is_main and self._cost_s and not self._has_told_of_skips:
+                    self._begun_s += (time.perf_counter() - began_s) / SAVING_SHARE  # this copy counts, too
+        if self._gap_s >= _TOLD_GAP_S and not self._has_told_of_skips:
             self._has_told_of_skips = True
             message = (
-                f"a save takes {self._cost_s:.1f} s, so the next one begins {self._cost_s / SAVING_SHARE:.0f} s after it "
-                f"at the earliest (saving takes at most {SAVING_SHARE:.0%} of the time): checkpoints that are due "
-                "before are skipped, and the best one is kept in memory; `segapp ctl RUN checkpoint` saves immediately"
+                f"a save takes {self._gap_s * SAVING_SHARE:.1f} s: the next checkpoints that are due are skipped until "
+                f"{self._gap_s:.0f} s after its beginning, and the best one is kept in memory"
             )
             self._event_log.emit(Alert(kind="checkpoint", message=message))
 
-    def begin(self, *, is_best: bool = False) -> None:
-        """Begin a save; training waits for the copy, and for the writer if it is busy. Every rank must call it."""
-        self._save(is_best, is_last=False)
+    def begin(self, *, is_best: bool = False, is_last: bool = False) -> None:
+        """Begin a save; training waits for the copy, and for the writer if it is busy. Every rank must call it.
+
+        `is_last`: wait for the write instead of copying the state.
+        """
+        with self._during_save():
+            self.wait()
+            began_s = time.perf_counter()
+            captured = replace(self._capture(), is_best=is_best)
+            self._begun, self._begun_s = replace(captured.position), time.monotonic()
+            self._retry_at_s, self._problem, self.has_kept_best = None, None, False
+            if self._ranks.is_main:
+                self._enqueue(self._copied(captured, is_shared=is_last))
+                if self._unwritten:
+                    self._start_writer(time.perf_counter() - began_s)
+            if is_last or failpoint("ckpt.background") == "sync":
+                self.wait()
 
     def finish(self, position: Position, *, is_required: bool) -> None:
         """Wait for the writer, and save the state at `position` if it is not saved yet; every rank must call it.
@@ -181,14 +189,10 @@ class CheckpointSaver:
         StorageError: `is_required`, and it could not be written; otherwise an alert is emitted.
         NonFiniteError: `is_required`, and a weight is not finite.
         """
-        if not self.is_saved(position):
-            self._save(False, is_last=True)
-            if not self.is_saved(position) and is_required and self._problem is not None:
+        if not (self.wait() and self._begun == position):
+            self.begin(is_last=True)
+            if not self.wait() and is_required and self._problem is not None:
                 raise self._problem
-
-    def is_saved(self, position: Position) -> bool:
-        """Wait for the writer; return True if the state at `position` is committed. Every rank must call it."""
-        return self.wait() and self._begun == position
 
     def wait(self) -> bool:
         """Wait for the writer; return True if the last save that was begun is committed. Every rank must call it."""
@@ -202,8 +206,8 @@ class CheckpointSaver:
         """Wait only for this rank's writer, and write the best state, because a training that fails ends next."""
         while not self._join_writer(_EXCHANGE_S):
             pass
-        if self._kept_best is not None:
-            self._enqueue(None)
+        self._enqueue(None)
+        if self._unwritten:
             self._write(0.0)
 
     def begin_asked(self, position: Position) -> None:
@@ -229,7 +233,8 @@ class CheckpointSaver:
             return "another checkpoint is still being written"
         if self._begun == captured.position and self._problem is None:
             return None
-        self._problem = None
+        if copied is not None:
+            self._problem = None
         self._enqueue(copied)
         self._write(0.0)
         return None if self._problem is None else str(self._problem)
@@ -238,22 +243,7 @@ class CheckpointSaver:
         """Return True if the writer is idle and the last save was long enough ago; known to the main rank."""
         if failpoint("ckpt.background") == "sync":
             return True
-        is_over = time.monotonic() - self._begun_s >= self._cost_s / SAVING_SHARE
-        return self.written_for_s() is None and is_over
-
-    def _save(self, is_best: bool, *, is_last: bool) -> None:
-        with self._during_save():
-            self.wait()
-            began_s = time.perf_counter()
-            captured = replace(self._capture(), is_best=is_best)
-            self._begun, self._begun_s = replace(captured.position), time.monotonic()
-            self._retry_at_s, self._problem, self.has_kept_best = None, None, False
-            if self._ranks.is_main:
-                self._enqueue(self._copied(captured, is_shared=is_last))
-                if self._unwritten:
-                    self._start_writer(time.perf_counter() - began_s)
-            if is_last or failpoint("ckpt.background") == "sync":
-                self.wait()
+        return self.written_for_s() is None and time.monotonic() - self._begun_s >= self._gap_s
 
     def _copied(self, captured: Captured, *, is_shared: bool = False) -> Captured | None:
         """Return a copy of a state, or `is_shared`, the state; None, with an alert, if a number is not finite."""
@@ -303,7 +293,7 @@ class CheckpointSaver:
             while self._unwritten:
                 self._write_one(self._unwritten[0], copy_s)
                 del self._unwritten[0]
-            self._retry_s = self._first_retry_s
+            self._retry_s = RETRY_S
         except Exception as error:
             self._problem = error
             again = ""
@@ -313,10 +303,10 @@ class CheckpointSaver:
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             else:
                 again = f" (unexpected {type(error).__name__})"
-            step = self._unwritten[0].position.step
+            step = next((each.position.step for each in self._unwritten), None)
             self._event_log.emit(Alert(kind="checkpoint", message=f"{error}{again}", step=step))
         finally:
-            self._cost_s = copy_s + time.monotonic() - began_s
+            self._gap_s = (copy_s + time.monotonic() - began_s) / SAVING_SHARE
             self._written_since_s = None
 
     def _write_one(self, captured: Captured, copy_s: float) -> None:
@@ -327,10 +317,6 @@ class CheckpointSaver:
         options: Any = {"is_best": captured.is_best, "finished_epoch": captured.finished_epoch}
         saved = save_checkpoint(self._folder, captured.state, facts, **options, keep=self._rules.keep)
         self._on_written(saved.save_s)
-        self._tell(saved, captured, copy_s)
-
-    def _tell(self, saved: SavedCheckpoint, captured: Captured, copy_s: float) -> None:
-        at = captured.position
         for message in saved.messages:
             self._event_log.emit(Alert(kind="checkpoint", message=message, step=at.step))
         self._event_log.emit(

@@ -79,25 +79,20 @@ def hold_own_state(optimizer: torch.optim.Optimizer) -> None:
 def find_non_finite(state: Any, name: str = "state") -> str | None:
     """Return the path of the first NaN or infinity in a state; None if all numbers are finite.
 
-    One norm of all dense tensors, computed where they are, is read first: it is finite only if they are. Finite numbers
-    may exceed its range too, so the tensors are compared one by one if it is not.
+    One norm of all tensors is computed where they are. If it is finite, they are; if it is not, it may have overflowed,
+    and the tensors are checked one by one.
     """
     leaves = list(_leaves(state, name))
-    dense = [leaf for _, leaf in leaves if _has_norm(leaf)]
-    is_dense_finite = math.isfinite(torch.nn.utils.get_total_norm(dense))
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    are_finite = math.isfinite(torch.nn.utils.get_total_norm(tensors))
     for place, leaf in leaves:
         if isinstance(leaf, Tensor):
-            is_finite = (is_dense_finite and _has_norm(leaf)) or bool(torch.isfinite(leaf).all())
+            is_finite = are_finite or bool(torch.isfinite(leaf).all())
         else:
             is_finite = not isinstance(leaf, float) or math.isfinite(leaf)
         if not is_finite:
             return place
     return None
-
-
-def _has_norm(leaf: Any) -> bool:
-    """Return True for a dense tensor of floating-point or complex numbers."""
-    return isinstance(leaf, Tensor) and leaf.layout is torch.strided and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def num_tensor_bytes(state: Any) -> int:

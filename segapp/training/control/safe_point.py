@@ -65,12 +65,9 @@ class SafePoint:
             raise PauseRequest
 
     def _begin_save(self) -> None:
-        """Begin a save that was requested, once the writer is idle, or that is overdue.
-
-        The request is answered when the save is written.
-        """
+        """Begin a save that was requested or is overdue; the request is answered when it is written."""
         requests = self._controller.requests
-        if requests.wants_checkpoint and not self._saver.is_writing():
+        if requests.wants_checkpoint:
             requests.wants_checkpoint = False
             self._saver.begin_asked(self._progress.position)
             self._asked_at_step = self._progress.position.step
@@ -79,7 +76,7 @@ class SafePoint:
         self._has_overdue_save = False
 
     def _answer_saved(self) -> None:
-        if self._asked_at_step is not None and not self._controller.requests.wants_checkpoint:
+        if self._asked_at_step is not None:
             is_done, problem = self._saver.outcome()
             if is_done:
                 self._controller.answer_checkpoints(self._asked_at_step, problem)

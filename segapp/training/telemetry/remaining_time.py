@@ -91,7 +91,7 @@ class Timetable:
     def saves_within(self, left: Left, seconds: float, save_s: float) -> int:
         """Return the number of saves in the remaining work of this duration, if a copy and a write take `save_s`."""
         due = left.saves if self.save_every_s is None else max(left.saves, int(seconds / self.save_every_s))
-        return min(due, 1 + int(SAVING_SHARE * seconds / save_s)) if save_s else due
+        return min(due, 2 + int(SAVING_SHARE * seconds / save_s)) if save_s else due
 
     def left_of_run(self, place: EpochPosition) -> Left:
         """Return the remaining work of the training; work that is due at this position is included."""
