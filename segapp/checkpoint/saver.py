@@ -241,7 +241,7 @@ class CheckpointSaver:
 
     def _is_affordable(self) -> bool:
         """Return True if the writer is idle and the last save was long enough ago; known to the main rank."""
-        if failpoint("ckpt.background") == "sync":
+        if failpoint("ckpt.background") is not None:  # each due save is made
             return True
         return self.written_for_s() is None and time.monotonic() - self._begun_s >= self._gap_s
 
