@@ -266,7 +266,7 @@ class Trainer:
         changing = ("gpu0_bsz", "shares", "recompute")
         if any(getattr(requested, name) != getattr(self.live, name) for name in changing):
             if self.saver.is_affordable():
-                self.saver.begin()
+                self.saver.begin_asked(self.position)
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
             self.activities.clock.warm_up()
         self.controller.apply(requested, self.progress.command_position())
