@@ -503,8 +503,8 @@ class CheckpointConfig(Section):
     """`checkpoint:` when checkpoints are saved and which are kept."""
 
     every_epochs: PositiveInt | None = 1
-    """Epochs between checkpoints; null: not by epochs. A save is skipped until 20 times the duration of the last one has
-    passed, so a kill loses at most one interval and 21 saves. Change it to 10 if you need each tenth epoch."""
+    """Epochs between checkpoints; null: not by epochs. Saves are skipped until 20 times the duration of the last one
+    has passed, so a kill loses at most one interval and 21 saves. Change it to 10 to save each tenth epoch."""
     every_steps: PositiveInt | None = None
     """Steps between checkpoints; null: not by steps. Change it if an epoch takes hours."""
     every_minutes: PositiveFloat | None = None
