@@ -207,8 +207,7 @@ class CheckpointSaver:
         while not self._join_writer(_EXCHANGE_S):
             pass
         self._enqueue(None)
-        if self._unwritten:
-            self._write(0.0)
+        self._write(0.0)
 
     def begin_asked(self, position: Position) -> None:
         """Begin a requested save, unless the state at `position` is saved; every rank must call it."""
@@ -296,7 +295,6 @@ class CheckpointSaver:
             self._retry_s = RETRY_S
         except Exception as error:
             self._problem = error
-            again = ""
             if isinstance(error, StorageError):
                 self._retry_at_s = time.monotonic() + self._retry_s
                 again = f"; training continues, the older checkpoints stay, tried again in {self._retry_s:g} s"

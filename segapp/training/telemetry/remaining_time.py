@@ -171,8 +171,7 @@ class RemainingTime:
         if eval_s is None:
             eval_s = step_s * timetable.num_eval_images / timetable.num_step_images
         seconds = left.steps * step_s + left.evaluations * eval_s + left.loads * (load_s or 0.0)
-        copy_s = save_s or 0.0
-        return seconds + timetable.saves_within(left, seconds, copy_s + (write_s or 0.0)) * copy_s
+        return seconds + timetable.saves_within(left, seconds, (save_s or 0.0) + (write_s or 0.0)) * (save_s or 0.0)
 
 
 class _Mean:
