@@ -113,7 +113,7 @@ class CheckpointSaver:
         self._unwritten: list[Captured] = []
         """The states that the writer writes, in this order; after a failure, those that it has not written."""
         self._gap_s = 0.0
-        """Time from the beginning of the last save to that of the next due one: its copy and write, over the share."""
+        """Time between the beginnings of two due saves: the copy and the write of the last one, over the share."""
         self._has_told_of_skips = False
         self._retry_s = RETRY_S
         self._retry_at_s: float | None = None

@@ -209,6 +209,17 @@ def test_best_state_waits_in_memory_until_the_next_save(training: Training, is_w
     assert [(event.step, event.is_best) for event in training.checkpoints()] == [(1, False), (4, True), (9, False)]
 
 
+def test_copies_of_best_states_count_as_saving(training: Training) -> None:
+    training.copy_s, training.store.write_s = 1.0, 3.0
+    training.saver.begin()
+    assert training.saver.wait()
+    evaluations(training, [0.3, 0.2, 0.7])
+    training.now_s = 1001.0 + 20 * (1.0 + 3.0) + 20 * (1.0 + 1.0) - 0.5
+    assert not training.saver.is_affordable()
+    training.now_s += 0.5
+    assert training.saver.is_affordable()
+
+
 @pytest.mark.parametrize("way", ["better", "same position", "failed write", "failed training", "not finite", "hang"])
 def test_best_state_in_memory_reaches_the_disk_on_every_way(training: Training, way: str) -> None:
     training.store.write_s = 50.0
