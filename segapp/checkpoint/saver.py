@@ -1,9 +1,11 @@
 """When and how a checkpoint is saved: copied at a step boundary, written while training continues.
 
-Training waits for the copy of the state in memory. One thread then writes it: check, serialize, hash, fsync, read back,
-rename. There is never a second writer: a save that falls due by steps or by time while the last one is still being
-written is postponed until that one is done; a save at the end of an epoch, for a command or for a stop waits for it.
-A save that fails leaves the older checkpoints as they are, emits an alert, and is tried again with the present state.
+Training waits for the check and the copy of the state in memory. One thread writes the copy: it serializes and hashes
+in one pass, syncs and renames. There is never a second writer. A due save is skipped while the last one is being
+written, and until 20 times the duration of the last one has passed since it began. If a skipped state is the best one,
+it is kept in memory and written before the next one: a resumed training takes the best score from its checkpoint, so
+best.pt must not be older. A command, a stop and the end of the run always save. A save that fails leaves the older
+checkpoints as they are, emits an alert, and is tried again with the present state.
 """
 
 from __future__ import annotations
@@ -17,12 +19,18 @@ from pathlib import Path
 from typing import Any
 
 from segapp.checkpoint.snapshot import snapshot
-from segapp.checkpoint.training_state import SavedCheckpoint, save_checkpoint
+from segapp.checkpoint.training_state import require_finite, save_checkpoint
 from segapp.errors import NonFiniteError, StorageError
 from segapp.failpoints import failpoint
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
 from segapp.run.events import Alert, Checkpoint, EventLog
+
+SAVING_SHARE = 0.05
+"""Due saves, each of them its copy and its write, take at most this share of the time."""
+
+_TOLD_GAP_S = 10.0
+"""Skipped saves are reported, once, if due saves are at least so far apart."""
 
 RETRY_S = 30.0
 """Seconds until a failed save is tried again; the time doubles after each failure, up to `MAX_RETRY_S`."""
@@ -53,6 +61,12 @@ class Captured:
     state: dict[str, Any]
     position: Position
     metric: float | None
+    is_best: bool = False
+
+    @property
+    def finished_epoch(self) -> int | None:
+        """The epoch that ended with this state; None within an epoch."""
+        return self.position.epoch - 1 if self.position.batch == 0 and self.position.epoch > 1 else None
 
 
 @dataclass(frozen=True)
@@ -72,8 +86,7 @@ class CheckpointSaver:
     """Saves checkpoints; every rank has one, the main rank writes.
 
     Every rank must call `capture` at the same time. `during_save` is a context for the time that training waits. The
-    thread that writes emits events, and calls `on_written` with the seconds of each write. A failed save is tried
-    again after `retry_s`.
+    thread that writes emits events, and calls `on_written` with the seconds of each write.
     """
 
     def __init__(
@@ -87,7 +100,6 @@ class CheckpointSaver:
         config_hash: str = "",
         during_save: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_written: Callable[[float], None] = lambda _: None,
-        retry_s: float = RETRY_S,
     ) -> None:
         self._folder, self._rules, self._capture, self._config_hash = folder, rules, capture, config_hash
         self._event_log, self._ranks = event_log, ranks
@@ -95,8 +107,15 @@ class CheckpointSaver:
         self._begun: Position | None = None
         """The position of the last save that began and is not known to have failed; the same on every rank."""
         self._begun_s = time.monotonic()
-        self._is_postponed = False
-        self._first_retry_s = self._retry_s = retry_s
+        self.has_kept_best = False
+        """True if the best state waits in memory for the next save; the same on every rank."""
+        self._kept_best: Captured | None = None
+        self._unwritten: list[Captured] = []
+        """The states that the writer writes, in this order; after a failure, those that it has not written."""
+        self._gap_s = 0.0
+        """Time between the beginnings of two due saves: the copy and the write of the last one, over the share."""
+        self._has_told_of_skips = False
+        self._retry_s = RETRY_S
         self._retry_at_s: float | None = None
         self._writer: threading.Thread | None = None
         self._written_since_s: float | None = None
@@ -110,32 +129,59 @@ class CheckpointSaver:
         return is_epoch_due or (steps is not None and step % steps == 0)
 
     def is_overdue(self) -> bool:
-        """Return True if a postponed, failed or timed save can begin now; decided by the main rank."""
+        """Return True if a failed or timed save can begin now; decided by the main rank."""
         if not self._ranks.is_main or self.written_for_s() is not None:
             return False
         now_s, every = time.monotonic(), self._rules.every_minutes
         is_time = every is not None and now_s - self._begun_s >= 60 * every
-        return self._is_postponed or is_time or (self._retry_at_s is not None and now_s >= self._retry_at_s)
+        return (is_time and self._is_affordable()) or (self._retry_at_s is not None and now_s >= self._retry_at_s)
 
-    def is_fresh(self, age_s: float) -> bool:
-        """Return True if the last save began at most `age_s` seconds ago."""
-        return self._begun is not None and time.monotonic() - self._begun_s <= age_s
+    def is_affordable(self) -> bool:
+        """Return True if a due save can begin now; every rank must call it."""
+        return bool(self._ranks.from_main(self._is_affordable()))
 
     def written_for_s(self) -> float | None:
         """Return the seconds since the running write began; None while none runs. Safe in any thread."""
         since_s = self._written_since_s
         return None if since_s is None else time.monotonic() - since_s
 
-    def begin_or_postpone(self) -> None:
-        """Begin a save, or postpone it while the last one is still being written; every rank must call it."""
-        if self._ranks.from_main(self.written_for_s() is not None):
-            self._is_postponed = True
-        else:
-            self.begin()
+    def begin_or_skip(self, *, is_best: bool = False) -> None:
+        """Begin a due save, or skip it, with the best state kept in memory; every rank must call it."""
+        if self.is_affordable():
+            self.begin(is_best=is_best)
+            return
+        if is_best:
+            with self._during_save():
+                began_s, self.has_kept_best = time.perf_counter(), True
+                captured = replace(self._capture(), is_best=True)
+                if self._ranks.is_main:
+                    self._kept_best = self._copied(captured) or self._kept_best
+                    self._begun_s += (time.perf_counter() - began_s) / SAVING_SHARE  # this copy counts, too
+        if self._gap_s >= _TOLD_GAP_S and not self._has_told_of_skips:
+            self._has_told_of_skips = True
+            message = (
+                f"a save takes {self._gap_s * SAVING_SHARE:.1f} s: the next checkpoints that are due are skipped until "
+                f"{self._gap_s:.0f} s after its beginning, and the best one is kept in memory"
+            )
+            self._event_log.emit(Alert(kind="checkpoint", message=message))
 
-    def begin(self, *, finished_epoch: int | None = None, is_best: bool = False) -> None:
-        """Begin a save; training waits for the copy, and for the writer if it is busy. Every rank must call it."""
-        self._save(finished_epoch, is_best, is_last=False)
+    def begin(self, *, is_best: bool = False, is_last: bool = False) -> None:
+        """Begin a save; training waits for the copy, and for the writer if it is busy. Every rank must call it.
+
+        `is_last`: wait for the write instead of copying the state.
+        """
+        with self._during_save():
+            self.wait()
+            began_s = time.perf_counter()
+            captured = replace(self._capture(), is_best=is_best)
+            self._begun, self._begun_s = replace(captured.position), time.monotonic()
+            self._retry_at_s, self._problem, self.has_kept_best = None, None, False
+            if self._ranks.is_main:
+                self._enqueue(self._copied(captured, is_shared=is_last))
+                if self._unwritten:
+                    self._start_writer(time.perf_counter() - began_s)
+            if is_last or failpoint("ckpt.background") == "sync":
+                self.wait()
 
     def finish(self, position: Position, *, is_required: bool) -> None:
         """Wait for the writer, and save the state at `position` if it is not saved yet; every rank must call it.
@@ -143,14 +189,10 @@ class CheckpointSaver:
         StorageError: `is_required`, and it could not be written; otherwise an alert is emitted.
         NonFiniteError: `is_required`, and a weight is not finite.
         """
-        if not self.is_saved(position):
-            self._save(None, False, is_last=True)
-            if not self.is_saved(position) and is_required and self._problem is not None:
+        if not (self.wait() and self._begun == position):
+            self.begin(is_last=True)
+            if not self.wait() and is_required and self._problem is not None:
                 raise self._problem
-
-    def is_saved(self, position: Position) -> bool:
-        """Wait for the writer; return True if the state at `position` is committed. Every rank must call it."""
-        return self.wait() and self._begun == position
 
     def wait(self) -> bool:
         """Wait for the writer; return True if the last save that was begun is committed. Every rank must call it."""
@@ -161,9 +203,11 @@ class CheckpointSaver:
         return self._begun is not None
 
     def wait_for_writer(self) -> None:
-        """Wait only for this rank's writer, because a training that fails closes its event log next."""
+        """Wait only for this rank's writer, and write the best state, because a training that fails ends next."""
         while not self._join_writer(_EXCHANGE_S):
             pass
+        self._enqueue(None)
+        self._write(0.0)
 
     def begin_asked(self, position: Position) -> None:
         """Begin a requested save, unless the state at `position` is saved; every rank must call it."""
@@ -181,42 +225,56 @@ class CheckpointSaver:
         `is_still` returns True while the training thread has not moved; if it has, the copy may be inconsistent.
         Returns why the state could not be saved; None if it is saved.
         """
-        state = snapshot(captured.state)
+        copied = self._copied(captured)
         if not is_still():
             return "the training moved on"
         if not self._join_writer(_EXCHANGE_S):
             return "another checkpoint is still being written"
         if self._begun == captured.position and self._problem is None:
             return None
-        self._problem = None
-        self._write(Captured(state, captured.position, captured.metric), None, False, 0.0)
+        if copied is not None:
+            self._problem = None
+        self._enqueue(copied)
+        self._write(0.0)
         return None if self._problem is None else str(self._problem)
 
-    def _save(self, finished_epoch: int | None, is_best: bool, *, is_last: bool) -> None:
-        with self._during_save():
-            self.wait()
-            began_s = time.perf_counter()
-            captured = self._capture()
-            self._begun, self._begun_s = replace(captured.position), time.monotonic()
-            self._is_postponed, self._retry_at_s, self._problem = False, None, None
-            if self._ranks.is_main:
-                state = captured.state if is_last else snapshot(captured.state)
-                if failpoint("ckpt.capture") == "nan":
-                    next(iter(state["model"].values())).fill_(float("nan"))
-                captured = Captured(state, self._begun, captured.metric)
-                self._start_writer(captured, finished_epoch, is_best, time.perf_counter() - began_s)
-            if is_last or failpoint("ckpt.background") == "sync":
-                self.wait()
+    def _is_affordable(self) -> bool:
+        """Return True if the writer is idle and the last save was long enough ago; known to the main rank."""
+        if failpoint("ckpt.background") is not None:  # each due save is made
+            return True
+        return self.written_for_s() is None and time.monotonic() - self._begun_s >= self._gap_s
 
-    def _start_writer(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
+    def _copied(self, captured: Captured, *, is_shared: bool = False) -> Captured | None:
+        """Return a copy of a state, or `is_shared`, the state; None, with an alert, if a number is not finite."""
+        if failpoint("ckpt.capture") == "nan":
+            name, weight = next(iter(captured.state["model"].items()))
+            captured.state["model"][name] = weight.new_full(weight.shape, float("nan"))
+        try:
+            require_finite(captured.state)
+        except NonFiniteError as error:
+            self._problem = error
+            self._event_log.emit(Alert(kind="checkpoint", message=str(error), step=captured.position.step))
+            return None
+        state = captured.state if is_shared else snapshot(captured.state)
+        return replace(captured, state=state, position=replace(captured.position))
+
+    def _enqueue(self, captured: Captured | None) -> None:
+        """Let the writer, which must be idle, write the best state that is not on disk yet, and then `captured`."""
+        best = next((each for each in (self._kept_best, *self._unwritten) if each is not None and each.is_best), None)
+        self._kept_best = None
+        if captured is not None and best is not None and best.position == captured.position:
+            captured = replace(captured, is_best=True)
+        is_replaced = captured is not None and captured.is_best
+        self._unwritten = [each for each in (None if is_replaced else best, captured) if each is not None]
+
+    def _start_writer(self, copy_s: float) -> None:
         self._written_since_s = time.monotonic()
-        arguments = (captured, finished_epoch, is_best, copy_s)
-        writer = threading.Thread(target=self._write, args=arguments, name="checkpoint", daemon=True)
+        writer = threading.Thread(target=self._write, args=(copy_s,), name="checkpoint", daemon=True)
         try:
             writer.start()
             self._writer = writer
         except RuntimeError:  # no memory for another thread: write in this one
-            self._write(*arguments)
+            self._write(copy_s)
 
     def _join_writer(self, timeout_s: float) -> bool:
         """Wait at most `timeout_s`, in which signals are handled; return True if the writer is done."""
@@ -227,39 +285,42 @@ class CheckpointSaver:
             self._writer = None
         return True
 
-    def _write(self, captured: Captured, finished_epoch: int | None, is_best: bool, copy_s: float) -> None:
-        at = captured.position
+    def _write(self, copy_s: float) -> None:
+        began_s = time.monotonic()
         try:
             self._event_log.sync()  # a resume continues from this checkpoint: the events before it must be there
-            facts = CheckpointFacts(
-                step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
-            )
-            options: Any = {"is_best": is_best, "finished_epoch": finished_epoch, "keep": self._rules.keep}
-            saved = save_checkpoint(self._folder, captured.state, facts, **options)
-            self._on_written(saved.save_s)
-            self._tell(saved, captured, finished_epoch, copy_s)
-            self._retry_s = self._first_retry_s
+            while self._unwritten:
+                self._write_one(self._unwritten[0], copy_s)
+                del self._unwritten[0]
+            self._retry_s = RETRY_S
         except Exception as error:
             self._problem = error
-            again = ""
             if isinstance(error, StorageError):
                 self._retry_at_s = time.monotonic() + self._retry_s
                 again = f"; training continues, the older checkpoints stay, tried again in {self._retry_s:g} s"
                 self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-            elif not isinstance(error, NonFiniteError):
+            else:
                 again = f" (unexpected {type(error).__name__})"
-            self._event_log.emit(Alert(kind="checkpoint", message=f"{error}{again}", step=at.step))
+            step = next((each.position.step for each in self._unwritten), None)
+            self._event_log.emit(Alert(kind="checkpoint", message=f"{error}{again}", step=step))
         finally:
+            self._gap_s = (copy_s + time.monotonic() - began_s) / SAVING_SHARE
             self._written_since_s = None
 
-    def _tell(self, saved: SavedCheckpoint, captured: Captured, finished_epoch: int | None, copy_s: float) -> None:
+    def _write_one(self, captured: Captured, copy_s: float) -> None:
         at = captured.position
+        facts = CheckpointFacts(
+            step=at.step, epoch=at.epoch, position=at.batch, metric=captured.metric, config_hash=self._config_hash
+        )
+        options: Any = {"is_best": captured.is_best, "finished_epoch": captured.finished_epoch}
+        saved = save_checkpoint(self._folder, captured.state, facts, **options, keep=self._rules.keep)
+        self._on_written(saved.save_s)
         for message in saved.messages:
             self._event_log.emit(Alert(kind="checkpoint", message=message, step=at.step))
         self._event_log.emit(
             Checkpoint(
                 path=saved.event_path,
-                epoch=at.epoch if finished_epoch is None else finished_epoch,
+                epoch=captured.finished_epoch or at.epoch,
                 step=at.step,
                 is_best=saved.is_best,
                 sha256=saved.entry.sha256,

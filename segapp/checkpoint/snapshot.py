@@ -77,10 +77,17 @@ def hold_own_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def find_non_finite(state: Any, name: str = "state") -> str | None:
-    """Return the path of the first NaN or infinity in a state; None if all numbers are finite."""
-    for place, leaf in _leaves(state, name):
+    """Return the path of the first NaN or infinity in a state; None if all numbers are finite.
+
+    One norm of all tensors is computed where they are. If it is finite, they are; if it is not, it may have overflowed,
+    and the tensors are checked one by one.
+    """
+    leaves = list(_leaves(state, name))
+    tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    are_finite = math.isfinite(torch.nn.utils.get_total_norm(tensors))
+    for place, leaf in leaves:
         if isinstance(leaf, Tensor):
-            is_finite = bool(torch.isfinite(leaf).all())
+            is_finite = are_finite or bool(torch.isfinite(leaf).all())
         else:
             is_finite = not isinstance(leaf, float) or math.isfinite(leaf)
         if not is_finite:

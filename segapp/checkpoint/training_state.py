@@ -108,7 +108,8 @@ def save_checkpoint(
 
     Args:
         folder: The run's `checkpoints` folder; the caller holds the run's lock.
-        state: Has at least `model`, and must not change during the call: pass a `snapshot` if training continues.
+        state: Has at least `model`, is finite (`require_finite`), and must not change during the call: pass a
+            `snapshot` if training continues.
         facts: Position and metric; a metric that is not finite is stored as None and is never the best. The version of
             torch is added.
         is_best: Also name it `best.pt`.
@@ -116,7 +117,6 @@ def save_checkpoint(
         keep: Number of `epoch_*.pt` files that are kept.
 
     Raises:
-        NonFiniteError: the model, its average or the optimizer has a NaN or an infinity; nothing was written.
         TypeError: the state has a value that is neither a tensor nor plain.
         ValueError: `model` is missing or has a `module.` prefix.
         StorageError: the file could not be written; older checkpoints are untouched.
@@ -142,6 +142,18 @@ def save_checkpoint(
         save_s=time.perf_counter() - start_s,
         messages=tuple(messages),
     )
+
+
+def require_finite(state: Mapping[str, Any]) -> None:
+    """Raise NonFiniteError if the model, its average or the optimizer has a NaN or an infinity."""
+    for part in FINITE_PARTS:
+        place = find_non_finite(state.get(part), part)
+        if place is not None:
+            raise NonFiniteError(
+                f"{place} is not finite: this checkpoint was not written, and the last good one was kept: "
+                "lower the learning rate, or clip gradients",
+                key="optim.lr",
+            )
 
 
 def load_checkpoint(
@@ -244,16 +256,7 @@ def _checked(content: dict[str, Any]) -> dict[str, Any]:
     prefixed = next((key for key in model if str(key).startswith("module.")), None)
     if prefixed is not None:
         raise ValueError(f"a checkpoint holds the bare model: {prefixed!r} has the prefix of a parallel wrapper")
-    content = as_storable(content)
-    for part in FINITE_PARTS:
-        place = find_non_finite(content.get(part), part)
-        if place is not None:
-            raise NonFiniteError(
-                f"{place} is not finite: this checkpoint was not written, and the last good one was kept: "
-                "lower the learning rate, or clip gradients",
-                key="optim.lr",
-            )
-    return content
+    return as_storable(content)  # type: ignore[no-any-return]
 
 
 def _load_newest_intact(store: CheckpointFolder, is_holder: bool, read: Reader) -> LoadedCheckpoint:

@@ -219,7 +219,7 @@ def estimate_full_run(
     whole = timetable.whole_run()
     epochs, steps, evaluations = timetable.epochs, whole.steps, whole.evaluations
     train_s, eval_s = steps * measured.step_s, evaluations * num_val * measured.eval_image_s
-    saves = timetable.saves_within(whole, train_s + eval_s)
+    saves = timetable.saves_within(whole, train_s + eval_s, measured.copy_s + measured.save_s)
     total_s = train_s + eval_s + saves * measured.copy_s
     published = steps // config.log.every_steps + epochs
     events = (

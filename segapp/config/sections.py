@@ -503,13 +503,14 @@ class CheckpointConfig(Section):
     """`checkpoint:` when checkpoints are saved and which are kept."""
 
     every_epochs: PositiveInt | None = 1
-    """Epochs between checkpoints; null: not by epochs. Change it if a checkpoint is large and an epoch is short."""
+    """Epochs between checkpoints; null: not by epochs. Saves are skipped until 20 times the duration of the last one
+    has passed, so a kill loses at most one interval and 21 saves. Change it to 10 to save each tenth epoch."""
     every_steps: PositiveInt | None = None
     """Steps between checkpoints; null: not by steps. Change it if an epoch takes hours."""
     every_minutes: PositiveFloat | None = None
     """Minutes between checkpoints; null: not by time. Change it to limit the work that an interruption can lose."""
     keep: Count = 3
-    """Number of epoch_*.pt files to keep, besides last.pt and best.pt. Change it if disk space is short."""
+    """Number of saved epochs to keep as epoch_*.pt, besides last.pt and best.pt. Change it if disk space is short."""
     grace_s: PositiveFloat = 30.0
     """Time between SIGTERM and SIGKILL on your scheduler (SLURM, Kubernetes: 30). A save that takes longer raises an
     alert. Change it to the value of your scheduler."""

@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 
 STATE_FORMAT = 1
 
-FRESH_CHECKPOINT_S = 60.0
-"""A checkpoint is saved before a change of the split, unless the last one is younger than this."""
-
 
 class Trainer:
     """One training."""
@@ -190,7 +187,7 @@ class Trainer:
                 self.reporter.step(result, self._lr(self.position.step))
                 self._stop_if_diverged(group)
             if not is_last and self.saver.is_due(self.position.step):
-                self.saver.begin_or_postpone()
+                self.saver.begin_or_skip()
             if not is_last:
                 group = self._next_group(batches)
 
@@ -268,8 +265,8 @@ class Trainer:
             self.oom_policy.forget_recompute()
         changing = ("gpu0_bsz", "shares", "recompute")
         if any(getattr(requested, name) != getattr(self.live, name) for name in changing):
-            if not self.saver.is_fresh(FRESH_CHECKPOINT_S):
-                self.saver.begin()
+            if self.saver.is_affordable():
+                self.saver.begin_asked(self.position)
             accelerator_of(self.engine.device).empty_cache()  # blocks of the old sizes
             self.activities.clock.warm_up()
         self.controller.apply(requested, self.progress.command_position())
@@ -319,8 +316,10 @@ class Trainer:
         finished = epoch if self._is_epoch_end else None
         if finished is not None:
             self.progress.finish_epoch()
-        if is_best or self.progress.is_complete or self.saver.is_due(self.position.step, finished):
-            self.saver.begin(finished_epoch=finished, is_best=is_best)
+        if self.progress.is_complete:
+            self.saver.begin(is_best=is_best)
+        elif is_best or self.saver.has_kept_best or self.saver.is_due(self.position.step, finished):
+            self.saver.begin_or_skip(is_best=is_best)
 
     @property
     def lr_factor(self) -> float:

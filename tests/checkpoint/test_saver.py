@@ -1,9 +1,10 @@
-"""When `CheckpointSaver` writes: retries of failed saves, postponed saves, and the state of a training that hangs."""
+"""When `CheckpointSaver` writes: skipped saves, the best state in memory, retries, and a training that hangs."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +14,21 @@ import torch
 from segapp.checkpoint import saver as module
 from segapp.checkpoint.saver import MAX_RETRY_S, Captured, CheckpointSaver, Position, SaveRules
 from segapp.checkpoint.training_state import SavedCheckpoint, load_checkpoint, save_checkpoint
-from segapp.errors import StorageError
+from segapp.errors import NonFiniteError, StorageError
 from segapp.parallel.distributed import Ranks
 from segapp.run.checkpoints import CheckpointFacts
-from segapp.run.events import Alert, Event, EventLog
+from segapp.run.events import Alert, Checkpoint, Event, EventLog
 from segapp.run.folder import RunFolder
 
 
 class Disk:
-    """Stands for `save_checkpoint`: first fails as often as it is told, and writes only while it is allowed to."""
+    """Stands for `save_checkpoint`: first fails as often as it is told, and writes only while it is allowed to.
 
-    def __init__(self) -> None:
+    A write takes `write_s` of the training's clock.
+    """
+
+    def __init__(self, training: Training) -> None:
+        self.training, self.write_s = training, 0.0
         self.num_failures = 0
         self.may_write = threading.Event()
         self.may_write.set()
@@ -35,6 +40,7 @@ class Disk:
             self.num_failures -= 1
             raise StorageError("the disk is full")
         self.steps.append(facts.step)
+        self.training.now_s += self.write_s
         return save_checkpoint(folder, state, facts, **options)
 
 
@@ -42,17 +48,16 @@ class Training:
     """A saver, the training whose state it saves, and its clock, which only `now_s` moves."""
 
     def __init__(self, root: Path, rules: SaveRules, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now_s = 1000.0
+        self.now_s, self.copy_s = 1000.0, 0.0
+        self.metric: float | None = None
         self.events: list[Event] = []
         self.position = Position(step=1)
         self.weight = torch.ones(2)
         folder = RunFolder.create(path=root / "run")
-        self.folder, self.store = folder.checkpoints, Disk()
-        self.saver = CheckpointSaver(
-            folder.checkpoints, rules, EventLog(None, [self]), Ranks(), self.capture, retry_s=100.0
-        )
+        self.folder, self.store = folder.checkpoints, Disk(self)
         monkeypatch.setattr(module, "save_checkpoint", self.store.save)
         monkeypatch.setattr(module, "time", self)
+        self.saver = CheckpointSaver(folder.checkpoints, rules, EventLog(None, [self]), Ranks(), self.capture)
 
     def monotonic(self) -> float:
         return self.now_s
@@ -60,7 +65,13 @@ class Training:
     perf_counter = monotonic
 
     def capture(self) -> Captured:
-        return Captured({"model": {"weight": self.weight}}, self.position, None)
+        self.now_s += self.copy_s
+        return Captured({"model": {"weight": self.weight}}, self.position, self.metric)
+
+    def move_to(self, *, step: int) -> None:
+        """Makes steps, which change the weights in place."""
+        self.position.step = step
+        self.weight.fill_(step)
 
     def handle(self, event: Event) -> None:
         self.events.append(event)
@@ -70,6 +81,9 @@ class Training:
 
     def alerts(self) -> list[str]:
         return [event.message for event in self.events if isinstance(event, Alert)]
+
+    def checkpoints(self) -> list[Checkpoint]:
+        return [event for event in self.events if isinstance(event, Checkpoint)]
 
 
 @pytest.fixture
@@ -82,8 +96,8 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Traini
 
 def test_failed_saves_are_retried_ever_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training(tmp_path, SaveRules(), monkeypatch)
-    saver, training.store.num_failures = training.saver, 5
-    for wait_s in (100.0, 200.0, 400.0, MAX_RETRY_S, MAX_RETRY_S):
+    saver, training.store.num_failures = training.saver, 7
+    for wait_s in (30.0, 60.0, 120.0, 240.0, 480.0, MAX_RETRY_S, MAX_RETRY_S):
         saver.begin()
         assert not saver.wait()
         assert (
@@ -102,24 +116,160 @@ def test_failed_saves_are_retried_ever_later(tmp_path: Path, monkeypatch: pytest
     training.store.num_failures = 1
     saver.begin()
     assert not saver.wait()
-    assert training.alerts()[-1].endswith("tried again in 100 s"), "after a success the first wait holds again"
+    assert training.alerts()[-1].endswith("tried again in 30 s"), "after a success the first wait holds again"
 
 
-def test_postponed_save_is_made_once_the_writer_is_free(training: Training) -> None:
+def test_due_save_is_skipped_while_the_writer_is_busy(training: Training) -> None:
     training.store.may_write.clear()
-    training.saver.begin_or_postpone()
-    training.position, training.weight = Position(step=2), torch.full((2,), 2.0)
-    training.saver.begin_or_postpone()
-    assert not training.saver.is_overdue(), "there is never a second writer"
+    training.saver.begin_or_skip()
+    training.move_to(step=2)
+    training.saver.begin_or_skip()
+    assert training.store.steps == []
     training.store.may_write.set()
     assert training.saver.wait()
     assert training.store.steps == [1]
-    assert training.saver.is_overdue()
-    training.position, training.weight = Position(step=3), torch.full((2,), 3.0)
+    training.move_to(step=3)
+    training.saver.begin_or_skip()
+    assert training.saver.wait()
+    assert training.store.steps == [1, 3], "the present state is saved, not the skipped one"
+
+
+def test_saves_of_any_rhythm_take_a_twentieth_of_the_time(training: Training) -> None:
+    """A step takes 7 s, a copy 1 s and a write 3 s of the background: 20 x 4 s lie between two saves."""
+    training.copy_s, training.store.write_s = 1.0, 3.0
+    begun_s = []
+    for step in range(1, 60):
+        training.move_to(step=step)
+        num_saves, at_s = len(training.store.steps), training.now_s
+        training.saver.begin_or_skip()
+        training.saver.wait()
+        begun_s += [at_s] * (len(training.store.steps) - num_saves)
+        training.now_s += 7.0
+    gaps_s = [after - before for before, after in pairwise(begun_s)]
+    assert len(gaps_s) == 5
+    assert set(gaps_s) == {4 + 11 * 7.0}, "4 s of saving and the first multiple of 7 s with which they make 80 s"
+
+
+def test_commands_and_ends_are_saved_at_any_time(training: Training) -> None:
+    training.store.write_s = 100.0
     training.saver.begin()
     assert training.saver.wait()
-    assert training.store.steps == [1, 3], "the present state is saved, not the one of the postponed save"
-    assert not training.saver.is_overdue()
+    training.move_to(step=2)
+    training.saver.begin_or_skip()
+    training.saver.begin_asked(training.position)
+    assert training.saver.wait()
+    training.move_to(step=3)
+    training.saver.finish(training.position, is_required=True)
+    assert training.store.steps == [1, 2, 3]
+
+
+def test_skipped_saves_are_reported_once_if_they_are_far_apart(training: Training) -> None:
+    for write_s, num_alerts in ((0.4, 0), (0.6, 1), (0.9, 1)):
+        training.store.write_s = write_s
+        training.saver.begin()
+        assert training.saver.wait()
+        training.saver.begin_or_skip()
+        assert len(training.alerts()) == num_alerts
+    assert training.alerts() == [
+        "a save takes 0.6 s: the next checkpoints that are due are skipped until 12 s after its beginning, "
+        "and the best one is kept in memory"
+    ]
+
+
+def evaluations(training: Training, metrics: list[float]) -> None:
+    """Evaluates after each of the next steps, and offers the best states to the saver, which skips all of them."""
+    for metric in metrics:
+        is_best = training.metric is None or metric > training.metric
+        training.metric = max(metric, training.metric or metric)
+        training.move_to(step=training.position.step + 1)
+        training.saver.begin_or_skip(is_best=is_best)
+
+
+@pytest.mark.parametrize("is_writing", [True, False])
+def test_best_state_waits_in_memory_until_the_next_save(training: Training, is_writing: bool) -> None:
+    """Of the steps 2 to 5, the third is the best; the second one had been the best before."""
+    training.store.write_s = 50.0
+    if is_writing:
+        training.store.may_write.clear()
+    training.saver.begin()
+    if not is_writing:
+        assert training.saver.wait()
+    evaluations(training, [0.3, 0.7, 0.8, 0.5])
+    assert training.saver.has_kept_best
+    assert training.store.steps == ([] if is_writing else [1])
+    training.store.may_write.set()
+    training.move_to(step=9)
+    training.saver.begin()
+    assert not training.saver.has_kept_best
+    assert training.saver.wait()
+    assert training.store.steps == [1, 4, 9], "the best one first: no checkpoint is newer than the best that it names"
+    best, last = (load_checkpoint(training.folder, which) for which in ("best", "last"))
+    assert (best.step, best.state["model"]["weight"].tolist()) == (4, [4.0, 4.0])
+    assert (last.step, last.state["model"]["weight"].tolist()) == (9, [9.0, 9.0])
+    assert [(event.step, event.is_best) for event in training.checkpoints()] == [(1, False), (4, True), (9, False)]
+
+
+def test_copies_of_best_states_count_as_saving(training: Training) -> None:
+    training.copy_s, training.store.write_s = 1.0, 3.0
+    training.saver.begin()
+    assert training.saver.wait()
+    evaluations(training, [0.3, 0.2, 0.7])
+    training.now_s = 1001.0 + 20 * (1.0 + 3.0) + 20 * (1.0 + 1.0) - 0.5
+    assert not training.saver.is_affordable()
+    training.now_s += 0.5
+    assert training.saver.is_affordable()
+
+
+@pytest.mark.parametrize("way", ["better", "same position", "failed write", "failed training", "not finite", "hang"])
+def test_best_state_in_memory_reaches_the_disk_on_every_way(training: Training, way: str) -> None:
+    training.store.write_s = 50.0
+    training.saver.begin()
+    assert training.saver.wait()
+    evaluations(training, [0.3, 0.7, 0.5] if way != "same position" else [0.3, 0.7])
+    saver, steps = training.saver, [1, 3, 8]
+    training.position = Position(step=3 if way == "same position" else 8)
+    if way == "better":
+        training.metric = 0.9
+        saver.begin(is_best=True)
+        steps = [1, 8]
+    elif way == "same position":
+        saver.finish(training.position, is_required=True)
+        steps = [1, 3]
+    elif way == "failed write":
+        training.store.num_failures = 1
+        saver.begin()
+        assert not saver.wait()
+        assert training.store.steps == [1]
+        saver.begin()
+    elif way == "failed training":
+        saver.wait_for_writer()
+        steps = [1, 3]
+    elif way == "not finite":
+        training.weight = torch.tensor([8.0, float("inf")])
+        with pytest.raises(NonFiniteError, match=r"model\.weight is not finite"):
+            saver.finish(training.position, is_required=True)
+        assert "model.weight is not finite" in training.alerts()[-1]
+        steps = [1, 3]
+    else:
+        assert saver.save_last_boundary(training.capture(), lambda: True) is None
+    saver.wait()
+    assert training.store.steps == steps
+    assert load_checkpoint(training.folder, "best").step == (8 if way == "better" else 3)
+    assert load_checkpoint(training.folder, "last").step == steps[-1]
+
+
+def test_state_at_the_end_of_an_epoch_has_its_name(training: Training) -> None:
+    for position in (Position(1, 0, 0), Position(1, 4, 4), Position(2, 0, 7), Position(2, 3, 10), Position(4, 0, 21)):
+        training.position = position
+        training.saver.begin()
+        assert training.saver.wait()
+    assert [(event.path, event.epoch, event.step) for event in training.checkpoints()] == [
+        ("checkpoints/last.pt", 1, 0),
+        ("checkpoints/last.pt", 1, 4),
+        ("checkpoints/epoch_0001.pt", 1, 7),
+        ("checkpoints/last.pt", 2, 10),
+        ("checkpoints/epoch_0003.pt", 3, 21),
+    ]
 
 
 def test_timed_save_is_due_so_long_after_the_last_began(training: Training) -> None:
@@ -128,6 +278,13 @@ def test_timed_save_is_due_so_long_after_the_last_began(training: Training) -> N
     training.now_s += 179.0
     assert not training.saver.is_overdue()
     training.now_s += 1.0
+    assert training.saver.is_overdue()
+    training.store.write_s = 10.0
+    training.saver.begin()
+    training.saver.wait()
+    training.now_s += 189.9
+    assert not training.saver.is_overdue(), "20 x 10 s are longer than three minutes"
+    training.now_s += 0.1
     assert training.saver.is_overdue()
     assert [step for step in range(1, 12) if training.saver.is_due(step)] == [5, 10]
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from segapp.run.files import machine_id
-from tests.support.fault_runs import FaultRun, Invariants, case, course, some
+from tests.support.fault_runs import EACH_SAVE, FaultRun, Invariants, case, course, some
 
 NewRun = Callable[..., FaultRun]
 
@@ -155,8 +155,8 @@ def test_temporaries_of_dead_writers_are_removed(new_run: NewRun, invariants: In
 @pytest.mark.faults_long
 def test_retention_over_resumes_and_a_crash_keeps_the_rule(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(train={"epochs": 6}, checkpoint={"every_steps": 3, "keep": 2})
-    for failpoints in ("ckpt.before_retire=3:kill", "train.step=9:kill"):
-        run.train(failpoints=failpoints)
+    for failpoints in ("ckpt.before_retire=3:kill;", "train.step=9:kill;", ""):
+        run.train(failpoints=failpoints + EACH_SAVE)
     invariants.check(run)
     names = {path.name for path in (run.folder / "checkpoints").glob("*.pt")}
     assert names == {"last.pt", "best.pt", "epoch_0005.pt", "epoch_0006.pt"}

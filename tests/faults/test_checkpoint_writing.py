@@ -129,51 +129,6 @@ def test_one_write_error_is_reported_and_next_save_is_good(new_run: NewRun, inva
     invariants.assert_same(run)
 
 
-@pytest.mark.sampled(2)
-@case(
-    "F13",
-    how="one bit of a checkpoint flipped between its write and its read-back, once, and twice in a row",
-    passes="written again with an alert; twice: no promise, old intact, the next save is good; exact",
-)
-@pytest.mark.faults
-@pytest.mark.parametrize("times", [1, 2])
-def test_checkpoint_corrupted_before_read_back_is_written_again(
-    new_run: NewRun, invariants: Invariants, times: int
-) -> None:
-    run = one_save(new_run)
-    before = run.committed()
-    program = run.start(failpoints=f"ckpt.after_fsync=1:stop*{times};{SYNCHRONOUS}")
-    flipped = set()
-    for number in range(1, times + 1):
-        run.wait_for_act(program, "ckpt.after_fsync", number)
-        run.wait_for(lambda: is_stopped(program), program)
-        [written] = (run.folder / "checkpoints" / "objects").glob(".tmp-*")
-        flip_bit(written)
-        flipped.add(written.name)
-        program.send(signal.SIGCONT)
-    assert run.ended(program).returncode == 0, program.stderr
-    assert len(flipped) == times
-    [alert] = [alert for alert in run.events("alert") if alert["kind"] == "checkpoint"]
-    steps = [event["step"] for event in run.events("checkpoint") if event["step"] > before[0]["step"]]
-    if times == 1:
-        assert "did not read back as it was written (step 8), and was written again" in alert["message"]
-        assert steps == [8, 10]
-    else:
-        assert "did not read back as it was written (step 8), twice in a row" in alert["message"]
-        assert "the older checkpoints stay" in alert["message"]
-        assert steps == [10]
-    invariants.assert_same(run)
-
-
-def flip_bit(path: Path) -> None:
-    """Flips a bit in the middle of a file, in place."""
-    with open(path, "r+b") as file:
-        file.seek(path.stat().st_size // 2)
-        [byte] = file.read(1)
-        file.seek(-1, 1)
-        file.write(bytes([byte ^ 16]))
-
-
 @case(
     "F14",
     how="every save refused (EROFS)",

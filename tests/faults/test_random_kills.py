@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fault_runs import FaultRun, Invariants, case
+from tests.support.fault_runs import EACH_SAVE, FaultRun, Invariants, case
 from tests.support.random_faults import PLACES
 
 NUM_KILLS = int(os.environ.get("SEGAPP_KILLS", "36"))
@@ -43,11 +43,11 @@ KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL, 8)
 def kill_somewhere(run: FaultRun, rng: random.Random) -> bool:
     """One start and one kill: at a named place on a random visit, or after a random time; False if it came too late."""
     if rng.random() < 0.5:
-        program = run.start(failpoints=f"{rng.choice(PLACES)}={rng.randint(1, 8)}:kill")
+        program = run.start(failpoints=f"{rng.choice(PLACES)}={rng.randint(1, 8)}:kill;{EACH_SAVE}")
         ask_for_something(run, rng)
         run.ended(program, 180, must_act=False)
     else:
-        program = run.start()
+        program = run.start(failpoints=EACH_SAVE)
         run.wait_for(lambda: run.events("run_start") or program.returncode is not None, timeout_s=180)
         ask_for_something(run, rng)
         time.sleep(rng.uniform(0, 1.2))

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.fault_runs import MODEL, FaultRun, Invariants, case
+from tests.support.fault_runs import EACH_SAVE, MODEL, FaultRun, Invariants, case
 
 NewRun = Callable[..., FaultRun]
 
@@ -78,7 +78,7 @@ def test_raising_rank_ends_all_and_cause_is_named(new_run: NewRun, invariants: I
 @case("X01", how="rank 0 hangs in a save for ever", passes="stacks, exit 8 or 10, no orphans, nothing lost")
 def test_save_that_never_returns_ends_all_with_stacks(new_run: NewRun, invariants: Invariants) -> None:
     run = new_run(**DDP, train={"epochs": 60, "hang_timeout_s": 6.0})
-    done = run.train(failpoints="ckpt.before_fsync=4:hang", timeout_s=240)
+    done = run.train(failpoints=f"ckpt.before_fsync=4:hang;{EACH_SAVE}", timeout_s=240)
     assert done.returncode in (8, 10), done.stderr
     assert "rank 0, round 0, process" in (run.folder / "stacks.log").read_text()
     assert "rank 1, round 0, process" in (run.folder / "logs" / "rank-0001-stacks.log").read_text()

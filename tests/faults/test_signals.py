@@ -13,7 +13,7 @@ from collections.abc import Callable
 import pytest
 
 from segapp.commands.requeue import print_requeue_code
-from tests.support.fault_runs import FaultRun, Invariants, case, some
+from tests.support.fault_runs import EACH_SAVE, FaultRun, Invariants, case, some
 
 NewRun = Callable[..., FaultRun]
 
@@ -93,7 +93,7 @@ def test_sigterm_at_startup_allows_a_restart(new_run: NewRun, invariants: Invari
 @pytest.mark.parametrize("failpoints", ["eval.batch=6:term", "ckpt.before_fsync=3:term", "eval.batch=6:kill"])
 def test_signal_in_evaluation_or_save_resumes_exactly(new_run: NewRun, invariants: Invariants, failpoints: str) -> None:
     run = new_run(train={"precise_bn": 2})
-    done = run.train(failpoints=failpoints)
+    done = run.train(failpoints=f"{failpoints};{EACH_SAVE}")
     assert done.returncode == (-signal.SIGKILL if "kill" in failpoints else 75), done.stderr
     invariants.check(run)
 
@@ -105,7 +105,7 @@ def test_signal_in_evaluation_or_save_resumes_exactly(new_run: NewRun, invariant
 @pytest.mark.parametrize("times", [2, 3])
 def test_third_interrupt_in_a_slow_save_exits_130(new_run: NewRun, invariants: Invariants, times: int) -> None:
     run = new_run(checkpoint={"every_steps": 3})
-    program = run.start(failpoints="ckpt.before_fsync=2:sleep:3;train.step=sleep:0.1")
+    program = run.start(failpoints=f"ckpt.before_fsync=2:sleep:3;train.step=sleep:0.1;{EACH_SAVE}")
     run.wait_for_step(6, program)
     for _ in range(times):
         program.send(signal.SIGINT)

@@ -47,7 +47,10 @@ TAG = "SEGAPP_FAULT_TAG"
 """A variable in the environment of every process of a case, by which processes left behind are found."""
 
 SYNCHRONOUS = "ckpt.background=sync"
-"""The failpoint that makes every save wait, so that each step's checkpoint is written."""
+"""The failpoint that makes training wait for every save, and makes each due save, so that none is skipped."""
+
+EACH_SAVE = "ckpt.background=each"
+"""The failpoint that makes each due save in the background; training waits only for the one before."""
 
 MODEL = {
     "library": "smp",

@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.support.fault_runs import FaultRun, Invariants, is_stopped, lacks
+from tests.support.fault_runs import EACH_SAVE, FaultRun, Invariants, is_stopped, lacks
 from tests.support.programs import Program
 
 PLACES = (
@@ -199,7 +199,7 @@ class Campaign:
                 failpoints = "" if change == "manifest" else failpoints
             elif fault.kind == "full disk" and not failpoints:
                 undone.enter_context(_full_disk(run, 150 + int(2500 * fault.share)))
-            program = run.start(failpoints=failpoints)
+            program = run.start(failpoints=f"{failpoints};{EACH_SAVE}")
             if ":stop" in failpoints and _wait_for_stop(run, program):
                 has_acted = True
                 undone.enter_context(_changed_data(run, fault))

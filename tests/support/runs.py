@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ import cv2
 import numpy as np
 import torch
 
+from segapp import failpoints
 from segapp.config import RunConfig, validate_config
 from segapp.config.parts import named_code
 from segapp.custom.trust import accept_code
@@ -55,6 +57,16 @@ def train(config: RunConfig, folder: Path, **plan: Any) -> int:
     """Trains in this process, into `folder`, and returns the exit code; the config's code is the caller's own."""
     accept_code(named_code(config).values())
     return run_session(TrainRequest(config, run=folder, **plan))
+
+
+@contextlib.contextmanager
+def each_save() -> Iterator[None]:
+    """Let trainings in this process make each due save, whatever the last one cost."""
+    failpoints.arm("ckpt.background=each")
+    try:
+        yield
+    finally:
+        failpoints.arm("")
 
 
 def events(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from segapp.run.folder import RunFolder
 from segapp.training import signals
 from segapp.training.request import TrainRequest
 from segapp.training.session import run_session
-from tests.support.runs import differing, events, merged, segapp, train
+from tests.support.runs import differing, each_save, events, merged, segapp, train
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,8 @@ def stopped_and_resumed(config: RunConfig, folder: Path, visit: int) -> None:
 def frozen(base: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunConfig, Path]:
     folder = tmp_path_factory.mktemp("frozen") / "run"
     config = merged(base, model={"freeze": ["backbone"], "freeze_epochs": 2})
-    assert train(config, folder) == 0
+    with each_save():
+        assert train(config, folder) == 0
     return config, folder
 
 
@@ -140,7 +141,8 @@ def test_auto_split_returns_to_the_planned_one_at_the_thaw(base: dict[str, Any],
     splits = tuple((k, 4 - k) for k in range(5))
     planned = SavedMemoryPlan(4, 1, 0, (0, 4), splits, tuple((10.0 + k, 18.0 - k) for k in range(5)), 1.0)
     planned.write(folder.saved_plan)
-    assert train(config, tmp_path / "run") == 0
+    with each_save():
+        assert train(config, tmp_path / "run") == 0
     taken = [tuple(event["split"]) for event in events(tmp_path / "run", "epoch_start")]
     assert taken[0] == taken[2] == (0, 4) != taken[1]
     back = [event for event in events(tmp_path / "run", "gpu0_bsz") if event["epoch"] == 3]

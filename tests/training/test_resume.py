@@ -148,7 +148,14 @@ def test_run_killed_five_times_resumes_bitwise(reference: tuple[RunConfig, Path]
     # In the first epoch, right at its end, inside a save, in the middle of the second, and in the third epoch.
     for failpoint in ("train.step=3:kill", "train.step=2:kill", "ckpt.before_rename=2:kill", "train.step=2:kill"):
         result = segapp(
-            "train", "--config", path, "--run", "run", "--resume", cwd=tmp_path, SEGAPP_FAILPOINTS=failpoint
+            "train",
+            "--config",
+            path,
+            "--run",
+            "run",
+            "--resume",
+            cwd=tmp_path,
+            SEGAPP_FAILPOINTS=f"{failpoint};ckpt.background=each",
         )
         assert result.returncode == -signal.SIGKILL, result.stderr
     result = segapp("train", "--config", path, "--run", "run", "--resume", cwd=tmp_path)

@@ -9,14 +9,13 @@ checkpoints/
 
 A checkpoint is committed when `manifest.json`, which has its sha256, is renamed into place:
 
-1. write `objects/.tmp-…` (same directory, must not exist, mode 0600), computing the hash; fsync;
-2. drop it from the page cache, read it back, compare size and hash; if they differ, repeat 1 and 2 once;
-3. rename it to its own name; fsync `objects/`;
-4. replace `manifest.json` (temporary file, fsync, rename, fsync of the directory): **committed**;
-5. point `last.pt`, `epoch_0007.pt`, `best.pt` at it (link to a temporary name, rename over the old);
-6. remove the objects that the manifest no longer lists.
+1. write `objects/.tmp-…` (same directory, must not exist, mode 0600), computing the hash in the same pass; fsync;
+2. rename it to its own name; fsync `objects/`;
+3. replace `manifest.json` (temporary file, fsync, rename, fsync of the directory): **committed**;
+4. point `last.pt`, `epoch_0007.pt`, `best.pt` at it (link to a temporary name, rename over the old);
+5. remove the objects that the manifest no longer lists.
 
-Only the manifest decides which checkpoint an alias refers to; a crash between 4 and 6 leaves aliases that the next
+Only the manifest decides which checkpoint an alias refers to; a crash between 3 and 5 leaves aliases that the next
 commit repairs. "Newest" is the order of commits, not the step: a run that was set back to epoch 3 continues from there.
 The two newest checkpoints are always kept, whatever `keep` is.
 

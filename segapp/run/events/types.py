@@ -241,7 +241,7 @@ class Val(_Event):
 
 
 class Checkpoint(_Event):
-    """A checkpoint is committed: on disk, verified, and safe from a crash."""
+    """A checkpoint is committed: on disk, synced, and safe from a crash."""
 
     type: Literal["checkpoint"] = "checkpoint"
     path: Text

@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from segapp.checkpoint.saver import SAVING_SHARE
 from segapp.training.telemetry.clock import Clock, Spent
 
 MIN_SPAN_STEPS = 20
@@ -87,9 +88,10 @@ class Timetable:
         """Return the work of a training from its beginning to its end."""
         return self.left_of_run(EpochPosition(1, 0, self.steps_per_epoch))
 
-    def saves_within(self, left: Left, seconds: float) -> int:
-        """Return the number of saves in the remaining work of this duration, including saves by time."""
-        return left.saves if self.save_every_s is None else max(left.saves, int(seconds / self.save_every_s))
+    def saves_within(self, left: Left, seconds: float, save_s: float) -> int:
+        """Return the number of saves in the remaining work of this duration, if a copy and a write take `save_s`."""
+        due = left.saves if self.save_every_s is None else max(left.saves, int(seconds / self.save_every_s))
+        return min(due, 2 + int(SAVING_SHARE * seconds / save_s)) if save_s else due
 
     def left_of_run(self, place: EpochPosition) -> Left:
         """Return the remaining work of the training; work that is due at this position is included."""
@@ -165,11 +167,11 @@ class RemainingTime:
 
     def _seconds(self, left: Left) -> float:
         timetable, step_s = self._timetable, self._step.value or 0.0
-        eval_s, save_s, load_s = (mean.value for mean in self._others[:3])
+        eval_s, save_s, load_s, write_s = (mean.value for mean in self._others[:4])
         if eval_s is None:
             eval_s = step_s * timetable.num_eval_images / timetable.num_step_images
         seconds = left.steps * step_s + left.evaluations * eval_s + left.loads * (load_s or 0.0)
-        return seconds + timetable.saves_within(left, seconds) * (save_s or 0.0)
+        return seconds + timetable.saves_within(left, seconds, (save_s or 0.0) + (write_s or 0.0)) * (save_s or 0.0)
 
 
 class _Mean:

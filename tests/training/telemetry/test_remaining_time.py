@@ -94,7 +94,7 @@ def test_remaining_time_is_within_15_percent_of_the_truth(
     The steps before a change count as three (`_KEPT`), so that it takes ten after it to be right again.
     """
     timetable = Timetable(6, 14, eval_every_epochs=2, save_every_steps=5)
-    seconds = {"load": 1.5, "step": 0.5, "eval": 4.0, "save": 0.7}
+    seconds = {"load": 1.5, "step": 0.5, "eval": 4.0, "save": 0.1}
     time = Time()
     clock, estimate = Clock(time), RemainingTime(timetable)
     found: list[tuple[EpochPosition, float, float | None]] = []
