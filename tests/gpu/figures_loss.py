@@ -23,7 +23,7 @@ SHAPES = (  # N, C, h, w, H, W
     (8, 2, 96, 96, 768, 768),
 )
 TINY_SHAPES = ((2, 19, 8, 16, 64, 128), (2, 150, 4, 4, 32, 32))
-ROUNDS, TINY_ROUNDS = 100, 3
+ROUNDS, TINY_ROUNDS = 30, 3
 
 Pass = Callable[[Tensor, Tensor], Tensor]
 
@@ -79,6 +79,7 @@ def measured(way: Pass, inputs: Tensor, target: Tensor) -> dict[str, Any]:
     seconds = statistics.median(seconds_of(way, inputs, target) for _ in range(rounds))
     return {
         "ms": 1e3 * seconds,
+        "ms, graph": graph_ms(way, inputs, target),
         "extra MiB": extra_mib(way, inputs, target),
         "repeats bitwise": repeats,
         "loss": value,
@@ -201,18 +202,48 @@ HEADS: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
 def seconds_of(way: Pass, logits: Tensor, target: Tensor) -> float:
     """Return the seconds of one pass: between CUDA events on a card, of the clock on a CPU."""
     logits.grad = None  # else the pass would add to it
-    if not logits.is_cuda:
-        start = time.perf_counter()
-        way(logits, target)
-        return time.perf_counter() - start
-    with torch.cuda.device(logits.device):
+    if logits.is_cuda:
+        return _event_seconds(logits.device, lambda: way(logits, target))
+    start = time.perf_counter()
+    way(logits, target)
+    return time.perf_counter() - start
+
+
+def _event_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    with torch.cuda.device(device):
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         before.record()
-        way(logits, target)
+        work()
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1e3
+
+
+def graph_ms(way: Pass, logits: Tensor, target: Tensor) -> float | None:
+    """Return the median milliseconds of one pass as a CUDA graph: of its kernels, without the host that launches them.
+
+    None on a CPU, and for a way that waits for the device, which no graph can hold.
+    """
+    if not logits.is_cuda:
+        return None
+    stream = torch.cuda.Stream(logits.device)
+    stream.wait_stream(torch.cuda.current_stream(logits.device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compilers, tables and autograd's streams are ready then
+            logits.grad = None
+            way(logits, target)
+    torch.cuda.synchronize(logits.device)
+    logits.grad = None
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            way(logits, target)
+    except RuntimeError:
+        return None
+    finally:
+        logits.grad = None
+    return 1e3 * statistics.median(_event_seconds(logits.device, graph.replay) for _ in range(ROUNDS))
 
 
 def extra_mib(way: Pass, logits: Tensor, target: Tensor) -> float:
