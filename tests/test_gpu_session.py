@@ -77,7 +77,7 @@ def killed(device):
 def leaving(device):
     def leave():  # a process in a session of its own, and one whose parent has ended
         nap = [sys.executable, "-c", "import time; time.sleep(60)"]
-        orphan = "from subprocess import *; import sys; print(Popen(sys.argv[1:], start_new_session=1, stdout=DEVNULL).pid)"
+        orphan = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], start_new_session=True, stdout=-3).pid)"
         pids = [subprocess.Popen(nap, start_new_session=True).pid]
         pids.append(int(subprocess.run([sys.executable, "-c", orphan, *nap], stdout=subprocess.PIPE).stdout))
         CALLS.with_name("pids").write_text(" ".join(map(str, pids)))
