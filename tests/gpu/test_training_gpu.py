@@ -140,7 +140,7 @@ def test_out_of_memory_leaves_the_step_without_trace(device: str) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         allowed = torch.cuda.memory_reserved(0) + (1 << 30)
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), 0)
-        with pytest.raises(Exception, match="memory") as raised:
+        with pytest.raises(RuntimeError) as raised:  # the allocator's own, or cuDNN's, which does not speak of memory
             engine.step([batch])
         assert is_out_of_memory(raised.value)
         del raised
