@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from segapp.build.network import build_network
 from tests.gpu.figures_training import LARGE, SMALL, WITH_DROPOUT, figures_config
 from tests.support.gpu.fake_cuda import fake_cuda
-from tests.support.parallel_cases import PlainCE, SmallNet
+from tests.support.parallel_cases import SmallNet
 from tests.support.replica_checks import Noted, check_autocast_dtypes
 
 HALVES = [torch.bfloat16, torch.float16]
@@ -24,17 +23,6 @@ def test_dtypes_of_replicas_are_those_of_autocast(dtype: torch.dtype | None) -> 
         check_autocast_dtypes(net.head, outputs, dtype or torch.float32)
         with pytest.raises(AssertionError):  # it tells the dtypes apart
             check_autocast_dtypes(net.head, outputs, torch.float64)
-
-
-@pytest.mark.parametrize("dtype", HALVES)
-def test_interpolation_of_half_logits_is_in_float32(dtype: torch.dtype) -> None:
-    with fake_cuda(dtype):
-        logits = F.conv2d(torch.randn(2, 3, 8, 8), torch.randn(4, 3, 1, 1))
-        values = F.interpolate(logits, (16, 16), mode="bilinear")
-        assert (logits.dtype, values.dtype) == (dtype, torch.float32)
-        target = torch.zeros(2, 16, 16, dtype=torch.long)
-        assert PlainCE()((values,), target).dtype == torch.float32
-    assert not torch.is_autocast_enabled("cuda")
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import threading
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -18,13 +17,11 @@ from segapp.parallel import SyncBatchNorm
 from segapp.training.planning.trial import build_trial_engine
 from segapp.training.step.engine import StepEngine
 from tests.gpu import figures_plan, figures_training
-from tests.gpu.cases import rows_of
 from tests.gpu.figures_epochs import border_figures, epoch_figures
-from tests.gpu.figures_profile import busy_time
 from tests.gpu.figures_training import batch_of, engine_of, figures_config, mode_of
 
 CPU = torch.device("cpu")
-CONFIG = figures_config(False)
+CONFIG = figures_config(False, precision="fp32")
 
 
 def replicas_at_once(engine: StepEngine) -> int:
@@ -80,18 +77,6 @@ def test_ddp_of_one_rank_does_not_pass_for_synchronised() -> None:
 def test_single_device_is_called_single() -> None:
     with engine_of(CONFIG, CPU, "single") as engine:
         assert mode_of(engine) == "single"
-
-
-@pytest.mark.slow
-def test_training_figures_have_a_row_for_each_mode() -> None:
-    rows = rows_of(figures_training.training_cases("cpu"))
-    assert [row["mode"] for row in rows] == [
-        "single",
-        "dp x3 on one device, threads, SyncBatchNorm",
-        "ddp, a rank of 3, fake group, SyncBatchNorm",
-    ]
-    assert [row["images"] for row in rows] == [3, 3, 1]
-    assert all(row["images/s"] > 0 and row["CPU s a step"] > 0 for row in rows)
 
 
 def test_epochs_are_timed_with_what_lies_between_them() -> None:
@@ -151,29 +136,3 @@ def test_networks_are_planned_without_weights_and_teacher(name: str) -> None:
     assert config.distill is None
     assert 2 <= config.train.batch_size <= 4
     assert config.train.precision == "amp-bf16"
-
-
-def event(category: str, name: str, start: float, length: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
-
-
-def test_gaps_of_a_trace_are_those_counted_by_hand() -> None:
-    events = [
-        event("kernel", "conv", 0, 10),
-        event("kernel", "relu on another stream", 5, 15),  # overlaps: busy until 20
-        event("gpu_memcpy", "copy", 25, 5),
-        event("kernel", "conv", 80, 20),
-        event("cpu_op", "aten::whole_step", 0, 100),
-        event("cpu_op", "aten::item", 32, 45),
-        event("cuda_runtime", "cudaLaunchKernel", 78, 1),
-        {"ph": "M", "name": "process_name"},
-    ]
-    busy = busy_time(events)
-    assert (busy.num_launches, busy.total_us, busy.longest_gap_us) == (4, 100, 50)
-    assert busy.idle_share == pytest.approx(0.55)
-    assert busy.cause == "aten::item"
-
-
-def test_trace_of_the_host_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="no operation of the device"):
-        busy_time([event("cpu_op", "aten::add", 0, 1)])

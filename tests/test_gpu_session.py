@@ -31,7 +31,7 @@ from tests.gpu.schedule import (
     missing,
     sanitizer_program,
 )
-from tests.gpu.session import last_states, repeat, run_session
+from tests.gpu.session import last_states, run_session
 from tests.support import ROOT
 from tests.support.live_runs import wait_for
 from tests.support.rank_steps import let_ranks_share_a_gpu
@@ -149,17 +149,14 @@ def is_running(pid: int) -> bool:
 # --- the schedule ---
 
 
-def test_limits_of_checks_and_first_figures_fit_nine_minutes() -> None:
-    chosen = [group for group in groups(ROWS) if group[0].part != "if time is left"]
-    assert sum(max(row.minutes for row in group) for group in chosen) + START_MINUTES <= MINUTES == 9
+def test_limits_of_all_rows_fit_nine_minutes() -> None:
+    assert sum(max(row.minutes for row in group) for group in groups(ROWS)) + START_MINUTES <= MINUTES == 9
 
 
 def test_figures_that_need_the_card_alone_come_first() -> None:
-    parts = list(dict.fromkeys(row.part for row in ROWS))
-    assert parts == ["alone", "side by side", "if time is left"]
-    assert [len(group) for group in groups(ROWS) if group[0].part != "side by side"] == [1] * 8
-    beside = next(group for group in groups(ROWS) if len(group) > 1)
-    assert {row.name for row in beside} == {"tests", "ranks", "ranks-nccl", "plan", "sanitizer"}
+    *alone, beside = [{row.name for row in group} for group in groups(ROWS)]
+    assert alone == [{"step"}, {"loss"}, {"epochs"}, {"small-network"}]
+    assert beside == {"tests", "ranks", "ranks-nccl", "plan", "sanitizer"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -296,7 +293,7 @@ def test_stopped_session_notes_the_row_and_writes_the_page(folder: Path, monkeyp
     with pytest.raises(KeyboardInterrupt):
         run_session([row_of("hanging")], "cuda:0", folder / "out", minutes=1)
     assert states(folder) == {"hanging": "stopped"}
-    assert "| stopped | 0 | 0 | 0 |" in page(folder / "out", [row_of("hanging")])
+    assert "| hanging | alone | stopped |" in page(folder / "out", [row_of("hanging")])
     assert (folder / "out" / session.ARCHIVE).exists()
 
 
@@ -326,17 +323,6 @@ def test_time_that_is_over_leaves_later_rows_for_the_next_start(folder: Path) ->
     assert states(folder) == {}
     assert run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
     assert states(folder) == {"good": "finished"}
-
-
-def test_repeated_row_runs_again_and_keeps_its_old_files(folder: Path) -> None:
-    for _ in range(2):
-        run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
-        repeat("good", folder / "out")
-    assert calls(folder, "one") == 2
-    assert sorted(path.name for path in (folder / "out" / "rows").glob("good.jsonl*")) == [
-        "good.jsonl.1",
-        "good.jsonl.2",
-    ]
 
 
 def test_case_that_is_not_possible_is_skipped_with_its_reason(folder: Path) -> None:
@@ -388,11 +374,11 @@ def test_page_is_made_from_partial_files_alone(tmp_path: Path) -> None:
     ]
     (tmp_path / "rows" / "tests.jsonl").write_text("\n".join(map(json.dumps, tests)))
     measured = [{"case": "a", "began": 1.0}, {"case": "a", "outcome": "passed", "row": {"mode": "single", "ms": 2.5}}]
-    (tmp_path / "rows" / "training.jsonl").write_text("\n".join(map(json.dumps, measured)) + '\n{"case": "b", "out')
+    (tmp_path / "rows" / "step.jsonl").write_text("\n".join(map(json.dumps, measured)) + '\n{"case": "b", "out')
     text = page(tmp_path)
     assert "a card, torch 2.11" in text
     assert "| tests | side by side | failed | 1 | 1 | 1 | 1.5 | 4 |" in text
-    assert "| training | if time is left | not ended | 1 | 0 | 0 |" in text
+    assert "| step | alone | not ended | 1 | 0 | 0 |" in text
     assert "| plan | side by side | not begun |" in text
     names = ["- ranks: exit 3: no such module", "- tests: `t::two`: 1 is not 2", "| row | part |"]
     assert sorted(names, key=text.index) == [names[1], names[0], names[2]], "failures first, in the order of the rows"

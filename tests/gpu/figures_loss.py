@@ -45,26 +45,6 @@ def _loss_row(place: torch.device, shape: tuple[int, ...], dtype: torch.dtype, w
     return {"shape": _words(shape), "logits": _name(dtype), "way": way, **found}
 
 
-def head_cases(device: str) -> list[Case]:
-    """Return a case for each shape and way to the loss of features, with a head of 1x1."""
-    place = torch.device(device)
-    return [
-        Case(f"{_words(shape)}, {way}", partial(_head_row, place, shape, way))
-        for shape in (SHAPES[1:2] if place.type == "cuda" else TINY_SHAPES[:1])
-        for way in HEADS
-    ]
-
-
-def _head_row(place: torch.device, shape: tuple[int, ...], way: str) -> dict[str, Any]:
-    N, C, *sizes = shape
-    width = 256 if place.type == "cuda" else 8
-    features, _ = make((N, width, *sizes), torch.float32, place)
-    _, target = make(shape, torch.float32, place)
-    weight = (torch.linspace(-1, 1, C * width).view(C, width) / width).to(place).requires_grad_()
-    found = measured(partial(HEADS[way](), weight), features, target)
-    return {"shape": f"{_words(shape)}, {width} channels", "way": way, **found}
-
-
 def measured(way: Pass, inputs: Tensor, target: Tensor, *, has_graph: bool = True) -> dict[str, Any]:
     """Return the median time and extra memory of a way, and whether a second pass has the same loss and gradient.
 
@@ -168,38 +148,6 @@ WAYS: dict[str, Callable[[torch.device], Pass]] = {
     "interpolate + cross_entropy": lambda place: naive,
     "the same under torch.compile": _compiled,
     LIGER: _liger,
-}
-
-
-# --- ways to the loss of features, with a head of 1x1 ---
-
-
-def _our_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
-    """Apply the head at low resolution: it commutes with the interpolation."""
-    weight.grad = None
-    loss_sum, weight_sum = upsample_cross_entropy(F.conv2d(features, weight[:, :, None, None]), target)
-    return _backward(loss_sum / weight_sum)
-
-
-def _linear_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
-    """Interpolate the features and apply the head in chunks of pixels."""
-    weight.grad = None
-    values = F.interpolate(features, target.shape[-2:], mode="bilinear", align_corners=True)
-    rows = values.permute(0, 2, 3, 1).reshape(-1, features.shape[1])
-    options = torch.nn.LinearCrossEntropyOptions()
-    loss = F.linear_cross_entropy(rows, weight, target.long().reshape(-1), ignore_index=255, options=options)
-    return _backward(loss)
-
-
-def _linear() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise NotPossible(f"torch {torch.__version__} has no F.linear_cross_entropy")
-    return _linear_head
-
-
-HEADS: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
-    "ours": lambda: _our_head,
-    "F.linear_cross_entropy": _linear,
 }
 
 

@@ -19,13 +19,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from segapp.accelerator import accelerator_of
-from segapp.build.network import build_inference
 from segapp.build.numerics import numerics
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
-from segapp.inference.evaluate import EvaluationSettings, evaluate
 from segapp.inference.normalize import NormalizedInput
 from segapp.parallel import DataParallelModel, SyncBatchNorm
 from segapp.parallel.distributed import RankInfo, Ranks
@@ -151,52 +149,10 @@ def _small_row(place: torch.device, way: str) -> dict[str, Any]:
     return {"way": way, "precision": "auto", "images/s": 4 / seconds, "ms a step": 1e3 * seconds, "CPU s a step": cpu_s}
 
 
-def training_cases(device: str) -> list[Case]:
-    """Return cases: images per second, and CPU seconds of the process per step, of each mode and precision."""
-    place = torch.device(device)
-    precisions = ("fp32", "amp-bf16") if place.type == "cuda" else ("fp32",)
-    return [
-        Case(f"{wanted}, {precision}", partial(_training_row, place, wanted, precision))
-        for precision in precisions
-        for wanted in LAYOUTS
-    ]
-
-
-def _training_row(place: torch.device, wanted: Mode, precision: str) -> dict[str, Any]:
-    config = figures_config(place.type == "cuda", precision=precision)
-    with engine_of(config, place, wanted) as engine:
-        batch = batch_of(config, engine, place)
-        num_steps = 20 if place.type == "cuda" else 1
-        seconds, cpu_s = _timed(lambda: engine.step([batch]), place, num_steps)
-        row = {"mode": mode_of(engine), "precision": precision}
-        num_images = len(batch.indices)
-    return {**row, "images": num_images, "images/s": num_images / seconds, "CPU s a step": cpu_s}
-
-
 def add_graph(engine: StepEngine, place: torch.device) -> None:
     """Let an engine capture its steps as a graph, as a training does with `train.cuda_graph`."""
     graphs = accelerator_of(place).new_graphs(place)
     engine.graph = StepGraph(graphs, place, engine.model, is_linear=engine.criterion.is_linear)
-
-
-def evaluation_cases(device: str) -> list[Case]:
-    """Return cases: images per second of an evaluation of images of one size and of many sizes."""
-    place = torch.device(device)
-    side, count = (512, 40) if place.type == "cuda" else (64, 3)
-    sizes = {"one size": [(side, 2 * side)] * count, "many sizes": [(side + 8 * i, 2 * side) for i in range(count)]}
-    return [Case(name, partial(_evaluation_row, place, name, shapes)) for name, shapes in sizes.items()]
-
-
-def _evaluation_row(place: torch.device, name: str, shapes: list[tuple[int, int]]) -> dict[str, Any]:
-    config = figures_config(place.type == "cuda")
-    scheme = build_scheme(config.data)
-    with engine_of(config, place, "single") as engine:
-        inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
-        settings = EvaluationSettings(inference, scheme.num_classes, scheme.ignore_index, place, engine.criterion.task)
-        evaluate(engine.model, [blank_batch(scheme, 1, shapes[0])], settings)
-        began = time.perf_counter()
-        evaluate(engine.model, (blank_batch(scheme, 1, shape) for shape in shapes), settings)
-        return {"images": name, "images/s": len(shapes) / (time.perf_counter() - began)}
 
 
 # --- engines ---

@@ -1,8 +1,8 @@
 """What a session on one card runs: the rows in order, each with its limit and with what it needs.
 
 A rented card has few minutes. The figures that need it alone come first, one after the other. Then everything that
-could show a wrong result runs side by side, because it needs no quiet. Other figures follow if time is left. A row is
-either a call of pytest or a function that returns cases (`tests.gpu.cases`).
+could show a wrong result runs side by side, because it needs no quiet. A row is either a call of pytest or a function
+that returns cases (`tests.gpu.cases`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Part = Literal["alone", "side by side", "if time is left"]
+Part = Literal["alone", "side by side"]
 
 MINUTES = 9.0
-"""Length of a session; the parts "alone" and "side by side" fit into it."""
+"""Length of a session."""
 
 START_MINUTES = 0.5
 """What the starts of all processes may take beside their limits."""
@@ -139,34 +139,12 @@ ROWS = (
         cases="tests.gpu.sanitized:sanitizer_cases",
         needs=("compute-sanitizer",),
     ),
-    ScheduledRow(
-        "training",
-        "Training step: one device, dp in threads, a rank of ddp",
-        "if time is left",
-        3,
-        cases="tests.gpu.figures_training:training_cases",
-    ),
-    ScheduledRow(
-        "profile",
-        "Ten profiled steps: launches, idle time, longest gap",
-        "if time is left",
-        3,
-        cases="tests.gpu.figures_profile:profile_cases",
-    ),
-    ScheduledRow(
-        "head",
-        "Head of 1x1 and loss against F.linear_cross_entropy",
-        "if time is left",
-        1,
-        cases="tests.gpu.figures_loss:head_cases",
-    ),
-    ScheduledRow("evaluation", "Evaluation", "if time is left", 1, cases="tests.gpu.figures_training:evaluation_cases"),
 )
 
 
 def groups(rows: Sequence[ScheduledRow]) -> list[list[ScheduledRow]]:
     """Return the rows in groups: those of a group run side by side, and no two groups at the same time."""
-    parts = itertools.groupby(rows, key=lambda row: row.part if row.part == "side by side" else row.name)
+    parts = itertools.groupby(rows, key=lambda row: row.name if row.part == "alone" else row.part)
     return [list(members) for _, members in parts]
 
 

@@ -36,9 +36,6 @@ from tests.support import ROOT
 
 State = Literal["finished", "failed", "stopped", "skipped"]
 
-OUT_VARIABLE = "SEGAPP_GPU_OUT"
-"""The folder of the session, for rows that leave more than lines there."""
-
 DEVICE_VARIABLE = "SEGAPP_GPU_TESTS_ON"
 """The device of the tests in tests/gpu."""
 
@@ -186,7 +183,6 @@ class RunningRow:
             DEVICE_VARIABLE: self._device,
             RESULTS_VARIABLE: str(self._results),
             DONE_VARIABLE: str(done),
-            OUT_VARIABLE: str(self._out),
             # Programs that the rows start elsewhere find the project, which need not be installed.
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # before the first matrix product of a process
@@ -270,15 +266,6 @@ def _last_line(path: Path) -> str:
     return path.read_text(errors="replace").strip().rpartition("\n")[2] if path.exists() else ""
 
 
-def repeat(row: str, out: Path) -> None:
-    """Let a row run again as if it never had: its files get another name."""
-    number = len(list(rows_folder(out).glob(f"{row}.jsonl*")))
-    for path in rows_folder(out).glob(f"{row}.*"):
-        if path.suffix in (".jsonl", ".log", ".done"):
-            path.rename(path.with_name(f"{path.name}.{number}"))
-    add_line(out / SESSION, row=row, state="repeated", reason="", seconds=0.0)
-
-
 def describe_machine(device: str) -> str:
     """Return a line that says what the session ran on."""
     facts = [f"torch {torch.__version__}", f"Python {platform.python_version()}"]
@@ -308,15 +295,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--dry", action="store_true", help="run on the CPU, with small shapes")
     parser.add_argument("--device", default="cuda:0")
     parser.add_argument("--only", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", help="these rows")
-    parser.add_argument("--again", nargs="+", choices=[row.name for row in ROWS], metavar="ROW", default=[])
     options = parser.parse_args(arguments)
     device = "cpu" if options.dry else options.device
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         print("error: no CUDA device is visible: try the session itself with --dry", file=sys.stderr)
         return 2
     out = options.out.resolve()
-    for row in options.again:
-        repeat(row, out)
     rows = [row for row in ROWS if options.only is None or row.name in options.only]
     signal.signal(signal.SIGTERM, _interrupted)
     try:

@@ -22,7 +22,6 @@ from segapp.parallel import (
 from segapp.parallel.distributed import init_from_env, shutdown, wrap_ddp
 from segapp.parallel.launch import STORE_VARIABLE
 from segapp.parallel.model_parallel import place_stages
-from segapp.parallel.replicas import replicate
 from tests.support.parallel_cases import Critic, PlainCE, SmallNet, grads_of, make_batch, relative_error, state_error
 from tests.support.replica_checks import (
     Noted,
@@ -325,17 +324,3 @@ def test_one_nccl_rank_trains_through_ddp(monkeypatch, tmp_path):
         assert all(p.grad is not None for p in net.stem.parameters())
     finally:
         shutdown()
-
-
-def test_time_of_replication(capsys):
-    net = nn.Sequential(*[nn.Conv2d(64, 64, 3) for _ in range(160)]).cuda()
-    devices = [torch.device("cuda:0")] * 3
-    for _ in range(3):
-        replicate(net, devices)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(10):
-        replicate(net, devices)
-    torch.cuda.synchronize()
-    with capsys.disabled():
-        print(f"\nreplicating 320 parameters for 3 replicas: {(time.perf_counter() - start) * 100:.2f} ms per step")
