@@ -240,6 +240,10 @@ class Gpu(Accelerator):
         self._torch.reset_peak_memory_stats(device)
         return peak
 
+    def has_refused(self, device: torch.device) -> bool:
+        """Return True if the allocator once had no memory for a request, also because of `limit_memory`."""
+        return bool(self._torch.memory_stats(device).get("num_ooms", 0))
+
     def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
         """Set the most memory that the allocator may hold."""
         total = self._torch.get_device_properties(device).total_memory
@@ -325,6 +329,10 @@ class Mps(Gpu):
         return int(self._torch.driver_allocated_memory())
 
     peak_reserved_bytes, pop_peak_bytes = reserved_bytes, allocated_bytes
+
+    def has_refused(self, device: torch.device) -> bool:
+        """Return False: Metal does not count the requests that it refuses."""
+        return False
 
     def limit_memory(self, limit_bytes: float, device: torch.device) -> None:
         self._torch.set_per_process_memory_fraction(min(1.0, limit_bytes / self.facts(device).total_bytes))

@@ -51,7 +51,7 @@ class FakeCuda(types.SimpleNamespace):
     """torch.cuda of a machine with two GPUs: random states that count up, and memory."""
 
     def __init__(self) -> None:
-        super().__init__(states={0: 10, 1: 20}, free=[50, 950])
+        super().__init__(states={0: 10, 1: 20}, free=[50, 950], refusals=[0, 0])
 
     def device_count(self) -> int:
         return 2
@@ -67,6 +67,9 @@ class FakeCuda(types.SimpleNamespace):
 
     def mem_get_info(self, device: torch.device) -> tuple[int, int]:
         return self.free[device.index], 1000
+
+    def memory_stats(self, device: torch.device) -> dict[str, int]:
+        return {"num_ooms": self.refusals[device.index]} if self.refusals[device.index] else {}
 
 
 @pytest.fixture
@@ -98,9 +101,15 @@ def test_rollback_returns_the_states_of_its_gpus_alone(cuda: FakeCuda) -> None:
     assert cuda.states == {0: 1, 1: 20}
 
 
-@pytest.mark.parametrize(("free", "is_short"), [([50, 950], True), ([500, 950], False)])
-def test_vague_error_counts_as_memory_where_a_gpu_is_full(cuda: FakeCuda, free: list[int], is_short: bool) -> None:
-    cuda.free = free
+@pytest.mark.parametrize(
+    ("free", "refusals", "is_short"),
+    [([50, 950], [0, 0], True), ([500, 950], [0, 0], False), ([500, 950], [0, 2], True)],
+    ids=["full", "half-empty", "refused under a budget"],
+)
+def test_vague_error_counts_as_memory_where_a_gpu_is_full(
+    cuda: FakeCuda, free: list[int], refusals: list[int], is_short: bool
+) -> None:
+    cuda.free, cuda.refusals = free, refusals
     assert is_out_of_memory(RuntimeError("unable to find an engine to execute this computation")) is is_short
 
 

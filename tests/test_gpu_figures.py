@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import threading
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.optim.swa_utils import AveragedModel
 
 from segapp.build.step import StepLayout
 from segapp.parallel import SyncBatchNorm
 from segapp.training.planning.trial import build_trial_engine
 from segapp.training.step.engine import StepEngine
 from tests.gpu import figures_plan, figures_training
-from tests.gpu.cases import rows_of
-from tests.gpu.figures_profile import busy_time
+from tests.gpu.figures_epochs import border_figures, epoch_figures
 from tests.gpu.figures_training import batch_of, engine_of, figures_config, mode_of
 
 CPU = torch.device("cpu")
@@ -79,16 +79,48 @@ def test_single_device_is_called_single() -> None:
         assert mode_of(engine) == "single"
 
 
-@pytest.mark.slow
-def test_training_figures_have_a_row_for_each_mode() -> None:
-    rows = rows_of(figures_training.training_cases("cpu"))
-    assert [row["mode"] for row in rows] == [
-        "single",
-        "dp x3 on one device, threads, SyncBatchNorm",
-        "ddp, a rank of 3, fake group, SyncBatchNorm",
+def test_epochs_are_timed_with_what_lies_between_them() -> None:
+    """Three steps of 10 s an epoch, then 40 s: 4 images a step; the first two epochs are slower and not counted."""
+    starts, found = {1: 0, 2: 500, 3: 1000, 4: 1060, 5: 1120}, [{"type": "checkpoint", "save_s": 7.0}]
+    found += [
+        {"type": "step", "epoch": epoch, "t": start + step * (10 if epoch > 2 else 50)}
+        for epoch, start in starts.items()
+        for step in range(3)
     ]
-    assert [row["images"] for row in rows] == [3, 3, 1]
-    assert all(row["images/s"] > 0 and row["CPU s a step"] > 0 for row in rows)
+    figures = epoch_figures([*found, {"type": "val", "t": 1e9}], 4)
+    assert figures["images/s, within epochs"] == pytest.approx(4 / 10)
+    assert figures["images/s, whole epochs"] == pytest.approx(12 / 60)
+    assert figures["whole over within"] == pytest.approx(0.5)
+    assert figures["s a save"] == 7.0
+
+
+def test_border_with_the_change_is_told_from_the_others() -> None:
+    ends = {1: (0, 10), 2: (40, 50), 3: (53, 60), 4: (69, 80), 5: (85, 90)}
+    found = [{"type": "step", "epoch": epoch, "t": t} for epoch, times in ends.items() for t in times]
+    assert border_figures(found, 4) == {"border with the change, s": 9, "other borders, s": 4}
+
+
+@pytest.mark.parametrize("ema", [None, 0.5])
+def test_plain_loop_trains_a_copy_of_the_network(ema: float | None) -> None:
+    with engine_of(figures_config(False, ema=ema), CPU, "single") as engine:
+        batch = batch_of(CONFIG, engine, CPU)
+        before = {name: tensor.clone() for name, tensor in engine.model.state_dict().items()}
+        step = figures_training.plain_step(figures_config(False, ema=ema), engine, batch)
+        with mock.patch.object(AveragedModel, "update_parameters", autospec=True) as updated:
+            step()
+        network = inspect.getclosurevars(step).nonlocals["network"]
+    assert updated.call_count == (ema is not None)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in engine.model.state_dict().items())
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in network.model.state_dict().items())
+
+
+def test_graphs_and_compilers_are_figures_of_a_small_network() -> None:
+    names = [case.name.rpartition("images, ")[2] for case in figures_training.small_cases("cuda:0")]
+    assert names == ["eager", "graph", "torch.compile", "torch.compile, reduce-overhead"]
+    assert figures_training.SMALL_WAYS[names[3]] == {"mode": "reduce-overhead"}
+    names = {case.name for case in figures_training.step_cases("cuda:0")}
+    assert {"DeepLabV3-R50, fp32, no average", "LR-ASPP, auto, average"} < names
+    assert len(names) == 8
 
 
 def test_plan_rows_are_the_twelve_shipped_networks() -> None:
@@ -104,29 +136,3 @@ def test_networks_are_planned_without_weights_and_teacher(name: str) -> None:
     assert config.distill is None
     assert 2 <= config.train.batch_size <= 4
     assert config.train.precision == "amp-bf16"
-
-
-def event(category: str, name: str, start: float, length: float) -> dict[str, Any]:
-    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": length}
-
-
-def test_gaps_of_a_trace_are_those_counted_by_hand() -> None:
-    events = [
-        event("kernel", "conv", 0, 10),
-        event("kernel", "relu on another stream", 5, 15),  # overlaps: busy until 20
-        event("gpu_memcpy", "copy", 25, 5),
-        event("kernel", "conv", 80, 20),
-        event("cpu_op", "aten::whole_step", 0, 100),
-        event("cpu_op", "aten::item", 32, 45),
-        event("cuda_runtime", "cudaLaunchKernel", 78, 1),
-        {"ph": "M", "name": "process_name"},
-    ]
-    busy = busy_time(events)
-    assert (busy.num_launches, busy.total_us, busy.longest_gap_us) == (4, 100, 50)
-    assert busy.idle_share == pytest.approx(0.55)
-    assert busy.cause == "aten::item"
-
-
-def test_trace_of_the_host_alone_is_refused() -> None:
-    with pytest.raises(ValueError, match="no operation of the device"):
-        busy_time([event("cpu_op", "aten::add", 0, 1)])

@@ -38,6 +38,21 @@ def test_plan_metrics_without_a_card_say_so() -> None:
     assert "no card" in report.plan_metrics([{"planned MiB": 50.0, "measured MiB": None}])
 
 
+def test_loss_metrics_are_ratios_of_graphs_within_a_shape() -> None:
+    plain = "interpolate + cross_entropy"
+    times = {("a", "float32", "ours"): 0.3, ("a", "float32", plain): 3.0, ("b", "float32", plain): 1.0}
+    times |= {("b", "float32", "ours"): 0.2, ("b", "bfloat16", "ours"): 0.1, ("b", "bfloat16", plain): None}
+    rows = [
+        {"shape": shape, "logits": dtype, "way": way, "ms": 9.0, "ms, graph": graph_ms}
+        for (shape, dtype, way), graph_ms in times.items()
+    ]
+    assert [line.partition(" of the time")[0] for line in report.loss_metrics(rows).splitlines()] == [
+        "- a, float32: 0.10",
+        "- b, float32: 0.20",
+    ]
+    assert "no card" in report.loss_metrics(rows[-1:])
+
+
 @pytest.mark.parametrize(("value", "text"), [(True, "True"), (1234.5, "1234"), (0.01234, "0.0123"), (None, "")])
 def test_cells_are_short(value: object, text: str) -> None:
     assert report.shown(value) == text

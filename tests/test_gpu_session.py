@@ -5,8 +5,11 @@ from __future__ import annotations
 import ast
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
+import time
 from pathlib import Path
 
 import psutil
@@ -17,14 +20,24 @@ from tests.gpu import session, wheels
 from tests.gpu.cases import DONE_VARIABLE, RESULTS_VARIABLE, outcomes
 from tests.gpu.report import page
 from tests.gpu.sanitized import sanitized
-from tests.gpu.schedule import MINUTES, NEEDS, ORDER, ROWS, START_MINUTES, ScheduledRow, missing
-from tests.gpu.session import last_states, repeat, run_session
+from tests.gpu.schedule import (
+    MINUTES,
+    NEEDS,
+    ROWS,
+    START_MINUTES,
+    Part,
+    ScheduledRow,
+    groups,
+    missing,
+    sanitizer_program,
+)
+from tests.gpu.session import last_states, run_session
 from tests.support import ROOT
 from tests.support.live_runs import wait_for
 from tests.support.rank_steps import let_ranks_share_a_gpu
 
 CASES = """
-import os, signal, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from tests.gpu.cases import Case, NotPossible
 
@@ -61,6 +74,34 @@ def killed(device):
     return [Case("before", lambda: called("before")), Case("dies", die), Case("after", lambda: called("after"))]
 
 
+def leaving(device):
+    def leave():  # a process in a session of its own, and one whose parent has ended
+        nap = [sys.executable, "-c", "import time; time.sleep(60)"]
+        orphan = "import subprocess as s, sys; print(s.Popen(sys.argv[1:], start_new_session=True, stdout=-3).pid)"
+        pids = [subprocess.Popen(nap, start_new_session=True).pid]
+        pids.append(int(subprocess.run([sys.executable, "-c", orphan, *nap], stdout=subprocess.PIPE).stdout))
+        CALLS.with_name("pids").write_text(" ".join(map(str, pids)))
+        if CALLS.with_name("hang").exists():
+            time.sleep(60)
+        return {"case": "leaves"}
+    return [Case("before", lambda: called("before")), Case("leaves", leave)]
+
+
+def meet(own, other):
+    CALLS.with_name(own).touch()
+    while not CALLS.with_name(other).exists():  # comes if the other row runs at the same time
+        time.sleep(0.05)
+    return called(own)
+
+
+def first(device):
+    return [Case("meets", lambda: meet("here", "there"))]
+
+
+def second(device):
+    return [Case("meets", lambda: meet("there", "here"))]
+
+
 def hanging(device):
     def hang():
         called("hangs")
@@ -78,12 +119,15 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "drawn_cases.py").write_text(CASES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(session, "LEAST_S", 0.1)
-    monkeypatch.setattr(session, "GRACE_S", 1.0)
     return tmp_path
 
 
-def row_of(function: str) -> ScheduledRow:
-    return ScheduledRow(function, f"Row {function}", "figures", 1, cases=f"drawn_cases:{function}")
+def row_of(function: str, part: Part = "alone", minutes: float = 1) -> ScheduledRow:
+    return ScheduledRow(function, f"Row {function}", part, minutes, cases=f"drawn_cases:{function}")
+
+
+LIMIT_MINUTES = 4 / 60
+"""Enough for the start of a process on a busy machine."""
 
 
 def outcomes_of(folder: Path, row: str) -> dict[str, str]:
@@ -105,20 +149,20 @@ def is_running(pid: int) -> bool:
 # --- the schedule ---
 
 
-def test_limits_of_all_rows_fit_the_minutes_of_a_session() -> None:
-    assert sum(row.minutes for row in ROWS) + START_MINUTES <= MINUTES
+def test_limits_of_all_rows_fit_nine_minutes() -> None:
+    assert sum(max(row.minutes for row in group) for group in groups(ROWS)) + START_MINUTES <= MINUTES == 9
 
 
-def test_rows_that_can_find_wrong_results_come_first() -> None:
-    worth = [ORDER.index(row.finds) for row in ROWS]
-    assert worth == sorted(worth)
-    assert set(worth) == set(range(len(ORDER)))
+def test_figures_that_need_the_card_alone_come_first() -> None:
+    *alone, beside = [{row.name for row in group} for group in groups(ROWS)]
+    assert alone == [{"step"}, {"loss"}, {"epochs"}, {"small-network"}]
+    assert beside == {"tests", "ranks", "ranks-nccl", "plan", "sanitizer"}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_row_names_tests_or_a_function_that_exist(row: ScheduledRow) -> None:
     assert bool(row.tests) != bool(row.cases)
-    assert all((ROOT / path).is_file() for path in (*row.tests, *row.dry_tests))
+    assert all((ROOT / path).exists() for path in (*row.tests, *row.dry_tests))
     assert set(row.needs) <= NEEDS.keys()
     if row.cases:
         module, _, name = row.cases.partition(":")
@@ -128,17 +172,22 @@ def test_row_names_tests_or_a_function_that_exist(row: ScheduledRow) -> None:
 
 def test_row_names_are_unique_and_compilations_are_spread() -> None:
     assert len({row.name for row in ROWS}) == len(ROWS)
-    command = ROWS[0].command("cuda:0", Path("out/rows/losses.jsonl"))
-    words = " ".join(command)
-    for option in ("-n 8", "--dist worksteal", "--maxfail 30", "-m gpu", "--junitxml out/rows/losses.xml"):
+    row = next(row for row in ROWS if row.name == "tests")
+    words = " ".join(row.command("cuda:0", Path("out/rows/tests.jsonl")))
+    for option in ("-n 10", "--dist worksteal", "--maxfail 30", "-m gpu", "-p no:benchmark", "tests/gpu"):
         assert option in words
 
 
-def test_row_without_its_wheel_is_skipped_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sanitizer_of_the_path_is_taken_else_its_row_is_skipped(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     row = next(row for row in ROWS if "compute-sanitizer" in row.needs)
-    monkeypatch.setattr("tests.gpu.schedule.sanitizer_program", lambda: None)
-    assert missing(row, "cuda:0") == "the wheel nvidia-cuda-sanitizer-api is not installed"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert "compute-sanitizer is not on the PATH" in missing(row, "cuda:0")
     assert missing(row, "cpu") is None
+    (tmp_path / "compute-sanitizer").touch(0o755)
+    assert missing(row, "cuda:0") is None
+    assert sanitizer_program() == tmp_path / "compute-sanitizer"
     assert missing(next(row for row in ROWS if not row.has_dry_form), "cpu") is not None
 
 
@@ -164,7 +213,7 @@ def test_reason_of_a_failure_is_its_first_line(folder: Path) -> None:
 
 def test_hanging_row_ends_at_its_limit_and_others_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "hang").touch()
-    short = ScheduledRow("hanging", "Row", "figures", 1.5 / 60, cases="drawn_cases:hanging")
+    short = row_of("hanging", minutes=LIMIT_MINUTES)
     assert run_session([short, row_of("good")], "cuda:0", folder / "out", minutes=1)
     assert states(folder) == {"hanging": "stopped", "good": "finished"}
     assert outcomes_of(folder, "hanging") == {"before": "passed"}
@@ -176,8 +225,8 @@ def test_hanging_row_ends_at_its_limit_and_others_run(folder: Path, monkeypatch:
 
 def test_second_start_measures_only_what_is_left(folder: Path) -> None:
     (folder / "hang").touch()
-    short = ScheduledRow("hanging", "Row", "figures", 60, cases="drawn_cases:hanging")
-    run_session([row_of("good"), short], "cuda:0", folder / "out", minutes=2 / 60)
+    short = row_of("hanging", minutes=60)
+    run_session([row_of("good"), short], "cuda:0", folder / "out", minutes=2 * LIMIT_MINUTES)
     (folder / "hang").unlink()
     assert states(folder) == {"good": "finished", "hanging": "stopped"}
     assert run_session([row_of("good"), short], "cuda:0", folder / "out", minutes=1)
@@ -185,16 +234,67 @@ def test_second_start_measures_only_what_is_left(folder: Path) -> None:
     assert [calls(folder, name) for name in ("one", "two", "before", "hangs", "after")] == [1, 1, 1, 2, 1]
 
 
+def test_rows_side_by_side_run_at_the_same_time(folder: Path) -> None:
+    rows = [row_of("first", "side by side"), row_of("second", "side by side")]
+    assert run_session(rows, "cuda:0", folder / "out", minutes=1)
+    assert states(folder) == {"first": "finished", "second": "finished"}
+
+
+def test_rows_that_need_the_card_alone_never_overlap(folder: Path) -> None:
+    run_session([row_of("first"), row_of("second")], "cuda:0", folder / "out", minutes=LIMIT_MINUTES)
+    assert states(folder) == {"first": "stopped"}
+    assert (folder / "here").exists()
+    assert not (folder / "there").exists()
+
+
+@pytest.mark.parametrize("hangs", [False, True], ids=["row ends", "limit ends it"])
+def test_row_is_killed_with_all_that_it_started(folder: Path, hangs: bool) -> None:
+    """Also those that have left its process group, and those whose parent has ended."""
+    if hangs:
+        (folder / "hang").touch()
+    run_session([row_of("leaving", minutes=LIMIT_MINUTES)], "cuda:0", folder / "out", minutes=LIMIT_MINUTES)
+    pids = [int(word) for word in (folder / "pids").read_text().split()]
+    assert len(set(pids)) == 2
+    assert [pid for pid in pids if is_running(pid)] == []
+    assert states(folder) == {"leaving": "stopped" if hangs else "finished"}
+
+
+def test_archive_is_written_while_a_row_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "hang").touch()
+    out, saved = folder / "out", session.save
+    found: list[tuple[list[str], str]] = []
+
+    def save_and_look(place: Path) -> None:
+        saved(place)
+        shutil.rmtree(folder / "unpacked", ignore_errors=True)
+        with tarfile.open(out / session.ARCHIVE) as archive:
+            archive.extractall(folder / "unpacked", filter="data")
+        results = outcomes(folder / "unpacked" / "rows" / "hanging.jsonl")
+        assert (folder / "unpacked" / "RESULTS.md").exists()
+        found.append((list(results), page(folder / "unpacked", [row_of("hanging")])))
+
+    monkeypatch.setattr(session, "SAVE_S", 0.5)
+    monkeypatch.setattr(session, "save", save_and_look)
+    began = time.monotonic()
+    run_session([row_of("hanging", minutes=LIMIT_MINUTES)], "cuda:0", out, minutes=LIMIT_MINUTES)
+    assert len(found) >= 0.5 * (time.monotonic() - began) > 2
+    results, text = found[-3]
+    assert results == ["before"]
+    assert "- hanging: `hangs`" in text.partition("Began, and have not ended")[2]
+    assert "| not ended | 1 | 0 | 0 |" in text
+
+
 def test_stopped_session_notes_the_row_and_writes_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(session, "_run_process", stop)
+    (folder / "hang").touch()
+    monkeypatch.setattr(session.RunningRow, "look_after", stop)
     with pytest.raises(KeyboardInterrupt):
-        run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
-    assert states(folder) == {"good": "stopped"}
-    assert (folder / "out" / "RESULTS.md").exists()
-    assert "| stopped | 0 | 0 | 0 |" in page(folder / "out", [row_of("good")])
+        run_session([row_of("hanging")], "cuda:0", folder / "out", minutes=1)
+    assert states(folder) == {"hanging": "stopped"}
+    assert "| hanging | alone | stopped |" in page(folder / "out", [row_of("hanging")])
+    assert (folder / "out" / session.ARCHIVE).exists()
 
 
 @pytest.mark.slow
@@ -203,7 +303,7 @@ def test_killed_session_leaves_no_process_and_its_results(folder: Path) -> None:
     program = (
         "import sys; from pathlib import Path; from tests.gpu.session import run_session; "
         "from tests.gpu.schedule import ScheduledRow; "
-        "row = ScheduledRow('hanging', 'Row', 'figures', 1, cases='drawn_cases:hanging'); "
+        "row = ScheduledRow('hanging', 'Row', 'alone', 1, cases='drawn_cases:hanging'); "
         "run_session([row], 'cuda:0', Path(sys.argv[1]), 1)"
     )
     environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
@@ -215,7 +315,7 @@ def test_killed_session_leaves_no_process_and_its_results(folder: Path) -> None:
     process.wait()
     wait_for(lambda: not is_running(pid), timeout_s=20)
     assert outcomes_of(folder, "hanging") == {"before": "passed"}
-    assert "| stopped | 1 | 0 | 0 |" in page(folder / "out", [row_of("hanging")])
+    assert "| not ended | 1 | 0 | 0 |" in page(folder / "out", [row_of("hanging")])
 
 
 def test_time_that_is_over_leaves_later_rows_for_the_next_start(folder: Path) -> None:
@@ -223,17 +323,6 @@ def test_time_that_is_over_leaves_later_rows_for_the_next_start(folder: Path) ->
     assert states(folder) == {}
     assert run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
     assert states(folder) == {"good": "finished"}
-
-
-def test_repeated_row_runs_again_and_keeps_its_old_files(folder: Path) -> None:
-    for _ in range(2):
-        run_session([row_of("good")], "cuda:0", folder / "out", minutes=1)
-        repeat("good", folder / "out")
-    assert calls(folder, "one") == 2
-    assert sorted(path.name for path in (folder / "out" / "rows").glob("good.jsonl*")) == [
-        "good.jsonl.1",
-        "good.jsonl.2",
-    ]
 
 
 def test_case_that_is_not_possible_is_skipped_with_its_reason(folder: Path) -> None:
@@ -253,7 +342,7 @@ def test_plugin_writes_each_test_and_leaves_done_ones_out(tmp_path: Path) -> Non
     words = ["-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "tests.gpu.each_test", "test_drawn.py"]
     own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # of this worker
     environment = {**own, "PYTHONPATH": str(ROOT), RESULTS_VARIABLE: str(results), DONE_VARIABLE: str(done)}
-    for number_of_lines in (3, 3):
+    for _ in range(2):
         subprocess.run([sys.executable, "-m", "pytest", *words], cwd=tmp_path, env=environment, capture_output=True)
         found = {name.partition("::")[2]: each for name, each in outcomes(results).items()}
         assert {name: each["outcome"] for name, each in found.items()} == {
@@ -261,7 +350,7 @@ def test_plugin_writes_each_test_and_leaves_done_ones_out(tmp_path: Path) -> Non
             "test_bad": "failed",
             "test_absent": "skipped",
         }
-        assert len(results.read_text().splitlines()) == number_of_lines
+        assert len(results.read_text().splitlines()) == 6  # each began and ended once
         done.write_text("\n".join(outcomes(results)))
     assert found["test_bad"]["reason"] == "assert 1 == 2"
     assert "no card" in found["test_absent"]["reason"]
@@ -272,22 +361,27 @@ def test_plugin_writes_each_test_and_leaves_done_ones_out(tmp_path: Path) -> Non
 
 def test_page_is_made_from_partial_files_alone(tmp_path: Path) -> None:
     (tmp_path / "rows").mkdir()
-    lines = [{"machine": "a card, torch 2.11"}, {"row": "losses", "state": "finished", "reason": "", "seconds": 90.0}]
+    lines = [
+        {"machine": "a card, torch 2.11"},
+        {"row": "tests", "state": "failed", "reason": "1 of 3 failed", "seconds": 90.0},
+        {"row": "ranks", "state": "failed", "reason": "exit 3: no such module", "seconds": 2.0},
+    ]
     (tmp_path / "session.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"row": "ste')
     tests = [
         {"case": "t::one", "outcome": "passed"},
         {"case": "t::two", "outcome": "failed", "reason": "1 is not 2"},
         {"case": "t::three", "outcome": "skipped", "reason": "needs two cards"},
     ]
-    (tmp_path / "rows" / "losses.jsonl").write_text("\n".join(map(json.dumps, tests)))
+    (tmp_path / "rows" / "tests.jsonl").write_text("\n".join(map(json.dumps, tests)))
     measured = [{"case": "a", "began": 1.0}, {"case": "a", "outcome": "passed", "row": {"mode": "single", "ms": 2.5}}]
-    (tmp_path / "rows" / "training.jsonl").write_text("\n".join(map(json.dumps, measured)) + '\n{"case": "b", "out')
+    (tmp_path / "rows" / "step.jsonl").write_text("\n".join(map(json.dumps, measured)) + '\n{"case": "b", "out')
     text = page(tmp_path)
     assert "a card, torch 2.11" in text
-    assert "| losses | wrong results | finished | 1 | 1 | 1 | 1.5 | 3 |" in text
-    assert "| training | figures | stopped | 1 | 0 | 0 |" in text
-    assert "| plan | figures | not begun |" in text
-    assert "- `t::two`: 1 is not 2" in text
+    assert "| tests | side by side | failed | 1 | 1 | 1 | 1.5 | 4 |" in text
+    assert "| step | alone | not ended | 1 | 0 | 0 |" in text
+    assert "| plan | side by side | not begun |" in text
+    names = ["- ranks: exit 3: no such module", "- tests: `t::two`: 1 is not 2", "| row | part |"]
+    assert sorted(names, key=text.index) == [names[1], names[0], names[2]], "failures first, in the order of the rows"
     assert "- 1: needs two cards" in text
     assert "| single | 2.5 |" in text
 
@@ -312,6 +406,24 @@ def test_wheels_are_for_python_312_and_hold_no_torch(tmp_path: Path) -> None:
     for command in (whole, bare):
         assert command[command.index("--python-version") + 1] == "3.12"
     assert not [word for command in (whole, bare, built) for word in command if "://" in word or "index" in word]
+
+
+def test_lean_wheels_leave_out_the_image_and_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"opencv_python_headless-5.0-cp37.whl": 50, "GPUtil-1.4-py3.whl": 1, "pydantic_core-2.5-cp312.whl": 23}
+    for name, mib in sizes.items():
+        with (tmp_path / name).open("wb") as file:
+            file.truncate(mib * 2**20)
+    assert wheels.finish(tmp_path, is_lean=True) == 0
+    assert capsys.readouterr().out.splitlines() == [*sorted(sizes)[:1], *sorted(sizes)[2:], "2 wheels, 24.0 MiB"]
+    (tmp_path / "new-1.whl").write_bytes(bytes(2**21))
+    assert wheels.finish(tmp_path, is_lean=True) == 1
+    assert "add what the image has to IN_IMAGES" in capsys.readouterr().err
+
+
+def test_wheels_that_the_project_needs_are_not_in_the_image() -> None:
+    needed = {"albumentations", "gputil", "pydantic", "segmentation-models-pytorch", "simplejpeg", "textual"}
+    assert not needed & wheels.IN_IMAGES
+    assert {"torchvision", "numpy", "scipy", "timm", "grpcio", "hf-xet"} <= wheels.IN_IMAGES
 
 
 def test_sanitizer_watches_the_kernels_of_the_loss(tmp_path: Path) -> None:

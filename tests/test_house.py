@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import configparser
 import functools
 import re
 from collections.abc import Iterator
@@ -81,3 +82,42 @@ def test_page_of_the_stand_ins_for_a_gpu_names_each_module() -> None:
         {path.stem for path in folder.glob("*.py")} - {"__init__"}
     )
     assert all(row[2].strip() and row[3].strip() for row in rows), "it says what each pretends and cannot show"
+
+
+def test_cudnn_flags_say_that_cudnn_is_on() -> None:
+    """`torch.backends.cudnn.flags` switches cuDNN off unless it is called with `enabled`."""
+    calls = [
+        (f"{path}:{node.lineno}", {keyword.arg for keyword in node.keywords})
+        for path, node in nodes(r"cudnn\.flags\(")
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("cudnn.flags")
+    ]
+    assert len(calls) >= 3
+    assert [place for place, keywords in calls if "enabled" not in keywords] == []
+
+
+def test_no_parameter_has_the_name_of_a_plugins_fixture() -> None:
+    """pytest-benchmark and pytest-mock, where they are installed, take such a parameter for their fixture."""
+    names = {"benchmark", "mocker", "testdir"}
+    found = [
+        f"{path}: {node.name}"
+        for path, node in nodes(rf"\b({'|'.join(names)})\b")
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        if names & {argument.arg for argument in (*node.args.args, *node.args.kwonlyargs)}
+    ]
+    assert found == []
+
+
+def test_gate_checks_names_in_tests_that_it_does_not_run() -> None:
+    assert "$uv run mypy --config-file tests/mypy.ini" in (ROOT / ".ci" / "run").read_text()
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "tests" / "mypy.ini")
+    assert {"tests/gpu", "tests/benchmarks", "tests/support"} <= set(settings["mypy"]["files"].split(", "))
+    left_out = set(settings["mypy"]["disable_error_code"].split(", "))
+    assert not left_out & {"attr-defined", "call-arg", "name-defined"}
+
+
+def test_ports_that_ranks_meet_at_are_free_ones() -> None:
+    """A number in the text of a test may be taken; those here are not listened at, or on machines of a test's own."""
+    unused = {"test_machines.py", "test_launchers.py", "test_ranks.py", "test_parallel_training.py"}
+    fixed = {path.name for path, text in texts().items() if re.search(r"MASTER_PORT\W+\d", text)}
+    assert fixed <= unused

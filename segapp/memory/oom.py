@@ -80,12 +80,19 @@ def _is_out_of_memory(error: BaseException) -> bool:
 
 
 def _is_a_gpu_full() -> bool:
-    used = [gpu for gpu in GPUS if gpu.is_initialized()]
+    """Return True if a GPU of this process is short of memory, or its allocator has refused some.
+
+    Under a limit of ours the allocator refuses while the driver has plenty; cuDNN hides that in an error of its own.
+    """
+    used = [(gpu, device) for gpu in GPUS if gpu.is_initialized() for device in gpu.devices()]
     try:
-        free_and_total = [gpu.free_and_total_bytes(device) for gpu in used for device in gpu.devices()]
+        return any(_is_short(*gpu.free_and_total_bytes(device)) or gpu.has_refused(device) for gpu, device in used)
     except Exception:  # a device that does not answer has another problem
         return False
-    return any(free < _SHORT_FRAC * total for free, total in free_and_total)
+
+
+def _is_short(free_bytes: int, total_bytes: int) -> bool:
+    return free_bytes < _SHORT_FRAC * total_bytes
 
 
 def oom_failpoint(point: str) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import drawn_annotations as annotations
+from tests.support import drawn_annotations
 from tests.support.drawn_folders import draw as draw_folder
 from tests.support.layouts import ROOMS
 from tests.support.programs import segapp
@@ -29,12 +29,12 @@ SMALL = (
 """A network that is quick on a CPU; everything about the data is as init wrote it."""
 
 CONVERTERS: dict[str, Callable[[Path], None]] = {
-    "COCO": lambda root: annotations.coco(root, lambda ring: [annotations.flat(ring)]),
-    "YOLO": annotations.yolo,
-    "labelme": annotations.labelme,
-    "Label Studio": annotations.label_studio,
-    "CVAT": annotations.cvat,
-    "Supervisely": annotations.supervisely,
+    "COCO": lambda root: drawn_annotations.coco(root, lambda ring: [drawn_annotations.flat(ring)]),
+    "YOLO": drawn_annotations.yolo,
+    "labelme": drawn_annotations.labelme,
+    "Label Studio": drawn_annotations.label_studio,
+    "CVAT": drawn_annotations.cvat,
+    "Supervisely": drawn_annotations.supervisely,
 }
 
 

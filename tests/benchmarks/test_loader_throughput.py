@@ -139,7 +139,7 @@ def test_time_of_each_part_of_a_sample(pairs: tuple[ImagePair, ...]) -> None:
     image, mask = dataset.read(0)
     parts: dict[str, Callable[[int], object]] = {
         "decode and check": lambda i: dataset.read(i % len(pairs)),
-        "transform": lambda i: dataset.transform(image, mask, i) if dataset.transform else None,
+        "transform": lambda i: dataset.transform(image, mask, i, None) if dataset.transform else None,
         "whole sample": lambda i: dataset[0, i % len(pairs)],
     }
     print()

@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,13 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def outcomes(path: Path) -> dict[str, dict[str, Any]]:
     """Return the last outcome of each case in a file of results."""
     return {line["case"]: line for line in read_lines(path) if "outcome" in line}
+
+
+def starts_without_end(path: Path) -> Counter[str]:
+    """Return the cases of a file of results that began and have no outcome, and how often each began."""
+    begun = Counter(line["case"] for line in read_lines(path) if "began" in line)
+    ended = outcomes(path)
+    return Counter({name: number for name, number in begun.items() if name not in ended})
 
 
 def done_names() -> set[str]:

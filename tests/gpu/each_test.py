@@ -1,12 +1,14 @@
-"""A plugin of pytest: the outcome of each test as a line of JSON, and no test that has an outcome already.
+"""A plugin of pytest: start and outcome of each test as lines of JSON, and no test that has an outcome already.
 
-JUnit XML is written when all tests are over; these lines are there after a stop too.
+They are on the disk as soon as they are known: after a stop they name what has passed, failed, and not ended.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,9 +23,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item.nodeid not in done]
 
 
+def pytest_runtest_logstart(nodeid: str) -> None:
+    _add_line(case=nodeid, began=time.time())
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        return  # the process that the worker reports to writes
     if report.when != "call" and report.outcome == "passed":
         return
     reason = ""
@@ -32,10 +36,14 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     elif report.outcome == "failed":
         reason = getattr(getattr(report.longrepr, "reprcrash", None), "message", str(report.longrepr))
         reason = f"in {report.when}: {reason}" if report.when != "call" else reason
-    add_line(
-        Path(os.environ[RESULTS_VARIABLE]),
+    _add_line(
         case=report.nodeid,
         outcome=report.outcome,
         reason=reason.strip().partition("\n")[0],
         seconds=report.duration,
     )
+
+
+def _add_line(**values: Any) -> None:
+    if "PYTEST_XDIST_WORKER" not in os.environ:  # the process that the workers report to writes
+        add_line(Path(os.environ[RESULTS_VARIABLE]), **values)

@@ -23,7 +23,7 @@ SHAPES = (  # N, C, h, w, H, W
     (8, 2, 96, 96, 768, 768),
 )
 TINY_SHAPES = ((2, 19, 8, 16, 64, 128), (2, 150, 4, 4, 32, 32))
-ROUNDS, TINY_ROUNDS = 100, 3
+ROUNDS, TINY_ROUNDS = 30, 3
 
 Pass = Callable[[Tensor, Tensor], Tensor]
 
@@ -41,31 +41,15 @@ def loss_cases(device: str) -> list[Case]:
 
 def _loss_row(place: torch.device, shape: tuple[int, ...], dtype: torch.dtype, way: str) -> dict[str, Any]:
     inputs, target = make(shape, dtype, place)
-    return {"shape": _words(shape), "logits": _name(dtype), "way": way, **measured(WAYS[way](place), inputs, target)}
+    found = measured(WAYS[way](place), inputs, target, has_graph=way != LIGER)
+    return {"shape": _words(shape), "logits": _name(dtype), "way": way, **found}
 
 
-def head_cases(device: str) -> list[Case]:
-    """Return a case for each shape and way to the loss of features, with a head of 1x1."""
-    place = torch.device(device)
-    return [
-        Case(f"{_words(shape)}, {way}", partial(_head_row, place, shape, way))
-        for shape in (SHAPES[1:2] if place.type == "cuda" else TINY_SHAPES[:1])
-        for way in HEADS
-    ]
+def measured(way: Pass, inputs: Tensor, target: Tensor, *, has_graph: bool = True) -> dict[str, Any]:
+    """Return the median time and extra memory of a way, and whether a second pass has the same loss and gradient.
 
-
-def _head_row(place: torch.device, shape: tuple[int, ...], way: str) -> dict[str, Any]:
-    N, C, *sizes = shape
-    width = 256 if place.type == "cuda" else 8
-    features, _ = make((N, width, *sizes), torch.float32, place)
-    _, target = make(shape, torch.float32, place)
-    weight = (torch.linspace(-1, 1, C * width).view(C, width) / width).to(place).requires_grad_()
-    found = measured(partial(HEADS[way](), weight), features, target)
-    return {"shape": f"{_words(shape)}, {width} channels", "way": way, **found}
-
-
-def measured(way: Pass, inputs: Tensor, target: Tensor) -> dict[str, Any]:
-    """Return the median time and extra memory of a way, and whether a second pass has the same loss and gradient."""
+    A capture that fails leaves the allocator in disorder: `has_graph` is False for a way that waits for the device.
+    """
     rounds = ROUNDS if inputs.is_cuda else TINY_ROUNDS
     passes = []
     for _ in range(2):
@@ -77,9 +61,11 @@ def measured(way: Pass, inputs: Tensor, target: Tensor) -> dict[str, Any]:
     value = float(passes[0][0])
     del passes
     seconds = statistics.median(seconds_of(way, inputs, target) for _ in range(rounds))
+    extra = extra_mib(way, inputs, target)
     return {
         "ms": 1e3 * seconds,
-        "extra MiB": extra_mib(way, inputs, target),
+        "ms, graph": graph_ms(way, inputs, target) if has_graph else None,
+        "extra MiB": extra,
         "repeats bitwise": repeats,
         "loss": value,
     }
@@ -155,43 +141,13 @@ def _liger(place: torch.device) -> Pass:
     return way
 
 
+LIGER = "Liger on interpolated logits"
+
 WAYS: dict[str, Callable[[torch.device], Pass]] = {
     "ours": lambda place: ours,
     "interpolate + cross_entropy": lambda place: naive,
     "the same under torch.compile": _compiled,
-    "Liger on interpolated logits": _liger,
-}
-
-
-# --- ways to the loss of features, with a head of 1x1 ---
-
-
-def _our_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
-    """Apply the head at low resolution: it commutes with the interpolation."""
-    weight.grad = None
-    loss_sum, weight_sum = upsample_cross_entropy(F.conv2d(features, weight[:, :, None, None]), target)
-    return _backward(loss_sum / weight_sum)
-
-
-def _linear_head(weight: Tensor, features: Tensor, target: Tensor) -> Tensor:
-    """Interpolate the features and apply the head in chunks of pixels."""
-    weight.grad = None
-    values = F.interpolate(features, target.shape[-2:], mode="bilinear", align_corners=True)
-    rows = values.permute(0, 2, 3, 1).reshape(-1, features.shape[1])
-    options = torch.nn.LinearCrossEntropyOptions()
-    loss = F.linear_cross_entropy(rows, weight, target.long().reshape(-1), ignore_index=255, options=options)
-    return _backward(loss)
-
-
-def _linear() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise NotPossible(f"torch {torch.__version__} has no F.linear_cross_entropy")
-    return _linear_head
-
-
-HEADS: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
-    "ours": lambda: _our_head,
-    "F.linear_cross_entropy": _linear,
+    LIGER: _liger,
 }
 
 
@@ -201,18 +157,48 @@ HEADS: dict[str, Callable[[], Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
 def seconds_of(way: Pass, logits: Tensor, target: Tensor) -> float:
     """Return the seconds of one pass: between CUDA events on a card, of the clock on a CPU."""
     logits.grad = None  # else the pass would add to it
-    if not logits.is_cuda:
-        start = time.perf_counter()
-        way(logits, target)
-        return time.perf_counter() - start
-    with torch.cuda.device(logits.device):
+    if logits.is_cuda:
+        return _event_seconds(logits.device, lambda: way(logits, target))
+    start = time.perf_counter()
+    way(logits, target)
+    return time.perf_counter() - start
+
+
+def _event_seconds(device: torch.device, work: Callable[[], object]) -> float:
+    with torch.cuda.device(device):
         before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         before.record()
-        way(logits, target)
+        work()
         after.record()
         after.synchronize()
         return before.elapsed_time(after) / 1e3
+
+
+def graph_ms(way: Pass, logits: Tensor, target: Tensor) -> float | None:
+    """Return the median milliseconds of one pass as a CUDA graph: of its kernels, without the host that launches them.
+
+    None on a CPU, and for a way that waits for the device, which no graph can hold.
+    """
+    if not logits.is_cuda:
+        return None
+    device = logits.device
+    own = logits.detach().clone().requires_grad_()  # autograd accumulates on the stream that a leaf was first used on
+    stream = torch.cuda.Stream(device)
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(3):  # compilers and tables are ready then
+            own.grad = None
+            way(own, target)
+    torch.cuda.synchronize(device)
+    own.grad = None
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.device(device), torch.cuda.graph(graph, stream=stream):
+            way(own, target)
+    except RuntimeError:
+        return None
+    return 1e3 * statistics.median(_event_seconds(device, graph.replay) for _ in range(ROUNDS))
 
 
 def extra_mib(way: Pass, logits: Tensor, target: Tensor) -> float:

@@ -32,7 +32,7 @@ CONFIGS = sorted(path for path in (ROOT / "configs").glob("*.yaml") if "vitl" no
 """Of twelve networks, without those of a ViT-L. They are built without weights and without data."""
 
 PRECISIONS = ("fp32", "amp-bf16")
-WORKERS = 6
+WORKERS = 3
 """Processes that plan while the device is measured."""
 
 

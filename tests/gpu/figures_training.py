@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, Literal
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from segapp.accelerator import accelerator_of
-from segapp.build.network import build_inference
 from segapp.build.numerics import numerics
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
 from segapp.datasets.pool import Batch
-from segapp.inference.evaluate import EvaluationSettings, evaluate
+from segapp.inference.normalize import NormalizedInput
 from segapp.parallel import DataParallelModel, SyncBatchNorm
 from segapp.parallel.distributed import RankInfo, Ranks
 from segapp.training.planning.trial import blank_batch, build_trial_engine
@@ -46,75 +50,109 @@ def figures_config(is_gpu: bool, model: Mapping[str, Any] = LARGE, **train: Any)
     return validate_config({"name": "f", "data": data, "model": model if is_gpu else TINY, "train": settings})
 
 
-def training_cases(device: str) -> list[Case]:
-    """Return cases: images per second, and CPU seconds of the process per step.
+NETWORKS = {"DeepLabV3-R50": LARGE, "LR-ASPP": SMALL}
 
-    They are those of each mode and precision, and of a small network with and without `train.cuda_graph`.
-    """
+
+def step_cases(device: str) -> list[Case]:
+    """Return cases: the step of a training over that of a loop that a person writes by hand."""
     place = torch.device(device)
-    precisions = ("fp32", "amp-bf16") if place.type == "cuda" else ("fp32",)
-    cases = [
-        Case(f"{wanted}, {precision}", partial(_training_row, place, wanted, precision))
-        for precision in precisions
-        for wanted in LAYOUTS
+    is_gpu = place.type == "cuda"
+    return [
+        Case(
+            f"{name}, {precision}, {'no average' if ema is None else 'average'}",
+            partial(_step_row, place, name, precision, ema),
+        )
+        for name in (NETWORKS if is_gpu else ("LR-ASPP",))
+        for precision in ("fp32", "auto")
+        for ema in (None, 0.99)
     ]
-    for batch_size in (4, 16) if place.type == "cuda" else (3,):
-        for name in ("eager", "graph"):
-            case = f"LR-ASPP, {batch_size} images, {name}"
-            cases.append(Case(case, partial(_small_row, place, batch_size, has_graph=name == "graph")))
-    return cases
 
 
-def _training_row(place: torch.device, wanted: Mode, precision: str) -> dict[str, Any]:
-    config = figures_config(place.type == "cuda", precision=precision)
-    with engine_of(config, place, wanted) as engine:
-        batch = batch_of(config, engine, place)
-        seconds, cpu_s = _timed(engine, batch, place, num_steps=20 if place.type == "cuda" else 1)
-        row = {"mode": mode_of(engine), "precision": precision}
-        num_images = len(batch.indices)
-    return {**row, "images": num_images, "images/s": num_images / seconds, "CPU s a step": cpu_s}
-
-
-def _small_row(place: torch.device, batch_size: int, *, has_graph: bool) -> dict[str, Any]:
-    if has_graph and not accelerator_of(place).can_capture:
-        raise NotPossible(f"{place} has no graphs")
-    config = figures_config(place.type == "cuda", SMALL, precision="fp32", batch_size=batch_size)
+def _step_row(place: torch.device, name: str, precision: str, ema: float | None) -> dict[str, Any]:
+    config = figures_config(place.type == "cuda", NETWORKS[name], precision=precision, ema=ema)
+    num_rounds, num_steps = (5, 8) if place.type == "cuda" else (2, 1)
     with engine_of(config, place, "single") as engine:
-        if has_graph:
+        batch = batch_of(config, engine, place)
+        steps = {"segapp": lambda: engine.step([batch]), "plain": plain_step(config, engine, batch)}
+        rounds = [
+            {which: _timed(step, place, num_steps)[0] for which, step in steps.items()} for _ in range(num_rounds)
+        ]
+    median_s = {which: statistics.median(each[which] for each in rounds) for which in steps}
+    return {
+        "network": name,
+        "precision": precision,
+        "average": ema,
+        **{f"{which}, images/s": len(batch) / seconds for which, seconds in median_s.items()},
+        "speed over plain": median_s["plain"] / median_s["segapp"],
+    }
+
+
+def plain_step(config: RunConfig, engine: StepEngine, batch: Batch) -> Callable[[], None]:
+    """Return a step of a copy of an engine's network with the loss, optimizer and average of torch, and no checks."""
+    network, ema = copy.deepcopy(_normalized(engine)), config.train.ema
+    optimizer = torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9, weight_decay=0.0005)
+    average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(ema)) if ema is not None else None
+    size = batch.target.shape[-2:]
+
+    def step() -> None:
+        target = batch.target.long()
+        with engine.precision.autocast():
+            outputs = network(batch.images)
+            values = [F.interpolate(logits, size, mode="bilinear") for logits in outputs]
+        loss = sum(F.cross_entropy(each.float(), target, ignore_index=255) for each in values)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        if average is not None:
+            average.update_parameters(network)
+
+    return step
+
+
+def _normalized(engine: StepEngine) -> NormalizedInput:
+    return next(module for module in engine.network.modules() if isinstance(module, NormalizedInput))
+
+
+def small_cases(device: str) -> list[Case]:
+    """Return cases: a step of LR-ASPP with 4 images, whose kernels are short, in each way to launch them."""
+    place = torch.device(device)
+    return [Case(f"LR-ASPP, 4 images, {way}", partial(_small_row, place, way)) for way in SMALL_WAYS]
+
+
+SMALL_WAYS: dict[str, dict[str, str]] = {
+    "eager": {},
+    "graph": {},
+    "torch.compile": {},
+    "torch.compile, reduce-overhead": {"mode": "reduce-overhead"},
+}
+"""By name: options of torch.compile."""
+
+
+def _small_row(place: torch.device, way: str) -> dict[str, Any]:
+    is_gpu = place.type == "cuda"
+    if way == "graph" and not accelerator_of(place).can_capture:
+        raise NotPossible(f"{place} has no graphs")
+    is_compiled = way.startswith("torch.compile")
+    options = SMALL_WAYS[way] if is_gpu else {"backend": "eager"}  # a CPU would compile for minutes
+    config = figures_config(is_gpu, SMALL, precision="auto", batch_size=4, compile=is_compiled)
+    with (
+        mock.patch.object(torch, "compile", partial(torch.compile, **options)),
+        engine_of(config, place, "single") as engine,
+    ):
+        if way == "graph":
             add_graph(engine, place)
         batch = batch_of(config, engine, place)
         for _ in range(WARM_UP_STEPS):
             engine.step([batch])
-        seconds, cpu_s = _timed(engine, batch, place, num_steps=50 if place.type == "cuda" else 1)
-    mode = "single, LR-ASPP" + (", graph" if has_graph else "")
-    row = {"mode": mode, "precision": "fp32", "images": batch_size}
-    return {**row, "images/s": batch_size / seconds, "CPU s a step": cpu_s}
+        seconds, cpu_s = _timed(lambda: engine.step([batch]), place, num_steps=50 if is_gpu else 1)
+        assert (_normalized(engine).compiled_call is not None) == is_compiled
+    return {"way": way, "precision": "auto", "images/s": 4 / seconds, "ms a step": 1e3 * seconds, "CPU s a step": cpu_s}
 
 
 def add_graph(engine: StepEngine, place: torch.device) -> None:
     """Let an engine capture its steps as a graph, as a training does with `train.cuda_graph`."""
     graphs = accelerator_of(place).new_graphs(place)
     engine.graph = StepGraph(graphs, place, engine.model, is_linear=engine.criterion.is_linear)
-
-
-def evaluation_cases(device: str) -> list[Case]:
-    """Return cases: images per second of an evaluation of images of one size and of many sizes."""
-    place = torch.device(device)
-    side, count = (512, 40) if place.type == "cuda" else (64, 3)
-    sizes = {"one size": [(side, 2 * side)] * count, "many sizes": [(side + 8 * i, 2 * side) for i in range(count)]}
-    return [Case(name, partial(_evaluation_row, place, name, shapes)) for name, shapes in sizes.items()]
-
-
-def _evaluation_row(place: torch.device, name: str, shapes: list[tuple[int, int]]) -> dict[str, Any]:
-    config = figures_config(place.type == "cuda")
-    scheme = build_scheme(config.data)
-    with engine_of(config, place, "single") as engine:
-        inference = build_inference(config.data, config.eval, engine.model, engine.precision, config.loss.align_corners)
-        settings = EvaluationSettings(inference, scheme.num_classes, scheme.ignore_index, place, engine.criterion.task)
-        evaluate(engine.model, [blank_batch(scheme, 1, shapes[0])], settings)
-        began = time.perf_counter()
-        evaluate(engine.model, (blank_batch(scheme, 1, shape) for shape in shapes), settings)
-        return {"images": name, "images/s": len(shapes) / (time.perf_counter() - began)}
 
 
 # --- engines ---
@@ -215,14 +253,14 @@ def batch_of(config: RunConfig, engine: StepEngine, place: torch.device) -> Batc
     return batch
 
 
-def _timed(engine: StepEngine, batch: Batch, place: torch.device, num_steps: int) -> tuple[float, float]:
+def _timed(step: Callable[[], object], place: torch.device, num_steps: int) -> tuple[float, float]:
     """Return seconds and CPU seconds a step, after some that are not counted."""
     for _ in range(3 if place.type == "cuda" else 1):
-        engine.step([batch])
+        step()
     _wait(place)
     began, cpu_began = time.perf_counter(), time.process_time()
     for _ in range(num_steps):
-        engine.step([batch])
+        step()
     _wait(place)
     return (time.perf_counter() - began) / num_steps, (time.process_time() - cpu_began) / num_steps
 

@@ -1,6 +1,6 @@
 """The page of a session, made from its result files alone: python -m tests.gpu.report DIR.
 
-`tests.gpu.session` makes it after every row. After a stop that left it no time, this command makes it.
+`tests.gpu.session` makes it after every row and every minute. After a stop that left it no time, this command makes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.gpu.cases import outcomes, read_lines
+from tests.gpu.cases import outcomes, read_lines, starts_without_end
 from tests.gpu.schedule import ROWS, ScheduledRow
 from tests.support.plan_scores import failure_probability, median_relative_error, memory_conserved
 
@@ -33,27 +33,47 @@ def write_page(out: Path) -> None:
 
 
 def page(out: Path, rows: Sequence[ScheduledRow] = ROWS) -> str:
-    """Return the page: the machine, a table of the rows, then what each row found."""
+    """Return the page: the machine, what failed, a table of the rows, then what each row found."""
     lines = read_lines(out / SESSION)
     seconds: Counter[str] = Counter()
     for line in lines:
         if "row" in line:
             seconds[line["row"]] += line["seconds"]
     states = last_states(out)
-    found = {row.name: outcomes(out / "rows" / f"{row.name}.jsonl") for row in rows}
+    found = {row.name: outcomes(_results(out, row)) for row in rows}
     parts = ["# A session on one card"]
     parts += dict.fromkeys(line["machine"] for line in lines if "machine" in line)
+    parts += _failures(rows, states, found)
+    open_cases = [f"- {row.name}: `{name}`" for row in rows for name in starts_without_end(_results(out, row))]
+    parts += ["Began, and have not ended:\n\n" + "\n".join(open_cases)] if open_cases else []
     parts.append(table([_summary(row, states.get(row.name), found[row.name], seconds[row.name]) for row in rows]))
     parts += [section for row in rows if (section := _section(row, found[row.name]))]
     return "\n\n".join(parts) + "\n"
 
 
+def _results(out: Path, row: ScheduledRow) -> Path:
+    return out / "rows" / f"{row.name}.jsonl"
+
+
+def _failures(
+    rows: Sequence[ScheduledRow], states: Mapping[str, Row], found: Mapping[str, Mapping[str, Row]]
+) -> list[str]:
+    """Return the names of all that failed; also of rows that failed as a whole."""
+    lines = []
+    for row in rows:
+        failed = {name: each["reason"] for name, each in found[row.name].items() if each["outcome"] == "failed"}
+        lines += [f"- {row.name}: `{name}`: {reason}" for name, reason in failed.items()]
+        if not failed and states.get(row.name, {}).get("state") == "failed":
+            lines.append(f"- {row.name}: {states[row.name]['reason']}")
+    return ["Failed:\n\n" + "\n".join(lines)] if lines else []
+
+
 def _summary(row: ScheduledRow, state: Row | None, found: Mapping[str, Row], seconds: float) -> Row:
     counts = Counter(outcome["outcome"] for outcome in found.values())
-    ended = "not begun" if state is None and not found else "stopped" if state is None else state["state"]
+    ended = "not begun" if state is None and not found else "not ended" if state is None else state["state"]
     return {
         "row": row.name,
-        "finds": row.finds,
+        "part": row.part,
         "state": ended,
         **{kind: counts[kind] for kind in ("passed", "failed", "skipped")},
         "minutes": round(seconds / 60, 1),
@@ -63,21 +83,13 @@ def _summary(row: ScheduledRow, state: Row | None, found: Mapping[str, Row], sec
 
 
 def _section(row: ScheduledRow, found: Mapping[str, Row]) -> str:
-    if not found:
-        return ""
     parts = [f"## {row.title}"]
     if rows := [outcome["row"] for outcome in found.values() if outcome.get("row")]:
         if row.name in METRICS:
             parts.append(METRICS[row.name](rows))
         parts.append(table(rows))
-    parts += _listed("Failed", found, "failed")
     parts += _skips(found)
-    return "\n\n".join(parts)
-
-
-def _listed(title: str, found: Mapping[str, Row], outcome: str) -> list[str]:
-    lines = [f"- `{name}`: {each['reason']}" for name, each in found.items() if each["outcome"] == outcome]
-    return [f"{title}:\n\n" + "\n".join(lines)] if lines else []
+    return "\n\n".join(parts) if len(parts) > 1 else ""
 
 
 def _skips(found: Mapping[str, Row]) -> list[str]:
@@ -109,7 +121,18 @@ def plan_metrics(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-METRICS: dict[str, Callable[[Sequence[Row]], str]] = {"plan": plan_metrics}
+def loss_metrics(rows: Sequence[Row]) -> str:
+    """Return the time of our loss over that of interpolate + cross_entropy, as CUDA graphs, for each shape."""
+    times = {(row["shape"], row["logits"], row["way"]): row.get("ms, graph") for row in rows}
+    lines = []
+    for (shape, dtype, way), ours_ms in times.items():
+        plain_ms = times.get((shape, dtype, "interpolate + cross_entropy"))
+        if way == "ours" and ours_ms and plain_ms:
+            lines.append(f"- {shape}, {dtype}: {ours_ms / plain_ms:.2f} of the time of interpolate + cross_entropy")
+    return "\n".join(lines) or "No kernel was timed: this machine has no card."
+
+
+METRICS: dict[str, Callable[[Sequence[Row]], str]] = {"plan": plan_metrics, "loss": loss_metrics}
 """By row: what is said about all its figures together."""
 
 

@@ -1,29 +1,30 @@
-"""What a session on one card runs: the rows in order of worth, each with its limit and with what it needs.
+"""What a session on one card runs: the rows in order, each with its limit and with what it needs.
 
-What could show a wrong result comes first, then what could end a training, then the figures. A row is either a call of
-pytest or a function that returns cases (`tests.gpu.cases`).
+A rented card has few minutes. The figures that need it alone come first, one after the other. Then everything that
+could show a wrong result runs side by side, because it needs no quiet. A row is either a call of pytest or a function
+that returns cases (`tests.gpu.cases`).
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
+import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-Finds = Literal["wrong results", "failures", "figures"]
+Part = Literal["alone", "side by side"]
 
-ORDER: tuple[Finds, ...] = ("wrong results", "failures", "figures")
-
-MINUTES = 45.0
+MINUTES = 9.0
 """Length of a session."""
 
-START_MINUTES = 1.0
+START_MINUTES = 0.5
 """What the starts of all processes may take beside their limits."""
 
-DRY_LIMIT_S = 900.0
+DRY_LIMIT_S = 1500.0
 """Limit of a row without a card; two cores of a busy machine are slower than any limit of a session."""
 
 
@@ -34,7 +35,7 @@ class ScheduledRow:
     Attributes:
         name: of its files.
         title: its heading in the report.
-        finds: what it can show.
+        part: of the session.
         minutes: its limit.
         tests: arguments of pytest; without them `cases` are measured.
         workers: processes of pytest.
@@ -46,7 +47,7 @@ class ScheduledRow:
 
     name: str
     title: str
-    finds: Finds
+    part: Part
     minutes: float
     tests: tuple[str, ...] = ()
     workers: int = 0
@@ -66,114 +67,85 @@ class ScheduledRow:
         # worksteal: loadfile, the default of the project, would leave a file to one worker.
         spread = ["-n", str(min(2, self.workers) if is_dry else self.workers), "--dist", "worksteal"]
         chosen = ["-m", "gpu or slow" if is_dry else "gpu", "-p", "tests.gpu.each_test", "--maxfail", "30"]
-        xml = ["--junitxml", str(results.with_suffix(".xml"))]
-        return [*pytest, *spread, *chosen, *xml, *self.tests, *(self.dry_tests if is_dry else ())]
+        return [*pytest, *spread, *chosen, *self.tests, *(self.dry_tests if is_dry else ())]
 
 
 ROWS = (
     ScheduledRow(
-        "losses",
-        "Losses against float64, kernels of Triton",
-        "wrong results",
-        3,
-        tests=("tests/gpu/test_losses_gpu.py",),
-        workers=8,
+        "step",
+        "Training step against a plain loop of PyTorch",
+        "alone",
+        1.25,
+        cases="tests.gpu.figures_training:step_cases",
     ),
     ScheduledRow(
-        "steps",
-        "Whole steps: none waits for the device, every mode lowers the loss, graphs repeat steps",
-        "wrong results",
+        "loss",
+        "Loss against interpolate + cross_entropy, torch.compile and Liger",
+        "alone",
         1,
-        tests=("tests/gpu/test_steps_gpu.py",),
-        workers=4,
+        cases="tests.gpu.figures_loss:loss_cases",
     ),
     ScheduledRow(
-        "trainings",
-        "Replicas against one device, trainings, resume, out of memory",
-        "wrong results",
+        "epochs",
+        "Whole epochs over within epochs, and a change of the batch split in a live training",
+        "alone",
+        1,
+        cases="tests.gpu.figures_epochs:epoch_cases",
+    ),
+    ScheduledRow(
+        "small-network",
+        "LR-ASPP, 4 images: eager, graph, torch.compile with and without reduce-overhead",
+        "alone",
+        1,
+        cases="tests.gpu.figures_training:small_cases",
+    ),
+    ScheduledRow(
+        "tests",
+        "Losses against float64, steps, replicas, trainings, ranks, whole runs",
+        "side by side",
         4,
-        tests=("tests/gpu/test_parallel_gpu.py", "tests/gpu/test_training_gpu.py"),
-        workers=4,
+        tests=("tests/gpu",),
+        workers=10,
         dry_tests=("tests/parallel/test_replica_checks.py",),
     ),
     ScheduledRow(
-        "rank-steps",
+        "ranks",
         "Steps of 2 to 4 ranks on one card through gloo, against one device in float64",
-        "wrong results",
-        3,
+        "side by side",
+        4,
         cases="tests.gpu.rank_figures:gloo_cases",
     ),
     ScheduledRow(
-        "rank-runs",
-        "Trainings of ranks: killed rank, out of memory, signals, changed splits, another number of ranks",
-        "wrong results",
-        3,
-        tests=("tests/gpu/test_ddp_gpu.py",),
-        workers=3,
-    ),
-    ScheduledRow(
-        "sanitizer",
-        "compute-sanitizer on the kernels of the loss: memcheck, racecheck, initcheck",
-        "wrong results",
-        5,
-        cases="tests.gpu.sanitized:sanitizer_cases",
-        needs=("compute-sanitizer",),
-    ),
-    ScheduledRow(
-        "whole-runs",
-        "The demo, train.compile, a machine without nvidia-smi",
-        "failures",
-        2,
-        tests=("tests/gpu/test_runs_gpu.py",),
-        workers=3,
-    ),
-    ScheduledRow(
-        "rank-steps-nccl",
+        "ranks-nccl",
         "Steps of 2 ranks on one card through NCCL",
-        "failures",
-        1,
+        "side by side",
+        4,
         cases="tests.gpu.rank_figures:nccl_cases",
         needs=("NCCL",),
         has_dry_form=False,
     ),
     ScheduledRow(
-        "training",
-        "Training step: one device, dp in threads, a rank of ddp; a small network with and without a graph",
-        "figures",
-        4,
-        cases="tests.gpu.figures_training:training_cases",
-    ),
-    ScheduledRow(
-        "profile",
-        "Ten profiled steps: launches, idle time, longest gap",
-        "figures",
-        4,
-        cases="tests.gpu.figures_profile:profile_cases",
-    ),
-    ScheduledRow(
         "plan",
         "Planned against measured peaks of twelve networks",
-        "figures",
-        7,
+        "side by side",
+        4,
         cases="tests.gpu.figures_plan:plan_cases",
     ),
     ScheduledRow(
-        "loss",
-        "Loss against interpolate + cross_entropy, torch.compile and Liger",
-        "figures",
-        3,
-        cases="tests.gpu.figures_loss:loss_cases",
+        "sanitizer",
+        "compute-sanitizer on the kernels of the loss: memcheck, racecheck, initcheck",
+        "side by side",
+        4,
+        cases="tests.gpu.sanitized:sanitizer_cases",
+        needs=("compute-sanitizer",),
     ),
-    ScheduledRow(
-        "head",
-        "Head of 1x1 and loss against F.linear_cross_entropy",
-        "figures",
-        1,
-        cases="tests.gpu.figures_loss:head_cases",
-    ),
-    ScheduledRow("loader", "Loader against device", "figures", 2, cases="tests.gpu.figures_loader:loader_cases"),
-    ScheduledRow("evaluation", "Evaluation", "figures", 1, cases="tests.gpu.figures_training:evaluation_cases"),
 )
+
+
+def groups(rows: Sequence[ScheduledRow]) -> list[list[ScheduledRow]]:
+    """Return the rows in groups: those of a group run side by side, and no two groups at the same time."""
+    parts = itertools.groupby(rows, key=lambda row: row.name if row.part == "alone" else row.part)
+    return [list(members) for _, members in parts]
 
 
 def missing(row: ScheduledRow, device: str) -> str | None:
@@ -184,16 +156,20 @@ def missing(row: ScheduledRow, device: str) -> str | None:
 
 
 def sanitizer_program() -> Path | None:
-    """Return the program compute-sanitizer of the wheel nvidia-cuda-sanitizer-api; None if it is not installed."""
+    """Return the program compute-sanitizer: of the wheel nvidia-cuda-sanitizer-api, else of the PATH; None without."""
     try:
         files = importlib.metadata.files("nvidia-cuda-sanitizer-api") or ()
     except importlib.metadata.PackageNotFoundError:
-        return None
-    return next((Path(str(file.locate())) for file in files if file.name == "compute-sanitizer"), None)
+        files = ()
+    of_wheel = next((Path(str(file.locate())) for file in files if file.name == "compute-sanitizer"), None)
+    on_path = shutil.which("compute-sanitizer")
+    return of_wheel or (Path(on_path) if on_path else None)
 
 
 def _no_sanitizer() -> str | None:
-    return None if sanitizer_program() else "the wheel nvidia-cuda-sanitizer-api is not installed"
+    if sanitizer_program():
+        return None
+    return "compute-sanitizer is not on the PATH, and the wheel nvidia-cuda-sanitizer-api is not installed"
 
 
 def _no_nccl() -> str | None:

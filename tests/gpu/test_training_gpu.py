@@ -26,7 +26,7 @@ from segapp.training.planning.trial import blank_batch, build_trial_engine
 from tests.gpu.figures_plan import Plans, plan_row
 from tests.gpu.figures_training import figures_config
 from tests.support import ROOT
-from tests.support.runs import differing, events, merged, train
+from tests.support.runs import differing, events, merged, segapp, train
 
 gpu = [
     pytest.mark.gpu,
@@ -140,7 +140,7 @@ def test_out_of_memory_leaves_the_step_without_trace(device: str) -> None:
         total = torch.cuda.get_device_properties(0).total_memory
         allowed = torch.cuda.memory_reserved(0) + (1 << 30)
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), 0)
-        with pytest.raises(Exception, match="memory") as raised:
+        with pytest.raises(RuntimeError) as raised:  # the allocator's own, or cuDNN's, which does not speak of memory
             engine.step([batch])
         assert is_out_of_memory(raised.value)
         del raised
@@ -152,14 +152,20 @@ def test_out_of_memory_leaves_the_step_without_trace(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", [on_gpu])
-@pytest.mark.usefixtures("_little_memory")
 def test_run_with_a_small_budget_ends_in_pieces(device: str, plain: dict[str, Any], tmp_path: Path) -> None:
+    """In a process of its own: the workspaces and caches that other tests leave would count towards the budget.
+
+    The tensors of a step of 8 images need 388 MiB, those of a piece of 2 need 103 MiB; cuBLAS takes 64 MiB besides.
+    """
     small = merged(
         plain,
         data={"crop_px": [256, 256]},
-        train={"batch_size": 8, "epochs": 1},
+        train={"batch_size": 8, "epochs": 1, "precision": "fp32"},
         parallel={"devices": [0], "memory_budget_mib": [300]},
     )
-    assert train(small, tmp_path / "run") in (0, 6)
+    (tmp_path / "small.yaml").write_text(dump_config(small))
+    done = segapp("train", "--plain", "--config", "small.yaml", "--run", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
     found = events(tmp_path / "run", "oom")
-    assert all(event["device"] == "cuda:0" for event in found)
+    assert found, "the budget was never reached"
+    assert {event["device"] for event in found} == {"cuda:0"}

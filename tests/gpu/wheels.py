@@ -1,9 +1,11 @@
-"""Gather the wheels for a session on a machine without a network: python -m tests.gpu.wheels --out DIR.
+"""Gather the wheels for a session on a machine without a network: python -m tests.gpu.wheels --out DIR [--lean].
 
 torch and what it brings (CUDA, Triton, NCCL) stay the machine's own. What depends on torch is therefore fetched without
 its dependencies, and those are listed here. There:
 
     pip install --no-index --find-links DIR --no-deps DIR/*.whl
+
+--lean leaves out the wheels of packages that the images of rented machines have (`IN_IMAGES`).
 """
 
 from __future__ import annotations
@@ -39,6 +41,23 @@ SANITIZER = "nvidia-cuda-sanitizer-api==13.0.*"
 
 WITHOUT_WHEEL = ("GPUtil",)
 """Packages that are published as a source archive alone; the wheel is built here, and holds Python alone."""
+
+_NAMES_IN_IMAGES = """
+absl-py annotated-doc anyio click execnet filelock fsspec grpcio h11 hf-xet huggingface-hub hypothesis idna iniconfig
+jinja2 markdown markdown-it-py markupsafe mdurl numpy nvidia-cuda-sanitizer-api opencv-python-headless packaging
+pillow pluggy protobuf psutil pygments pytest pytest-timeout pytest-xdist pyyaml rich safetensors scipy setuptools
+shellingham sortedcontainers tensorboard tensorboard-data-server tifffile timm torchvision tqdm typer
+typing-extensions werkzeug httpcore2 httpx2 truststore
+"""
+
+IN_IMAGES = frozenset(_NAMES_IN_IMAGES.split())
+"""Packages that the image of a rented machine had beside torch 2.11 in November 2026.
+
+It had version 1 of huggingface-hub, which does not need the last three.
+"""
+
+LEAN_MIB = 25
+"""Largest size of all wheels of `--lean` together."""
 
 
 def requirements() -> tuple[list[str], list[str], list[str]]:
@@ -76,12 +95,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Fetch the wheels and list them."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--lean", action="store_true", help="without the packages that the machine's image has")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     for command in commands(options.out):
         subprocess.run(command, check=True)
-    for path in sorted(options.out.glob("*.whl")):
-        print(path.name)
+    return finish(options.out, is_lean=options.lean)
+
+
+def finish(folder: Path, *, is_lean: bool) -> int:
+    """Remove the wheels of `IN_IMAGES` if asked to, and list the others; return 1 if they are too large together."""
+    wheels = sorted(folder.glob("*.whl"))
+    if is_lean:
+        unneeded = [path for path in wheels if path.name.partition("-")[0].replace("_", "-").lower() in IN_IMAGES]
+        for path in unneeded:
+            path.unlink()
+        wheels = [path for path in wheels if path not in unneeded]
+    mib = sum(path.stat().st_size for path in wheels) / 2**20
+    print("\n".join([*(path.name for path in wheels), f"{len(wheels)} wheels, {mib:.1f} MiB"]))
+    if is_lean and mib > LEAN_MIB:
+        print(f"error: more than {LEAN_MIB} MiB: add what the image has to IN_IMAGES", file=sys.stderr)
+        return 1
     return 0
 
 

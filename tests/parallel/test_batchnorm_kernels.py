@@ -1,6 +1,8 @@
 """SyncBatchNorm by torch's kernels equals BatchNorm on the whole batch, with the launches of torch's own layer."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -43,6 +45,18 @@ def test_kernels_match_batchnorm_on_the_whole_batch(kind, shape, options):
                 (y * weights).sum().backward()
             results.append([y.detach(), inputs.grad, *grads_of(module), *module.buffers()])
         assert relative_error(results[1], results[0]) <= 1e-11
+
+
+def test_stand_in_for_the_kernels_keeps_no_input():
+    inputs = [torch.randn(n, 5, 4, 4) for n in (2, 3, 4)]
+    kept = [weakref.ref(x) for x in inputs]
+    layer = convert_sync_batchnorm(nn.BatchNorm2d(5))
+    for x in inputs:
+        BalancedDataParallel(1, layer, ["cpu"] * 2)(x)
+        layers.has_kernels(x)
+    del inputs, x
+    gc.collect()
+    assert [each() for each in kept] == [None] * 3
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

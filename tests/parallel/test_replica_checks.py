@@ -7,7 +7,7 @@ from tests.support.replica_checks import check_channels_last, check_step, check_
 
 @pytest.mark.parametrize("sync_bn", [True, False])
 def test_step_matches_one_device_and_repeats_bitwise(sync_bn):
-    check_step(["cpu"] * 3, "cpu", sync_bn=sync_bn, benchmark=True)
+    check_step(["cpu"] * 3, "cpu", sync_bn=sync_bn, cudnn_benchmark=True)
 
 
 def test_replicas_keep_their_threads_and_devices():

@@ -289,8 +289,9 @@ def _fields(node: ast.ClassDef) -> str:
         if not isinstance(statement, ast.AnnAssign) or ast.unparse(statement.target) in ("type", "model_config"):
             continue
         after = node.body[at + 1] if at + 1 < len(node.body) else None
-        is_doc = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-        text = str(after.value.value) if is_doc else ""  # type: ignore[union-attr]
+        text = ""
+        if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            text = str(after.value.value)
         required = "*required.* " if statement.value is None else ""
         kind = re.sub(r"Annotated\[(.+), AsNull\]", r"\1", ast.unparse(statement.annotation))
         kind = re.sub(r"Annotated\[(\w+), .*?\)\]", r"\1", kind).replace("Text", "str")

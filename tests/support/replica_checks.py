@@ -25,13 +25,13 @@ def one_step(net: nn.Module, device_ids: DeviceIds, gpu0_bsz: int | None, images
     return loss.detach()
 
 
-def check_step(device_ids: DeviceIds, home: str, *, sync_bn: bool, benchmark: bool) -> None:
+def check_step(device_ids: DeviceIds, home: str, *, sync_bn: bool, cudnn_benchmark: bool) -> None:
     """A step equals that of one device at every split, and repeats bit for bit with deterministic convolutions."""
     images, target = make_batch(7)
     torch.manual_seed(0)
     truth = SmallNet().double().to(home).train(sync_bn)
     start = copy.deepcopy(truth)
-    with torch.backends.cudnn.flags(benchmark=benchmark, deterministic=True, allow_tf32=False):
+    with torch.backends.cudnn.flags(enabled=True, benchmark=cudnn_benchmark, deterministic=True, allow_tf32=False):
         expected = PlainCE()(truth(images.to(home)), target.to(home))
         expected.backward()
         for gpu0_bsz in (None, 0, 2):
@@ -91,3 +91,23 @@ def check_channels_last(device_ids: DeviceIds, home: str) -> None:
     sum(output.square().sum().to(home) for output in outputs).backward()
     assert all(output.is_contiguous(memory_format=torch.channels_last) for output in outputs)
     assert all(p.grad is not None and p.grad.stride() == p.stride() for p in net.parameters())
+
+
+class Noted(nn.Module):
+    """A layer that notes the dtypes of its outputs, in all replicas."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.dtypes: list[torch.dtype] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        self.dtypes.append(y.dtype)
+        return y
+
+
+def check_autocast_dtypes(head: Noted, outputs: Sequence[tuple[Tensor, ...]], dtype: torch.dtype) -> None:
+    """CUDA's autocast runs the convolution `head` in its dtype, and the interpolation after it in float32."""
+    assert set(head.dtypes) == {dtype}
+    assert {logits.dtype for output in outputs for logits in output} == {torch.float32}

@@ -19,7 +19,11 @@ from segapp.run.checkpoints import CheckpointFacts
 def shared_checkpoints(ranks: Ranks, folder: Path) -> dict[str, list[Any]]:
     """Return what each rank gets in each case: the kind of the outcome, and the tensors' largest difference."""
     torch.manual_seed(0)
-    state = {"model": {"a": torch.randn(300, 400), "b": torch.randn(7).double()}, "rng": [torch.arange(5)], "is": True}
+    state: dict[str, Any] = {
+        "model": {"a": torch.randn(300, 400), "b": torch.randn(7).double()},
+        "rng": [torch.arange(5)],
+        "is": True,
+    }
     if ranks.is_main:
         save_checkpoint(folder, state, CheckpointFacts(step=3, epoch=1))
     found: dict[str, list[Any]] = {}

@@ -96,7 +96,7 @@ class _Data(TorchFunctionMode):
     """Gives a tensor the values of the one that is set as its `data`."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is Tensor.data.__set__ and isinstance(args[0], _Elsewhere):
+        if func is Tensor.data.__set__ and isinstance(args[0], _Elsewhere):  # type: ignore[attr-defined]
             args[0].stored = args[1].stored
             return None
         return func(*args, **(kwargs or {}))
@@ -130,7 +130,8 @@ def main(path: str) -> None:
 
         is_simulated, mapped, identity = checks.is_simulated, snapshot._mapped, snapshot._identity
         snapshot._identity = lambda tensor: identity(tensor.stored if isinstance(tensor, _Elsewhere) else tensor)
-        for module in (checks, grid):
+        modules: tuple[Any, ...] = (checks, grid)
+        for module in modules:
             module.is_simulated = lambda tensor: not isinstance(tensor, _Elsewhere) and is_simulated(tensor)
         snapshot._mapped = lambda value, tensor, place: (
             tensor(value) if isinstance(value, _Elsewhere) else mapped(value, tensor, place)
