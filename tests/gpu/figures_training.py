@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from segapp.accelerator import accelerator_of
-from segapp.build.numerics import numerics
+from segapp.build.numerics import numerics, with_precision
 from segapp.build.pairs import build_scheme
 from segapp.build.step import StepAssembler, StepLayout
 from segapp.config import RunConfig, validate_config
@@ -80,7 +80,7 @@ def _step_row(place: torch.device, name: str, precision: str, ema: float | None)
     median_s = {which: statistics.median(each[which] for each in rounds) for which in steps}
     return {
         "network": name,
-        "precision": precision,
+        "precision": precision if precision == engine.precision.name else f"{precision}, {engine.precision.name}",
         "average": ema,
         **{f"{which}, images/s": len(batch) / seconds for which, seconds in median_s.items()},
         "speed over plain": median_s["plain"] / median_s["segapp"],
@@ -192,7 +192,7 @@ def _built(config: RunConfig, place: torch.device, wanted: Mode) -> StepEngine:
         assert isinstance(engine.network, DataParallelModel)
         engine.network.mode = "threads"  # of one device named three times it would be "lockstep", as dropout asks for
         return engine
-    assembler = StepAssembler(config, build_scheme(config.data))
+    assembler = StepAssembler(with_precision(config, (place,)), build_scheme(config.data))
     layout = StepLayout("ddp", (place,))
     num_classes = assembler.scheme.num_classes
     parts = assembler.build_parts(layout, lambda _: [1.0] * num_classes, with_weights=False)

@@ -52,7 +52,7 @@ def plain(tiny_root: Path) -> dict[str, Any]:
             "workers": 0,
         },
         "model": {"library": "smp", "name": "DeepLabV3Plus", "encoder": "tu-test_resnet"},
-        "train": {"epochs": 2, "batch_size": 2},
+        "train": {"epochs": 2, "batch_size": 2, "precision": "fp32"},
         "checkpoint": {"every_steps": 1},
         "log": {"every_steps": 1, "tensorboard": False},
     }

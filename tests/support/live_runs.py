@@ -19,8 +19,11 @@ from tests.support.runs import events, merged
 
 
 def small(tiny: dict[str, Any], epochs: int = 3, **sections: Any) -> RunConfig:
-    """Return a config with five steps an epoch; without dropout, so that the losses do not depend on the split."""
-    train = {"epochs": epochs, "batch_size": 2, "ema": None, **sections.pop("train", {})}
+    """Return a config with five steps an epoch; without dropout, so that the losses do not depend on the split.
+
+    It is in float32 also on a GPU.
+    """
+    train = {"epochs": epochs, "batch_size": 2, "ema": None, "precision": "fp32", **sections.pop("train", {})}
     model = {"library": "smp", "name": "Linknet", "encoder": "tu-test_resnet", "options": {"encoder_depth": 3}}
     return merged(
         tiny, model=model, optim={"name": "sgd", "lr": 0.001}, train=train, data={"crop_px": [48, 64]}, **sections
