@@ -57,12 +57,11 @@ def _config_and_measurement(
 
 
 def _for_these_gpus(config: RunConfig) -> RunConfig:
-    """Return the config with the precision that `auto` becomes on this machine's GPUs, which torch must tell."""
-    import torch
-
+    """Return the config with the precision that `auto` becomes on this machine's GPUs, which torch knows."""
+    from segapp.accelerator import CUDA
     from segapp.build.numerics import with_precision
 
-    return with_precision(config, [torch.device("cuda", i) for i in range(torch.cuda.device_count())])
+    return with_precision(config, CUDA.devices())
 
 
 def _gpu_specs(gpus: str | None, measurement: Measurement | None) -> tuple[GpuSpec, ...]:

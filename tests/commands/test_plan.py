@@ -65,6 +65,7 @@ def test_plan_says_what_auto_becomes(tiny, precision, fp32_part, words):
 
 @pytest.mark.parametrize(("capability", "expected"), [((7, 5), "amp-fp16"), ((8, 0), "amp-bf16")])
 def test_gpus_of_this_machine_decide_the_precision(tiny, monkeypatch, capability, expected):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (capability, (9, 0))[device.index])
     assert _for_these_gpus(merged(tiny)).train.precision == expected
