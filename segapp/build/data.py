@@ -196,7 +196,7 @@ def build_load_options(
 ) -> LoadOptions:
     """Return the load options of a rank's batches for a device; `data.workers: auto` is resolved by timing samples.
 
-    `further_px` are the pixels of a batch of another loader, which has as many workers and loads ahead at the same time.
+    `further_px` are the pixels of a batch of another loader, which has as many workers and loads ahead, too.
     """
     workers = data.workers
     if workers == "auto":

@@ -5,7 +5,7 @@ interruption. A file that cannot be used raises DataError; a worker that died or
 WorkerError.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from itertools import groupby
@@ -73,9 +73,8 @@ class TrainLoader:
         self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))
         self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
         self._filler = CacheFiller(dataset, dataset.cache_part)
-        # The batches of a rank are of about this size; those of a precise BatchNorm leave the workers of epochs alone.
-        own_size = max(1, batch_size // world_size)
-        self._pool, self._fixed_pool = (BatchPool(dataset, options, own_size) for _ in range(2))
+        self._pool = BatchPool(dataset, options, batch_size // world_size)
+        self._pool_of_epoch_0 = BatchPool(dataset, options, batch_size // world_size)
 
     def __len__(self) -> int:
         return self._num_batches
@@ -89,41 +88,28 @@ class TrainLoader:
         """Return the batches of an epoch from `start_batch` (counted from 0) on; earlier ones are not loaded.
 
         A new call ends an epoch that is still being read. The workers continue with the following epochs up to
-        `last_epoch`, as they are divided now; if the next call asks for other batches, it loads those instead.
+        `last_epoch`, as they are divided now; if the next call asks for other batches, it loads those instead. Epoch 0,
+        which is never trained, has workers of its own, so that it interrupts no other epoch.
         """
         self._filler.start()
+        batches = list(self._batches(epoch))[start_batch:]
         following = (keys for later in range(epoch + 1, last_epoch + 1) for keys, _ in self._batches(later))
-        return self._loaded(self._pool, epoch, self._batches(epoch)[start_batch:], following)
+        loaded = (self._pool if epoch else self._pool_of_epoch_0).run([keys for keys, _ in batches], following)
+        return (replace(batch, epoch=epoch, first=first) for batch, (_, first) in zip(loaded, batches, strict=True))
 
-    def fixed(self, num_batches: int) -> Iterator[Batch]:
-        """Return the first batches of epoch 0, which is never used for training; an epoch continues meanwhile."""
-        return self._loaded(self._fixed_pool, 0, self._batches(0)[:num_batches])
-
-    def _batches(self, epoch: int) -> list[tuple[list[SampleKey], int]]:
-        """Return the samples of this rank, and the position of the first in the epoch, for each batch of an epoch."""
+    def _batches(self, epoch: int) -> Iterator[tuple[list[SampleKey], int]]:
+        """Yield the samples of this rank, and the position of the first in the epoch, for each batch of an epoch."""
         order = self._order(epoch)
-        batches = []
         for number in range(len(self)):
             samples = global_batch(order, self.batch_size, number)
             sizes = self._divide(len(samples))
-            batches.append((part_of(samples, self.rank, sizes), number * self.batch_size + sum(sizes[: self.rank])))
-        return batches
-
-    def _loaded(
-        self,
-        pool: BatchPool,
-        epoch: int,
-        batches: list[tuple[list[SampleKey], int]],
-        following: Iterable[list[SampleKey]] = (),
-    ) -> Iterator[Batch]:
-        loaded = pool.run([keys for keys, _ in batches], following)
-        return (replace(batch, epoch=epoch, first=first) for batch, (_, first) in zip(loaded, batches, strict=True))
+            yield part_of(samples, self.rank, sizes), number * self.batch_size + sum(sizes[: self.rank])
 
     def close(self) -> None:
         """Stop the workers and the process that fills the cache."""
         self._filler.close()
         self._pool.close()
-        self._fixed_pool.close()
+        self._pool_of_epoch_0.close()
 
 
 class EvalLoader:

@@ -198,14 +198,10 @@ class _DoneEvent:
 
 
 class _Work:
-    """The parts of batches for torch's DataLoader, which takes one as soon as a worker may load it.
-
-    Args:
-        part_size: Largest number of samples of a part.
-    """
+    """The parts of batches for torch's DataLoader, which takes one as soon as a worker may load it."""
 
     def __init__(self, part_size: int) -> None:
-        self._part_size = part_size
+        self._part_size = part_size  # largest number of samples
         self.source: Iterator[list[SampleKey]] = iter(())  # batches that no worker has been given
         self.begun: deque[list[SampleKey]] = deque()  # batches that were given to workers and not returned yet
 
@@ -242,10 +238,11 @@ class BatchPool:
         self._iterator: Iterator[Any] | None = None
         self._pass = 0
 
-    def prepare(self, batches: list[list[SampleKey]]) -> None:
-        """Let the workers load these batches now, unless they do so already."""
-        if batches and not self._is_next(batches[0]):
-            self._start(iter(batches))
+    def prepare(self, batches: list[list[SampleKey]], at: int = 0, following: Iterable[list[SampleKey]] = ()) -> None:
+        """Let the workers load the batches from number `at` on, and then `following`, unless they do so already."""
+        begun = self._work.begun
+        if self._workers and batches and not (begun and begun[0] == batches[at]):
+            self._start(chain(batches[at:], following))
 
     def run(self, batches: list[list[SampleKey]], following: Iterable[list[SampleKey]] = ()) -> Iterator[Batch]:
         """Yield the batches in order; a later call ends this pass.
@@ -260,39 +257,25 @@ class BatchPool:
     ) -> Iterator[Batch]:
         for at, batch in enumerate(batches):
             self._check_current(number)
-            if not self._is_next(batch):
-                self._start(chain(batches[at:], following))
+            self.prepare(batches, at, following)
             yield self._load(batch)
         self._check_current(number)
-
-    def _is_next(self, batch: list[SampleKey]) -> bool:
-        """Return True if nothing needs to be started: this batch is the next one of the workers, or there are none."""
-        begun = self._work.begun
-        return not self._workers or (bool(begun) and begun[0] == batch)
 
     def _check_current(self, number: int) -> None:
         if number != self._pass:
             raise RuntimeError("this iterator over the data ended because a later one started")
 
     def _load(self, batch: list[SampleKey]) -> Batch:
-        """Return a batch, the first of those that the workers have begun."""
-        pinned = self.options.pin_memory
-        if not self._workers:
-            loaded = [self._checked(self._guarded[batch])]
-        else:
+        """Return the next batch."""
+        if self._workers:
             self._work.begun.popleft()
-            try:
-                loaded = [self._checked(self._next(batch)) for _ in self._work.parts(batch)]
-            except BaseException:  # the other parts may still come: the next pass must not take them for its own
-                self._work.begun.clear()
-                raise
-        return loaded[0] if len(loaded) == 1 and not pinned else collate(loaded, pinned=pinned)
-
-    def _checked(self, result: "Batch | SegappError") -> Batch:
-        if isinstance(result, SegappError):
+        try:
+            loaded = [self._next(part) for part in self._work.parts(batch)]
+            is_pinned = self.options.pin_memory
+            return loaded[0] if len(loaded) == 1 and not is_pinned else collate(loaded, pinned=is_pinned)
+        except BaseException:  # the workers may still send parts of this batch
             self.close()
-            raise result
-        return result
+            raise
 
     def _start(self, batches: Iterator[list[SampleKey]]) -> None:
         """Load other batches, with the present workers if they still respond."""
@@ -308,7 +291,7 @@ class BatchPool:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are allowed
             self._loader = self._build()
-            iterator: Any = iter(self._loader)
+            iterator = iter(self._loader)
         replace_done_event(iterator, _DoneEvent)
         _restore_child_handler(before)
         self._iterator = iterator
@@ -328,22 +311,27 @@ class BatchPool:
             persistent_workers=True,
         )
 
-    def _next(self, batch: list[SampleKey]) -> "Batch | SegappError":
-        """Return the next part. Waits are short, so the pause of a suspended process does not count as waiting."""
+    def _next(self, part: list[SampleKey]) -> Batch:
+        """Return the next part of a batch."""
+        loaded = self._received(part) if self._workers else self._guarded[part]
+        if isinstance(loaded, SegappError):
+            raise loaded
+        return loaded
+
+    def _received(self, part: list[SampleKey]) -> Any:
+        """Return what the workers send. Waits are short, so the pause of a suspended process is no wait."""
         assert self._iterator is not None
         waited_s = 0.0
         while True:
             try:
-                part: Batch | SegappError = next(self._iterator)
-                return part
+                return next(self._iterator)
             except (RuntimeError, ConnectionError, EOFError) as error:  # also if a worker dies while it sends a part
                 waited_s += _POLL_S
                 timed_out = "timed out" in str(error)
                 if timed_out and (not self.options.timeout_s or waited_s < self.options.timeout_s):
                     continue
-                failure = self._timeout_error(batch) if timed_out else self._death_error(error)
+                failure = self._timeout_error(part) if timed_out else self._death_error(error)
                 self._kill([number for number in range(self._workers) if self._guarded.slots[number]])
-                self.close()
                 raise failure from error
 
     def _timeout_error(self, batch: list[SampleKey]) -> WorkerError:

@@ -8,7 +8,6 @@ GPUs this requires `train.deterministic`; without it, runs differ by the roundin
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -172,12 +171,11 @@ class Trainer:
             if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
                 self._begin_epoch()
             self.engine.network.train()
-            at, last_epoch = self.position, self.progress.epochs
-            batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=last_epoch)
+            at = self.position
+            batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=self.progress.epochs)
             clock.restart()
             group = self._next_group(batches)
-            if self._will_evaluate():
-                self.validation.prepare(self.oom_policy.fallbacks)
+            self.validation.prepare(self.oom_policy.fallbacks)
         num_images = len(self.train_loader.dataset)
         is_last = False
         while not is_last:
@@ -305,12 +303,6 @@ class Trainer:
         """Return True at the end of the run, and after the given number of steps or epochs; once per position."""
         at, timetable = self.position, self.settings.timetable
         return not at.is_evaluated and timetable.is_evaluation_due(at.epoch, at.step, is_epoch_end=self._is_epoch_end)
-
-    def _will_evaluate(self) -> bool:
-        """Return True if an evaluation is due before the next epoch."""
-        at, due = self.position, self.settings.timetable.is_evaluation_due
-        last = at.step + math.ceil((len(self.train_loader) - at.batch) / self.settings.accumulate)
-        return any(due(at.epoch, step, is_epoch_end=step == last) for step in range(at.step + 1, last + 1))
 
     def _finish_stretch(self) -> None:
         """Evaluate if it is due, move to the next epoch at the end of one, and save if it is due."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import torch
@@ -58,10 +59,13 @@ def recompute_batchnorm(model: nn.Module, inputs: Iterable[tuple[Tensor, Tensor 
 
 
 class PreciseBatchNorm:
-    """Recomputes outdated running statistics from fixed training batches with the present weights."""
+    """Recomputes outdated running statistics from fixed training batches with the present weights.
+
+    Epoch 0 of the loader is never used for training, so its batches are the same at every call.
+    """
 
     def __init__(self, loader: TrainLoader, num_batches: int, masks: SampleMasks | None = None) -> None:
-        self._loader, self._num_batches, self._masks = loader, num_batches, masks
+        self._loader, self._num_batches, self._masks = loader, min(num_batches, len(loader)), masks
 
     def recompute(self, model: nn.Module, inference: Inference, device: torch.device, num_pieces: int) -> None:
         """Replace the running statistics of a model on `device`.
@@ -75,7 +79,7 @@ class PreciseBatchNorm:
     def _inputs(
         self, inference: Inference, device: torch.device, num_pieces: int
     ) -> Iterator[tuple[Tensor, Tensor | None]]:
-        for batch in self._loader.fixed(self._num_batches):
+        for batch in islice(self._loader.epoch(0), self._num_batches):
             keys = None if self._masks is None else self._masks.keys(batch.epoch, batch.first, len(batch))
             of_pieces = [None] * num_pieces if keys is None else keys.tensor_split(num_pieces)
             for images, own in zip(batch.images.tensor_split(num_pieces), of_pieces, strict=True):
