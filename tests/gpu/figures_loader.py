@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import shutil
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -114,7 +115,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _endless(loader: TrainLoader) -> Iterator[Batch]:
-    return chain.from_iterable(loader.epoch(epoch) for epoch in count())
+    return chain.from_iterable(loader.epoch(epoch, last_epoch=sys.maxsize) for epoch in count(1))
 
 
 def _loaded_per_s(loader: TrainLoader, num_passes: int) -> float:
