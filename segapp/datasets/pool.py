@@ -319,7 +319,7 @@ class BatchPool:
         return loaded
 
     def _received(self, part: list[SampleKey]) -> Any:
-        """Return what the workers send. Waits are short, so the pause of a suspended process is no wait."""
+        """Return the next part or its error. Waits are short, so the pause of a suspended process is no wait."""
         assert self._iterator is not None
         waited_s = 0.0
         while True:

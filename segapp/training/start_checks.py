@@ -28,7 +28,7 @@ def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
 
 
 def first_step_words(train: TrainConfig, device_type: str) -> str:
-    """Return what the first step waits for; Triton's kernels are kept for later runs, cuDNN's choice is not."""
+    """Return a line that names the waits of the first step; later runs need none for kernels of Triton."""
     waits = ["loads its images"]
     if device_type == "cuda":
         waits.append("compiles the kernels of the loss")

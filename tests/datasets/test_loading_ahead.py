@@ -21,7 +21,7 @@ from segapp.datasets.loader import EvalLoader, TrainLoader
 from segapp.datasets.pool import Batch, BatchPool, LoadOptions
 from segapp.datasets.sampling import mix_seed, sample_order
 from segapp.errors import DataError
-from tests.datasets.test_loader_failures import assert_no_children
+from tests.datasets.test_loader_failures import _remember_children, assert_no_children  # noqa: F401  # a fixture
 
 WritePairs = Callable[..., tuple[ImagePair, ...]]
 CROP = (24, 32)
