@@ -28,7 +28,7 @@ def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
 
 
 def first_step_words(train: TrainConfig, device_type: str) -> str:
-    """Return a line that names the waits of the first step; later runs need none for kernels of Triton."""
+    """Return a line that names what the first step waits for; later runs find the kernels of the loss compiled."""
     waits = ["loads its images"]
     if device_type == "cuda":
         waits.append("compiles the kernels of the loss")
