@@ -192,13 +192,16 @@ def _cache_files(
 
 
 def build_load_options(
-    data: DataConfig, dataset: SegmentationDataset, device: torch.device, batch_size: int
+    data: DataConfig, dataset: SegmentationDataset, device: torch.device, batch_size: int, *, further_px: int = 0
 ) -> LoadOptions:
-    """Return the load options of a rank's batches for a device; `data.workers: auto` is resolved by timing samples."""
+    """Return the load options of a rank's batches for a device; `data.workers: auto` is resolved by timing samples.
+
+    `further_px` are the pixels of a batch of another loader, which has as many workers and loads ahead, too.
+    """
     workers = data.workers
     if workers == "auto":
         px_bytes = dataset.pixels.num_bands * dataset.pixels.numpy_dtype.itemsize + dataset.scheme.dtype.itemsize
-        batch_bytes = batch_size * data.crop_px[0] * data.crop_px[1] * px_bytes
+        batch_bytes = (batch_size * data.crop_px[0] * data.crop_px[1] + further_px) * px_bytes
         most = most_workers(cores_of_rank(), batch_bytes, shared_bytes_of_rank())
         workers = plan_workers(sample_seconds(dataset), data.crop_px, most, device.type)
     return LoadOptions(workers, data.timeout_s, pin_memory=accelerator_of(device).can_pin)

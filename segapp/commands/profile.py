@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -133,7 +134,7 @@ def _batches(config: RunConfig, device: torch.device) -> tuple[str, Iterator[Bat
         return "black images: no data set found", itertools.repeat(blank), None
     options = build_load_options(data, train_set, device, batch_size)
     loader = TrainLoader(train_set, batch_size, seed=config.seed, options=options)
-    batches = itertools.chain.from_iterable(loader.epoch(number) for number in itertools.count(1))
+    batches = itertools.chain.from_iterable(loader.epoch(each, last_epoch=sys.maxsize) for each in itertools.count(1))
     return f"{len(train_set)} training images", batches, loader
 
 

@@ -7,6 +7,7 @@ WorkerError.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from itertools import groupby
 
 from segapp.datasets.dataset import LargeBatch, SegmentationDataset
@@ -66,13 +67,14 @@ class TrainLoader:
             )
         self.dataset = dataset
         self.batch_size = batch_size
-        self._order = order or uniform_order(len(dataset), seed)
+        self._order = lru_cache(2)(order or uniform_order(len(dataset), seed))  # this epoch's and the next one's
         self.rank = rank
         self.world_size = world_size
         self._divide = divide or (lambda num_samples: plan_shares(num_samples, world_size))
         self._num_batches = num_batches(len(dataset), batch_size, drop_last=drop_last)
         self._filler = CacheFiller(dataset, dataset.cache_part)
-        self._pool = BatchPool(dataset, options)
+        self._pool = BatchPool(dataset, options, batch_size // world_size)
+        self._pool_of_epoch_0 = BatchPool(dataset, options, batch_size // world_size)
 
     def __len__(self) -> int:
         return self._num_batches
@@ -82,24 +84,32 @@ class TrainLoader:
         """Number of loading processes."""
         return self._pool.options.workers
 
-    def epoch(self, epoch: int, start_batch: int = 0) -> Iterator[Batch]:
+    def epoch(self, epoch: int, start_batch: int = 0, *, last_epoch: int = 0) -> Iterator[Batch]:
         """Return the batches of an epoch from `start_batch` (counted from 0) on; earlier ones are not loaded.
 
-        A new call ends an epoch that is still being read.
+        A new call ends an epoch that is still being read. The workers continue with the following epochs up to
+        `last_epoch`, as they are divided now; if the next call asks for other batches, it loads those instead. Epoch 0,
+        which is never trained, has workers of its own, so that it interrupts no other epoch.
         """
         self._filler.start()
+        batches = list(self._batches(epoch))[start_batch:]
+        following = (keys for later in range(epoch + 1, last_epoch + 1) for keys, _ in self._batches(later))
+        loaded = (self._pool if epoch else self._pool_of_epoch_0).run([keys for keys, _ in batches], following)
+        return (replace(batch, epoch=epoch, first=first) for batch, (_, first) in zip(loaded, batches, strict=True))
+
+    def _batches(self, epoch: int) -> Iterator[tuple[list[SampleKey], int]]:
+        """Yield the samples of this rank, and the position of the first in the epoch, for each batch of an epoch."""
         order = self._order(epoch)
-        batches = [global_batch(order, self.batch_size, batch) for batch in range(start_batch, len(self))]
-        sizes = [self._divide(len(samples)) for samples in batches]
-        parts = [part_of(samples, self.rank, each) for samples, each in zip(batches, sizes, strict=True)]
-        firsts = [(start_batch + i) * self.batch_size + sum(each[: self.rank]) for i, each in enumerate(sizes)]
-        loaded = self._pool.run(parts)
-        return (replace(batch, epoch=epoch, first=first) for batch, first in zip(loaded, firsts, strict=True))
+        for number in range(len(self)):
+            samples = global_batch(order, self.batch_size, number)
+            sizes = self._divide(len(samples))
+            yield part_of(samples, self.rank, sizes), number * self.batch_size + sum(sizes[: self.rank])
 
     def close(self) -> None:
         """Stop the workers and the process that fills the cache."""
         self._filler.close()
         self._pool.close()
+        self._pool_of_epoch_0.close()
 
 
 class EvalLoader:
@@ -131,7 +141,7 @@ class EvalLoader:
         self.dataset = dataset
         indices = part_of(list(range(len(dataset))), rank, plan_shares(len(dataset), world_size))
         self._batches = _equal_size_batches(dataset, indices, batch_size)
-        self._pool = BatchPool(dataset, options)
+        self._pool = BatchPool(dataset, options, batch_size)
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -145,12 +155,20 @@ class EvalLoader:
 
         A new call ends a pass that is still being read.
         """
+        large, keys = self._large_and_others(reads_windows)
+        others = self._pool.run(keys)
+        return (self.dataset.large_batch(batch[0]) if batch[0] in large else next(others) for batch in self._batches)
+
+    def prepare(self, *, reads_windows: bool) -> None:
+        """Let the workers load the first batches of the next pass."""
+        self._pool.prepare(self._large_and_others(reads_windows)[1])
+
+    def _large_and_others(self, reads_windows: bool) -> tuple[set[int], list[list[SampleKey]]]:
+        """Return the images that are returned undecoded, and the batches of the others."""
         alone = [batch[0] for batch in self._batches if reads_windows and len(batch) == 1]
         large = {index for index in alone if self.dataset.is_large(index)}
-        whole = self._pool.run(
-            [[SampleKey(0, index) for index in batch] for batch in self._batches if batch[0] not in large]
-        )
-        return (self.dataset.large_batch(batch[0]) if batch[0] in large else next(whole) for batch in self._batches)
+        others = [batch for batch in self._batches if batch[0] not in large]
+        return large, [[SampleKey(0, index) for index in batch] for batch in others]
 
     def close(self) -> None:
         """Stop the workers."""

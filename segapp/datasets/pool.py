@@ -1,5 +1,8 @@
 """Batches loaded in this process or in worker processes that live as long as the pool.
 
+Workers load a batch together: it is cut into equal parts, which the trainer joins. They continue with the batches that
+follow a pass, so the next pass does not wait for its first ones.
+
 Every failure (an exception of any kind, a killed worker, a worker that hangs) raises one error that names the file. No
 global random generator is used.
 
@@ -11,8 +14,10 @@ import sys
 import threading
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from multiprocessing import get_all_start_methods, parent_process
 from multiprocessing.connection import wait
 from multiprocessing.sharedctypes import RawArray
@@ -27,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from segapp.compat.multiprocessing import set_within
 from segapp.compat.torch import loader_workers, replace_done_event, shut_down_workers
-from segapp.datasets.dataset import Sample, SegmentationDataset
+from segapp.datasets.dataset import SegmentationDataset
 from segapp.datasets.distances import target_layout
 from segapp.datasets.files import shown
 from segapp.datasets.sampling import SampleKey
@@ -63,35 +68,33 @@ class Batch:
     def __len__(self) -> int:
         return len(self.indices)
 
-    def pin_memory(self) -> "Batch":
-        """Return the batch in page-locked memory (called by torch's DataLoader)."""
-        return Batch(self.images.pin_memory(), self.target.pin_memory(), self.indices)
 
+def collate(parts: Sequence[Batch], *, shared: bool = False, pinned: bool = False) -> Batch:
+    """Return batches of images of one size as one batch.
 
-def collate(samples: Sequence[Sample], *, shared: bool = False) -> Batch:
-    """Return samples of one size as a batch; with `shared`, the main process maps its memory instead of copying it.
+    With `shared`, the main process maps its memory instead of copying it; with `pinned`, it is page-locked.
 
     Raises:
-        DataError: The samples differ in size.
+        DataError: The images differ in size.
         WorkerError: There is not enough shared memory.
     """
-    first = samples[0]
-    sizes = dict.fromkeys(f"{sample.image.shape[2]}x{sample.image.shape[1]}" for sample in samples)
+    first, num_images = parts[0], sum(len(part) for part in parts)
+    sizes = dict.fromkeys(f"{part.images.shape[3]}x{part.images.shape[2]}" for part in parts)
     if len(sizes) > 1:
         raise DataError(
             f"images of {' and '.join(list(sizes)[:2])} pixels cannot share a batch: "
             "set data.crop_px or data.resize_px, or a batch size of 1",
             key="data.crop_px",
         )
-    images = _allocate((len(samples), *first.image.shape), first.image.dtype, shared)
-    target = _allocate((len(samples), *first.target.shape), first.target.dtype, shared)
-    torch.stack([sample.image for sample in samples], out=images)
-    torch.stack([sample.target for sample in samples], out=target)
-    return Batch(images, target, tuple(sample.index for sample in samples))
+    images = _allocate((num_images, *first.images.shape[1:]), first.images.dtype, shared=shared, pinned=pinned)
+    target = _allocate((num_images, *first.target.shape[1:]), first.target.dtype, shared=shared, pinned=pinned)
+    torch.cat([part.images for part in parts], out=images)
+    torch.cat([part.target for part in parts], out=target)
+    return Batch(images, target, tuple(index for part in parts for index in part.indices))
 
 
-def _allocate(shape: tuple[int, ...], dtype: torch.dtype, shared: bool) -> Tensor:
-    tensor = torch.empty(shape, dtype=dtype)
+def _allocate(shape: tuple[int, ...], dtype: torch.dtype, *, shared: bool, pinned: bool) -> Tensor:
+    tensor = torch.empty(shape, dtype=dtype, pin_memory=pinned)
     if not shared:
         return tensor
     try:
@@ -115,7 +118,7 @@ def _portable(error: BaseException, place: str) -> SegappError:
 
 
 class _GuardedDataset(Dataset["Batch | SegappError"]):
-    """Data set of whole batches that records in shared memory which sample each worker is loading."""
+    """Data set of batches, or of parts of them, that records in shared memory which sample each worker is loading."""
 
     def __init__(self, dataset: SegmentationDataset, num_slots: int) -> None:
         self.dataset = dataset
@@ -129,7 +132,8 @@ class _GuardedDataset(Dataset["Batch | SegappError"]):
             for key in keys:
                 self.slots[slot] = key.image + 1
                 failpoint("data.item")
-                samples.append(self.dataset[key])
+                sample = self.dataset[key]
+                samples.append(Batch(sample.image[None], sample.target[None], (sample.index,)))
             return collate(samples, shared=info is not None) if samples else self._no_samples()
         except BaseException as error:  # every error of a worker must reach the trainer in a form it can unpickle
             if info is None and not isinstance(error, Exception):
@@ -193,93 +197,141 @@ class _DoneEvent:
                 worker.kill()
 
 
-class BatchPool:
-    """Loads lists of batches, in order, in worker processes that are reused for the next list."""
+class _Work:
+    """The parts of batches for torch's DataLoader, which takes one as soon as a worker may load it."""
 
-    def __init__(self, dataset: SegmentationDataset, options: LoadOptions) -> None:
+    def __init__(self, part_size: int) -> None:
+        self._part_size = part_size  # largest number of samples
+        self.source: Iterator[list[SampleKey]] = iter(())  # batches that no worker has been given
+        self.begun: deque[list[SampleKey]] = deque()  # batches that were given to workers and not returned yet
+
+    def __iter__(self) -> Iterator[list[SampleKey]]:
+        for batch in self.source:
+            self.begun.append(batch)
+            yield from self.parts(batch)
+
+    def parts(self, batch: list[SampleKey]) -> list[list[SampleKey]]:
+        """Return a batch in parts; an empty batch is one part."""
+        return [batch[at : at + self._part_size] for at in range(0, len(batch), self._part_size)] or [batch]
+
+
+class BatchPool:
+    """Loads lists of batches, in order, in worker processes that are reused for the next list.
+
+    A batch is cut into as many equal parts as there are workers, or into the next smaller number that divides it. Then
+    no worker has more to do than another, and no batch takes as long as one worker needs for all of it.
+
+    Args:
+        dataset: The samples.
+        options: How batches are loaded.
+        batch_size: Samples of a batch, over which its parts are equal.
+    """
+
+    def __init__(self, dataset: SegmentationDataset, options: LoadOptions, batch_size: int) -> None:
         self._dataset = dataset
         self.options = options
         self._workers = options.workers
-        self._batches: list[list[SampleKey]] = []  # of a pass; torch's DataLoader iterates over it when a pass starts
+        self._num_parts = max(n for n in range(1, max(1, self._workers) + 1) if batch_size % n == 0)
+        self._work = _Work(batch_size // self._num_parts)
         self._guarded = _GuardedDataset(dataset, options.workers)
         self._loader: DataLoader[Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._pass = 0
 
-    def run(self, batches: list[list[SampleKey]]) -> Iterator[Batch]:
-        """Yield the batches in order; a later call ends this pass."""
-        self._pass += 1
-        return self._run(batches, self._pass)
+    def prepare(self, batches: list[list[SampleKey]], at: int = 0, following: Iterable[list[SampleKey]] = ()) -> None:
+        """Let the workers load the batches from number `at` on, and then `following`, unless they do so already."""
+        begun = self._work.begun
+        if self._workers and batches and not (begun and begun[0] == batches[at]):
+            self._start(chain(batches[at:], following))
 
-    def _run(self, batches: list[list[SampleKey]], number: int) -> Iterator[Batch]:
-        if not batches:
-            return
-        self._check_current(number)
-        iterator = self._start(batches)
-        for batch in batches:
-            result = self._next(iterator, batch)
-            if isinstance(result, SegappError):
-                self.close()
-                raise result
-            yield result
+    def run(self, batches: list[list[SampleKey]], following: Iterable[list[SampleKey]] = ()) -> Iterator[Batch]:
+        """Yield the batches in order; a later call ends this pass.
+
+        The workers continue with `following`, and the next pass takes from it whatever batches it asks for.
+        """
+        self._pass += 1
+        return self._run(batches, following, self._pass)
+
+    def _run(
+        self, batches: list[list[SampleKey]], following: Iterable[list[SampleKey]], number: int
+    ) -> Iterator[Batch]:
+        for at, batch in enumerate(batches):
             self._check_current(number)
+            self.prepare(batches, at, following)
+            yield self._load(batch)
+        self._check_current(number)
 
     def _check_current(self, number: int) -> None:
         if number != self._pass:
             raise RuntimeError("this iterator over the data ended because a later one started")
 
-    def _start(self, batches: list[list[SampleKey]]) -> Iterator[Any]:
-        """Start a pass, with the workers of the last one if they still respond."""
-        self._batches[:] = batches
+    def _load(self, batch: list[SampleKey]) -> Batch:
+        """Return the next batch."""
+        if self._workers:
+            self._work.begun.popleft()
+        try:
+            loaded = [self._next(part) for part in self._work.parts(batch)]
+            is_pinned = self.options.pin_memory
+            return loaded[0] if len(loaded) == 1 and not is_pinned else collate(loaded, pinned=is_pinned)
+        except BaseException:  # the workers may still send parts of this batch
+            self.close()
+            raise
+
+    def _start(self, batches: Iterator[list[SampleKey]]) -> None:
+        """Load other batches, with the present workers if they still respond."""
+        self._work.source = batches
+        self._work.begun.clear()
         if self._iterator is not None and self._loader is not None:
             try:
                 self._iterator = iter(self._loader)
-                return self._iterator
+                return
             except RuntimeError:  # a worker is dead, or busy with an abandoned pass
                 self._stop()
         before = signal.getsignal(signal.SIGCHLD)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "This DataLoader will create")  # more workers than cores are allowed
             self._loader = self._build()
-            iterator: Any = iter(self._loader)
-        if self._workers:
-            replace_done_event(iterator, _DoneEvent)
+            iterator = iter(self._loader)
+        replace_done_event(iterator, _DoneEvent)
         _restore_child_handler(before)
         self._iterator = iterator
-        return self._iterator
 
     def _build(self) -> "DataLoader[Any]":
-        many = self._workers > 0
         return DataLoader(
             self._guarded,
-            batch_size=None,  # the guarded data set returns whole batches
-            sampler=self._batches,
+            batch_size=None,  # the guarded data set returns whole parts
+            sampler=self._work,
             collate_fn=_unchanged,
             num_workers=self._workers,
-            pin_memory=self.options.pin_memory,
-            timeout=_POLL_S if many else 0,
-            worker_init_fn=start_worker if many else None,
-            multiprocessing_context="fork" if many and "fork" in get_all_start_methods() else None,
+            prefetch_factor=2 * self._num_parts,  # two batches per worker, in parts
+            timeout=_POLL_S,
+            worker_init_fn=start_worker,
+            multiprocessing_context="fork" if "fork" in get_all_start_methods() else None,
             generator=torch.Generator(),  # otherwise the workers' seed would be drawn from the global generator
-            persistent_workers=many,
+            persistent_workers=True,
         )
 
-    def _next(self, iterator: Iterator[Any], batch: list[SampleKey]) -> Any:
-        """Return the next batch. Waits are short, so the pause of a suspended process does not count as waiting."""
+    def _next(self, part: list[SampleKey]) -> Batch:
+        """Return the next part of a batch."""
+        loaded = self._received(part) if self._workers else self._guarded[part]
+        if isinstance(loaded, SegappError):
+            raise loaded
+        return loaded
+
+    def _received(self, part: list[SampleKey]) -> Any:
+        """Return the next part or its error. Waits are short, so the pause of a suspended process is no wait."""
+        assert self._iterator is not None
         waited_s = 0.0
         while True:
             try:
-                return next(iterator)
-            except (RuntimeError, ConnectionError, EOFError) as error:  # also if a worker dies while it sends a batch
-                if not self._workers:
-                    raise
+                return next(self._iterator)
+            except (RuntimeError, ConnectionError, EOFError) as error:  # also if a worker dies while it sends a part
                 waited_s += _POLL_S
                 timed_out = "timed out" in str(error)
                 if timed_out and (not self.options.timeout_s or waited_s < self.options.timeout_s):
                     continue
-                failure = self._timeout_error(batch) if timed_out else self._death_error(error)
+                failure = self._timeout_error(part) if timed_out else self._death_error(error)
                 self._kill([number for number in range(self._workers) if self._guarded.slots[number]])
-                self.close()
                 raise failure from error
 
     def _timeout_error(self, batch: list[SampleKey]) -> WorkerError:
@@ -328,6 +380,7 @@ class BatchPool:
         if shut_down_workers(self._iterator):
             self._kill(range(self._workers))
         self._loader = self._iterator = None
+        self._work.begun.clear()
 
     def _kill(self, numbers: Iterable[int]) -> None:
         """Kill some workers; they hold no state."""

@@ -70,7 +70,7 @@ from segapp.training.planning.auto import check_host_memory, is_planned, planned
 from segapp.training.recovery import MemoryFallbacks, fallbacks_after, report_reverted_split
 from segapp.training.request import TrainRequest, taken_note
 from segapp.training.signals import EXIT_STOPPED_AND_SAVED, StoppedBy, StopRequest, StopSignals
-from segapp.training.start_checks import changed_length_note
+from segapp.training.start_checks import changed_length_note, first_step_words
 from segapp.training.telemetry.console import PlainReporter
 from segapp.training.telemetry.trackers import make_trackers
 from segapp.training.telemetry.watchdog import Watchdog, exchange_timeout_s, rank_words
@@ -411,7 +411,7 @@ def _run_in(
                 if ranks.is_main:
                     for note in trainer.facts.notes:
                         print(printable(note), flush=True)
-                    announce("first step")
+                    announce(first_step_words(request.config.train, devices.devices[0].type))
                 reason = trainer.fit()
             return end("finished", reason, 0)
         except StopRequest as stop:

@@ -27,6 +27,18 @@ def run_length(train: TrainConfig, num_batches: int) -> tuple[int, int, int]:
     return epochs, train.steps or epochs * per_epoch, per_epoch
 
 
+def first_step_words(train: TrainConfig, device_type: str) -> str:
+    """Return a line that names what the first step waits for; later runs find the kernels of the loss compiled."""
+    waits = ["loads its images"]
+    if device_type == "cuda":
+        waits.append("compiles the kernels of the loss")
+        if train.cudnn_benchmark and not train.deterministic:
+            waits.append("lets cuDNN time its algorithms")
+    if train.compile:
+        waits.append("compiles the model")
+    return f"first step ({', '.join(waits)})"
+
+
 def start_alerts(
     config: RunConfig,
     scheme: ClassScheme,

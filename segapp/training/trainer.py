@@ -168,9 +168,11 @@ class Trainer:
             if self.position.batch == 0:  # a run resumed in the middle of an epoch has already emitted its start
                 self._begin_epoch()
             self.engine.network.train()
-            batches = iter(self.train_loader.epoch(self.position.epoch, self.position.batch))
+            at = self.position
+            batches = self.train_loader.epoch(at.epoch, at.batch, last_epoch=self.progress.epochs)
             clock.restart()
             group = self._next_group(batches)
+            self.validation.prepare(self.oom_policy.fallbacks)
         num_images = len(self.train_loader.dataset)
         is_last = False
         while not is_last:

@@ -120,6 +120,10 @@ class Validation:
         """Images of an evaluation, over all ranks."""
         return len(self.loader.dataset)
 
+    def prepare(self, fallbacks: MemoryFallbacks) -> None:
+        """Let the data workers load the first batches of the next evaluation."""
+        self.loader.prepare(reads_windows=self._settings(fallbacks).reads_windows)
+
     def run(
         self, fallbacks: MemoryFallbacks, check: Callable[[], None], progress: Callable[[int], None] = lambda _: None
     ) -> Evaluation:
@@ -143,16 +147,7 @@ class Validation:
         if self._precise_bn is not None:
             self._precise_bn.recompute(model, self._inference, self._engine.device, fallbacks.num_bn_pieces)
         check()
-        settings = EvaluationSettings(
-            fallbacks.adapted(self._inference),
-            self._scheme.num_classes,
-            self._scheme.ignore_index,
-            self._engine.device,
-            self._engine.criterion.task,
-            is_single=fallbacks.is_eval_single,
-            host=self._host,
-            other_devices=self._others,
-        )
+        settings = self._settings(fallbacks)
         ranks, count = self._engine.ranks, self._num_checks
         return evaluate(
             model,
@@ -162,6 +157,18 @@ class Validation:
             progress=lambda num_own: progress(num_own * ranks.world_size),
             ranks=ranks,
             num_checks=count,
+        )
+
+    def _settings(self, fallbacks: MemoryFallbacks) -> EvaluationSettings:
+        return EvaluationSettings(
+            fallbacks.adapted(self._inference),
+            self._scheme.num_classes,
+            self._scheme.ignore_index,
+            self._engine.device,
+            self._engine.criterion.task,
+            is_single=fallbacks.is_eval_single,
+            host=self._host,
+            other_devices=self._others,
         )
 
     def draw_samples(self, epoch: int, fallbacks: MemoryFallbacks) -> None:

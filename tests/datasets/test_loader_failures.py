@@ -247,7 +247,7 @@ def test_hanging_worker_is_reported_with_its_file(misbehave: Callable[..., Segme
 
 
 def test_hanging_start_of_workers_names_the_first_image(misbehave: Callable[..., SegmentationDataset]) -> None:
-    pool = BatchPool(misbehave(lambda: None), LoadOptions(2, 5.0))
+    pool = BatchPool(misbehave(lambda: None), LoadOptions(2, 5.0), 4)
     error = pool._timeout_error([SampleKey(0, 6), SampleKey(0, 7)])
     assert re.search(r"no batch arrived from the data workers for 5 s, at \S+006\.png: check", str(error))
 

@@ -76,6 +76,8 @@ def test_ranks_of_a_machine_divide_its_cores(dataset: SegmentationDataset, monke
     assert found == [47, 47, 5]
     monkeypatch.setattr("segapp.build.data.shared_bytes_of_rank", lambda: 12 * 8 * 24 * 32 * 4)
     assert build_load_options(data, dataset, device, 8).workers == 3
+    # Each worker also loads two validation images of as many pixels as the batch ahead.
+    assert build_load_options(data, dataset, device, 8, further_px=8 * 24 * 32).workers == 1
     assert build_load_options(data_config(workers=7), dataset, device, 8).workers == 7
 
 

@@ -34,6 +34,9 @@ from segapp.training.planning.trial import trial_step
 MOST_BYTES_PER_PX = 16 * 1024
 """More than the networks of this package need per pixel of a crop (DeepLabv3 with ResNet-101: 9.5 KiB in fp32)."""
 
+LOADED_BYTES_PER_PX = 4
+"""Bytes of an image with its mask; each worker loads two batches for training and two for evaluation ahead."""
+
 logger = logging.getLogger("segapp")
 
 
@@ -211,7 +214,12 @@ def check_host_memory(config: RunConfig, num_images: int) -> None:
     """
     height, width = config.data.crop_px
     free = available_bytes()
-    if free is None or num_images * height * width * MOST_BYTES_PER_PX <= free:
+    if free is None:
+        return
+    workers = 1 if config.data.workers == "auto" else config.data.workers
+    loaded = 2 * workers * (num_images + config.eval.batch_size) * height * width * LOADED_BYTES_PER_PX
+    free = max(0, free - loaded)
+    if num_images * height * width * MOST_BYTES_PER_PX <= free:
         return
     try:
         needed = simulated_bytes(config, num_images)
@@ -220,9 +228,10 @@ def check_host_memory(config: RunConfig, num_images: int) -> None:
         return
     if needed <= free:
         return
+    beside = f" next to the batches that {workers} data workers load ahead" if workers else ""
     raise OutOfMemoryError(
         f"a step of {num_images} crops of {height} x {width} px needs {needed / 2**30:.1f} GiB of memory at least, and "
-        f"{free / 2**30:.1f} GiB are free: lower data.crop_px = {[height, width]}"
+        f"{free / 2**30:.1f} GiB are free{beside}: lower data.crop_px = {[height, width]}"
         + _fewer_images(config, num_images, free / needed)
     )
 

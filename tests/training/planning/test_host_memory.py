@@ -74,6 +74,19 @@ def test_small_crops_are_not_simulated(tiny: dict[str, Any], monkeypatch: pytest
     assert asked == [2]
 
 
+def test_batches_that_workers_load_ahead_are_not_free(tiny: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two training batches of 4 and two validation batches of 2 crops for each of 3 workers, 4 bytes per pixel."""
+    config = merged(tiny, data={"crop_px": [4000, 4000], "workers": 3}, eval={"batch_size": 2})
+    loaded = 2 * 3 * (4 + 2) * 4000 * 4000 * 4
+    with_memory(monkeypatch, 8 * GIB + loaded, 8 * GIB)
+    check_host_memory(config, 4)
+    with_memory(monkeypatch, 8 * GIB + loaded - 1, 8 * GIB)
+    with pytest.raises(
+        OutOfMemoryError, match="GiB are free next to the batches that 3 data workers load ahead: lower"
+    ):
+        check_host_memory(config, 4)
+
+
 @pytest.mark.slow
 def test_a_run_that_cannot_fit_ends_before_its_first_step(
     tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,163 @@
+"""Runs whose workers load ahead: the batches and losses of a run that loads each batch in its own process."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from segapp import failpoints
+from segapp.config import RunConfig
+from segapp.datasets.pool import BatchPool
+from segapp.datasets.sampling import sample_order
+from segapp.run.commands import parse_command, send_command
+from segapp.run.folder import RunFolder
+from segapp.training.request import TrainRequest
+from segapp.training.session import run_session
+from segapp.training.signals import EXIT_STOPPED_AND_SAVED
+from segapp.training.step.engine import StepEngine
+from segapp.training.validation import Validation
+from tests.datasets.test_loader_failures import _remember_children, assert_no_children  # noqa: F401  # a fixture
+from tests.support.rank_runs import check_split_change
+from tests.support.runs import events, merged, train
+
+Loaded = tuple[int, tuple[int, ...], str]
+NUM_EPOCHS, NUM_IMAGES, STEPS_PER_EPOCH = 3, 10, 5
+
+
+def loading(tiny: dict[str, Any], workers: int, **sections: Any) -> RunConfig:
+    """Return a config with dropout-free weights, BatchNorm from fixed batches, and an evaluation after each epoch."""
+    return merged(tiny, data={"workers": workers}, **{"train": {"precise_bn": 2}, **sections})
+
+
+def resumed(config: RunConfig, folder: Path) -> int:
+    return run_session(TrainRequest(config, RunFolder(folder)))
+
+
+@pytest.fixture
+def batches(monkeypatch: pytest.MonkeyPatch) -> list[Loaded]:
+    """Epoch, images, and a hash of the pixels of each batch that a step was made with."""
+    found: list[Loaded] = []
+    original = StepEngine.step
+
+    def step(engine: StepEngine, group: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(engine, group, *args, **kwargs)
+        for batch in group:
+            content = hashlib.sha256(batch.images.numpy().tobytes() + batch.target.numpy().tobytes())
+            found.append((batch.epoch, batch.indices, content.hexdigest()))
+        return result
+
+    monkeypatch.setattr(StepEngine, "step", step)
+    return found
+
+
+@pytest.fixture
+def at_step(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+    """Call a function before a step of a number, counted in this process."""
+
+    def arm(number: int, act: Callable[[], object]) -> None:
+        original, count = StepEngine.step, iter(range(1, 99))
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            if next(count) == number:
+                act()
+            return original(*args, **kwargs)
+
+        monkeypatch.setattr(StepEngine, "step", step)
+
+    return arm
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(step["step"], step["loss"]) for step in events(folder, "step")]
+
+
+def scores(folder: Path) -> list[tuple[int, float, list[float]]]:
+    return [(val["epoch"], val["loss"], val["iou"]) for val in events(folder, "val")]
+
+
+@pytest.mark.parametrize("stop", [6, 8], ids=["at the border of an epoch", "within an epoch"])
+def test_stopped_run_with_workers_takes_the_course_without(
+    tiny: dict[str, Any], tmp_path: Path, batches: list[Loaded], stop: int
+) -> None:
+    assert train(loading(tiny, 0), tmp_path / "plain") == 0
+    expected = batches.copy()
+    assert [(epoch, indices) for epoch, indices, _ in expected] == [
+        (epoch, tuple(sample_order(NUM_IMAGES, 3, epoch)[at : at + 2]))
+        for epoch in range(1, NUM_EPOCHS + 1)
+        for at in range(0, NUM_IMAGES, 2)
+    ]
+    assert len({content for *_, content in expected}) == NUM_EPOCHS * STEPS_PER_EPOCH
+    batches.clear()
+    failpoints.arm(f"train.step={stop}:term")
+    try:
+        assert train(loading(tiny, 2), tmp_path / "run") == EXIT_STOPPED_AND_SAVED
+    finally:
+        failpoints.arm("")
+    assert_no_children()
+    assert len(batches) == stop - 1
+    assert resumed(loading(tiny, 2), tmp_path / "run") == 0
+    assert batches == expected
+    assert losses(tmp_path / "run") == losses(tmp_path / "plain")
+    assert scores(tmp_path / "run") == scores(tmp_path / "plain")
+    assert_no_children()
+
+
+def test_changed_split_at_a_border_keeps_the_batches(
+    tiny: dict[str, Any], tmp_path: Path, batches: list[Loaded], at_step: Callable[..., None]
+) -> None:
+    parallel = {"mode": "dp", "devices": ["cpu", "cpu"], "gpu0_bsz": 1}
+    assert train(loading(tiny, 0, parallel=parallel), tmp_path / "plain") == 0
+    expected = batches.copy()
+    batches.clear()
+    at_step(3, lambda: send_command(tmp_path / "run", parse_command("set gpu0_bsz=2")))
+    assert train(loading(tiny, 2, parallel=parallel), tmp_path / "run") == 0
+    assert batches == expected
+    splits = [(step["epoch"], step["split"]) for step in events(tmp_path / "run", "step")]
+    assert splits == [(1, [1, 1])] * STEPS_PER_EPOCH + [(e, [2, 0]) for e in (2, 3) for _ in range(STEPS_PER_EPOCH)]
+    changed = [loss for _, loss in losses(tmp_path / "run")]
+    assert changed == pytest.approx([loss for _, loss in losses(tmp_path / "plain")], rel=1e-5)
+    assert_no_children()
+
+
+@pytest.mark.slow
+def test_changed_split_of_ranks_with_workers_is_exact(tiny: dict[str, Any], tmp_path: Path) -> None:
+    tiny["data"]["workers"] = 2
+    check_split_change(tiny, tmp_path, ["cpu", "cpu"])
+
+
+@pytest.mark.parametrize("every_steps", [None, 3])
+def test_workers_start_once_and_evaluations_find_their_batches(
+    tiny: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every_steps: int | None
+) -> None:
+    """Training and validation have a pool each, which are told once what to load, and once for each evaluation."""
+    built: list[BatchPool] = []
+    starts: list[BatchPool] = []
+    ready: list[tuple[int, ...]] = []
+    build, start, run = BatchPool._build, BatchPool._start, Validation.run
+
+    def evaluate(validation: Validation, *args: Any) -> Any:
+        ready.append(tuple(key.image for key in validation.loader._pool._work.begun[0]))
+        return run(validation, *args)
+
+    monkeypatch.setattr(BatchPool, "_build", lambda pool: built.append(pool) or build(pool))
+    monkeypatch.setattr(BatchPool, "_start", lambda pool, batches: starts.append(pool) or start(pool, batches))
+    monkeypatch.setattr(Validation, "run", evaluate)
+    config = loading(tiny, 2, train={"precise_bn": 0}, eval={"every_steps": every_steps, "batch_size": 3})
+    assert train(config, tmp_path / "run") == 0
+    num_evaluations = 3 if every_steps is None else 5
+    assert len(events(tmp_path / "run", "val")) == num_evaluations
+    assert ready == [(0, 1, 2)] * num_evaluations, "the first images were given to workers before"
+    training, validation = built
+    assert (starts.count(training), starts.count(validation)) == (1, num_evaluations)
+    assert_no_children()
+
+
+def test_early_stop_discards_what_is_loaded_ahead(tiny: dict[str, Any], tmp_path: Path) -> None:
+    config = loading(tiny, 2, train={"epochs": 50, "early_stop": 1}, optim={"name": "adamw", "lr": 1e-12})
+    assert train(config, tmp_path / "run") == 0
+    assert events(tmp_path / "run", "val")[-1]["epoch"] < 50
+    assert_no_children()
