@@ -66,6 +66,11 @@ def operator_name(operator: Any) -> str:
     return str(operator._schema.name).rpartition("::")[2]
 
 
+def argument_names(operator: Any) -> list[str]:
+    """Return the names of an operator's arguments, positional ones first."""
+    return [argument.name for argument in operator._schema.arguments]
+
+
 def is_traced_or_transformed() -> bool:
     """Return True within `torch.jit.trace` or a transform of `torch.func`, such as vmap."""
     return torch._C._are_functorch_transforms_active() or torch._C._get_tracing_state() is not None
@@ -177,6 +182,12 @@ class PythonBackend(backend_registration._DummyBackendModule):
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         """Return the dtypes that autocast supports."""
         return [torch.float16, torch.bfloat16]
+
+
+def autocast_operators() -> frozenset[str]:
+    """Return the operators that CUDA's autocast changes, such as "pow.Scalar"; torch also lists them without a GPU."""
+    listed = torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA")
+    return frozenset(name.removeprefix("aten::") for name in listed)
 
 
 def register_python_backend(name: str) -> None:

@@ -24,11 +24,14 @@ from segapp.compat.torch import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    argument_names,
     attention_efficient,
     attention_math,
+    autocast_operators,
     buffer_slots,
     parameter_slots,
     register_python_backend,
+    tree_iter,
     without_autocast,
     without_dispatch_modes,
 )
@@ -49,14 +52,40 @@ _CHANGE_IN_PLACE = (
 """In-place operators of a step for which fake tensors have no rule; they allocate nothing."""
 
 
-_IN_HALF = (
-    "conv2d", "conv_transpose2d.input", "convolution", "linear", "matmul", "mm", "mv", "bmm", "addmm", "addmv",
-    "addbmm", "baddbmm", "scaled_dot_product_attention",
-)  # fmt: skip
-_IN_FLOAT = (
-    "log_softmax.int", "softmax.int", "layer_norm", "group_norm", "nll_loss2d", "nll_loss", "mse_loss", "cumsum",
-    "prod", "pow.Tensor_Scalar",
-)  # fmt: skip
+AUTOCAST = {
+    "lower": """
+        _convolution _convolution.deprecated conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d.input
+        conv_transpose3d.input convolution prelu addmm addmv addr matmul einsum mm mv linalg_vecdot linear addbmm
+        baddbmm bmm chain_matmul linalg_multi_dot _thnn_fused_lstm_cell _thnn_fused_gru_cell lstm_cell gru_cell
+        rnn_tanh_cell rnn_relu_cell _scaled_dot_product_flash_attention scaled_dot_product_attention""",
+    "float32": """
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow.Tensor_Scalar
+        pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm rms_norm group_norm frobenius_norm.dim
+        nuclear_norm nuclear_norm.dim cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss nll_loss2d
+        hinge_embedding_loss kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss
+        multilabel_margin_loss soft_margin_loss triplet_margin_loss multi_margin_loss
+        binary_cross_entropy_with_logits dist pdist cdist renorm logsumexp upsample_nearest1d
+        _upsample_nearest_exact1d upsample_nearest2d _upsample_nearest_exact2d upsample_nearest3d
+        _upsample_nearest_exact3d upsample_linear1d upsample_bilinear2d _upsample_bilinear2d_aa upsample_trilinear3d
+        upsample_bicubic2d _upsample_bicubic2d_aa""",
+    "dtype": """
+        prod prod.dim_int softmax.int log_softmax.int cumprod cumsum linalg_vector_norm linalg_matrix_norm
+        linalg_matrix_norm.str_ord sum sum.dim_IntList norm.Scalar norm.ScalarOpt_dim""",
+    "widest": "addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add",
+    "banned": "binary_cross_entropy",
+}
+"""Operators that CUDA's autocast changes, by what it does (ATen/autocast_mode.h).
+
+lower: it casts arguments to the lower precision. float32: it casts them to float32. dtype: it asks for a float32 result
+unless the caller gives a dtype. widest: it casts arguments to the widest of their types. banned: it raises. A test
+compares the names with the installed torch.
+"""
+
+_WITH_DTYPE = {
+    aten.norm.Scalar: aten.norm.ScalarOpt_dtype,
+    aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype,
+}
+"""Operators of the kind "dtype" without that argument, and the overloads that have it."""
 
 _MASK_ALIGNMENT = 16
 """CUDA's memory-efficient attention pads the rows of a mask to a multiple of this."""
@@ -74,10 +103,13 @@ class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
     """Casts of weights, cached until the outermost autocast context ends, as CUDA's autocast does."""
 
     def cast(self, value: Any, dtype: torch.dtype) -> Any:
-        """Return a floating-point tensor in another dtype, and any other value unchanged."""
-        if not isinstance(value, Tensor) or value.dtype in (dtype, torch.float64) or not value.is_floating_point():
+        """Return an eligible tensor in another dtype, also in lists, and any other value unchanged."""
+        if isinstance(value, list | tuple):
+            return [self.cast(each, dtype) for each in value]
+        if not _is_eligible(value) or value.dtype == dtype:
             return value
-        if not (value.is_leaf and value.requires_grad and dtype != torch.float32):
+        is_weight = value.is_leaf and value.requires_grad and value.dtype == torch.float32
+        if not is_weight or dtype == torch.float32 or not torch.is_autocast_cache_enabled():
             return value.to(dtype)
         key = id(value), dtype
         if key not in self:
@@ -86,6 +118,12 @@ class _WeightCache(dict[tuple[int, torch.dtype], tuple[Tensor, Tensor]]):
 
 
 _casts = _WeightCache()
+
+
+def _is_eligible(value: Any) -> bool:
+    """Return True for a tensor that autocast may cast: on the device, of a floating-point type except float64."""
+    is_own = isinstance(value, Tensor) and value.device.type == BACKEND
+    return is_own and value.is_floating_point() and value.dtype != torch.float64
 
 
 def _clear_casts(clear: Callable[[], None] = torch.clear_autocast_cache) -> None:
@@ -99,28 +137,36 @@ _libraries: list[torch.library.Library] = []
 
 
 def _register_autocast() -> None:
-    """Register autocast on the simulated device for the operators in CUDA's lists that segmentation networks use."""
+    """Register autocast on the simulated device for the operators for which the installed torch has it on CUDA."""
     fallback = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     fallback.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     _libraries.extend((fallback, library))
-
-    def register(name: str, is_half: bool) -> None:
-        packet, _, overload = name.partition(".")
-        operator = getattr(getattr(aten, packet), overload or "default")
-
-        def kernel(*args: Any, **kwargs: Any) -> Any:
-            with without_autocast():
-                dtype = torch.get_autocast_dtype(BACKEND) if is_half else torch.float32
-                positional = [_casts.cast(value, dtype) for value in args]
-                return operator(*positional, **{key: _casts.cast(value, dtype) for key, value in kwargs.items()})
-
-        library.impl(name, kernel, "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
-
-    for name in (*_IN_HALF, *_IN_FLOAT):
-        register(name, name in _IN_HALF)
+    known = autocast_operators()
+    for kind, names in AUTOCAST.items():
+        for name in known.intersection(names.split()):
+            library.impl(name, functools.partial(_autocast, kind, name), "AutocastPrivateUse1")  # type: ignore[no-untyped-call]
     for key in ("AutogradPrivateUse1", "PrivateUse1"):
         library.impl("scaled_dot_product_attention", _attention, key)  # type: ignore[no-untyped-call]
+
+
+def _autocast(kind: str, name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call an operator as CUDA's autocast does."""
+    packet, _, overload = name.partition(".")
+    operator = getattr(getattr(aten, packet), overload or "default")
+    given = dict(zip(argument_names(operator), args, strict=False)) | kwargs
+    if kind == "banned":
+        raise RuntimeError(f"{name} is unsafe to autocast: use binary_cross_entropy_with_logits, or BCEWithLogitsLoss")
+    with without_autocast():
+        if kind == "dtype":
+            if _is_eligible(args[0]) and given.get("dtype") is None:
+                given["dtype"] = torch.float32
+                operator = _WITH_DTYPE.get(operator, operator)
+            return operator(**given)
+        dtype = torch.float32 if kind == "float32" else torch.get_autocast_dtype(BACKEND)
+        if kind == "widest" and any(_is_eligible(each) and each.dtype == torch.float32 for each in tree_iter(given)):
+            dtype = torch.float32
+        return operator(**{key: _casts.cast(value, dtype) for key, value in given.items()})
 
 
 def _attention(
