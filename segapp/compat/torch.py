@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -44,6 +45,7 @@ amp_update_scale_ = torch._amp_update_scale_
 
 # Attention implementations that `scaled_dot_product_attention` chooses from; they have no public form.
 attention_math = torch.ops.aten._scaled_dot_product_attention_math.default
+attention_cudnn = torch.ops.aten._scaled_dot_product_cudnn_attention.default
 attention_efficient = torch.ops.aten._scaled_dot_product_efficient_attention.default
 
 STATE_DICT_METADATA = "_metadata"
@@ -54,6 +56,21 @@ def storage_key(tensor: Tensor) -> int:
     """Return the address of a tensor's storage object, unique among living storages, also for fake tensors."""
     key: int = tensor.untyped_storage()._cdata
     return key
+
+
+def is_shared(tensor: Tensor) -> bool:
+    """Return True if other tensors use the storage of a tensor, such as views of it."""
+    own_uses = 2  # by the tensor, and by the Python object that this line makes
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return uses > own_uses
+
+
+def is_called_by_autograd() -> bool:
+    """Return True in a dispatch mode if autograd's engine calls the operator itself, not a function in Python."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "__call__"):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
 
 
 def version_of(tensor: Tensor) -> int:

@@ -13,14 +13,22 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from segapp.compat.torch import TorchDispatchMode, operator_name, storage_key, tree_iter
+from segapp.compat.torch import (
+    TorchDispatchMode,
+    is_called_by_autograd,
+    is_shared,
+    operator_name,
+    storage_key,
+    tree_iter,
+)
 
 CUDA_GRANULE_BYTES = 512
 """Allocations of torch's CUDA allocator are multiples of this."""
 
-_MOVED, _PACKED = "_to_copy", "cat"
+_MOVED, _PACKED, _ADDED = "_to_copy", "cat", "add"
 _COPIES = "replicas"
 _PARTS_OF_A_MODEL = ("weights", "buffers")
 
@@ -131,6 +139,8 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         workspace = self.workspaces[func](*args) if func in self.workspaces else ()
         for tensor in workspace:
             self._record(tensor, None, operator_name(func))
+        if operator_name(func) == _ADDED and self._is_in_place(args[0]):
+            self._record_free(storage_key(args[0]), self.number_of(args[0]))
         out = func(*args, **(kwargs or {}))
         kind = None
         if operator_name(func) == _MOVED and self.kind_of(args[0]) in (*_PARTS_OF_A_MODEL, _COPIES):
@@ -141,6 +151,14 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor):
                 self._record(tensor, kind, operator_name(func))
         return out
+
+    def _is_in_place(self, gradient: Tensor) -> bool:
+        """Return True if autograd adds another gradient to this one, and would do so in place without dispatch modes.
+
+        It does if nothing else uses the gradient (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
+        """
+        is_own = self.number_of(gradient) >= 0 and not torch.is_grad_enabled() and not is_shared(gradient)
+        return is_own and is_called_by_autograd()
 
     def _record(self, tensor: Tensor, kind: str | None, operator: str = "") -> None:
         key = storage_key(tensor)

@@ -25,6 +25,7 @@ from segapp.compat.torch import (
     FakeTensorMode,
     TorchDispatchMode,
     argument_names,
+    attention_cudnn,
     attention_efficient,
     attention_math,
     autocast_operators,
@@ -86,6 +87,9 @@ _WITH_DTYPE = {
     aten.norm.ScalarOpt_dim: aten.norm.ScalarOpt_dim_dtype,
 }
 """Operators of the kind "dtype" without that argument, and the overloads that have it."""
+
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200."""
 
 _MASK_ALIGNMENT = 16
 """CUDA's memory-efficient attention pads the rows of a mask to a multiple of this."""
@@ -180,20 +184,24 @@ def _attention(
 ) -> Tensor:
     """Return attention as CUDA's kernels compute it: they keep no matrix of tokens by tokens except a mask.
 
-    CUDA uses flash attention in half precision without a mask, and the memory-efficient kernel otherwise; both keep
-    their inputs, the output and one number per token and head. As on CUDA, float64 and inputs without four dimensions
-    have no such kernel.
+    They keep their inputs, the output and one number per token and head. In half precision torch prefers cuDNN's kernel
+    on Hopper and Blackwell (`check_prefer_cudnn_attention` in ATen/native/transformers/cuda/sdp_utils.cpp) and flash
+    attention before them; both lay out the output like the query. In float32 only the memory-efficient kernel is
+    possible. As on CUDA, float64 and inputs without four dimensions have no such kernel.
     """
     if query.dim() != 4 or query.dtype == torch.float64 or options.get("enable_gqa"):
         return attention_math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]  # type: ignore[no-any-return]
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
+    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
+    if query.dtype != torch.float32:
+        kept = query, key, value, attn_mask, has_gradient
+        return attention_cudnn(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
     if attn_mask is not None:
-        if attn_mask.dtype == torch.bool:
-            attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, -torch.inf)
         num_keys = key.shape[2]
         if num_keys % _MASK_ALIGNMENT:
             attn_mask = F.pad(attn_mask, (0, -num_keys % _MASK_ALIGNMENT))[..., :num_keys]
         attn_mask = attn_mask.expand(*query.shape[:3], num_keys)
-    has_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
     kept = query, key, value, attn_mask, has_gradient
     return attention_efficient(*kept, dropout_p, is_causal, scale=options.get("scale"))[0]  # type: ignore[no-any-return]
 
@@ -214,24 +222,53 @@ def _triton_buffers(
     )
 
 
+def _reduction_buffer(values: Tensor, dims: Sequence[int] | None = None, *options: Any) -> tuple[Tensor, ...]:
+    """Return a tensor like the buffer for the mean of each channel of an NHWC tensor, such as in global pooling.
+
+    Reduce.cuh divides the sum of each output over blocks of 4 threads with 16 values each, and reserves 4 bytes for 128
+    outputs in each block. As it starts no more blocks than the GPU can run, the most is 1 MiB per multiprocessor.
+    """
+    if not _is_nhwc(values) or {dim % 4 for dim in dims or ()} != {2, 3}:
+        return ()
+    return (values.new_empty(min(values.numel() * 4 * 128 // (4 * 16), _MULTIPROCESSORS * 2**20), dtype=torch.uint8),)
+
+
 def simulated_ledger(granule_bytes: int = CUDA_GRANULE_BYTES) -> StorageLedger:
     """Return the ledger of a simulation, with the in-place rules and the loss's workspace that fake tensors lack."""
-    workspaces = {torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers}
+    workspaces = {
+        torch.ops.segapp.upsample_cross_entropy.default: _triton_buffers,
+        aten.mean.dim: _reduction_buffer,
+    }
     return StorageLedger(granule_bytes, _CHANGE_IN_PLACE, workspaces)
 
 
-class _WeightGradients(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives the gradient of a convolution's weight the weight's memory format, as cuDNN does."""
+class _MemoryFormats(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives the results of convolutions the memory formats that cuDNN gives them.
+
+    An output is NHWC if the input or the weight is (`cudnn_conv_suggest_memory_format` in ATen/native/ConvUtils.h), and
+    a gradient has the format of its tensor.
+    """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func is not aten.convolution_backward.default or out[1] is None:
+        if func is aten.convolution.default:
+            return _nhwc(out) if _is_nhwc(args[0]) or _is_nhwc(args[1]) else out
+        if func is not aten.convolution_backward.default:
             return out
-        weight = args[2]
-        is_last = weight.dim() == 4 and weight.is_contiguous(memory_format=torch.channels_last)
-        return (out[0], out[1].contiguous(memory_format=torch.channels_last) if is_last else out[1], out[2])
+        is_nhwc = _is_nhwc(args[1]) or _is_nhwc(args[2])
+        like = (is_nhwc, _is_nhwc(args[2]), False)
+        return tuple(_nhwc(each) if is_last and each is not None else each for is_last, each in zip(like, out, strict=True))
+
+
+def _is_nhwc(tensor: Tensor) -> bool:
+    is_last = tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
+    return is_last and not tensor.is_contiguous()
+
+
+def _nhwc(tensor: Tensor) -> Tensor:
+    return tensor.contiguous(memory_format=torch.channels_last)
 
 
 @contextlib.contextmanager
@@ -245,7 +282,7 @@ def simulation(*modes: Any) -> Iterator[None]:
         stack.callback(_casts.clear)
         stack.enter_context(mock.patch.object(FakeTensor, "__deepcopy__", _deepcopy_fake, create=True))
         stack.enter_context(FakeTensorMode())
-        stack.enter_context(_WeightGradients())  # type: ignore[no-untyped-call]
+        stack.enter_context(_MemoryFormats())  # type: ignore[no-untyped-call]
         for mode in modes:
             stack.enter_context(mode)
         yield
