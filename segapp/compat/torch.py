@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
@@ -58,19 +57,18 @@ def storage_key(tensor: Tensor) -> int:
     return key
 
 
-def is_shared(tensor: Tensor) -> bool:
-    """Return True if other tensors use the storage of a tensor, such as views of it."""
-    own_uses = 2  # by the tensor, and by the Python object that this line makes
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return uses > own_uses
+def is_added_in_place(first: Tensor, second: Any) -> bool:
+    """Return True in a dispatch mode if autograd adds two gradients, and without the mode would write to the first.
 
-
-def is_called_by_autograd() -> bool:
-    """Return True in a dispatch mode if autograd's engine calls the operator itself, not a function in Python."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_code.co_name in ("__torch_dispatch__", "__call__"):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+    It does so if nothing else uses the first (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
+    """
+    is_running = torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
+    if not is_running or not isinstance(second, Tensor) or first.shape != second.shape:
+        return False
+    if isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction):
+        return False  # a function in Python calls the operator
+    storage_uses: int = torch._C._storage_Use_Count(first.untyped_storage()._cdata)
+    return storage_uses == 2 and first._use_count() <= second._use_count()  # 2: the tensor, and the object in Python
 
 
 def version_of(tensor: Tensor) -> int:

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from segapp.compat.torch import (
     TorchDispatchMode,
-    is_called_by_autograd,
-    is_shared,
+    is_added_in_place,
     operator_name,
     storage_key,
     tree_iter,
@@ -139,7 +138,7 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
         workspace = self.workspaces[func](*args) if func in self.workspaces else ()
         for tensor in workspace:
             self._record(tensor, None, operator_name(func))
-        if operator_name(func) == _ADDED and self._is_in_place(args[0]):
+        if operator_name(func) == _ADDED and self.number_of(args[0]) >= 0 and is_added_in_place(*args[:2]):
             self._record_free(storage_key(args[0]), self.number_of(args[0]))
         out = func(*args, **(kwargs or {}))
         kind = None
@@ -151,14 +150,6 @@ class StorageLedger(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor):
                 self._record(tensor, kind, operator_name(func))
         return out
-
-    def _is_in_place(self, gradient: Tensor) -> bool:
-        """Return True if autograd adds another gradient to this one, and would do so in place without dispatch modes.
-
-        It does if nothing else uses the gradient (`can_accumulate_inplace` in torch/csrc/autograd/input_buffer.cpp).
-        """
-        is_own = self.number_of(gradient) >= 0 and not torch.is_grad_enabled() and not is_shared(gradient)
-        return is_own and is_called_by_autograd()
 
     def _record(self, tensor: Tensor, kind: str | None, operator: str = "") -> None:
         key = storage_key(tensor)
